@@ -22,7 +22,9 @@ export PYTHONDONTWRITEBYTECODE =
 BIN := $(VENV)/bin
 STAMP_TORCH = test $(VENV)/torch -nt constraints.txt || touch $(VENV)/torch
 # pip, not uv: uv selects other torch wheels than those that constraints.txt was tested with.
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
+# Quiet: pip's hundreds of lines would hide what comes after. PIP_ARGS=--verbose shows them.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+INSTALL = $(PIP_INSTALL) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-redis long containers matrix coverage dist test-gpu lint docs rivals clean
@@ -91,18 +93,20 @@ clean: ## Remove .venv, builds and caches
 $(VENV)/base:
 	@test -n "$(PYTHON)" || { echo "feedmill: no Python 3.11 to 3.14 with venv found. Install it, or set PYTHON=/path/to/python3.12." >&2; exit 1; }
 	@$(PYTHON) feedmill/stack/prerequisites.py
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # Installs only torch itself from TORCH_INDEX, in the version that constraints.txt pins. If it does not, the stamp file is
 # left to the targets below, so that a rerun of an interrupted installation says again which torch it installs.
 $(VENV)/torch: constraints.txt | $(VENV)/base
 	@index=$$($(BIN)/python feedmill/stack/prerequisites.py torch "$(TORCH)" "$(TORCH_INDEX)") || exit 1; \
-	test -z "$$index" || { $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	test -z "$$index" || echo "Installing torch into $(VENV)"; \
+	test -z "$$index" || { $(PIP_INSTALL) --no-deps \
 		--index-url "$$index" "$$(grep '^torch==' constraints.txt)" && touch $@; } || test "$(TORCH)" = auto
 
 $(VENV)/demo: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
-	$(INSTALL) --editable '.[demo]'
+	@echo "Installing Feedmill, a model and their dependencies into $(VENV): a few minutes"
+	@$(INSTALL) --editable '.[demo]'
 	@$(STAMP_TORCH)
 	@touch $@
 
@@ -119,6 +123,6 @@ $(VENV)/rivals: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VE
 # celery-batches requires another Celery version than Feedmill. Both are installed into a folder that takes precedence in
 # the worker of celery-batches only. Their dependencies come from the environment.
 $(VENV)/celery-batches: | $(VENV)/base
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.part \
+	$(PIP_INSTALL) --no-deps --target $@.part \
 		celery-batches==0.11 celery==5.6.3
 	mv $@.part $@

@@ -1,9 +1,10 @@
 """Measure which share of the matrix-product ceiling the bare forward pass reaches, by precision, engine and shape.
 
-    python -m benchmarks.forward [--posts FILE] [--dtypes float32,bfloat16] [--compile] [--rounds 5]
+    python -m benchmarks.forward [--posts FILE] [--dtypes float32,bfloat16] [--compile] [--rounds 5] [--cpu-time]
 
 Engines: `library` is the model as transformers loads it, padded, with an attention mask; `padded` and `packed` are
-Feedmill's torch engine in either layout; `compiled` is the padded one with torch.compile. Shapes: batches of rows of
+Feedmill's torch engine in either layout; `compiled` is the padded one with torch.compile. In bfloat16 on x86, `plain`
+is `packed` with torch's linear layers, without reordered weights. Shapes: batches of rows of
 one length, and batches that the window forms from posts. Only real tokens count as work, so padding lowers the share.
 The engines alternate. The last line is JSON.
 """
@@ -32,6 +33,7 @@ from workers.models import device
 from workers.models.classifiers import Row
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import Device
+from workers.models.engines.onednn import can_reorder
 from workers.models.engines.torch_engine import TorchEngine
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights, locate
@@ -73,6 +75,8 @@ def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forwa
     packing = ours()
     if packing.packed:
         found["packed"] = packing.forward
+    if packing.packed and can_reorder(chosen):
+        found["plain"] = ours(reordered=False).forward
     if compiled:
         found["compiled"] = ours(compiled=True).forward
     return found
@@ -98,13 +102,13 @@ def shapes(settings: Settings, chosen: Device, path: str | None) -> dict[str, li
     return found
 
 
-def seconds(forward: Forward, batches: Sequence[TokenBatch]) -> float:
-    began = time.perf_counter()
+def seconds(forward: Forward, batches: Sequence[TokenBatch], clock: Callable[[], float]) -> float:
+    began = clock()
     for batch in batches:
         forward(batch)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def measure(chosen: Device, by_shape: dict[str, list[TokenBatch]], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -115,14 +119,15 @@ def measure(chosen: Device, by_shape: dict[str, list[TokenBatch]], arguments: ar
     for forward in compared.values():
         for batches in by_shape.values():
             forward(batches[0])
+    clock = time.thread_time if arguments.cpu_time else time.perf_counter
     ceilings: list[float] = []
     found: dict[str, dict[str, list[float]]] = {shape: {name: [] for name in compared} for shape in by_shape}
     for number in range(arguments.rounds):
         for shape, batches in by_shape.items():
             flops = forward_flops(config, [len(row.ids) for batch in batches for row in batch])
-            ceilings.append(matrix_ceiling(chosen, rounds=3))
+            ceilings.append(matrix_ceiling(chosen, rounds=3, clock=clock))
             for name in list(compared) if number % 2 else reversed(compared):
-                found[shape][name].append(flops / seconds(compared[name], batches) / 1e9 / ceilings[-1])
+                found[shape][name].append(flops / seconds(compared[name], batches, clock) / 1e9 / ceilings[-1])
     precision = str(chosen.dtype).removeprefix("torch.")
     title = f"{precision}: share of the ceiling ({median(ceilings):.0f} GFLOP/s), medians of {arguments.rounds} rounds"
     table = Table("batch", *compared, title=title, title_justify="left")
@@ -139,7 +144,10 @@ def main() -> None:
     parser.add_argument("--dtypes", help="comma-separated; default: the dtype that a worker would use here")
     parser.add_argument("--compile", action="store_true", help="also measure torch.compile; needs a C++ compiler")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true", help="one thread and its CPU time, for a busy machine")
     arguments = parser.parse_args()
+    if arguments.cpu_time:
+        torch.set_num_threads(1)
     try:
         settings = load()
         wanted = arguments.dtypes.split(",") if arguments.dtypes else [settings.dtype]

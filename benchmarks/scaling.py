@@ -318,7 +318,7 @@ def measure_worker(house: Installation, given: argparse.Namespace) -> dict[str, 
 
 
 def _median(paces: Sequence[Pace], field: str, digits: int) -> float:
-    return round(median(getattr(pace, field) for pace in paces), digits)
+    return round(median(float(getattr(pace, field)) for pace in paces), digits)
 
 
 def measure_stages(house: Installation, given: argparse.Namespace) -> dict[str, Any]:

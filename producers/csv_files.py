@@ -101,7 +101,10 @@ class Table:
         self._lines = _LineReader(text)
         try:
             first = self._first_line()
+            #: Excel's line that names the delimiter; "" if there is none.
+            self.delimiter_line = ""
             if found := DELIMITER_LINE.fullmatch(first):
+                self.delimiter_line = first.strip()
                 first, self.delimiter = self._first_line(), found[1]
             else:
                 self.delimiter = delimiter_of(first)

@@ -1,8 +1,8 @@
 """Read posts back from rows of an export of results.
 
-Exports have fixed column names, so they bypass the name guessing that other files need (records.py). In an export,
-`label` is a model's prediction, not a topic, and `permalink` is not `url`. This module depends neither on file formats
-nor on the code that writes exports.
+Exports have fixed column names, so they bypass the name guessing that other files need (records.py). Exports of earlier
+versions have names like `Title`, so case is ignored. In an export, `label` is a model's prediction, not a topic, and
+`permalink` is not `url`. This module depends neither on file formats nor on the code that writes exports.
 """
 
 import re
@@ -19,13 +19,13 @@ from shared.messages import Post
 #: Post field -> column name.
 COLUMNS = {
     "id": "id",
-    "topic": "Topic",
-    "title": "Title",
-    "body": "Body",
-    "subreddit": "Subreddit",
-    "score": "Score",
-    "url": "URL",
-    "created_utc": "Date",
+    "topic": "topic",
+    "title": "title",
+    "body": "body",
+    "subreddit": "subreddit",
+    "score": "score",
+    "url": "url",
+    "created_utc": "date",
     "permalink": "permalink",
     "edited_utc": "edited",
     "stickied": "stickied",

@@ -113,6 +113,10 @@ class Source:
         self.table: Table | None = None
         #: True if the file begins with a byte order mark, as files for Excel do. Set after the first record.
         self.has_mark = False
+        #: Place of the record whose items were yielded last.
+        self.place: Place = 0
+        #: True if the text is decoded from another encoding than UTF-8.
+        self.is_transcoded = self._encoding not in (None, "utf-8")
         #: True if the file is an export of results. Set after the first record.
         self.is_export = False
         self._file: CountedFile | None = None
@@ -149,6 +153,7 @@ class Source:
     def _items(self, read_export: Callable[[dict[str, Any], str], Iterator[Found]]) -> Iterator[Item | Found]:
         wants_all = self._filters == NO_FILTERS
         for place, record, _ in self._records():
+            self.place = place
             if isinstance(record, LeftOut):
                 yield record
             elif isinstance(record, str):
@@ -197,11 +202,13 @@ class Source:
             if column is not None and column not in first and not optional:
                 raise InputError(
                     f"{self.name} has no column {printable(column)} (--{flag}-column).{_suggestion(column, names)} "
-                    f"Choose one of its columns: {_listed(names)}; or omit --{flag}-column."
+                    f"Choose one of its columns: {listed(names)}; or omit --{flag}-column."
                 )
         self._check_kept(first, names)
         if columns.id is None and not has_id(first):
-            self.columns_to_choose = [column for column in first if column and column not in FIELD_NAMES]
+            self.columns_to_choose = [
+                name for name in names if name.strip() and normalize_column(name) not in FIELD_NAMES
+            ]
 
     def _check_kept(self, first: dict[str, Any], names: Sequence[str]) -> None:
         """Raise InputError if the first record lacks a column to keep."""
@@ -211,7 +218,7 @@ class Source:
         if missing:
             raise InputError(
                 f"{self.name} has no column {printable(missing[0])} (--keep).{_suggestion(missing[0], names)} Choose "
-                f"from its columns: {_listed(names)}."
+                f"from its columns: {listed(names)}."
             )
 
     def _parsed(self, opened: ExitStack) -> Iterator[Placed]:
@@ -260,7 +267,7 @@ class Source:
         if not self._has_text(iter(header)) and not self._columns.text:
             raise InputError(
                 f"{self.name} is neither JSON nor a CSV file with a title or body column (its columns: "
-                f"{printable(', '.join(self.table.header)):.200}). Name the column of the text with --body-column, or "
+                f"{listed(self.table.header)}). Name the column of the text with --body-column, or "
                 f"rename it to one of: {', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}. If the "
                 "first line is not a header, add one."
             )
@@ -283,8 +290,10 @@ class Source:
             raise InputError(f"{self.name} has a header but no rows. Give another file.")
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"{printable(', '.join(names)):.200}"
+def listed(names: Sequence[str]) -> str:
+    """Return columns for a message, names with commas in quotes."""
+    quoted = (json.dumps(name, ensure_ascii=False) if "," in name else name for name in names)
+    return f"{printable(', '.join(quoted)):.200}"
 
 
 def _suggestion(given: str, names: Sequence[str]) -> str:

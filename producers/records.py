@@ -290,7 +290,7 @@ def parse_post(record: dict[str, Any], where: str, columns: Columns = DETECTED) 
             post = Post.parse(fields)
         except PostRefused as refused:
             field = refused.field.split(".")[0]
-            reason = printable(str(refused))  # may quote a key of `extra`
+            reason = printable(str(refused)) if refused.field else _missing_text(fields)  # may quote a key of `extra`
             if field in TIME_FIELDS:
                 reason = (
                     f"{field}: {fields[field]!r:.40} is neither seconds since 1970 nor a date such as 2026-11-20; for "
@@ -319,7 +319,13 @@ def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) ->
     try:
         return Post.parse(fields | {"id": row})
     except PostRefused as refused:
-        return printable(str(refused)) if refused.field else NO_TEXT
+        return printable(str(refused)) if refused.field else _missing_text(fields)
+
+
+def _missing_text(fields: dict[str, Any]) -> str:
+    """Return why a post has no text."""
+    body = fields.get("body")
+    return REMOVED if isinstance(body, str) and body.strip() in REMOVED_BODIES else NO_TEXT
 
 
 def _text(record: dict[str, Any], field: str, columns: Columns) -> Any:

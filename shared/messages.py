@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 from json.encoder import encode_basestring_ascii
 from numbers import Real
 from typing import Annotated, Any
@@ -238,24 +239,20 @@ def _parse_labels(value: object) -> object:
     """
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    if isinstance(value, dict):
-        if any(isinstance(name, str) and not name.strip() for name in value):
-            raise ValueError(EMPTY_LABEL)
-        return value
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, dict | list | tuple):
         # Do not quote the value: it may be a post in the wrong field, and reasons appear in logs and in Flower.
         kind = type(value).__name__
         raise ValueError(f"expected a list, names separated by commas, or an object of descriptions; got {kind}")
-    described: dict[str, tuple[str]] = {}
-    for label in value[: MAX_LABELS + 1]:
-        name = label.strip() if isinstance(label, str) else label
-        if not isinstance(name, str):
+    described: dict[str, object] = {}
+    for label in islice(value, MAX_LABELS + 1):
+        if not isinstance(label, str):
             raise ValueError(f"each label must be text, not {type(label).__name__}")
+        name = label.strip()
         if not name:
             raise ValueError(EMPTY_LABEL)
         if name in described:
             raise ValueError(f"the label {truncate(name)!r} is named twice")
-        described[name] = (name,)
+        described[name] = value[label] if isinstance(value, dict) else (name,)
     return described
 
 

@@ -148,8 +148,7 @@ def redis_server(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> I
 def served(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A redis-server with a worker, separate from the server that tests empty."""
     server = RedisServer(redis_path, tmp_path_factory.mktemp("redis"))
-    # A statistics interval longer than the tests, so that they read totals since the start.
-    with working(server, tmp_path_factory.mktemp("worker"), FEEDMILL_STATISTICS_INTERVAL="100000"):
+    with working(server, tmp_path_factory.mktemp("worker")):
         yield server
     server.stop()
 

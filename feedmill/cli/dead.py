@@ -11,6 +11,7 @@ from redis import Redis
 
 from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
+from feedmill.cli.run_filter import check_run
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters, UndecodableMessage
 from producers.push import Pusher
 from shared.broker import Application, connect, make_app, user_errors
@@ -47,7 +48,10 @@ def list_(
     settings = settings_of(redis_url=redis_url)
     is_empty = True
     with user_errors(settings):
-        for each in DeadLetters(connect(settings)).newest(count, None if run is None else parse_run(run)):
+        redis, run = connect(settings), None if run is None else parse_run(run)
+        if run is not None:
+            check_run(redis, run)
+        for each in DeadLetters(redis).newest(count, run):
             is_empty = False
             typer.echo(_as_json(each) if as_json else _line(each))
     if is_empty:

@@ -30,6 +30,7 @@ from shared.model_routing import (
     requested_model,
 )
 from shared.settings import Settings
+from shared.training import CHECKPOINTS
 
 #: Seconds without a report on the deployment after which a worker counts as unresponsive.
 REPORT_TIMEOUT_S = 30.0
@@ -56,7 +57,8 @@ def deploy(
     """Switch the workers of a queue to another model without stopping them.
 
     FOLDER must exist under the same absolute path on every worker's machine. If every worker fails to load the model,
-    the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue.
+    the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue. --reset does
+    nothing if no model is deployed.
     """
     settings = settings_of(redis_url=redis_url)
     redis, celery = connect(settings), make_app(settings)
@@ -71,9 +73,14 @@ def deploy(
         name = queue or settings.queue
         before = requested_model(redis, name)
         deployment = _requested(folder)
-        request_model(redis, name, deployment)
-        nodes = [node for node, pool in watch.worker_statistics(celery).items() if name in pool["queues"]]
-        if wait or not nodes:
+        serving = {node: pool for node, pool in watch.worker_statistics(celery).items() if name in pool["queues"]}
+        nodes = list(serving)
+        is_needed = not (reset and _is_reset(before, serving))
+        if is_needed:
+            request_model(redis, name, deployment)
+        if not is_needed:
+            message, status = f"No model is deployed to queue {name}: its workers use their own. Nothing to do.", 0
+        elif wait or not nodes:
             reports = _wait_for_workers(
                 celery, nodes, deployment, lambda: requested_model(redis, name) == deployment, as_json
             )
@@ -86,17 +93,29 @@ def deploy(
     raise typer.Exit(status)
 
 
+def _is_reset(deployed: RequestedModel | None, workers: dict[str, dict[str, Any]]) -> bool:
+    """Return whether all workers run the model in their own settings."""
+    return deployed is None or (
+        deployed.model is None and not any(_latest(pool["deploy"]) for pool in workers.values())
+    )
+
+
 def _requested(folder: Path | None) -> RequestedModel:
     """Return the deployment to store; without a folder, that of the workers' own model. Raises UserError."""
     if folder is None:
         return RequestedModel(None, None, time.time())
     with explain_missing("Deploying a model", "worker"):
-        from workers.models.weights import locate  # noqa: PLC0415 - needs packages that only workers have
+        from workers.models.weights import CONFIG_FILE, locate  # noqa: PLC0415 - needs packages that only workers have
     place = folder.expanduser().absolute()
     if not place.is_dir():
         raise UserError(
             f"Folder {place} does not exist. Give a folder written by save_pretrained; download a Hub model into a "
             "folder first."
+        )
+    if not any((place / name).exists() for name in (CONFIG_FILE, CHECKPOINTS)):
+        raise UserError(
+            f"{place} contains no model: it has no {CONFIG_FILE}. Give a folder written by `feedmill train` or "
+            "save_pretrained."
         )
     return RequestedModel(str(place), locate(str(place), offline=True).sha256, time.time())
 

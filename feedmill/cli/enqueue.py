@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Annotated
 
 import typer
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from feedmill.cli.dates import check_date_format, parse_period
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import FileFlags, MessageFlags, RedisUrl
+from feedmill.cli.options import FileFlags, Limit, MessageFlags, RedisUrl
 from feedmill.cli.run_progress import wait_for_run
 from feedmill.export.text import COLUMNS
 from producers.clear import messages_cleared
@@ -77,6 +78,7 @@ def enqueue(
         list[str] | None,
         typer.Option(help="Columns of the file to carry along and export: a,b,c; may be repeated."),
     ] = None,
+    limit: Limit = None,
     flags: MessageFlags,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until all posts of the run are classified.")] = False,
     again: Annotated[
@@ -106,7 +108,8 @@ def enqueue(
     with user_errors(settings):
         check_options(redis, settings.queue, options)
         way = (send_scope(settings, options), run, messages_cleared(redis, settings.queue), ",".join(kept))
-        position = _position(redis, file, way, filters, chosen, columns.encoding)
+        # With a limit, a second command sends nothing more, rather than the next posts.
+        position = None if limit else _position(redis, file, way, filters, chosen, columns.encoding)
         start = position.load() if position and not again else 0
         if start:
             notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
@@ -124,7 +127,7 @@ def enqueue(
                     _push(reading, pusher, position, settings.posts_per_message)
                 else:
                     # A pipe has no position to save, and posts from a slow one should be sent at once.
-                    pusher.push(reading.posts())
+                    pusher.push(islice(reading.posts(), limit))
         except KeyboardInterrupt:
             notes.print(_interrupted(pusher, run), markup=False)
             raise typer.Exit(130) from None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal, cast, get_args
 
 import typer
+from redis import Redis
 from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from feedmill.cli.dates import parse_period
 from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
+from feedmill.cli.run_filter import check_run, unknown_run
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
 from feedmill.export.writer import ExportFilter, Folder, Target
@@ -132,10 +134,7 @@ def export_results(
             typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
             return
         filters = ExportFilter(*parse_period(since, until, earliest=0.0), label, latest, run)
-        known = progress(redis, run) if run is not None else None
-        own = known.columns if known else ()
-        if run is not None and known is None:
-            notes.print(f"there is no run {printable(run)}; `feedmill status` lists the recent ones", markup=False)
+        own = () if run is None else _own_columns(redis, run, follow, notes)
         chosen = (*COLUMNS, *own) if columns is None else _columns(columns, own)
         if latest and run is None and "run" not in chosen:
             raise UserError(
@@ -159,6 +158,16 @@ def export_results(
             this = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
             this.all()
     raise typer.Exit(this.report(out, as_json))
+
+
+def _own_columns(redis: Redis, run: str, follow: bool, notes: Console) -> Sequence[str]:
+    """Return the columns that the posts of a run carry. Raises UserError if there is no such run, unless following."""
+    if not follow:
+        check_run(redis, run)
+    known = progress(redis, run)
+    if known is None:
+        notes.print(unknown_run(redis, run), markup=False)
+    return known.columns if known else ()
 
 
 def _form_of(out: Path) -> Form:

@@ -7,8 +7,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from producers.exported import Labelled
-from producers.files import Source
-from producers.records import DETECTED, FIELD_ALIASES, NO_FILTERS, BadRecord, Columns, Filters, Item, LeftOut
+from producers.files import Source, listed
+from producers.records import (
+    DETECTED,
+    FIELD_ALIASES,
+    NO_FILTERS,
+    NO_TEXT,
+    REMOVED,
+    BadRecord,
+    Columns,
+    Filters,
+    Item,
+    LeftOut,
+)
 from shared.errors import InputError, printable
 from shared.messages import Post
 
@@ -53,8 +64,8 @@ class FileReading:
         self.source = Source(file, filters, start, columns, encoding)
         #: Records read (with the skipped ones at the start), dropped by the filters, and removed from Reddit.
         self.records, self.left_out, self.removed = start, 0, 0
-        #: Bad records, and how many of them were skipped.
-        self.wrong = self.skipped = 0
+        #: Bad records; how many of them were skipped; and how many of those have no text, or a removed one.
+        self.wrong = self.skipped = self.without_text = 0
         #: True once the whole file was read without an error.
         self.complete = False
 
@@ -119,7 +130,7 @@ class FileReading:
     def _note_missing_ids(self, columns: list[str]) -> None:
         note = f"{self.source.name}: no id column ({', '.join(FIELD_ALIASES['id'])}), so ids are derived from the text"
         if columns:
-            note += f"; set --id-column to one of: {printable(', '.join(columns)):.200}"
+            note += f"; set --id-column to one of: {listed(columns)}"
         self._notes.print(escape(note))
 
     def _report_bad(self, bad: BadRecord) -> None:
@@ -132,6 +143,7 @@ class FileReading:
             return
         self.wrong += 1
         self.skipped += 1
+        self.without_text += bad.reason in (NO_TEXT, REMOVED)
         if bad.reason in self._reasons or len(self._reasons) < BAD_RECORDS_SHOWN:
             self._reasons[bad.reason] += 1
             if self._shown[bad.reason] < SAME_REASON_SHOWN and self._shown.total() < BAD_RECORDS_SHOWN:

@@ -201,9 +201,10 @@ class Labelling:
         is_tsv = Path(self._out).suffix.lower() == ".tsv"
         if source.table is None:
             return CsvLayout("\t" if is_tsv else ",", has_mark=self._flags.excel)
-        return CsvLayout(
-            "\t" if is_tsv else source.table.delimiter, source.table.line_end, source.has_mark or self._flags.excel
-        )
+        delimiter, first = ("\t", "") if is_tsv else (source.table.delimiter, source.table.delimiter_line)
+        # A file in another encoding comes from Excel, which reads UTF-8 only with a mark.
+        has_mark = source.has_mark or source.is_transcoded or self._flags.excel
+        return CsvLayout(delimiter, source.table.line_end, has_mark, first)
 
     def _summary(self, source: Source) -> str:
         """Return the summary: rows per label, and rows without one by reason."""

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -65,6 +65,8 @@ from shared.settings import PREFIX, is_stack_running, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
+#: Base of the errors that typer raises for options and arguments. Its newer versions have their own copy of click.
+USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 #: Seconds that `feedmill down` waits longer than the worker may take to finish its messages.
 STOP_MARGIN_S = 30.0
 #: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
@@ -258,11 +260,15 @@ def run() -> None:
             stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
     try:
         try:
-            app()
+            status = app(prog_name="feedmill", standalone_mode=False)  # otherwise typer prints its own errors, in boxes
         finally:
             _flush()
     except UserError as error:
         _end(2, str(error))
+    except USAGE_ERROR as error:
+        _end(error.exit_code, _usage_message(error))
+    except typer.Abort:
+        _end(1, "Stopped at your request.")
     except SystemExit as end:
         # typer and rich exit with status 1 when the reader of standard output closes the pipe.
         if not isinstance(end.__context__, BrokenPipeError):
@@ -276,6 +282,23 @@ def run() -> None:
         if error.errno not in WRITE_ERRORS or error.filename is not None:
             raise
         _end(2, f"Cannot write the output: {error.strerror}.")
+    sys.exit(status or 0)
+
+
+def _usage_message(error: Any) -> str:
+    """Return a message for an option or argument that typer rejects, with the option's help if its value is missing."""
+    if type(error).__name__ == "NoArgsIsHelpError":  # its text is the help, which was printed
+        return ""
+    message, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
+    if context is not None:
+        return f"{message}. See `{context.command_path} --help`."
+    # The parser knows no context when the value of an option is missing.
+    command: Any = typer.main.get_command(app)
+    for word in sys.argv[1:]:
+        command = getattr(command, "commands", {}).get(word, command)
+    name = getattr(error, "option_name", None)
+    option = next((each for each in command.params if name in each.opts), None)
+    return f"{message}." if option is None else f"{message.rstrip('.')}: {option.help}"
 
 
 def _flush() -> None:

@@ -1,6 +1,7 @@
 """The `feedmill classify` command: classify a text or a file in this process, without Redis or a worker."""
 
 import re
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain, islice
@@ -18,7 +19,7 @@ from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import AsJson, FileFlags, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
 from feedmill.labelling.rows import Classify
 from feedmill.local_model import explain_refusals, load_calibrated
-from producers.files import Source
+from producers.files import Place, Source
 from shared.errors import InputError, PostRefused, UserError, json_line, printable
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings
@@ -56,7 +57,7 @@ def classify(
     """Classify a text or a file's posts in this process.
 
     Needs neither Redis nor a worker. Prints the labels, or writes the file's rows with their labels to --out. Exits 1
-    if a post failed or a record was skipped.
+    if a post failed or a record could not be read; rows without text are no failure.
     """
     settings = settings_of(model=model, **vars(flags))
     options = ClassifyOptions(multi_label=multi_label)
@@ -69,18 +70,20 @@ def classify(
     if is_file:
         notes = Console(stderr=True, soft_wrap=True, highlight=False)
         reading = FileReading(
-            what, notes, columns=file.columns(), encoding=file.encoding, shows_ids=True, text_only=True
+            what, notes, columns=file.columns(), encoding=file.encoding, shows_ids=as_json, text_only=True
         )
-        posts = islice(reading.posts(), limit)
+        #: Lines of the posts that were read and not shown yet, in order, if the file has no ids.
+        places: deque[Place] = deque()
+        posts = islice(_noting_places(reading, places), limit)
         # Read a post before loading the model, which takes seconds: the file may have none.
         first = list(islice(posts, 1))
         failed = 0
         if first:
             # Closed after any error: threads of a running model would abort the process at its exit.
             with closing(classify_posts(chain(first, posts), settings, options)) as outcomes:
-                failed = _show_posts(outcomes, as_json)
+                failed = _show_posts(outcomes, as_json, None if reading.source.columns_to_choose is None else places)
         reading.end()
-        raise typer.Exit(1 if failed or reading.skipped else 0)
+        raise typer.Exit(1 if failed or reading.skipped > reading.without_text else 0)
     ((post, outcome),) = classify_posts([_post(what)], settings, options)
     if isinstance(outcome, PostError):
         raise UserError(f"Cannot classify the text: {outcome.error}. Change the text, or use another --model.")
@@ -169,20 +172,29 @@ def _as_json(post: Post, outcome: Outcome) -> str:
     return json_line(found)
 
 
-def _show_posts(outcomes: Iterator[tuple[Post, Outcome]], as_json: bool) -> int:
-    """Print posts as they are classified; return how many failed."""
-    failed, id_width = 0, MIN_ID_WIDTH
+def _noting_places(reading: FileReading, places: deque[Place]) -> Iterator[Post]:
+    """Yield the posts, and append the place of each to `places` if the file has no ids."""
+    for post in reading.posts():
+        if reading.source.columns_to_choose is not None:
+            places.append(reading.source.place)
+        yield post
+
+
+def _show_posts(outcomes: Iterable[tuple[Post, Outcome]], as_json: bool, places: deque[Place] | None = None) -> int:
+    """Print posts as they are classified; return how many failed. places: the posts' lines, shown instead of ids."""
+    failed, width = 0, MIN_ID_WIDTH
     for post, outcome in outcomes:
         failed += isinstance(outcome, PostError)
-        id_width = max(id_width, min(len(post.id), MAX_ID_WIDTH))
+        name = post.id if places is None else f"line {places.popleft()}"
+        width = max(width, min(len(name), MAX_ID_WIDTH))
         if as_json:
             typer.echo(_as_json(post, outcome))
         elif isinstance(outcome, Classification):
             best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:POST_LABELS])
             title = " ".join((post.title or post.body).split())
-            typer.echo(printable(f"{post.id:<{id_width}} {best:<48} {title:.60}"))
+            typer.echo(printable(f"{name:<{width}} {best:<48} {title:.60}"))
         else:
-            typer.echo(printable(f"{post.id:<{id_width}} failed: {outcome.error}"))
+            typer.echo(printable(f"{name:<{width}} failed: {outcome.error}"))
     return failed
 
 

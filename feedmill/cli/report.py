@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from feedmill.cli.options import RedisUrl, RunFilter, settings_of
+from feedmill.cli.run_filter import check_run
 from feedmill.export import text
 from feedmill.report import charts
 from feedmill.report.data import Report, gather
@@ -44,7 +45,8 @@ def report(
     """Write an HTML report on the last hours.
 
     A report is of one label set, and with --run of one run. Covers posts, labels, subreddits, scores, queueing times
-    and failures. The page is self-contained and has no scripts. Exits 1 if there was nothing to report.
+    and failures. The page is self-contained and has no scripts. Writes nothing and exits 1 if there is nothing to
+    report.
     """
     settings = settings_of(redis_url=redis_url)
     if out.is_dir():
@@ -56,9 +58,17 @@ def report(
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     began = time.monotonic()
     with user_errors(settings), notes.status("reading results") if notes.is_terminal else notes:
-        found = gather(connect(settings), settings, hours, run, labels)
+        redis = connect(settings)
+        if run is not None:
+            check_run(redis, run)
+        found = gather(redis, settings, hours, run, labels)
     if found.others:
         notes.print(_other_label_sets(found), markup=False)
+    period = f"{hours:,} hour{'' if hours == 1 else 's'}"
+    if not (found.posts or found.reasons or found.gaps):
+        kept = f"{printable(str(out))} is unchanged" if out.exists() else "no file written"
+        typer.echo(f"No posts in the last {period}{_filters(run, label_set)}: {kept}. See --hours.", err=True)
+        raise typer.Exit(1)
     try:
         with replacing(out) as temporary:
             temporary.write_text(page(found), encoding="utf-8")
@@ -66,9 +76,14 @@ def report(
     except OSError as error:
         raise UserError(f"Cannot write the report: {error}. Give a writable --out and --png.") from None
     more = f" and {len(pictures)} images in {png}" if pictures else ""
-    what = f"{found.posts:,} post{'' if found.posts == 1 else 's'} in {hours:,} hour{'' if hours == 1 else 's'}"
+    what = f"{found.posts:,} post{'' if found.posts == 1 else 's'} in {period}"
     typer.echo(f"{what}: wrote {out}{more} in {time.monotonic() - began:.1f} s")
-    raise typer.Exit(0 if found.posts or found.reasons else 1)
+
+
+def _filters(run: str | None, label_set: str | None) -> str:
+    """Return what the report was limited to."""
+    parts = [("run", run), ("the label set", label_set)]
+    return printable("".join(f" of {what} {value}" for what, value in parts if value is not None))
 
 
 def _other_label_sets(found: Report) -> str:

@@ -4,7 +4,7 @@ import json
 import select
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -13,21 +13,25 @@ from redis import Redis
 
 from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
+from feedmill.cli.run_filter import check_run, unknown_run
 from feedmill.reading.dead_letters import DeadLetters
+from feedmill.reading.entry_ids import id_before
 from feedmill.reading.groups import CLAIM_AFTER_S
 from feedmill.reading.results import Reader, batches, open_reader
+from feedmill.reading.rows import RowReader
 from feedmill.reading.stream import Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
-from shared.errors import UserError, json_line, printable
+from shared.errors import UserError, json_line, printable, similar_name
 from shared.messages import Classification, DeadLetter, Post, parse_run
 from shared.results import Result, ResultsStore, Score
-from shared.runs import progress, recent
+from shared.runs import progress
+from shared.scripts.stream import Place
 from shared.settings import PREFIX
 
 #: Results that are shown by default.
 DEFAULT_LIMIT = 20
-#: Newest results whose labels, and names that, a note shows if nothing matched a filter.
-SAMPLE_RESULTS, MAX_NAMES = 1000, 20
+#: Labels that a note shows if no result has the wanted one.
+MAX_LABELS = 50
 
 app = typer.Typer(name="results", invoke_without_command=True, no_args_is_help=False)
 
@@ -91,48 +95,59 @@ def results(
     reader = open_reader(redis, group, consumer, filters, since, shown, after)
     with _exiting_on_interrupt(), user_errors(settings):
         if follow or group is not None:
-            _explain_nothing(redis, filters)
+            if filters.run is not None and progress(redis, filters.run) is None:  # it may be about to be sent
+                typer.echo(f"feedmill: {unknown_run(redis, filters.run)}", err=True)
+            _explain_label(redis, filters)
             _show(reader, follow, as_json)
-            return
-        count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
-        if failed:
-            failures = (_failure(each.letter, as_json) for each in DeadLetters(redis).letters(count, filters.run))
-            if limit is not None:
-                for line in failures:  # one by one: a dead letter may have half a megabyte
-                    _print([line])
-                return
-            lines = list(failures)
         else:
-            lines = [_line(result, as_json) for result in newest(redis, count, filters)]
-        if not lines and not failed:
-            _explain_nothing(redis, filters)
-        more = limit is None and len(lines) > DEFAULT_LIMIT
-        _print(lines[1:] if more else lines)
-        if more and not as_json:
-            typer.echo(f"showing the newest {DEFAULT_LIMIT}; use --limit N for more", err=True)
+            _list(redis, filters, failed, limit, as_json)
 
 
-def _explain_nothing(redis: Redis, filters: ResultFilter) -> None:
-    """Print the labels, and runs, of the newest results if a filter matched none: it may be misspelt."""
-    labels: Counter[str] = Counter(result.classification.label for result in newest(redis, SAMPLE_RESULTS))
-    if filters.label is not None and filters.label not in labels:
-        typer.echo(
-            f"feedmill: no result has the label {_named(filters.label)}. Labels seen: {_first(labels)}", err=True
-        )
-    if filters.run is not None and progress(redis, filters.run) is None:
-        runs = [found.run for found in recent(redis, MAX_NAMES)]
-        typer.echo(f"feedmill: there is no run {_named(filters.run)}. Recent runs: {_first(runs)}", err=True)
+def _list(redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, as_json: bool) -> None:
+    """Print the newest results, or dead letters if `failed`."""
+    if filters.run is not None:
+        check_run(redis, filters.run)
+    count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
+    if failed:
+        failures = (_failure(each.letter, as_json) for each in DeadLetters(redis).letters(count, filters.run))
+        if limit is not None:
+            for line in failures:  # one by one: a dead letter may have half a megabyte
+                _print([line])
+            return
+        lines = list(failures)
+    else:
+        lines = [_line(result, as_json) for result in newest(redis, count, filters)]
+        if not lines:
+            _explain_label(redis, filters)
+    more = limit is None and len(lines) > DEFAULT_LIMIT
+    _print(lines[1:] if more else lines)
+    if more and not as_json:
+        typer.echo(f"showing the newest {DEFAULT_LIMIT}; use --limit N for more", err=True)
+
+
+def _explain_label(redis: Redis, filters: ResultFilter) -> None:
+    """Print the labels of all results, of the selected run, if none has the wanted one: it may be misspelt."""
+    if filters.label is None:
+        return
+    rows = (row for chunk in RowReader(redis).chunks(Place(id_before(0.0))) for row in chunk.rows)
+    labels = Counter(row.found["label"] for row in rows if filters.run in (None, row.post.get("run")))
+    if filters.label in labels:
+        return
+    near = similar_name(filters.label, list(labels))
+    meant = "" if near is None else f" Did you mean {_named(near)}?"
+    typer.echo(
+        f"feedmill: no result has the label {_named(filters.label)}.{meant} Labels seen: {_first(labels)}", err=True
+    )
 
 
 def _named(name: str) -> str:
     return printable(f"{name!r:.80}")
 
 
-def _first(names: Iterable[str]) -> str:
-    """Return some names for a message, the most frequent ones of a Counter."""
-    ordered = [name for name, _ in names.most_common()] if isinstance(names, Counter) else list(names)
-    shown = printable(", ".join(ordered[:MAX_NAMES]))
-    return f"{shown}, …" if len(ordered) > MAX_NAMES else shown or "none"
+def _first(labels: Counter[str]) -> str:
+    """Return the most frequent labels for a message."""
+    shown = printable(", ".join(label for label, _ in labels.most_common(MAX_LABELS)))
+    return f"{shown}, …" if len(labels) > MAX_LABELS else shown or "none"
 
 
 @contextmanager
@@ -220,10 +235,13 @@ def get(
     the posts has none.
     """
     settings = settings_of(redis_url=redis_url)
-    store = ResultsStore(connect(settings), settings)
+    redis = connect(settings)
+    store = ResultsStore(redis, settings)
     wanted = None if run is None else parse_run(run)
     missing = 0
     with user_errors(settings):
+        if wanted is not None:
+            check_run(redis, wanted)
         for post_id in dict.fromkeys(ids):
             found = [(each, store.post_of(each)) for each in store.get(post_id)]
             found = [each for each in found if wanted is None or (each[1] is not None and each[1].run == wanted)]

@@ -17,24 +17,27 @@ from shared.settings import Settings
 POLL_INTERVAL_S = 0.5
 
 
-def line(found: runs.Progress, now: float) -> str:
-    """Return the progress of a run in one line. now: seconds since 1970."""
+def line(found: runs.Progress, now: float, has_worker: bool = True) -> str:
+    """Return the progress of a run in one line.
+
+    now: seconds since 1970. has_worker: False if no worker answers. Nothing then tells when the run will end.
+    """
     done = f"{found.stored:,} of {found.sent:,} done" if found.sent else f"{found.stored:,} done"
     parts = [done]
     if found.failed:
         parts.append(f"{found.failed:,} failed")
-    if found.rate is not None:
-        parts.append(f"{found.rate:,.1f} posts/s" if found.rate >= 1 else f"{found.rate:.2g} posts/s")
-    if found.pending:
-        parts.append(_left(found, now))
+    if found.pending and not has_worker:
+        parts.append(f"stalled for {span(max(0.0, now - found.latest))}: no worker answers")
+    elif runs.is_waiting(found, now):
+        parts.append(f"waiting for {span(now - found.latest)}")
     else:
-        parts.append(f"ended {span(max(0.0, now - found.latest))} ago")
+        if found.rate is not None:
+            parts.append(f"{found.rate:,.1f} posts/s" if found.rate >= 1 else f"{found.rate:.2g} posts/s")
+        parts.append(_left(found) if found.pending else f"ended {span(max(0.0, now - found.latest))} ago")
     return printable(f"{found.run}: {' · '.join(parts)}")
 
 
-def _left(found: runs.Progress, now: float) -> str:
-    if runs.is_waiting(found, now):
-        return f"waiting for {span(now - found.latest)}"
+def _left(found: runs.Progress) -> str:
     return "starting" if found.seconds_left is None else f"about {span(found.seconds_left)} left"
 
 

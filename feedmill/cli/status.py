@@ -16,6 +16,7 @@ from rich.text import Text
 
 from feedmill.cli import ingest, run_progress
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
+from feedmill.cli.run_filter import unknown_run
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import span
 from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
@@ -72,11 +73,11 @@ def _show_run(settings: Settings, name: str, as_json: bool) -> None:
     """Print the progress of one run. Raises UserError if it is unknown."""
     with user_errors(settings):
         redis = connect_for_monitoring(settings)
-        found, known = runs.progress(redis, name), runs.recent(redis, watch.RUNS_SHOWN)
-    if found is None:
-        named = f" Recent runs: {', '.join(printable(each.run) for each in known)}." if known else ""
-        raise UserError(f"There is no run {printable(name)}, or its posts were sent too long ago.{named}")
-    typer.echo(json.dumps(found.as_json()) if as_json else run_progress.line(found, time.time()))
+        found = runs.progress(redis, name)
+        if found is None:
+            raise UserError(unknown_run(redis, name))
+        has_worker = as_json or not found.pending or watch.has_worker(settings)
+    typer.echo(json.dumps(found.as_json()) if as_json else run_progress.line(found, time.time(), has_worker))
 
 
 def _summary(seen: watch.Status) -> str:
@@ -86,7 +87,7 @@ def _summary(seen: watch.Status) -> str:
         *(("", line) for line in _queues(seen)),
         ("results", _results(seen)),
         ("dead letters", _dead_letters(seen)),
-        *((name, run_progress.line(found, time.time())) for name, found in _named_runs(seen)),
+        *((name, run_progress.line(found, time.time(), _has_worker(seen))) for name, found in _named_runs(seen)),
         *zip(("memory", ""), str(seen.memory or MEMORY_UNKNOWN).split("; "), strict=False),
     ]
     if not seen.asked:
@@ -107,7 +108,11 @@ def _summary(seen: watch.Status) -> str:
             ("worker", f"{node} on {_device(pool)}"),
             ("", f"{pool['model']}, queue {', '.join(pool['queues'])}"),
             ("", f"{pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting"),
-            ("", f"recently {recent['posts_per_second']:.1f} posts/s, device busy {recent['device_busy']:.2f}"),
+            (
+                "",
+                f"{recent['posts_per_second']:.1f} posts/s, device busy {recent['device_busy']:.2f} "
+                f"in the last {span(recent['seconds'])}",
+            ),
             ("", f"padding efficiency {pool['padding_efficiency']:.2f}"),
         ]
     return "\n".join(f"{name:<12}  {printable(value)}" for name, value in facts)
@@ -143,6 +148,11 @@ def _queues(seen: watch.Status) -> list[str]:
 def _named_runs(seen: watch.Status) -> Iterator[tuple[str, runs.Progress]]:
     """Yield each run with the name of its line, which only the first one has."""
     yield from zip(("runs", *[""] * len(seen.runs)), seen.runs, strict=False)
+
+
+def _has_worker(seen: watch.Status) -> bool:
+    """Return False if no worker answers; True also if that is unknown."""
+    return bool(seen.workers) or not seen.asked
 
 
 def _dead_letters(seen: watch.Status) -> str:
@@ -200,7 +210,8 @@ def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
     facts.add_row("results", f"{pace} a minute · {_results(found)}")
     facts.add_row("dead letters", _dead_letters(found))
     for name, run in _named_runs(found):
-        facts.add_row(name, Text(run_progress.line(run, time.time()), no_wrap=True, overflow="ellipsis"))
+        shown = run_progress.line(run, time.time(), _has_worker(found))
+        facts.add_row(name, Text(shown, no_wrap=True, overflow="ellipsis"))
     if found.reddit:
         facts.add_row("reddit", Text(printable(ingest.format_daemon_status(found.reddit))))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")

@@ -20,6 +20,7 @@ from shared.topics import DESCRIBED_TOPICS
 from shared.training import BEGUN, CHECKPOINTS, RENAMED, RUNS, TrainOptions
 
 if TYPE_CHECKING:
+    from feedmill.training.report import TrainingReport
     from workers.training.examples import Dataset
 
 app = typer.Typer()
@@ -99,7 +100,7 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     dataset = make_dataset(collected.examples, collected.tested, options)
     report = training_report.TrainingReport(notes, as_json, quiet=not first)
     report.data(dataset)
-    training = run.Training(dataset, options, settings, report.planned, report.progress)
+    training = run.Training(dataset, options, settings, report.planned, report.progress, report.phase)
     if first:
         record_start(folder, options, dataset)
     try:
@@ -109,7 +110,7 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     if not first:
         return
     run.save(trained, folder)
-    tested, zero_shot = _tested(folder, options, dataset, settings)
+    tested, zero_shot = _tested(folder, options, dataset, settings, report)
     record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
     title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {trained.plan.effective_batch}"
     plots.save(folder / "training.png", partial(plots.draw_training, curve=trained.curve, title=title), notes)
@@ -154,7 +155,7 @@ def record_start(folder: Path, options: TrainOptions, dataset: "Dataset") -> Non
 
 
 def _tested(
-    folder: Path, options: TrainOptions, dataset: "Dataset", settings: Settings
+    folder: Path, options: TrainOptions, dataset: "Dataset", settings: Settings, report: "TrainingReport"
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
     from feedmill.evaluation.run import measure  # noqa: PLC0415 - needs torch, which only workers have
@@ -163,10 +164,21 @@ def _tested(
         return None, None
     known = [(example.post, example.label) for example in dataset.test]
     own = {"model": str(folder), "revision": None, "classifier": "sequence", "labels": None, "template": None}
-    tested, zero_shot = [
-        None if each is None else measure(known, load_model(each), each).summary(0)
-        for each in (settings.model_copy(update=own), _zero_shot(options, dataset, settings))
-    ]
+    summaries: list[dict[str, Any] | None] = []
+    for what, each in (
+        ("the trained model", settings.model_copy(update=own)),
+        ("its base", _zero_shot(options, dataset, settings)),
+    ):
+        if each is None:
+            summaries.append(None)
+            continue
+        report.phase(f"loading {what} and measuring its token budget")
+        try:
+            measured = measure(known, load_model(each), each, partial(report.testing, what))
+        finally:
+            report.stop()
+        summaries.append(measured.summary(0))
+    tested, zero_shot = summaries
     return tested, zero_shot
 
 

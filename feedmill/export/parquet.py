@@ -25,15 +25,15 @@ TEXT, TIME = pa.string(), pa.timestamp("us", tz="UTC")
 COLUMN_TYPES = dict.fromkeys(COLUMNS, TEXT) | dict.fromkeys(TIME_COLUMNS, TIME)
 COLUMN_TYPES |= dict.fromkeys(("stickied", "nsfw", "spoiler"), pa.bool_())
 COLUMN_TYPES |= dict.fromkeys(("label_score", "queued_seconds"), pa.float64())
-COLUMN_TYPES |= {"Score": pa.int64(), "scores": pa.map_(TEXT, pa.float64())}
+COLUMN_TYPES |= {"score": pa.int64(), "scores": pa.map_(TEXT, pa.float64())}
 #: Rows and bytes at which a row group is closed. Readers skip or load whole row groups.
 GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
 #: Rows per batch when a file is read.
 BATCH_ROWS = 5000
 #: Columns with repeating values, which are dictionary-encoded. For other columns, a dictionary would be discarded.
 DICTIONARY_COLUMNS = [
-    "Topic",
-    "Subreddit",
+    "topic",
+    "subreddit",
     "run",
     "label",
     "label_set",
@@ -72,7 +72,7 @@ class Parquet:
 
     def copy(self, path: Path, target: Path, kept: Callable[[PostKey], bool]) -> int:
         rows = 0
-        with pq.ParquetFile(path) as file, _open(target, schema_of(file.schema_arrow.names)) as copied:
+        with pq.ParquetFile(path) as file, _open(target, file.schema_arrow) as copied:
             for batch in file.iter_batches(BATCH_ROWS):
                 left = batch.filter(pa.array(list(map(kept, _posts(batch)))))
                 copied.write_batch(left)

@@ -24,10 +24,10 @@ RESULT_COLUMNS = (
 COLUMNS = (*POST_FIELDS, *RESULT_COLUMNS)
 #: Separator of the labels in the name of a label set.
 LABEL_SEPARATOR = ", "
-TIME_COLUMNS = ("Date", "edited", "classified_at")
+TIME_COLUMNS = ("date", "edited", "classified_at")
 #: CSV columns with text from users, which is escaped. All other columns hold numbers, dates, digests or generated JSON.
 ESCAPED = frozenset({
-    "id", "Topic", "Title", "Body", "Subreddit", "URL", "permalink", "run", "label", "label_set", "model", "revision",
+    "id", "topic", "title", "body", "subreddit", "url", "permalink", "run", "label", "label_set", "model", "revision",
 })  # fmt: skip
 
 

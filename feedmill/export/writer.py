@@ -299,8 +299,11 @@ def _format_of_file(path: Path) -> Format:
 
 
 def _are_ours(columns: Collection[str]) -> bool:
-    """Return whether these are columns of an export: `id`, and a second one or no columns of the user's own."""
-    known = sum(column in COLUMNS for column in columns)
+    """Return whether these are columns of an export: `id`, and a second one or no columns of the user's own.
+
+    Case is ignored, because exports of earlier versions have columns like `Title`.
+    """
+    known = sum(column.lower() in COLUMNS for column in columns)
     return "id" in columns and (known > 1 or known == len(columns))
 
 

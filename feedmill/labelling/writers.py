@@ -33,12 +33,19 @@ class RowWriter(Protocol):
 
 
 class CsvLayout:
-    """Layout of a CSV output: that of the input, if it is CSV."""
+    """Layout of a CSV output: that of the input, if it is CSV.
 
-    def __init__(self, delimiter: str = ",", line_end: str = "\n", has_mark: bool = False) -> None:
+    has_mark: begin with a byte order mark, by which Excel recognizes UTF-8. delimiter_line: Excel's line that names the
+    delimiter. It is left out after a mark, which Excel would ignore because of it.
+    """
+
+    def __init__(
+        self, delimiter: str = ",", line_end: str = "\n", has_mark: bool = False, delimiter_line: str = ""
+    ) -> None:
         self.delimiter = delimiter
         self.line_end = line_end
         self.has_mark = has_mark
+        self.delimiter_line = "" if has_mark else delimiter_line
 
 
 def format_of(out: str) -> str:
@@ -70,6 +77,8 @@ class CsvWriter:
         self._rows = csv.writer(self, delimiter=layout.delimiter)
         if layout.has_mark:
             file.write("\ufeff".encode())
+        if layout.delimiter_line:
+            self.write(layout.delimiter_line)
         self._rows.writerow([*columns.given, *columns.new])
 
     def write(self, row: str) -> None:

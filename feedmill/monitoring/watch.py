@@ -167,6 +167,11 @@ def _ask(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any
         raise
 
 
+def has_worker(settings: Settings) -> bool:
+    """Return whether a worker answers; True also if that is unknown. Raises redis.exceptions.RedisError."""
+    return _ask(make_app(settings)) != {}
+
+
 def _missing(redis: Redis, workers: dict[str, dict[str, Any]] | None) -> dict[str, float]:
     """Return the expected workers that did not answer, each with the seconds since its last sign of life."""
     return (

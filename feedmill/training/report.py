@@ -3,13 +3,14 @@
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from feedmill.evaluation.report import models_table
@@ -17,10 +18,27 @@ from shared.errors import printable
 from workers.training.examples import Dataset
 from workers.training.run import Plan, Point, TrainingProgress
 
+Tested = TypeVar("Tested")
+
 #: Width of a sparkline in characters, and its characters from low to high.
 SPARKLINE_WIDTH, SPARKLINE_CHARACTERS = 60, "▁▂▃▄▅▆▇█"
 #: Seconds between progress lines if there is no progress bar.
 PROGRESS_INTERVAL_S = 10.0
+
+
+class Pace:
+    """The pace of optimization steps. began: start of the first step, by time.monotonic."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        #: Steps done before; not 0 in a resumed training.
+        self._before: int | None = None
+
+    def left(self, progress: TrainingProgress, now: float) -> float:
+        """Return the estimated seconds of the remaining steps. now: by time.monotonic."""
+        if self._before is None:
+            self._before = progress.step - 1
+        return (now - self._began) / (progress.step - self._before) * (progress.steps - progress.step)
 
 
 class TrainingReport:
@@ -31,12 +49,14 @@ class TrainingReport:
 
     def __init__(self, notes: Console, as_json: bool, quiet: bool) -> None:
         self._json, self._quiet = as_json, quiet
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._notes = notes
-        self._bar = Bar(*columns, console=notes, transient=True, disable=not notes.is_terminal or as_json or quiet)
-        self._task: Any = None
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._is_bar_shown = notes.is_terminal and not as_json and not quiet
         #: Time of the last progress line, by time.monotonic.
         self._printed_at = time.monotonic()
+        #: Estimated seconds of the remaining steps.
+        self._pace = Pace(time.monotonic())
 
     def data(self, dataset: Dataset) -> None:
         """Print the sizes and labels of the dataset."""
@@ -51,8 +71,16 @@ class TrainingReport:
         if dataset.left_out:
             typer.echo("Left out: " + ", ".join(f"{count:,} {why}" for why, count in dataset.left_out.items()))
 
+    def phase(self, what: str) -> None:
+        """Say what is done now."""
+        if self._is_bar_shown:
+            self._show_bar(what, None)
+        elif not self._json and not self._quiet:
+            self._notes.print(escape(printable(what)))
+
     def planned(self, plan: Plan) -> None:
         """Print the plan and show the progress bar."""
+        self._pace = Pace(time.monotonic())
         if self._json:
             self._line("plan", plan._asdict() | {"effective_batch": plan.effective_batch})
             return
@@ -62,26 +90,54 @@ class TrainingReport:
         )
         about = "" if plan.seconds is None else f", about {_duration(plan.seconds)}"
         typer.echo(f"{plan.steps:,} optimization steps, {plan.epochs:.3g} epochs{about}")
-        self._bar.stop()
-        self._bar.start()
-        self._task = self._bar.add_task("training", total=plan.steps)
+        if self._is_bar_shown:
+            self._show_bar("training", plan.steps)
 
     def progress(self, now: TrainingProgress) -> None:
-        """Report an optimization step."""
-        loss = "" if now.loss is None else f"loss {now.loss:.3f}"
-        if self._task is not None:
-            self._bar.update(self._task, completed=now.step, description=loss or "training")
-        since_last = time.monotonic() - self._printed_at
-        if self._bar.disable and (since_last > PROGRESS_INTERVAL_S or now.step == now.steps):
+        """Report an optimization step, and the time left at the pace of the steps so far."""
+        left = self._pace.left(now, time.monotonic())
+        loss = "" if now.loss is None else f" loss {now.loss:.3f}"
+        remaining = "" if now.step == now.steps else f", about {_duration(left)} left"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=now.step, description=f"training{loss}{remaining}")
+        elif self._is_due() or now.step == now.steps:
             self._printed_at = time.monotonic()
             if self._json:
-                self._line("progress", now._asdict())
+                self._line("progress", now._asdict() | {"seconds_left": left})
             else:
-                self._notes.print(f"step {now.step:,} of {now.steps:,}, epoch {now.epoch:.2f} {loss}")
+                self._notes.print(f"step {now.step:,} of {now.steps:,}, epoch {now.epoch:.2f}{loss}{remaining}")
+
+    def testing(self, what: str, outcomes: Iterable[Tested], total: int) -> Iterator[Tested]:
+        """Yield the outcomes of posts, reporting how many there were. what: the model that classifies them."""
+        self.phase(f"testing {what} on {total:,} posts")
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=total)
+        for done, outcome in enumerate(outcomes, 1):
+            if self._bar is not None and self._task is not None:
+                self._bar.update(self._task, completed=done)
+            elif not self._json and self._is_due():
+                self._printed_at = time.monotonic()
+                self._notes.print(f"{done:,} of {total:,} posts")
+            yield outcome
+        self.stop()
+
+    def _is_due(self) -> bool:
+        """Return whether the next progress line is due."""
+        return time.monotonic() - self._printed_at > PROGRESS_INTERVAL_S
+
+    def _show_bar(self, description: str, total: int | None) -> None:
+        """Show a new bar. Its time and its spinner move also while a step takes long. total: None if unknown."""
+        self.stop()
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self._bar = Bar(*columns, TimeElapsedColumn(), console=self._notes, transient=True)
+        self._task = self._bar.add_task(printable(description), total=total)
+        self._bar.start()
 
     def stop(self) -> None:
-        """Remove the progress bar after the training has ended or failed."""
-        self._bar.stop()
+        """Remove the progress bar after a phase has ended or failed."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._task = None
 
     def finished(self, console: Console, record: Mapping[str, Any], curve: Sequence[Point], folder: Path) -> None:
         """Print the training time, the curves and the metrics of the finished model."""

@@ -212,8 +212,8 @@ class Reads(Described):
         )
 
     def _check_label_count(self, inner: dict[str, Any]) -> dict[str, Any]:
-        ((pattern, values),) = inner["patternProperties"].items()
-        keys = {"propertyNames": {"pattern": pattern}, "additionalProperties": values}
+        (values,) = inner["patternProperties"].values()
+        keys = {"propertyNames": _text_of(_trimmed(200, PYTHON_SPACE)), "additionalProperties": values}
         return {"type": "object", "minProperties": 1, "maxProperties": MAX_LABELS} | keys
 
     def _as_tuple(self, several: dict[str, Any]) -> dict[str, Any]:

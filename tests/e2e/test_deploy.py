@@ -22,6 +22,7 @@ from shared.messages import ClassifyOptions
 from shared.model_routing import known_queues, requested_model
 from shared.results import ResultsStore
 from shared.settings import Settings
+from shared.training import BEGUN, CHECKPOINTS
 from tests.e2e.test_ending import standin
 from tests.fakes.models import make_model
 from tests.support import Feedmill, RedisServer, feedmill, make_posts, redis_servers, running, wait_until, working
@@ -97,6 +98,8 @@ def house(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -
     broken = make_model("bert", folder / "broken", {0: "NEGATIVE", 1: "POSITIVE"})
     weights = load_file(broken / "model.safetensors")
     save_file({name: torch.full_like(each, torch.nan) for name, each in weights.items()}, broken / "model.safetensors")
+    (folder / "begun" / CHECKPOINTS).mkdir(parents=True)
+    (folder / "begun" / CHECKPOINTS / BEGUN).touch()
     port = free_port()
     redis_server.client.flushall()
     with working(redis_server, folder, FEEDMILL_MODEL=str(own), FEEDMILL_METRICS_PORT=str(port)) as worker:
@@ -160,6 +163,14 @@ def test_new_workers_load_the_deployed_model_or_fail(house: House) -> None:
     shutil.move(house.folder / "away", house.folder / "tuned")
 
 
+def test_deploy_reset_without_a_deployment_does_nothing(house: House) -> None:
+    house.run("deploy", "--reset")
+    before = requested_model(house.redis.client, "feedmill")
+    status, said, complaints = house.run("deploy", "--reset")
+    assert (status, "Nothing to do" in said, complaints) == (0, True, "")
+    assert requested_model(house.redis.client, "feedmill") == before
+
+
 def test_deploy_without_workers_applies_to_later_ones(house: House) -> None:
     status, said, _ = house.run("deploy", "tuned", FEEDMILL_QUEUE="feedmill-nobody")
     assert (status, "feedmill-nobody" in said) == (1, True)
@@ -174,7 +185,8 @@ def test_deploy_without_workers_applies_to_later_ones(house: House) -> None:
         ([], "FOLDER.*--reset.*--show"),
         (["tuned", "--reset"], "FOLDER.*--reset.*--show"),
         (["none"], "none"),
-        (["."], "config.json"),
+        (["."], "no config.json.*feedmill train"),
+        (["begun"], "unfinished training.*--resume"),
         (["tuned", "--queue", "feedmil"], "--queue: .*'feedmil'"),
         (["tuned", "--redis-url", "redis://127.0.0.1:1/0"], "127.0.0.1:1/0"),
     ],

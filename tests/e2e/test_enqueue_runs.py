@@ -72,6 +72,13 @@ def test_files_with_equal_ids_are_runs_of_their_own(redis: RedisServer, csv: Pat
     assert len(sent(redis)) == 3
 
 
+def test_a_limit_sends_the_first_posts_once(redis: RedisServer, csv: Path) -> None:
+    assert enqueue(redis, csv, "--limit", 1, "--run", "a").stdout.startswith("1 post sent")
+    assert enqueue(redis, csv, "--limit", 1, "--run", "a").stdout.startswith("0 posts sent")
+    assert enqueue(redis, csv, "--run", "a").stdout.startswith("1 post sent")
+    assert [post["title"] for post in sent(redis)] == ["second", "first"]
+
+
 def test_named_runs_are_sent_separately(redis: RedisServer, csv: Path) -> None:
     for name in ("monday", "tuesday", "monday"):
         assert enqueue(redis, csv, "--run", name).returncode == 0
@@ -243,6 +250,9 @@ def test_results_status_and_dead_letters_of_a_run(redis: RedisServer, csv: Path)
     assert ask("status", "--run", "c").returncode == 2
     status = ask("status").stdout
     assert all(f"{name}: " in status for name in ("a", "b"))
+    assert enqueue(redis, csv, "--run", "c").returncode == 0
+    assert re.search("c: 0 of 2 done · stalled .*no worker", ask("status", "--run", "c").stdout)
+    redis.client.delete(run_key("c"))
     typo = ask("results", "--run", "c")
     assert all(word in typo.stderr for word in ("'c'", "b, a"))
     typo = ask("results", "--label", "fod")
@@ -258,7 +268,7 @@ def test_gets_several_posts_with_their_titles(redis: RedisServer, csv: Path) -> 
     assert "missing" in found.stderr
     assert all(words in found.stdout for words in ("first (run a)", "second (run a)"))
     assert json.loads(ask("results", "get", "0", "--json").stdout)["title"] == "first"
-    assert ask("results", "get", "0", "--run", "b").returncode == 1
+    assert ask("results", "get", "0", "--run", "b").returncode == 2
 
 
 def test_clearing_the_queue_forgets_that_its_posts_were_sent(redis: RedisServer, csv: Path) -> None:

@@ -177,7 +177,7 @@ def test_exports_chosen_columns_and_latest_results(redis: RedisServer, tmp_path:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     said = feedmill("export", "--columns", "id,label, TITLE,run", "--latest", "food.CSV", cwd=tmp_path, **url)
     assert (said.returncode, said.stdout[:2]) == (0, "2 "), said.stderr
-    assert (tmp_path / "food.CSV").read_bytes() == b"id,label,Title,run\r\n2,food,title of 2,\r\n1,food,title of 1,\r\n"
+    assert (tmp_path / "food.CSV").read_bytes() == b"id,label,title,run\r\n2,food,title of 2,\r\n1,food,title of 1,\r\n"
     assert feedmill("export", "--columns", "id,scores", "food.parquet", cwd=tmp_path, **url).returncode == 0
     assert pq.read_schema(tmp_path / "food.parquet").names == ["id", "scores"]
     assert {path.name for path in tmp_path.iterdir()} == {"food.CSV", "food.parquet"}
@@ -203,7 +203,7 @@ def test_exports_by_time_and_label(redis: RedisServer, tmp_path: Path) -> None:
             ("out",),
             r"--format.*\.parquet",
         ),
-        (("--columns", "id,titel", "out.csv"), "--columns: .*'titel'.* id, Topic, Title, "),
+        (("--columns", "id,titel", "out.csv"), "--columns: .*'titel'.* id, topic, title, "),
         (
             ("--columns", "label", "out.csv"),
             "--columns .*id",

@@ -141,7 +141,7 @@ def test_classify_writes_a_labelled_copy(tmp_path: Path) -> None:
     found = last_json(said.stdout)
     assert (found["rows"], sum(found["labels"].values()), found["left_out"]) == (31, 30, {})
     assert list(found["unlabelled"].values()) == [1]
-    header, *lines = (tmp_path / "labelled.csv").read_text().splitlines()
+    header, *lines = (tmp_path / "labelled.csv").read_text("utf-8-sig").splitlines()
     assert header == "Nr;Kommentar;Score;Größe;label;label_score;score_food;score_sports;score_music"
     table = list(csv.DictReader([header, *lines], delimiter=";"))
     assert [line["Nr"] for line in table] == [*map(str, range(30)), ""]
@@ -158,3 +158,18 @@ def test_classify_labels_a_pipe(tmp_path: Path) -> None:
     assert (first["Text"], first["n"], first["label"]) == ("Bread soup", 1, "food")
     assert (second["Text"], second["label"], second["label_score"]) == (None, None, None)
     assert re.search(r"left out: 1 row, first in line 1", said.stderr)
+
+
+def test_rows_without_text_are_no_failure_with_or_without_out(tmp_path: Path) -> None:
+    """Rows without an id are shown by their line."""
+    (tmp_path / "body.csv").write_text('n,body\n1,Bread soup\n2,\n3,"two\nlines of bread"\n4,[deleted]\n5,Salt\n')
+    labels = ("--labels", "food,music")
+    shown = feedmill("classify", "body.csv", *labels, cwd=tmp_path)
+    assert (shown.returncode, [line[:6] for line in shown.stdout.splitlines()]) == (0, ["line 2", "line 4", "line 7"])
+    assert [line.partition(": ")[2] for line in shown.stderr.splitlines()] == [
+        "title or body must contain text (skipped)", "deleted or removed on Reddit (skipped)",
+    ]  # fmt: skip
+    assert feedmill("classify", "body.csv", *labels, "--out", "out.csv", cwd=tmp_path).returncode == 0
+    (tmp_path / "body.csv").write_text("n,body\n1,Bread soup\n2,a,b\n")
+    assert feedmill("classify", "body.csv", *labels, cwd=tmp_path).returncode == 1
+    assert feedmill("classify", "body.csv", *labels, "--out", "out.csv", cwd=tmp_path).returncode == 1

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from feedmill.cli.report import report
 from feedmill.report.data import gather
 from feedmill.report.page import page
 from producers.reddit.state import Gap, State
+from shared import runs
 from shared.errors import UserError
 from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, DeadLetter, Post
@@ -150,10 +150,23 @@ def test_report_omits_purged_posts(redis: RedisServer, tmp_path: Path) -> None:
     assert "not this" not in page
 
 
-def test_reports_on_an_empty_store(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
-    said = feedmill("report", "--hours", "1", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, said.stdout[:7]) == (1, "0 posts")
-    found = look_at(chromium, (tmp_path / "r.html").read_text(), tmp_path)
+@pytest.mark.parametrize("flags", [(), ("--run", "after"), ("--label-set", "a,b")])
+def test_a_report_of_nothing_keeps_the_last_one(redis: RedisServer, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    runs.keep_columns(redis.client, "after", [], 60)  # nothing was classified yet
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    said = feedmill("report", *flags, cwd=tmp_path, **url)
+    assert (said.returncode, said.stdout) == (1, "")
+    assert re.match("No posts in the last 24 hours.* no file written", said.stderr)
+    assert all(value in said.stderr for value in flags[1:])
+    (tmp_path / "feedmill-report.html").write_text("monday")
+    said = feedmill("report", *flags, cwd=tmp_path, **url)
+    assert (said.returncode, "feedmill-report.html is unchanged" in said.stderr) == (1, True)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["monday"]
+
+
+def test_page_without_posts_fits_a_phone(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
+    """A report of gaps or dead letters may have no posts."""
+    found = look_at(chromium, page(gather(redis.client, Settings(), hours=1)), tmp_path)
     assert tuple(found["sections"]) == tuple(name for name in SECTIONS if name not in ("subreddits", "gaps"))
     assert found["width"] == 390
 
@@ -214,6 +227,7 @@ def test_interrupted_report_leaves_no_file(
         path.touch()
         raise error
 
+    ResultsStore(redis.client, Settings()).write([result("1")])
     monkeypatch.setattr(Path, "write_text", fail)
     with pytest.raises((UserError, KeyboardInterrupt)):
         report(redis_url=redis.url, out=tmp_path / "r.html")
@@ -221,9 +235,9 @@ def test_interrupted_report_leaves_no_file(
 
 
 def test_report_replaces_the_rest_of_a_killed_one(redis: RedisServer, tmp_path: Path) -> None:
+    ResultsStore(redis.client, Settings()).write([result("1")])
     (tmp_path / ".r.html.tmp").write_text("<html>half")
-    with pytest.raises(typer.Exit):
-        report(redis_url=redis.url, out=tmp_path / "r.html")
+    report(redis_url=redis.url, out=tmp_path / "r.html")
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
 
 

@@ -17,7 +17,7 @@ import pytest
 from redis import Redis
 
 from feedmill.stack.processes import Child, free_port
-from shared.keys import RESULTS_STREAM
+from shared.keys import RESULTS_STREAM, run_key
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
@@ -95,6 +95,42 @@ def test_shows_the_newest_matching_results(redis: RedisServer, tmp_path: Path) -
         (["--limit", "0"], []),
     ):
         assert shown(feedmill("results", "--json", *flags, cwd=tmp_path, **url).stdout) == ids
+
+
+def test_a_misspelt_label_names_similar_ones(redis: RedisServer, tmp_path: Path) -> None:
+    """Of all results, not only of the newest ones."""
+    store = stored(redis, *map(str, range(1100)))
+    redis.client.delete(RESULTS_STREAM)
+    store.write([result("g1", "gaming"), result("t1", "travel")])
+    store.write([result(f"r{number}", "refund") for number in range(1100)])
+    said = feedmill("results", "--label", "gamming", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout) == (0, "")
+    assert (
+        "no result has the label 'gamming'. Did you mean 'gaming'? Labels seen: refund, gaming, travel" in said.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "results", "results --failed", "results get a1", "dead list", "status", "report", "export out.csv",
+        "export out.parquet", "export --format jsonl out",
+    ],
+)  # fmt: skip
+def test_an_unknown_run_is_one_error(redis: RedisServer, tmp_path: Path, command: str) -> None:
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    store = stored(redis, "a1")
+    store.write([Result(Post(id="m1", title="t", run="monday"), result("m1").classification)])
+    said = feedmill(*command.split(), "--run", "tuesday", cwd=tmp_path, **url)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr == (
+        "feedmill: There is no run 'tuesday', or its posts were sent too long ago. Recent runs: monday.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+    store.write([Result(Post(id="b1", title="t", run="tuesday"), result("b1").classification)])
+    redis.client.delete(run_key("tuesday"))  # expired, but its results are in the stream
+    if command in ("results", "report", "export out.csv"):
+        assert feedmill(*command.split(), "--run", "tuesday", cwd=tmp_path, **url).returncode == 0
 
 
 def test_follow_shows_new_matching_results(redis: RedisServer, tmp_path: Path) -> None:

@@ -139,8 +139,8 @@ def test_worker_reports_pool_statistics(client: Celery) -> None:
     assert 0 < pool["padding_efficiency"] <= 1
     assert pool["oldest_row_seconds"] >= 0
     assert pool["token_budget"] == 2048
-    assert pool["recent"]["posts"] >= 2
-    assert 0 < pool["recent"]["device_busy"] <= 1
+    assert pool["recent"]["seconds"] > 0
+    assert 0 <= pool["recent"]["device_busy"] <= 1
     wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "no task is active")
 
 

@@ -465,7 +465,7 @@ def test_purges_an_export_with_chosen_columns(
 ) -> None:
     out = tmp_path / f"out.{name}"
     add(server, NOON, "1", "2")
-    with opened(out, format_of(name, ["Title", "id"], for_excel), ExportFilter(), reader) as target:
+    with opened(out, format_of(name, ["title", "id"], for_excel), ExportFilter(), reader) as target:
         for chunk in reader.chunks(target.place):
             target.add(chunk.rows, chunk.place)
         target.close(chunk.place)

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from feedmill.cli import status
 from feedmill.monitoring import watch
-from feedmill.monitoring.watch import RATE_WINDOW_S, HealthPart, RateMeter, StatusMonitor, check_health
+from feedmill.monitoring.watch import RATE_WINDOW_S, HealthPart, RateMeter, StatusMonitor, StatusWithRates, check_health
 from producers.push import Pusher
 from producers.reddit.state import Gap, State
 from shared.broker import make_app, queue_depth
-from shared.keys import COUNTERS, DEAD_LETTERS
+from shared.keys import COUNTERS, DEAD_LETTERS, RUNS, run_key
 from shared.messages import ClassifyOptions
 from shared.metrics import QUEUE_OLDEST, RedisMetrics, connect_for_monitoring, oldest_seconds
 from shared.model_routing import announce, register
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.each_redis
 POOL: dict[str, Any] = {
     "device": "cpu in bfloat16: as set", "model": "a model", "queues": ["feedmill"], "posts": 100,
     "device_seconds": 3.0, "rows_waiting": 1021, "oldest_row_seconds": 1.5, "padding_efficiency": 0.9,
-    "recent": {"posts_per_second": 12.5, "device_busy": 0.97},
+    "recent": {"posts_per_second": 12.5, "device_busy": 0.97, "seconds": 10.4},
 }  # fmt: skip
 
 
@@ -326,6 +326,26 @@ def test_status_and_the_screen_show_the_same_numbers(redis: RedisServer, setting
         assert numbers(lines["queue"]) == [2, 0, 50]
         assert numbers(lines["results"]) == [22, 22]
         assert lines["dead letters"].strip() == "0"
+
+
+def test_a_run_without_workers_is_stalled(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
+    """Its rate was that of the time in which workers served it, and says nothing about its end."""
+    now = int(time.time() * 1000)
+    counts: dict[Any, Any] = {"sent": 500, "stored": 357, "began": now - 11_000, "latest": now - 1000, "used": 10_000}
+    redis.client.hset(run_key("monday"), mapping=counts)
+    redis.client.zadd(RUNS, {"monday": now})
+
+    def lines(found: StatusWithRates) -> list[str]:
+        shown = (screen(found, settings), status._summary(found.status))
+        return [line for each in shown for line in each.splitlines() if "monday" in line]
+
+    served = StatusMonitor(settings).look()
+    assert all("monday: 357 of 500 done · 35.7 posts/s · about 4 s left" in line for line in lines(served))
+    assert "12.5 posts/s, device busy 0.97 in the last 10 s" in status._summary(served.status)
+    workers.clear()
+    for line in lines(StatusMonitor(settings).look()):
+        assert "monday: 357 of 500 done · stalled for " in line
+        assert "posts/s" not in line
 
 
 @pytest.mark.usefixtures("workers")

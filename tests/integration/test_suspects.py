@@ -144,7 +144,7 @@ def test_records_a_pass_over_a_new_connection(client: Redis) -> None:
         here.note(0, [("a", 0)])
         if answered:
             here.wait()
-        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        client.client_kill_filter(_type="normal", skipme=True)
         note(here, 0, [("b", 0)])
         assert PoisonTracker(client).deaths("b") == {0: 1}
         PoisonTracker(client).clear("b")

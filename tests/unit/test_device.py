@@ -15,7 +15,7 @@ from workers.models.device import Device, for_training, select_device
 def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
-    monkeypatch.setattr("workers.models.device._onednn_has_bfloat16", lambda: True)
+    monkeypatch.setattr("workers.models.device.onednn_has_bfloat16", lambda: True)
 
 
 @pytest.mark.parametrize("feature", ["avx512_bf16", "amx_bf16", "bf16"])

@@ -94,7 +94,7 @@ def test_csv_keeps_negative_numbers(tmp_path: Path) -> None:
     path = written(tmp_path / "out.csv", Csv(), FULL)
     with path.open(newline="", encoding="utf-8") as file:
         (cells,) = csv.DictReader(file)
-    assert (cells["Score"], cells["Date"]) == ("-5", "2023-11-14T22:13:20+00:00")
+    assert (cells["score"], cells["date"]) == ("-5", "2023-11-14T22:13:20+00:00")
     assert (cells["label"], cells["label_score"], cells["revision"]) == ("food", "0.875", "")
     assert json.loads(cells["scores"]) == {"food": 0.875, "odd, \"label'": 1e-17}
 
@@ -103,7 +103,7 @@ def test_jsonl_has_every_column(tmp_path: Path) -> None:
     (line,) = written(tmp_path / "out.jsonl", Jsonl(), BARE).read_text().splitlines()
     record = json.loads(line)
     assert tuple(record) == COLUMNS
-    assert (record["Topic"], record["Score"], record["nsfw"], record["Body"]) == (None, None, False, "")
+    assert (record["topic"], record["score"], record["nsfw"], record["body"]) == (None, None, False, "")
 
 
 def test_parquet_matches_jsonl(tmp_path: Path) -> None:
@@ -112,15 +112,15 @@ def test_parquet_matches_jsonl(tmp_path: Path) -> None:
     (line, _) = written(tmp_path / "out.jsonl", Jsonl(), FULL, BARE).read_text().splitlines()
     (full, bare) = batch.to_pylist()
     expected = json.loads(line)
-    for column in ("Date", "edited", "classified_at"):
+    for column in ("date", "edited", "classified_at"):
         assert full.pop(column).isoformat() == expected.pop(column)
     assert dict(full.pop("scores")) == expected.pop("scores")
     assert json.loads(full.pop("extra")) == expected.pop("extra")
     assert full == expected
-    assert (bare["Topic"], bare["Title"], bare["Body"], bare["Date"]) == (None, BARE.title, "", None)
+    assert (bare["topic"], bare["title"], bare["body"], bare["date"]) == (None, BARE.title, "", None)
 
 
-CHOSEN = ("label", "id", "Title", "scores")
+CHOSEN = ("label", "id", "title", "scores")
 
 
 @pytest.mark.parametrize("form", [Csv(CHOSEN), Jsonl(CHOSEN), Parquet(CHOSEN)])
@@ -156,14 +156,14 @@ def test_excel_mark_survives_resuming_and_purging(tmp_path: Path) -> None:
         writer.close()
     assert format_of("csv").copy(path, copy, lambda post: post.id == "2") == 1
     for each, ids in ((path, ["1", "2"]), (copy, ["2"])):
-        assert each.read_bytes().startswith(b"\xef\xbb\xbfid,Topic")
+        assert each.read_bytes().startswith(b"\xef\xbb\xbfid,topic")
         assert each.read_bytes().count(b"\xef\xbb\xbf") == 1
         assert [post.id for post in Source(str(each)).items() if isinstance(post, Post)] == ids
 
 
 def test_writes_the_latest_possible_date() -> None:
     latest = Post(id="1", title="t", created_utc=253_402_300_799)
-    assert batch_of([row(latest)]).column("Date")[0].as_py().year == 9999
+    assert batch_of([row(latest)]).column("date")[0].as_py().year == 9999
 
 
 @pytest.mark.parametrize("name", ["parquet", "csv", "jsonl"])
@@ -198,9 +198,17 @@ def test_labels_of_other_files_are_topics(tmp_path: Path) -> None:
     assert (post.topic, post.title, post.url) == ("food", "'=a", "p")
 
 
+def test_reads_exports_of_earlier_versions(tmp_path: Path) -> None:
+    """Their columns had capital letters."""
+    path = written(tmp_path / "out.csv", Csv(), FULL)
+    header, rest = path.read_bytes().split(b"\r\n", 1)
+    path.write_bytes(header.title() + b"\r\n" + rest)
+    assert list(Source(str(path)).items()) == [FULL]
+
+
 def test_reports_a_row_with_an_invalid_date(tmp_path: Path) -> None:
     path = written(tmp_path / "out.jsonl", Jsonl(), FULL, BARE)
-    path.write_text(path.read_text().replace('"Date":"2023-', '"Date":"about 2023-', 1))
+    path.write_text(path.read_text().replace('"date":"2023-', '"date":"about 2023-', 1))
     bad, good = Source(str(path)).items()
     assert isinstance(bad, BadRecord)
     assert bad.reason.startswith("created_utc: ")

@@ -217,6 +217,7 @@ def test_rejects_an_unknown_id_column(tmp_path: Path, data: str, named: tuple[st
     ("data", "columns"),
     [
         ("ticket,,title,channel\n1,0,x\n", ["ticket", "channel"]),
+        ('title,Ticket No,"Sender, name"\nx,1,a\n', ["Ticket No", "Sender, name"]),
         ("title\nx\n", []),
         ('{"ticket": 1, "text": "x"}\n{"id": 2, "text": "y"}', ["ticket"]),
         ("id,title\n,x\n", None),

@@ -77,7 +77,8 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
             "Nr;Text\r\n1;\"good; \"\"very\"\"\nso\"\r\n;\r\n\r\n3;x\r\n",
             'Nr;Text;label;label_score\r\n1;"good; ""very""\nso";good;0.900000\r\n;;;\r\n3;x;bad;0.900000\r\n',
         ),
-        ("sep=;\r\nText;a\r\ngood;1\r\n", "Text;a;label;label_score\r\ngood;1;good;0.900000\r\n"),
+        ("sep=;\r\nText;a\r\ngood;1\r\n", "sep=;\r\nText;a;label;label_score\r\ngood;1;good;0.900000\r\n"),
+        ("\ufeffsep=;\nText;a\ngood;1\n", "\ufeffText;a;label;label_score\ngood;1;good;0.900000\n"),
         (",text,text\n0,good,x\n1\n", ",text,text,label,label_score\n0,good,x,bad,0.900000\n1,,,,\n"),
         ("\ufeffTITLE\tBody\rgood\tx\r", "\ufeffTITLE\tBody\tlabel\tlabel_score\ngood\tx\tgood\t0.900000\n"),
         ("text\n=1+1 good\n-1\n", "text,label,label_score\n=1+1 good,good,0.900000\n-1,bad,0.900000\n"),
@@ -92,7 +93,10 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
             f"id,title,label,label_score\n,good,good,0.900000\n{LONG_ID},no,bad,0.900000\n",
         ),
     ],
-    ids=["plain", "excel", "sep", "pandas", "mark", "formula", "line ends", "reddit-like", "removed", "ids"],
+    ids=[
+        "plain", "excel", "sep", "sep and mark", "pandas", "mark", "formula", "line ends", "reddit-like", "removed",
+        "ids",
+    ],
 )  # fmt: skip
 def test_csv_keeps_rows_columns_and_dialect(tmp_path: Path, data: str, labelled: str) -> None:
     assert written(tmp_path, data) == labelled
@@ -258,7 +262,8 @@ def test_keeps_bytes_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(written(tmp_path, data, "out.jsonl").splitlines()[1])["text"] == "K\ufffdse"
     with pytest.raises(InputError, match="--encoding"):
         written(tmp_path, "text,Gr\udcf6ße\ngood,1\n".encode("utf-8", "surrogateescape"))
-    assert written(tmp_path, "text,Größe\ngood,1\n".encode("cp1252"), encoding="cp1252").startswith("text,Größe,")
+    assert written(tmp_path, "text,Größe\ngood,1\n".encode("cp1252"), encoding="cp1252").startswith("\ufefftext,Größe,")
+    assert written(tmp_path, b"sep=;\ntext\ngood\n", encoding="utf-8").startswith("sep=;\n")
 
 
 def test_limits_the_rows(tmp_path: Path) -> None:

@@ -51,6 +51,29 @@ def test_detects_packages_of_another_installation(tmp_path: Path) -> None:
     assert all(path in done.stderr for path in ("'shared'", str(ROOT / "shared"), str(tmp_path / "shared")))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("enqueue posts.csv --limti 3", ["--limti", "--limit", "`feedmill enqueue --help`"]),
+        ("demo --own", ["--own", "a,b,c or JSON"]),
+        ("classify", ["TEXT|FILE", "`feedmill classify --help`"]),
+        ("results --limit x", ["--limit", "integer"]),
+        ("nonsense", ["nonsense", "`feedmill --help`"]),
+    ],
+)
+def test_usage_errors_look_like_other_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, words: list[str]
+) -> None:
+    """One line, without typer's box."""
+    monkeypatch.setattr(sys, "argv", ["feedmill", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        main.run()
+    captured = capsys.readouterr()
+    assert (end.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    assert captured.err.startswith("feedmill: ")
+    assert all(word in captured.err for word in words), captured.err
+
+
 def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(logs, "configure", lambda _: None)
     monkeypatch.delenv("FEEDMILL_REDIS_URL", raising=False)

@@ -36,14 +36,30 @@ def test_rates_of_nothing_are_zero() -> None:
 def test_reports_rates_per_interval() -> None:
     statistics = Statistics(interval=60.0, now=100.0)
     statistics.totals.posts = 30
-    assert statistics.recent(now=110.0).posts_per_second == 3.0
     assert statistics.next_interval(now=159.0) is None
     turned = statistics.next_interval(now=160.0)
     assert turned is not None
     assert turned.posts_per_second == 0.5
-    assert statistics.recent(now=161.0) == turned
     assert statistics.next_interval(now=220.0) is None, "a quiet interval is not logged"
-    assert statistics.recent(now=221.0).posts == 0
+
+
+def test_recent_rates_are_of_the_last_ten_seconds() -> None:
+    """They agree with the progress of a run: not those of an interval before it began."""
+    statistics = Statistics(interval=60.0, now=0.0)
+    assert statistics.recent(now=0.0).posts_per_second == 0.0
+    statistics.totals.posts = 12
+    assert statistics.recent(now=4.0).posts_per_second == 3.0
+    for now in range(5, 125):
+        statistics.totals.posts += 20 * (now > 62)
+        statistics.next_interval(float(now))
+        found = statistics.recent(now + 0.5)
+        if now == 64:
+            assert found.posts == 40
+        if now > 72:
+            assert (found.posts, found.seconds) == (200, 10.5)
+    for now in range(125, 136):
+        statistics.next_interval(float(now))
+    assert statistics.recent(136.0).posts == 0
 
 
 def test_counts_all_padding_of_the_device() -> None:

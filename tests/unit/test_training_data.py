@@ -128,6 +128,7 @@ def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option has a flag, whose value reaches the training unchanged."""
     values: dict[str, Any] = {"from": "posts.csv", "out": "o", "base": "b", "targets": "soft", "min_score": 0.25}
     values |= {"min_posts": 2, "limit": 3, "test": "t.csv", "split": "time", "test_share": 0.5, "compare": False}
+    values |= {"id_column": "i", "title_column": "t", "body_column": "b", "encoding": "cp1252"}
     values |= {"epochs": 1.5, "max_steps": 4, "batch_size": 5, "accumulation": 6, "learning_rate": 0.01}
     values |= {"head_rate": 2.0, "warmup": 0.2, "schedule": "cosine", "weight_decay": 0.3, "fit_head": False}
     values |= {"class_weights": True, "max_tokens": 64, "seed": 8, "patience": 9, "precision": "float32"}

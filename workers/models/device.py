@@ -159,13 +159,13 @@ def _half_precision(device: torch.device) -> tuple[torch.dtype, str]:
     capabilities = torch.cpu.get_capabilities()
     for feature in ("amx_bf16", "avx512_bf16", "bf16"):
         if capabilities.get(feature):
-            if not _onednn_has_bfloat16():
+            if not onednn_has_bfloat16():
                 return torch.float32, f"this CPU has {feature}, but oneDNN does not use it (see ONEDNN_MAX_CPU_ISA)"
             return torch.bfloat16, f"this CPU has {feature}"
     return torch.float32, "this CPU has no bfloat16 in hardware"
 
 
-def _onednn_has_bfloat16() -> bool:
+def onednn_has_bfloat16() -> bool:
     """Return whether oneDNN multiplies in bfloat16. ONEDNN_MAX_CPU_ISA can exclude the instructions for it."""
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is None or bool(supported())

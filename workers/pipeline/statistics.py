@@ -19,6 +19,9 @@ LAG_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0,
 )  # fmt: skip
 
+#: Seconds over which recent rates are averaged.
+RECENT_S = 10.0
+
 #: Time constant of the exponential decay of passes in the device's speed, in seconds of device time.
 SPEED_DECAY_S = 10.0
 
@@ -124,7 +127,7 @@ class Speed:
 
 
 class Statistics:
-    """A worker's totals, its rates over the last complete interval, and histograms of its micro-batches.
+    """A worker's totals, its rates per interval and in the last RECENT_S seconds, and histograms of its micro-batches.
 
     interval: in seconds. now (in all methods): seconds of a monotonic clock. shapes: what the device pads micro-batches
     to.
@@ -145,7 +148,8 @@ class Statistics:
         self._interval = interval
         self._since = now
         self._earlier = Totals()
-        self._last: Rates | None = None
+        #: Totals at times of the last RECENT_S seconds, and at one time before. Replaced as a whole, for readers.
+        self._marks: tuple[tuple[float, Totals], ...] = ((now, Totals()),)
 
     def count(self, rows: Sequence[HasLength], seconds: float, share: float) -> None:
         """Count a micro-batch whose forward pass took `seconds` on a share of the device."""
@@ -167,16 +171,25 @@ class Statistics:
         self.speed = Speed()
 
     def next_interval(self, now: float) -> Rates | None:
-        """Start a new interval if the last one is over, and return its rates if posts were classified in it."""
+        """Start a new interval if the last one is over, and return its rates if posts were classified in it.
+
+        Call this about once a second, by one thread: `recent` is only as current.
+        """
+        totals = replace(self.totals)
+        self._mark(now, totals)
         if now - self._since < self._interval:
             return None
-        totals = replace(self.totals)
-        self._last = rates(self._earlier, totals, now - self._since)
+        last = rates(self._earlier, totals, now - self._since)
         self._earlier, self._since = totals, now
-        return self._last if self._last.posts else None
+        return last if last.posts else None
+
+    def _mark(self, now: float, totals: Totals) -> None:
+        marks = (*self._marks, (now, totals))
+        while len(marks) > 1 and now - marks[1][0] >= RECENT_S:
+            marks = marks[1:]
+        self._marks = marks
 
     def recent(self, now: float) -> Rates:
-        """Return the rates of the last complete interval; before the first one ends, the rates so far."""
-        # Read before `_last`, which `next_interval` sets first, on another thread.
-        earlier, since = self._earlier, self._since
-        return self._last or rates(earlier, self.totals, now - since)
+        """Return the rates of the last RECENT_S seconds, or since the worker started."""
+        since, earlier = self._marks[0]
+        return rates(earlier, self.totals, now - since)

@@ -110,7 +110,8 @@ class Training:
     """One training run. Raises UserError if it cannot start.
 
     planned: called with the plan before the first step, and again after batches were made smaller. progress: called
-    after each optimization step. Both are called only in the first process.
+    after each optimization step. Both are called only in the first process. phase: called with what is done next, until
+    the plan is known.
     """
 
     def __init__(
@@ -120,9 +121,10 @@ class Training:
         settings: Settings,
         planned: Callable[[Plan], None] = lambda _: None,
         progress: Callable[[TrainingProgress], None] = lambda _: None,
+        phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._dataset, self._options, self._settings = dataset, options, settings
-        self._planned, self._progress = planned, progress
+        self._planned, self._progress, self._phase = planned, progress, phase
         self._device = device.select_device(settings.device, "float32")
         self._precision, self._why_precision = device.for_training(self._device, options.precision)
         self._weights = locate(options.base, settings.revision, settings.offline, settings.trust_remote_code)
@@ -135,6 +137,7 @@ class Training:
 
     def run(self) -> Trained:
         """Train the model. Raises UserError, or ModelError if the device fails."""
+        self._phase(f"tokenizing {len(self._dataset.train) + len(self._dataset.validation):,} posts")
         train, validation = self._rows(self._dataset.train), self._rows(self._dataset.validation)
         batch_size, accumulation = self._options.batch_size, self._options.accumulation
         while True:
@@ -200,6 +203,7 @@ class Training:
     ) -> Trained:
         options = self._options
         transformers.set_seed(options.seed)
+        self._phase(f"loading {self._weights.name}")
         model = make_model(
             self._weights, self._dataset.labels, self._tokenizer.pad_token_id, self._settings.trust_remote_code
         )
@@ -213,7 +217,9 @@ class Training:
         model.to(arguments.device)
         last = self._last_checkpoint()
         if options.fit_head and last is None:
+            self._phase("fitting the head")
             self._fit_head(model, train)
+        self._phase("measuring the time of a step")
         trainer = _Trainer(
             order,
             model=model,

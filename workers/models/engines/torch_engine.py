@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from workers.models.device import Device
 from workers.models.engines.network import PACKABLE_TYPES, Network, Run, first_position, read_config
+from workers.models.engines.onednn import REORDERED_TYPES, can_reorder, reorder_linear_layers
 from workers.models.engines.outputs import device_errors
 from workers.models.shapes import Shapes
 from workers.models.tokenizer import Tokens, filled, padded
@@ -77,8 +78,9 @@ class TorchEngine:
     """A transformers model on its device.
 
     reads: outputs to return, LOGITS or pooling modes (network.py). pad_id: padding token if the model names none.
-    most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported. remote_code:
-    allow Python code that comes with the model. shapes: of padded micro-batches; None selects the device's.
+    most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported. reordered:
+    give linear layers weights in oneDNN's layout where supported (onednn.py). remote_code: allow Python code that comes
+    with the model. shapes: of padded micro-batches; None selects the device's.
     Raises ModelError if the folder does not hold such a model.
     """
 
@@ -92,6 +94,7 @@ class TorchEngine:
         *,
         compiled: bool = False,
         packed: bool = True,
+        reordered: bool = True,
         remote_code: bool = False,
         shapes: Shapes | None = None,
     ) -> None:
@@ -110,6 +113,8 @@ class TorchEngine:
         self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else None, remote_code)
         with device_errors():
             self.network.to(device.torch)
+            if reordered and own and not compiled and config.model_type in REORDERED_TYPES and can_reorder(device):
+                reorder_linear_layers(self.network)
         self._first_position = first_position(config)
         self._pad_id = self.network.pad_id
         self._most = most

@@ -1,0 +1,102 @@
+"""engines/onednn.py: reordered weights give transformers' outputs, replace the originals, and stay out of float32."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tests.fakes.models import ARCHITECTURES, NLI, make_model
+from workers.models.device import Device
+from workers.models.engines.network import LOGITS
+from workers.models.engines.onednn import REORDERED_TYPES, ReorderedLinear, can_reorder, reorder_linear_layers
+from workers.models.engines.torch_engine import TorchEngine
+from workers.models.tokenizer import Tokens
+from workers.models.weights import Weights
+
+FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
+BF16 = FP32._replace(dtype=torch.bfloat16)
+ROWS = [Tokens([0, *range(5, 4 + length), 2]) for length in (3, 7, 7, 40)]
+
+needs_bfloat16 = pytest.mark.skipif(not can_reorder(BF16), reason="oneDNN has no bfloat16 on this CPU")
+
+
+def engine_of(folder: Path, device: Device, *, compiled: bool = False) -> TorchEngine:
+    return TorchEngine(Weights(folder.name, folder, None, "00"), device, LOGITS, 1, 200, compiled=compiled)
+
+
+def layers(engine: TorchEngine, kind: type[torch.nn.Module]) -> int:
+    return sum(type(module) is kind for module in engine.network.modules())
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_bfloat16_outputs_match_transformers(tmp_path: Path, architecture: str) -> None:
+    folder = make_model(architecture, tmp_path / architecture, NLI)
+    engine = engine_of(folder, BF16)
+    reordered = architecture in REORDERED_TYPES
+    assert bool(layers(engine, ReorderedLinear)) == reordered
+    assert not (reordered and layers(engine, torch.nn.Linear))
+    exact, half = (
+        AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    with torch.no_grad():
+        expected, rounded = (
+            torch.cat([model(input_ids=torch.tensor([row.ids])).logits.float() for row in ROWS])
+            for model in (exact, half)
+        )
+    # As near to the exact logits as transformers in the same precision, within twice its error.
+    error = (rounded - expected).abs().max()
+    assert (engine.forward(ROWS) - expected).abs().max() <= 2 * error + 1e-2
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 32), (7, 32), (1, 500, 32), (3, 9, 32)])
+def test_reordered_layer_equals_the_original(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(7)
+    plain = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=bias, dtype=torch.bfloat16))
+    states = torch.randn(shape, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        expected = plain(states)
+        reorder_linear_layers(plain)
+        assert type(plain[0]) is ReorderedLinear
+        assert torch.allclose(plain(states), expected, atol=1e-2, rtol=1e-2)
+
+
+@needs_bfloat16
+def test_frees_the_original_weights() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.bfloat16))
+    weight = weakref.ref(module[0].weight)
+    reorder_linear_layers(module)
+    gc.collect()
+    assert weight() is None
+
+
+@pytest.mark.parametrize("architecture", ["bert", "bart"])
+def test_float32_keeps_plain_layers(tmp_path: Path, architecture: str) -> None:
+    engine = engine_of(make_model(architecture, tmp_path, NLI), FP32)
+    assert not layers(engine, ReorderedLinear)
+
+
+@needs_bfloat16
+def test_compiled_models_keep_plain_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    engine = engine_of(make_model("bert", tmp_path, NLI), BF16, compiled=True)
+    assert not layers(engine, ReorderedLinear)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [FP32, FP32._replace(dtype=torch.float16), BF16._replace(torch=torch.device("cuda"))],
+)
+def test_reorders_only_for_bfloat16_on_a_cpu(device: Device) -> None:
+    assert not can_reorder(device)
+
+
+def test_does_not_reorder_on_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert not can_reorder(BF16)

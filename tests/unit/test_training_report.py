@@ -1,0 +1,76 @@
+"""feedmill/training/report.py: what a training prints, on a terminal and without one."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from feedmill.training import report
+from feedmill.training.report import Pace, TrainingReport
+from workers.training.run import Plan, TrainingProgress
+
+PLAN = Plan(16, 1, 1, 4, 1.0, 133.0, "float32: as set", "cpu")
+
+
+def progress(step: int, loss: float | None = 0.5) -> TrainingProgress:
+    return TrainingProgress(step, 4, step / 4, loss, 1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _each_line_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "PROGRESS_INTERVAL_S", -1.0)
+
+
+def run(console: Console, as_json: bool = False) -> list[str]:
+    """Report a whole training, and return the tested outcomes."""
+    training = TrainingReport(console, as_json, quiet=False)
+    training.phase("fitting the head")
+    training.planned(PLAN)
+    for step in range(1, 5):
+        training.progress(progress(step))
+    training.stop()
+    tested = list(training.testing("the trained model", ["a", "b"], 2))
+    training.stop()
+    return tested
+
+
+def test_time_left_follows_the_steps() -> None:
+    pace = Pace(began=100.0)
+    assert pace.left(progress(1), now=130.0) == 90.0
+    assert pace.left(progress(2), now=140.0) == 40.0
+    assert pace.left(progress(4), now=200.0) == 0.0
+
+
+def test_time_left_of_a_resumed_training_counts_its_own_steps() -> None:
+    pace = Pace(began=100.0)
+    assert pace.left(progress(3), now=110.0) == 10.0
+
+
+def test_every_phase_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = io.StringIO()
+    assert run(Console(file=notes, width=200)) == ["a", "b"]
+    lines = notes.getvalue().splitlines()
+    assert lines[0] == "fitting the head"
+    assert [line.partition(",")[0] for line in lines[1:5]] == [f"step {step} of 4" for step in range(1, 5)]
+    assert all("left" in line for line in lines[1:4])
+    assert "left" not in lines[4]
+    assert lines[5:] == ["testing the trained model on 2 posts", "1 of 2 posts", "2 of 2 posts"]
+    assert "4 optimization steps, 1 epochs, about 2 min 13 s" in capsys.readouterr().out
+
+
+def test_a_terminal_shows_every_phase_in_its_bar() -> None:
+    notes = io.StringIO()
+    assert run(Console(file=notes, width=200, force_terminal=True)) == ["a", "b"]
+    for words in ("fitting the head", "training loss 0.500", "testing the trained model", "2/2"):
+        assert words in notes.getvalue()
+
+
+def test_json_has_the_time_left_and_no_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = io.StringIO()
+    run(Console(file=notes), as_json=True)
+    plan, *steps = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (list(plan), notes.getvalue()) == (["plan"], "")
+    assert [each["progress"]["step"] for each in steps] == [1, 2, 3, 4]
+    assert steps[0]["progress"]["seconds_left"] >= 0
+    assert steps[3]["progress"]["seconds_left"] == 0
