@@ -4,14 +4,14 @@ Recognizes common field names, and those of Reddit's API, which dumps (Pushshift
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shared.errors import PostRefused, printable
-from shared.messages import REDDIT_FULLNAME, REMOVED_BODIES, Post, digest, is_missing
+from shared.messages import MAX_BODY, REDDIT_FULLNAME, REMOVED_BODIES, Post, digest, is_missing
 
 #: Post field -> names it may have in a record, in order of preference.
 FIELD_ALIASES: dict[str, tuple[str, ...]] = {
@@ -54,6 +54,11 @@ REMOVED = "deleted or removed on Reddit"
 REDDIT_PATH = re.compile(r"/(r|u|user)/[^/]+/comments/")
 #: Placeholder titles of deleted and removed posts.
 DELETED_TITLE = re.compile(r"\[ ?(deleted|removed)( by [a-z -]+)? ?\]", re.IGNORECASE)
+#: Why the text of a post on Reddit must not be used: "deleted" by its author or for legal reasons, which is final;
+#: "removed" by moderators or filters, who may approve the post later; "" if it may be used.
+Removal = Literal["", "deleted", "removed"]
+#: Values of Reddit's `removed_by_category`, and of `removal_type` in Arctic Shift's data, that can be undone.
+REVERSIBLE_REMOVALS = frozenset({"moderator", "automod_filtered", "reddit", "removed"})
 #: Cache of keys that are already in plain form (`normalize_key`): records of a dump share the same hundred keys.
 PLAIN_KEYS: set[str] = set()
 #: Limits of that cache: number of keys, and length of a key. Records may contain arbitrary keys.
@@ -208,18 +213,53 @@ def _first(record: dict[str, Any], field: str) -> Any:
     return None
 
 
-def is_removed(record: dict[str, Any]) -> bool:
-    """Return true if the post was deleted or removed on Reddit. Dumps may still contain its text."""
+def removal_of(record: Mapping[str, Any]) -> Removal:
+    """Return whether the post was deleted or removed on Reddit. Dumps may still contain its text."""
     metadata = record.get("_meta")
     if isinstance(metadata, dict) and metadata.get("was_deleted_later"):
-        return True
-    by = record.get("removed_by_category")
-    if by and str(by).strip().lower() not in ("none", "null", "nan"):  # null values as some scripts write them
-        return True
+        return "removed" if metadata.get("removal_type") in REVERSIBLE_REMOVALS else "deleted"
+    by = str(record.get("removed_by_category") or "").strip().lower()
+    if by not in ("", "none", "null", "nan"):  # null values as some scripts write them
+        return "removed" if by in REVERSIBLE_REMOVALS else "deleted"
     title, text = record.get("title"), record.get("selftext")
-    return (isinstance(title, str) and DELETED_TITLE.fullmatch(title.strip()) is not None) or (
-        isinstance(text, str) and text.strip() in REMOVED_BODIES
-    )
+    if isinstance(title, str) and DELETED_TITLE.fullmatch(title.strip()):
+        return "removed" if title.strip(" []").lower() in ("removed", "removed by moderator") else "deleted"
+    if isinstance(text, str) and text.strip() in REMOVED_BODIES:
+        return "removed" if text.strip() == "[removed]" else "deleted"
+    return ""
+
+
+def is_removed(record: Mapping[str, Any]) -> bool:
+    """Return true if the post was deleted or removed on Reddit."""
+    return bool(removal_of(record))
+
+
+def reddit_body(record: Mapping[str, Any]) -> str:
+    """Return the text below the title of a post in the form of Reddit's API.
+
+    Crossposts carry the text of the original post; polls and galleries have their text in options and captions.
+    """
+    text, parents = record.get("selftext"), record.get("crosspost_parent_list")
+    if isinstance(text, str) and text.strip():
+        if text.strip() in REMOVED_BODIES:
+            return text
+        parts = [text]
+    else:
+        parts = []
+        if isinstance(parents, list) and parents and isinstance(parents[0], dict) and not removal_of(parents[0]):
+            record = {**parents[0], "crosspost_parent_list": None}
+            parts = [record["selftext"]] if isinstance(record.get("selftext"), str) else []
+    for field, items, key in (("poll_data", "options", "text"), ("gallery_data", "items", "caption")):
+        data = record.get(field)
+        listed = data.get(items) if isinstance(data, dict) else None
+        found = [item.get(key) for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+        parts += [part for part in found if isinstance(part, str) and part.strip()]
+    body = ""
+    for part in parts:
+        if body and len(body) + len(part) + 2 > MAX_BODY:
+            break
+        body = f"{body}\n\n{part}" if body else part
+    return body
 
 
 def has_id(record: dict[str, Any]) -> bool:
@@ -291,7 +331,11 @@ def _missing_text(fields: dict[str, Any]) -> str:
 def _text(record: dict[str, Any], field: str, columns: Columns) -> Any:
     """Return the value of title or body, from the column that the user chose if any was chosen."""
     if not columns.text:
-        return _first(record, field)
+        found = _first(record, field)
+        # Only Reddit's API calls a body `selftext`.
+        if field == "body" and "selftext" in record and found in (None, record["selftext"]):
+            return reddit_body(record) or found
+        return found
     value = record.get(columns.text[field] or "")
     return None if is_missing(value) else value
 
@@ -305,7 +349,7 @@ def _is_comment(record: dict[str, Any]) -> bool:
 def _fields(record: dict[str, Any], own_id: Any, columns: Columns) -> dict[str, Any]:
     """Return the record's values by post field. A missing id is derived from the text, so it is the same every time."""
     fields = {field: value for field in FIELD_ALIASES if (value := _first(record, field)) is not None}
-    for field in columns.text:
+    for field in columns.text or ("body",):
         fields.pop(field, None)
         if (value := _text(record, field, columns)) is not None:
             fields[field] = value

@@ -55,6 +55,11 @@ def reddit_known_key(subreddit: str) -> str:
     return f"feedmill:reddit:known:{subreddit}"
 
 
+def reddit_texts_key(subreddit: str) -> str:
+    """Processed posts of a subreddit: fullname -> digest of the text that was sent; "gone" if it was removed."""
+    return f"feedmill:reddit:texts:{subreddit}"
+
+
 def result_key(post_id: str) -> str:
     """Results of a post: fingerprint -> Classification, as JSON; and `score` -> its latest score, as JSON."""
     return f"feedmill:result:{post_id}"
@@ -151,6 +156,7 @@ TABLE: tuple[Key, ...] = (
     ),
     Key(REDDIT_STATUS, "string", "producers/reddit/state.py", "ttl STATUS_TTL"),
     Key("feedmill:reddit:known:*", "zset", "producers/reddit/state.py", "MAX_KNOWN_POSTS members; ttl KNOWN_TTL"),
+    Key("feedmill:reddit:texts:*", "hash", "producers/reddit/state.py", "MAX_KNOWN_POSTS fields; ttl KNOWN_TTL"),
     Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the end of the file"),
     Key("feedmill:buried:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:gone:*", "string", "shared/purge.py", "ttl tombstone_ttl"),

@@ -47,7 +47,10 @@ from shared.errors import (
 #: optional fields do not change the version. See docs/messages.md and shared/schema/.
 MESSAGE_VERSION = 1
 #: Incremented when `clean` returns a different text for the same post. Results of other versions are not reused.
-CLEANING_VERSION = 1
+CLEANING_VERSION = 2
+#: Maximum levels of HTML escaping that `clean` reverses. Reddit's API has none or one, dumps one or two; a limit,
+#: because a text could have thousands.
+MAX_ESCAPING = 4
 #: Maximum posts per message. Limits how long one message can occupy a worker.
 MAX_POSTS_PER_MESSAGE = 1000
 #: Characters. Reddit allows 300 in a title and 40,000 in a body; other sources may need more.
@@ -78,11 +81,21 @@ REDDIT_FULLNAME = re.compile(r"t3_[a-z0-9]+")
 def clean(title: str, body: str) -> str:
     """Return the text to classify: HTML-unescaped title, a blank line, HTML-unescaped body.
 
-    Returns only the title if the body is missing, removed or deleted, and only the body if there is no title.
+    Returns only the title if the body is missing, removed or deleted, and only the body if there is no title. A post
+    has the same text whether its source escapes HTML or not.
     """
-    title = html.unescape(title).strip()
-    body = "" if body.strip() in REMOVED_BODIES else html.unescape(body).strip()
+    title = _unescape(title).strip()
+    body = "" if body.strip() in REMOVED_BODIES else _unescape(body).strip()
     return f"{title}\n\n{body}" if title and body else title or body
+
+
+def _unescape(text: str) -> str:
+    """Reverse HTML escaping, also if it was applied repeatedly."""
+    for _ in range(MAX_ESCAPING):
+        if "&" not in text or (plain := html.unescape(text)) == text:
+            break
+        text = plain
+    return text
 
 
 def _normalize_text(value: object) -> object:

@@ -15,7 +15,7 @@ immediately if `stream-node-max-entries` is 1, as in docker/redis.conf. The appe
 import json
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -96,6 +96,21 @@ def lift_tombstones(redis: Redis, ids: Iterable[str]) -> int:
     Purged data is not restored. Raises as `purge` does.
     """
     return sum(redis.unlink(*map(tombstone_key, batch)) for batch in _batches(_valid_ids(ids)))
+
+
+def tombstones(redis: Redis, ids: Sequence[str]) -> dict[str, int]:
+    """Return the times of the posts' tombstones, in seconds since 1970. Posts without one are absent."""
+    found: Any = redis.mget([tombstone_key(post_id) for post_id in ids]) if ids else []
+    return {post_id: int(at) for post_id, at in zip(ids, found, strict=True) if at is not None}
+
+
+def lift_matching(redis: Redis, times: Mapping[str, int]) -> set[str]:
+    """Remove the posts' tombstones if they are of these times, as a later purge of the same post must stand.
+
+    Return the posts without a tombstone. times: post id -> time of its tombstone, in seconds since 1970.
+    """
+    lifted = scripts.lift(redis, times) if times else []
+    return {post_id for post_id, free in zip(times, lifted, strict=True) if free}
 
 
 def rewrite_append_only_file(redis: Redis) -> None:

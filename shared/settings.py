@@ -123,6 +123,14 @@ class Settings(BaseSettings):
     reddit_requests_per_minute: Count = 90
     #: Timeout of a request to Reddit, in seconds: for the first byte of a response, and between two reads.
     reddit_timeout: Seconds = 15.0
+    #: Source from which the Reddit daemon fills gaps by itself. Unset: none; see `feedmill ingest gaps --fill`.
+    reddit_fill_gaps: Literal["arctic-shift"] | None = None
+    #: URL of Arctic Shift, an archive of Reddit that is neither run nor approved by Reddit, or of a mirror of it.
+    arctic_shift_url: Annotated[str, _form(r"https?://[^?#\s]+", "a URL such as http://127.0.0.1:8080")] = (
+        "https://arctic-shift.photon-reddit.com"
+    )
+    #: Maximum requests to Arctic Shift per minute. The budget in its responses applies if it is lower.
+    arctic_shift_requests_per_minute: Count = 30
     #: Seconds for which tombstones are kept. They block posts that were purged or have disappeared from Reddit.
     tombstone_ttl: Count = 365 * DAY_S
 

@@ -3,10 +3,12 @@
 A loopback Reddit publishes posts in sixteen subreddits at different rates, and one in ten responses is faulty. Real
 processes ingest and classify the posts: a worker, and `feedmill ingest reddit`, which is killed ten times with SIGKILL
 at random times. Twice, while the daemon is down, a subreddit gets more posts than its listing holds. The posts pushed
-out of the listing are the scripted gaps, and need not be found.
+out of the listing are the scripted gaps, and need not be found. With `--heal`, the daemon fills them from a loopback
+Arctic Shift, and they must be found. With `--source arctic-shift` it reads only that, and there are no gaps.
 
-The last line is JSON: published, stored, missing, duplicated (posts), gaps_expected, gaps_recorded, budget_exceeded
-(requests). Exits 1 if a post is missing or duplicated, a gap differs, or the request budget was exceeded.
+The last line is JSON: published, stored, missing, duplicated (posts), gaps_expected, gaps_recorded, gaps_open,
+budget_exceeded (requests). Exits 1 if a post is missing or duplicated, a gap differs or, with `--heal`, remains open,
+or the request budget was exceeded.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from typing import Any
 
 from producers.reddit.state import Gap, State
 from shared.keys import RESULTS_STREAM, sent_key
+from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
 from tests.support import Feedmill, RedisServer, redis_servers, wait_until, working
 
@@ -34,10 +37,14 @@ FAULTS = (
     "reset_fractional", "reset_negative", "remaining_nan", "used_missing", "empty_listing", "dead_anchor", "no_data",
     "truncated_json", "sticky_head", "slow", "slow_body",
 )  # fmt: skip
+#: Faults of the archive.
+ARCHIVE_FAULTS = ("too_many", "server_error_502", "server_error_503", "html", "truncated_json", "cut", "cut_body")
 #: Seconds of Retry-After, and of the delay of slow responses.
 FAULT_SECONDS = 0.5
 #: Items of a listing, and posts of a burst while the daemon is down.
 LISTING, BURST = 1000, 1300
+#: Posts of a burst per second. The archive returns at most a hundred of one second.
+BURST_RATE = 50
 #: Requests per window, and the window in seconds: ten times Reddit's rate, like the posts here.
 BUDGET, WINDOW = 170, 10.0
 WORDS = (
@@ -47,9 +54,11 @@ WORDS = (
 
 
 class Soak:
-    """A run of the test. seconds: the time over which posts are published."""
+    """A run of the test. seconds: the time over which posts are published. source, heal: see the options."""
 
-    def __init__(self, posts: int, kills: int, bursts: int, seconds: float, seed: int, folder: Path) -> None:
+    def __init__(
+        self, posts: int, kills: int, bursts: int, seconds: float, seed: int, folder: Path, source: str, heal: bool
+    ) -> None:
         self._random = random.Random(seed)
         self._posts, self._kills, self._bursts, self._seconds = posts, kills, bursts, seconds
         self._folder = folder
@@ -57,6 +66,10 @@ class Soak:
         #: Relative rates: each subreddit gets about 0.7 times the posts of the one before.
         self._weights = [2.0 ** -(number / 2) for number in range(SUBREDDITS)]
         self._reddit = Reddit(window=WINDOW, budget=BUDGET, seed=seed, listing_cap=LISTING)
+        self._source, self._heal = source, heal
+        # Late posts would count as missing, if they came after their gap was filled.
+        late = 0.0 if heal else 0.05
+        self._archive = ArcticShift(self._reddit, lag=0.5, late=late, latest=20.0, overload=0.01, seed=seed)
         self._published: list[str] = []
         self._unreachable: set[str] = set()
         #: (subreddit, end of the expected gap as Unix time) of each burst.
@@ -70,24 +83,32 @@ class Soak:
             server = RedisServer(next(iter(redis_servers().values())), self._folder)
             running.callback(server.stop)
             running.enter_context(self._reddit)
+            running.enter_context(self._archive)
             running.enter_context(working(server, self._folder, FEEDMILL_RESULTS_STREAM_LENGTH="1000000"))
             running.callback(self._kill)
             for name in self._names:
                 self._reddit.add_subreddit(name)
                 self._publish(name)
             self._reddit.faults.random(0.1, FAULTS, seconds=FAULT_SECONDS)
+            self._archive.faults.random(0.1, ARCHIVE_FAULTS, seconds=FAULT_SECONDS)
             self._start(server)
             wait_until(lambda: len(_stored(server)) == SUBREDDITS, "the first posts are stored", 240)
             self._publish_and_kill(server)
+            if self._heal:
+                self._unreachable.clear()  # the archive has them
             reachable = set(self._published) - self._unreachable
             _tell(f"{len(reachable):,} posts published; waiting until all are stored")
             self._wait_for_results(server, reachable)
+            if self._heal:
+                wait_until(lambda: not State(server.client).open_gaps(), "no gap is open", 300)
             return self._judge(server, reachable)
 
-    def _publish(self, name: str) -> str:
+    def _publish(self, name: str, created_utc: float | None = None) -> str:
         text = " ".join(self._random.choices(WORDS, k=self._random.randint(3, 60)))
         title = f"{len(self._published)} {text[:80]}"
-        self._published.append(self._reddit.publish(name, title=title, body=text if len(text) > 80 else ""))
+        self._published.append(
+            self._reddit.publish(name, title=title, body=text if len(text) > 80 else "", created_utc=created_utc)
+        )
         return self._published[-1]
 
     def _publish_and_kill(self, server: RedisServer) -> None:
@@ -128,7 +149,9 @@ class Soak:
         gaps = len(state.gaps())
         # Reddit's times are whole seconds: the first unreachable post must be later than the last one read.
         time.sleep(1.1)
-        burst = [self._publish(name) for _ in range(BURST)]
+        begins = int(time.time())
+        time.sleep(BURST / BURST_RATE + 1)
+        burst = [self._publish(name, float(begins + number // BURST_RATE)) for number in range(BURST)]
         time.sleep(1.1)
         self._unreachable |= set(burst[:-LISTING])
         # The gap ends with the second in which the listing begins.
@@ -140,7 +163,10 @@ class Soak:
 
     def _start(self, server: RedisServer) -> None:
         self._daemon = Feedmill(
-            "ingest", "reddit", "--topics", "topics.toml", "--limit", "1000", cwd=self._folder,
+            "ingest", "reddit", "--topics", "topics.toml", "--limit", "1000", "--source", self._source,
+            cwd=self._folder, FEEDMILL_ARCTIC_SHIFT_URL=self._archive.url,
+            FEEDMILL_ARCTIC_SHIFT_REQUESTS_PER_MINUTE="100000",
+            **({"FEEDMILL_REDDIT_FILL_GAPS": "arctic-shift"} if self._heal else {}),
             FEEDMILL_REDIS_URL=server.url, FEEDMILL_REDDIT_URL=self._reddit.url, FEEDMILL_REDDIT_CLIENT_ID="id",
             FEEDMILL_REDDIT_CLIENT_SECRET="secret", FEEDMILL_REDDIT_USER_AGENT="linux:soak:1 (by /u/nobody)",
             FEEDMILL_REDDIT_POLL_INTERVAL="1", FEEDMILL_REDDIT_REQUESTS_PER_MINUTE="100000",
@@ -183,11 +209,14 @@ class Soak:
             "duplicated": sum(count - 1 for count in stored.values()),
             "gaps_expected": len(self._expected),
             "gaps_recorded": len(gaps),
+            "gaps_open": sum(not gap.filled for gap in gaps),
             "gaps_as_expected": sorted(found) == sorted(self._expected),
             "unreachable": len(self._unreachable),
             "unreachable_stored": len(set(stored) & self._unreachable),
             "faults": self._reddit.ledger.faults.total(),
             "answers": self._reddit.ledger.total,
+            "archive_faults": self._archive.ledger.faults.total(),
+            "archive_answers": self._archive.ledger.total,
             "kills": self._kills,
             "budget_exceeded": self._reddit.ledger.over_budget,
         }
@@ -223,12 +252,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bursts", type=int, default=2, help="scripted gaps")
     parser.add_argument("--seconds", type=float, default=240, help="time over which posts are published")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--source", choices=("reddit", "arctic-shift"), default="reddit")
+    parser.add_argument("--heal", action="store_true", help="fill gaps from Arctic Shift")
     given = parser.parse_args(arguments)
+    bursts = given.bursts if given.source == "reddit" else 0  # the archive has no gaps
     with TemporaryDirectory(prefix="feedmill-soak-") as folder:
-        found = Soak(given.posts, given.kills, given.bursts, given.seconds, given.seed, Path(folder)).run()
+        soak = Soak(given.posts, given.kills, bursts, given.seconds, given.seed, Path(folder), given.source, given.heal)
+        found = soak.run()
     sys.stdout.write(json.dumps(found) + "\n")
-    good = not (found["missing"] or found["duplicated"] or found["budget_exceeded"]) and found["gaps_as_expected"]
-    return 0 if good else 1
+    bad = found["missing"] or found["duplicated"] or found["budget_exceeded"] or (given.heal and found["gaps_open"])
+    return 1 if bad or not (found["gaps_as_expected"] or given.heal) else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -30,9 +30,9 @@ from producers.push import Pusher
 from producers.reddit import topics as topics_file
 from producers.reddit.budget import RequestBudget
 from producers.reddit.clock import Clock, Stopped
-from producers.reddit.listing import Outage, RedditFault, RequestFailed
+from producers.reddit.listing import ListingItem, Outage, RedditFault, RequestFailed
 from producers.reddit.metrics import Metrics
-from producers.reddit.state import State
+from producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S, Gap, State
 from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, convert_errors, printable
 from shared.messages import ClassifyOptions
@@ -56,6 +56,8 @@ app = typer.Typer(name="ingest", help="Read posts from Reddit and send them to t
 #: Reddit listings, and periods of the listing `top`.
 ListingKind = Literal["hot", "new", "top", "rising"]
 Period = Literal["hour", "day", "week", "month", "year", "all"]
+#: Sources of Reddit's posts.
+Source = Literal["reddit", "arctic-shift"]
 
 TopicsFile = Annotated[Path | None, typer.Option(help="Topics file in TOML (default: built in).")]
 
@@ -72,6 +74,9 @@ def reddit(
         int, typer.Option(help="Posts to read per topic; without --once, in the first pass only.", min=1, max=1000)
     ] = DEFAULT_LIMIT,
     period: Annotated[Period, typer.Option(help="Period for --listing top.")] = "all",
+    source: Annotated[
+        Source, typer.Option(help="Reddit's API, or arctic-shift: an archive of Reddit that needs no credentials.")
+    ] = "reddit",
     topics: TopicsFile = None,
     flags: MessageFlags,
     metrics_port: Annotated[
@@ -89,10 +94,11 @@ def reddit(
             f"--listing {listing} requires --once: without --once, only new posts are read. Add --once, or leave out "
             "--listing."
         )
+    if once and source != "reddit":
+        raise UserError(f"--once reads Reddit's listings, which {source} does not have. Leave out --once or --source.")
     settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics, metrics_port=metrics_port)
     options = flags.options(settings)
-    if find_spec("praw") is None:
-        raise UserError("Reading Reddit requires the package praw: run `pip install 'feedmill[reddit]'`.")
+    _require_packages()
     clock = Clock()
     with _stopping_on_signals(clock), user_errors(settings):
         redis = connect(settings)
@@ -101,7 +107,7 @@ def reddit(
         if once:
             _one_pass(settings, options, clock, listing or "hot", limit, period)
         else:
-            _keep_reading(settings, options, clock, limit)
+            _keep_reading(settings, options, clock, limit, source)
     raise typer.Exit(1 if once else 0)  # stopped by a signal, which leaves one pass incomplete
 
 
@@ -115,18 +121,35 @@ def _stopping_on_signals(clock: Clock) -> Iterator[None]:
             logger.info("stopped; posts that were read but not sent will be read again")
 
 
-def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int) -> None:
+def _require_packages() -> None:
+    if find_spec("praw") is None or find_spec("requests") is None:
+        raise UserError("Reading Reddit requires the package praw: run `pip install 'feedmill[reddit]'`.")
+
+
+def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int, source: Source) -> None:
     """Run the daemon until a signal raises Stopped."""
-    # Imported late: needs PRAW, an optional package.
+    # Imported late: these need optional packages.
+    from producers.reddit.archive_daemon import ArchiveDaemon  # noqa: PLC0415
+    from producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
     from producers.reddit.client import RedditClient  # noqa: PLC0415
     from producers.reddit.daemon import Daemon  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
-    budget = RequestBudget(clock, settings.reddit_requests_per_minute)
     redis = connect(settings)
     pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
-    reddit = RedditClient(settings, budget, topics.topic_of)
-    daemon = Daemon(reddit, budget, redis, pusher, topics, settings, clock, limit)
+    archive_budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
+    archive = ArcticShiftClient(settings, archive_budget, topics.topic_of)
+    daemon: Daemon
+    if source == "reddit":
+        budget = RequestBudget(clock, settings.reddit_requests_per_minute)
+        reddit = RedditClient(settings, budget, topics.topic_of)
+        filling = (archive, archive_budget) if settings.reddit_fill_gaps else None
+        daemon = Daemon(reddit, budget, redis, pusher, topics, settings, clock, limit, archive=filling)
+    else:
+        daemon = ArchiveDaemon(
+            archive, archive_budget, redis, pusher, topics, settings, clock, limit,
+            recheck_delays=ARCHIVE_RECHECK_DELAYS_S,
+        )  # fmt: skip
     export = _exporter(settings)
     with _status_line() as show:
         while True:
@@ -189,7 +212,7 @@ def format_daemon_status(status: dict[str, Any]) -> str:
     if status["failing"]:
         parts.append(f"{len(status['failing'])} subreddits failing")
     if status["gaps"]:
-        parts.append(f"{status['gaps']} gaps")
+        parts.append(f"{status['gaps']} gaps" + (f", {status['filled']} filled" if status.get("filled") else ""))
     if status["purged"]:
         parts.append(f"{status['purged']:,} purged")
     parts.append(f"{status['requests']:,} requests")
@@ -254,18 +277,34 @@ def _one_pass(
 
 
 @app.command()
+@with_groups
 def gaps(
+    *,
+    fill: Annotated[
+        bool, typer.Option("--fill", help="Fill the gaps from Arctic Shift, an archive of Reddit.")
+    ] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Clear the list after printing it.")] = False,
     as_json: AsJson = False,
+    topics: TopicsFile = None,
+    flags: MessageFlags,
     redis_url: RedisUrl = None,
 ) -> None:
     """List gaps: periods in which posts of a subreddit were missed.
 
-    Fill a gap from a dump with `feedmill enqueue --subreddit --since --until`, then clear the list.
+    With --fill, send the posts that the archive has of these periods, with the given labels and options, and exit with
+    status 1 if a gap remains. Or fill a gap from a dump with `feedmill enqueue --subreddit --since --until`, then clear
+    the list.
     """
-    settings = settings_of(redis_url=redis_url)
+    settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics)
     with user_errors(settings):
-        state = State(connect(settings))
+        redis = connect(settings)
+        state = State(redis)
+        if fill:
+            options = flags.options(settings)
+            _require_packages()
+            clock = Clock()
+            with _stopping_on_signals(clock):
+                _fill_gaps(flags.select_queue(settings, redis), options, clock)
         found = state.gaps()
         if clear:
             state.forget_gaps()
@@ -274,9 +313,42 @@ def gaps(
             typer.echo(json.dumps(gap._asdict()))
         else:
             times = f"{utc(gap.since)} to {utc(gap.until)}, recorded {utc(gap.noted)}"
-            typer.echo(f"r/{printable(gap.subreddit):<22} {times}")
+            typer.echo(f"r/{printable(gap.subreddit):<22} {times}; {_gap_state(gap)}")
     if not found and not as_json:
         typer.echo("No gaps.")
+    if fill and any(not gap.filled for gap in found):
+        raise typer.Exit(1)
+
+
+def _gap_state(gap: Gap) -> str:
+    """Return whether a gap is filled, or why not."""
+    if gap.filled:
+        return f"filled with {gap.found:,} posts"
+    return f"open: {printable(gap.problem)}" if gap.problem else "open"
+
+
+def _fill_gaps(settings: Settings, options: ClassifyOptions, clock: Clock) -> None:
+    """Fill all open gaps from Arctic Shift. Failures are stored with the gaps."""
+    # Imported late: these need optional packages.
+    from producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
+    from producers.reddit.gap_filler import GapFiller  # noqa: PLC0415
+
+    topics = topics_file.read(settings.reddit_topics)
+    redis = connect(settings)
+    state = State(redis)
+    pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
+    budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
+
+    def send(items: Sequence[ListingItem], end: Callable[[], None]) -> None:
+        present = [item for item in items if item.post and not item.gone]
+        pusher.push(item.post for item in present if item.post)
+        state.commit((), present, clock.time())
+        end()
+
+    filler = GapFiller(ArcticShiftClient(settings, budget, topics.topic_of), budget, state, clock, send)
+    for number, gap in enumerate(state.open_gaps(), 1):
+        filler.fill(gap)
+        logger.info("gap %d: %d posts found so far, %d sent", number, filler.found, pusher.sent)
 
 
 @app.command()

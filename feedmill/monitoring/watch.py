@@ -22,7 +22,7 @@ from feedmill.reading.dead_letters import DeadLetters
 from producers.reddit.state import STATUS_TTL, State
 from shared.broker import TRANSPORT_KEYS, QueueDepth, connect, make_app, queue_depth, user_errors
 from shared.errors import RedisUnavailable
-from shared.keys import REDDIT_BEGINNINGS, REDDIT_GAPS
+from shared.keys import REDDIT_BEGINNINGS
 from shared.metrics import connect_for_monitoring, oldest_seconds
 from shared.model_routing import expected_workers, known_queues
 from shared.redis_errors import rejects_writes
@@ -95,7 +95,7 @@ def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     depth, queues = _queues(redis, settings)
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
     results = ResultsStore(redis, settings).counters()
-    gaps: Any = redis.hlen(REDDIT_GAPS)
+    gaps = len(State(redis).open_gaps())
     dead = DeadLetters(redis).count()
     workers = _ask(app)
     missing = _missing(redis, workers)

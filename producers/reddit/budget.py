@@ -12,6 +12,8 @@ BURST_REQUESTS = 30
 RESERVED_REQUESTS = 5
 #: Maximum wait in seconds that Reddit's headers can impose. Its rate-limit windows last ten minutes.
 MAX_WAIT_S = 3600.0
+#: Smallest value of a reset that is a time, in seconds since 1970, instead of a duration.
+MIN_RESET_TIME = 1e9
 #: Tolerance for rounding in the token count, without which a nearly full token causes ever smaller waits.
 TOKEN_TOLERANCE = 1e-6
 
@@ -65,9 +67,11 @@ class RequestBudget:
         self._paused_until = max(self._paused_until, self._clock.monotonic() + min(seconds, MAX_WAIT_S))
 
     def learn(self, headers: Mapping[str, str]) -> None:
-        """Read Reddit's rate-limit headers. Missing or invalid values are ignored."""
+        """Read rate-limit headers. Missing or invalid values are ignored. The reset may be a duration or a time."""
         remaining = number(headers.get("x-ratelimit-remaining"))
         resets = number(headers.get("x-ratelimit-reset"))
+        if resets is not None and resets >= MIN_RESET_TIME:
+            resets = max(0.0, resets - self._clock.time())
         if remaining is not None and resets is not None:
             self.remaining = remaining
             self._resets = self._clock.monotonic() + min(resets, MAX_WAIT_S)

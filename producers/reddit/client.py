@@ -9,27 +9,22 @@ limit and the request budget, and hides headers and statuses that make PRAW wait
 import configparser
 import logging
 import re
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
 from io import BytesIO
+from itertools import islice
 from typing import Any
 
 import praw
 import prawcore
 import requests
 from praw.exceptions import MissingRequiredAttributeException
-from praw.models import Submission, Subreddit
-from praw.models.listing.listing import Listing
 from prawcore.const import ACCESS_TOKEN_PATH
-from requests.exceptions import ConnectionError as ConnectionFault
-from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from requests.structures import CaseInsensitiveDict
-from urllib3.exceptions import HTTPError, NewConnectionError
 
-from producers.records import BadRecord, parse_post
-from producers.reddit.budget import RequestBudget, number
+from producers.reddit.budget import RequestBudget
+from producers.reddit.http import TEMPORARY_STATUSES, fetch, retry_after
+from producers.reddit.items import parse_items
 from producers.reddit.listing import (
     PAGE_SIZE,
     CredentialsRefused,
@@ -41,27 +36,20 @@ from producers.reddit.listing import (
     SubredditInfo,
     SubredditUnreadable,
     TooManyRequests,
-    Unreachable,
     UnreadableReason,
 )
 from shared.errors import CredentialsError, UserError
-from shared.messages import REMOVED_BODIES, Post
 from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
-#: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.
-MAX_RESPONSE_BYTES = 64 * 2**20
-#: Timeout for opening a connection, in seconds.
-CONNECT_TIMEOUT_S = 5.0
-#: Maximum duration of a whole response, as a multiple of the setting `reddit_timeout`, which limits each read.
-RESPONSE_TIMEOUT_FACTOR = 4
-#: Statuses of temporary server errors.
-TEMPORARY_STATUSES = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524, 525})
-#: The end of the year 9999, in seconds since 1970.
-MAX_TIMESTAMP = 253_402_300_799.0
+#: The path to which Reddit redirects requests for a missing subreddit, and that of a subreddit's pages.
+SEARCH_PATH, SUBREDDIT_PATH = re.compile(r"(/subreddits)?/search(\.json)?/?"), re.compile(r"/r/([^/]+)(/.*)?")
 #: Headers passed on to PRAW. Rate-limit headers are not: `RequestBudget` handles them, and odd values make PRAW raise.
 PASSED_HEADERS = ("content-type", "location", "www-authenticate")
+
+
+_BLOCKED = f"Reddit or a proxy blocked the request with status {{}}; check {PREFIX}REDDIT_USER_AGENT"
 
 
 class Requestor(prawcore.Requestor):
@@ -78,46 +66,14 @@ class Requestor(prawcore.Requestor):
         if url.endswith(ACCESS_TOKEN_PATH):
             # Request read access only.
             arguments["data"] = [*arguments.get("data", ()), ("scope", "read")]
-        self._budget.take()
-        arguments |= {"timeout": (CONNECT_TIMEOUT_S, self._timeout), "stream": True}
-        try:
-            with self._http.request(method, url, **arguments) as response:
-                self._budget.learn(response.headers)
-                body = self._body(response)
-        except requests.RequestException as error:
-            raise _connection_fault(error) from error
-        except HTTPError as error:  # while reading the body
-            raise RequestFailed(f"the connection failed ({type(error).__name__})") from error
-        return _checked(response, body)
-
-    def _body(self, response: requests.Response) -> bytes:
-        """Read the body. Raises RequestFailed if it is too large or too slow."""
-        body = bytearray()
-        deadline = time.monotonic() + RESPONSE_TIMEOUT_FACTOR * self._timeout
-        # read1 returns what has arrived: read would wait for a full chunk, even at one byte at a time.
-        while part := response.raw.read1(2**16, decode_content=True):
-            body += part
-            if len(body) > MAX_RESPONSE_BYTES:
-                raise RequestFailed(f"the response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
-            if time.monotonic() > deadline:
-                raise RequestFailed(f"the response took longer than {RESPONSE_TIMEOUT_FACTOR * self._timeout:.0f} s")
-        return bytes(body)
-
-
-def _connection_fault(error: requests.RequestException) -> RedditFault:
-    """Return Unreachable if no connection to Reddit can be opened, otherwise RequestFailed."""
-    causes = [error, *error.args, *(getattr(argument, "reason", None) for argument in error.args)]
-    nowhere = ConnectTimeout | SSLError | ProxyError | NewConnectionError
-    if isinstance(error, ConnectionFault) and any(isinstance(cause, nowhere) for cause in causes):
-        return Unreachable(f"no connection to Reddit ({type(error).__name__})")
-    return RequestFailed(f"the connection failed ({type(error).__name__})")
+        return _checked(*fetch(self._http, self._budget, self._timeout, method, url, **arguments))
 
 
 def _checked(response: requests.Response, body: bytes) -> requests.Response:
     """Return a copy of the response for PRAW. Raises RedditFault for statuses on which PRAW would wait or fail."""
     status = response.status_code
     if status == 429:
-        raise TooManyRequests(_retry_after(response.headers))
+        raise TooManyRequests(retry_after(response.headers))
     if status in TEMPORARY_STATUSES:
         raise RequestFailed(f"Reddit returned status {status}")
     if status in (301, 302) and "location" not in response.headers:
@@ -134,23 +90,13 @@ def _checked(response: requests.Response, body: bytes) -> requests.Response:
     return answer
 
 
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return Retry-After in seconds; it may also be a date, relative to the server's clock. None if invalid."""
-    text = headers.get("retry-after", "")
-    if (seconds := number(text)) is not None:
-        return seconds
-    try:
-        then, now = (parsedate_to_datetime(value).timestamp() for value in (text, headers.get("date", "")))
-    except (ValueError, OverflowError):
-        return None
-    return max(0.0, then - now)
-
-
 class RedditClient:
     """A client for Reddit's API. Not thread-safe. Every method raises only RedditFault.
 
     topic_of: topic by the subreddit's name in lower case.
     """
+
+    name = "Reddit"
 
     def __init__(
         self,
@@ -160,6 +106,7 @@ class RedditClient:
         session: requests.Session | None = None,
     ) -> None:
         """Create the client. Raises CredentialsError if credentials are missing; wrong ones fail the first request."""
+        self.refused = refused_credentials(settings)
         self._session = session or requests.Session()
         self._reddit = _praw(settings, budget, self._session)
         self._topic_of = topic_of
@@ -180,99 +127,83 @@ class RedditClient:
         listing: new, hot, rising or top. period, for top: hour, day, week, month, year or all.
         """
         given: dict[str, str | int | None] = {"limit": limit, "after": after, "t": period or None}
-        with _fault_conversion():
-            answer = self._reddit.get(
-                f"r/{'+'.join(names)}/{listing}",
-                params={name: value for name, value in given.items() if value is not None},
-            )
-            return ListingPage(list(self._items(answer)), answer.after)
+        params = {name: value for name, value in given.items() if value is not None}
+        data = self._listing(f"r/{'+'.join(names)}/{listing}", params, names)
+        after = data.get("after")
+        return ListingPage(list(self._items(data)), after if isinstance(after, str) else None)
 
     def info(self, fullnames: Iterable[str]) -> dict[str, ListingItem]:
         """Return posts by fullname, a hundred per request. Posts that Reddit does not return are absent."""
-        with _fault_conversion():
-            return {item.fullname: item for item in self._items(self._reddit.info(fullnames=fullnames))}
+        return {item.fullname: item for data in self._info("id", fullnames) for item in self._items(data)}
 
     def about(self, names: Iterable[str]) -> dict[str, SubredditInfo]:
         """Return subreddits by name in lower case, a hundred per request. Missing and banned ones are absent."""
-        with _fault_conversion():
-            found = [vars(thing) for thing in self._reddit.info(subreddits=names) if isinstance(thing, Subreddit)]
+        found = [about for data in self._info("sr_name", names) for about in _children(data, "t5")]
         return {
-            about["display_name"].lower(): SubredditInfo(about["display_name"], _unreadable_reason(about))
+            name.lower(): SubredditInfo(name, _unreadable_reason(about))
             for about in found
+            if isinstance(name := about.get("display_name"), str)
         }
 
-    def _items(self, things: Iterable[Any]) -> Iterator[ListingItem]:
-        if not isinstance(things, Listing | Iterator):
+    def _info(self, parameter: str, values: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+        """Yield the listings of posts or subreddits, a hundred per request."""
+        remaining = iter(values)
+        while batch := list(islice(remaining, PAGE_SIZE)):
+            yield self._listing("api/info", {parameter: ",".join(batch)})
+
+    def _listing(self, path: str, params: Mapping[str, str | int], names: Collection[str] = ()) -> Mapping[str, Any]:
+        """Return the data of a listing. names: the subreddits requested.
+
+        Reads the JSON itself: PRAW's objects fail a whole page for one field that is null.
+        """
+        with _fault_conversion(names):
+            answer = self._reddit.request(method="GET", path=path, params=dict(params))
+        data = answer.get("data") if isinstance(answer, dict) and answer.get("kind") == "Listing" else None
+        if not isinstance(data, dict) or not isinstance(data.get("children"), list):
             raise RequestFailed("Reddit returned something other than a listing")
-        for thing in things:
-            if isinstance(thing, Submission):
-                # vars(): attribute access would make PRAW send a request for every missing field.
-                data = vars(thing)
-                try:
-                    yield self._item(data)
-                except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    # An invalid post must not fail its page.
-                    logger.warning("skipped an invalid post (%s, %.40r)", error, data.get("name"))
+        return data
 
-    def _item(self, data: Mapping[str, Any]) -> ListingItem:
-        fullname = data.get("name") or f"t3_{data['id']}"
-        if not re.fullmatch(r"t3_[0-9a-z]{1,20}", fullname):
-            raise ValueError("invalid fullname")
-        created = float(data["created_utc"])
-        if not 0 <= created < MAX_TIMESTAMP:
-            raise ValueError("invalid created_utc")
-        subreddit = str(data["subreddit"])
-        body = data.get("selftext") or ""
-        gone = bool(data.get("removed_by_category")) or body.strip() in REMOVED_BODIES
-        fields = {
-            "id": fullname,
-            "topic": self._topic_of.get(subreddit.lower()),
-            "title": data.get("title"),
-            "body": body,
-            "subreddit": subreddit,
-            "score": data.get("score"),
-            "url": data.get("url"),
-            "permalink": f"https://www.reddit.com{data['permalink']}" if data.get("permalink") else None,
-            "created_utc": created,
-            # A time, False, or True for very old posts.
-            "edited_utc": data["edited"] if type(data.get("edited")) in (int, float) else None,
-            "stickied": bool(data.get("stickied")),
-            "nsfw": bool(data.get("over_18")),
-            "spoiler": bool(data.get("spoiler")),
-        }
-        # Drops invalid optional fields: a post is not rejected for its score or a URL.
-        *_, read = parse_post(fields, fullname)
-        post = read if isinstance(read, Post) else None
-        score = data.get("score")
-        return ListingItem(
-            fullname,
-            subreddit,
-            created,
-            bool(data.get("stickied")),
-            gone,
-            score if isinstance(score, int) else 0,
-            post,
-            read.reason if isinstance(read, BadRecord) else "",
-        )
+    def _items(self, listing: Mapping[str, Any]) -> Iterator[ListingItem]:
+        return parse_items(_children(listing, "t3"), self._topic_of)
+
+
+def _children(listing: Mapping[str, Any], kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the data of a listing's items of this kind."""
+    for child in listing["children"]:
+        data = child.get("data") if isinstance(child, dict) else None
+        if not isinstance(data, dict):
+            logger.warning("skipped an item of a listing that is not an object")
+        elif child.get("kind") == kind:
+            yield data
 
 
 def _unreadable_reason(about: Mapping[str, Any]) -> UnreadableReason | None:
     if about.get("quarantine"):
         return "quarantined"
-    return None if about.get("subreddit_type") in ("public", "restricted", "archived", "gold_restricted") else "private"
+    return (
+        None
+        if about.get("subreddit_type") in ("public", "restricted", "archived", "gold_restricted", "user")
+        else "private"
+    )
 
 
 @contextmanager
-def _fault_conversion() -> Iterator[None]:
-    """Convert exceptions of PRAW and prawcore, and those caused by unexpected responses, to RedditFault."""
+def _fault_conversion(names: Collection[str]) -> Iterator[None]:
+    """Convert exceptions of PRAW and prawcore, and those caused by unexpected responses, to RedditFault.
+
+    names: the subreddits requested.
+    """
     try:
         yield
     except RedditFault:
         raise
     except prawcore.exceptions.Redirect as error:
         # Reddit redirects requests for a missing subreddit to a search for its name.
-        if "search" in error.path:
+        if SEARCH_PATH.fullmatch(error.path):
             raise SubredditUnreadable("missing") from error
+        target = SUBREDDIT_PATH.fullmatch(error.path)
+        if target and names and target[1].lower() not in {name.lower() for name in names}:
+            raise SubredditUnreadable("redirected") from error
         raise RequestFailed(f"Reddit redirected to {error.path:.80}") from error
     except (prawcore.exceptions.Forbidden, prawcore.exceptions.NotFound) as error:
         raise _forbidden_or_missing(error) from error
@@ -281,6 +212,8 @@ def _fault_conversion() -> Iterator[None]:
     except prawcore.exceptions.OAuthException as error:
         raise CredentialsRefused(error.error) from error
     except prawcore.exceptions.ResponseException as error:
+        if error.response.status_code == 403 and "json" not in error.response.headers.get("content-type", ""):
+            raise RequestFailed(_BLOCKED.format(403)) from error
         if error.response.url.endswith(ACCESS_TOKEN_PATH) and error.response.status_code in (400, 401, 403):
             raise CredentialsRefused(f"status {error.response.status_code}") from error
         raise RequestFailed(f"Reddit returned status {error.response.status_code}") from error
@@ -296,7 +229,7 @@ def _forbidden_or_missing(error: prawcore.exceptions.ResponseException) -> Reque
     try:
         details = error.response.json()
     except ValueError:
-        return RequestFailed(f"status {status} came from a proxy, not from Reddit")
+        return RequestFailed(_BLOCKED.format(status))
     if not isinstance(details, dict):
         return RequestFailed(f"Reddit returned status {status}")
     reason = str(details.get("reason") or "")

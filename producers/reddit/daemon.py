@@ -20,21 +20,23 @@ from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
 
 from producers.push import FULL_QUEUE_POLL_S, Pusher
+from producers.reddit.arctic_shift import ArcticShiftClient
 from producers.reddit.budget import RequestBudget
-from producers.reddit.client import RedditClient, refused_credentials
 from producers.reddit.clock import Clock
+from producers.reddit.gap_filler import GapFiller
 from producers.reddit.listing import (
     CredentialsRefused,
     ListingItem,
     ListingPage,
     Outage,
+    PostSource,
     RequestFailed,
     SubredditUnreadable,
     TooManyRequests,
 )
 from producers.reddit.rechecks import Rechecker
 from producers.reddit.send_buffer import PostBatch, SendBuffer
-from producers.reddit.state import Gap, State
+from producers.reddit.state import RECHECK_DELAYS_S, Gap, State
 from producers.reddit.subreddits import Roster
 from producers.reddit.topics import Topics
 from producers.reddit.walk import Track, Walk, walk
@@ -94,12 +96,16 @@ class ScheduledJob:
 class Daemon:
     """Run one job per `step`: polls, checks of subreddits, rechecks and status updates. Not thread-safe.
 
-    depth: posts per topic to start with. Posts created later are all read.
+    depth: posts per topic to start with. Posts created later are all read. archive: fills gaps, with a budget of its
+    own.
     """
+
+    #: Whether a topic's subreddits are read in one request.
+    reads_jointly = True
 
     def __init__(
         self,
-        reddit: RedditClient,
+        reddit: PostSource,
         budget: RequestBudget,
         redis: Redis,
         pusher: Pusher,
@@ -107,6 +113,8 @@ class Daemon:
         settings: Settings,
         clock: Clock,
         depth: int,
+        archive: tuple[ArcticShiftClient, RequestBudget] | None = None,
+        recheck_delays: Sequence[float] = RECHECK_DELAYS_S,
     ) -> None:
         self._reddit = reddit
         self._budget = budget
@@ -114,7 +122,7 @@ class Daemon:
         self._settings = settings
         self._clock = clock
         self._depth = depth
-        self._state = State(redis)
+        self._state = State(redis, recheck_delays)
         self._roster = Roster(reddit, topics, self._state, clock)
         self._rechecks = Rechecker(reddit, redis, self._state, settings, clock, self._hold_rechecked)
         walked = self._state.deep_walks(topics.topics, clock.time())
@@ -136,6 +144,9 @@ class Daemon:
                 ScheduledJob(partial(self._poll, feed), start),
             ]
         self._jobs.append(ScheduledJob(self._rechecks.run, start))
+        self._filler = archive and GapFiller(*archive, self._state, clock, self._hold_filled)
+        if self._filler:
+            self._jobs.append(ScheduledJob(self._filler.step, start, uses_reddit=False))
 
     def step(self) -> float:
         """Run one job that is due; return the seconds until the next one.
@@ -176,7 +187,7 @@ class Daemon:
         if self._budget.spent > asked:
             self._reddit_failures = 0
             if self._reddit_trouble:
-                logger.info("Reddit answers again")
+                logger.info("%s answers again", self._reddit.name)
             self._reddit_trouble = ""
         if not job.uses_reddit:
             self._redis_recovered()  # jobs without requests to Reddit access only Redis
@@ -206,13 +217,13 @@ class Daemon:
         """Pause all requests after an outage. Raises CredentialsError if Reddit has never accepted the credentials."""
         self.faults[type(fault).__name__] += 1
         if isinstance(fault, CredentialsRefused) and not self.polls:
-            raise CredentialsError(refused_credentials(self._settings)) from fault
+            raise CredentialsError(self._reddit.refused) from fault
         pause = self._reddit_pause()
         if isinstance(fault, TooManyRequests) and fault.retry_after is not None:
             pause = max(pause, fault.retry_after)
         refused = isinstance(fault, CredentialsRefused)
-        self._reddit_trouble = refused_credentials(self._settings) if refused else str(fault)
-        logger.warning("%s; retrying Reddit in %.0f s", self._reddit_trouble.rstrip("."), pause)
+        self._reddit_trouble = self._reddit.refused if refused else f"{self._reddit.name}: {fault}"
+        logger.warning("%s; retrying %s in %.0f s", self._reddit_trouble.rstrip("."), self._reddit.name, pause)
         self._budget.pause(pause)
         return 0.0  # the budget blocks requests until then
 
@@ -245,7 +256,7 @@ class Daemon:
         healthy = [track for name, track in feed.tracks.items() if name not in feed.failing]
         separate = [feed.tracks[name] for name, failure in feed.failing.items() if failure.due <= now]
         # A full walk reads each subreddit separately: in a joint listing, a busy one crowds out the others.
-        if len(healthy) > 1 and not full:
+        if len(healthy) > 1 and not full and self.reads_jointly:
             try:
                 self._walk(feed, healthy, full)
             except RequestFailed as fault:
@@ -289,7 +300,7 @@ class Daemon:
         """Walk the subreddits' joint listing and buffer new posts. Raises RedditFault."""
         fetch = partial(self._page, [track.name for track in tracks])
         found = walk(fetch, tracks, overlap=float("inf") if full else WALK_OVERLAP_S, depth=self._depth)
-        if found.missed and len(tracks) > 1:
+        if found.missed and len(tracks) > 1 and not found.empty:
             # The joint listing is too short for them: walk each subreddit's own listing of a thousand posts.
             self._hold_walk(feed, found, [track for track in tracks if track not in found.missed])
             for track in found.missed:
@@ -309,8 +320,8 @@ class Daemon:
                 self._clock.wait(uniform(0.5, 1.5))
         return self._reddit.page(names, after=after)
 
-    def _hold_walk(self, feed: Feed, found: Walk, tracks: Sequence[Track]) -> None:
-        """Buffer the walk's posts of these subreddits that are new or edited, and record gaps."""
+    def _hold_walk(self, feed: Feed, found: Walk, tracks: Sequence[Track], others: Sequence[Gap] = ()) -> None:
+        """Buffer the walk's posts of these subreddits that are new or edited, and record gaps. others: further gaps."""
         if found.empty:
             return
         of = {track.name.lower(): track for track in tracks}
@@ -324,7 +335,8 @@ class Daemon:
         now = self._clock.time()
         missed = [track for track in tracks if track in found.missed]
         # Reddit's times are whole seconds: the second of the oldest post may not be complete.
-        gaps = [Gap(track.name, track.watermark or 0.0, found.oldest + 1, now) for track in missed]
+        gaps = [Gap(track.name, since := track.watermark or 0.0, found.frontier(since) + 1, now) for track in missed]
+        gaps += others
         # After its first walk, a subreddit is followed from the oldest post found, even if sending is interrupted.
         beginnings = {track.name: found.oldest for track in tracks if track.beginning is None}
         newest = min(found.newest, now)  # a post dated in the future must not advance the watermark beyond now
@@ -347,8 +359,8 @@ class Daemon:
         self.gaps += len(gaps)
         for gap in gaps:
             logger.error(
-                "gap in r/%s: posts of %.0f minutes cannot be read, because Reddit lists only the latest thousand; "
-                "fill the gap from a dump, as `feedmill ingest gaps --help` says",
+                "gap in r/%s: posts of %.0f minutes may be missing, because the listing ended before the known posts; "
+                "fill the gap with `feedmill ingest gaps --fill`",
                 gap.subreddit,
                 (gap.until - gap.since) / 60,
             )
@@ -358,8 +370,23 @@ class Daemon:
         self._state.advance({track.name: until for track in tracks if feed.tracks.get(track.name) is track})
 
     def _hold_rechecked(self, items: Sequence[ListingItem], end: Callable[[], None]) -> None:
-        """Buffer rechecked posts. The pusher sends only those whose text has changed."""
+        """Buffer rechecked posts whose text has changed."""
+        tracks = {track.name.lower(): track for feed in self._feeds for track in feed.tracks.values()}
+        for item in items:
+            if (track := tracks.get(item.subreddit.lower())) and item.fullname in track.known:
+                track.known[item.fullname] = item.text
         self._outbox.hold(PostBatch(items, frozenset(), walked=False, begin=lambda: None, end=end))
+
+    def _hold_filled(self, items: Sequence[ListingItem], end: Callable[[], None]) -> None:
+        """Buffer posts that fill a gap. Known posts are left out: the archive may have text that was deleted since."""
+        tracks = {track.name.lower(): track for feed in self._feeds for track in feed.tracks.values()}
+        items = [
+            item
+            for item in items
+            if not (track := tracks.get(item.subreddit.lower())) or item.fullname not in track.known
+        ]
+        fresh = frozenset(item.fullname for item in items)
+        self._outbox.hold(PostBatch(items, fresh, walked=True, begin=lambda: None, end=end))
 
     def _send_held(self) -> None:
         """Send buffered posts, as far as the queue has room."""
@@ -390,7 +417,10 @@ class Daemon:
             "paused": self._pusher.gate.closed,
             "looked": self._rechecks.rechecked,
             "purged": self._rechecks.purged,
+            "returned": self._rechecks.returned,
             "gaps": self.gaps,
+            "filled": self._filler.filled if self._filler else 0,
+            "source": self._reddit.name,
             "faults": dict(self.faults),
             "requests": self._budget.spent,
             "budget": self._budget.remaining,

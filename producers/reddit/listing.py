@@ -1,13 +1,15 @@
 """Types independent of PRAW: posts, pages and subreddits as Reddit lists them, and failures."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
+from producers.records import Removal
 from shared.messages import Post, digest
 
 #: Maximum number of items in a response.
 PAGE_SIZE = 100
 
-UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated"]
+UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated", "redirected"]
 
 
 class RedditFault(Exception):  # noqa: N818 - named after the event, like its subclasses
@@ -49,14 +51,14 @@ class CredentialsRefused(Outage):
 class ListingItem(NamedTuple):
     """A post in a listing or in a response to a request by id.
 
-    problem: reason why `post` is None. gone: deleted by its author or removed; its text must not be used.
+    problem: reason why `post` is None. gone: whether it was deleted or removed; its text must not be used then.
     """
 
     fullname: str
     subreddit: str
     created_utc: float
     stickied: bool
-    gone: bool
+    gone: Removal
     score: int
     post: Post | None
     problem: str = ""
@@ -80,3 +82,20 @@ class SubredditInfo(NamedTuple):
     name: str
     #: Reason why it cannot be read; None if it can.
     why: UnreadableReason | None
+
+
+class PostSource(Protocol):
+    """A client for Reddit's posts. Its methods raise only RedditFault; see `RedditClient`."""
+
+    #: Name in logs.
+    name: str
+    #: Error message for credentials that the source rejects.
+    refused: str
+
+    def page(
+        self, names: Sequence[str], listing: str = ..., after: str | None = ..., limit: int = ..., period: str = ...
+    ) -> ListingPage: ...
+
+    def info(self, fullnames: Iterable[str]) -> dict[str, ListingItem]: ...
+
+    def about(self, names: Iterable[str]) -> dict[str, SubredditInfo]: ...

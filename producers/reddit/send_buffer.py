@@ -83,7 +83,12 @@ class SendBuffer:
                 self.refused += 1
                 logger.warning("skipped post %s in r/%s: %s", item.fullname, item.subreddit, item.problem)
         self._pusher.push(item.post for item in wanted if item.post)
-        fresh = [item.fullname for item in wanted if item.fullname in batch.fresh]
+        # Posts that were removed before they could be read may be approved later.
+        fresh = [
+            item
+            for item in part
+            if item.fullname in batch.fresh and (item.gone == "removed" or (item.post and not item.gone))
+        ]
         self._state.commit(part if batch.walked else (), fresh, self._clock.time())
         batch.done += len(part)
         if batch.done == len(batch.items):

@@ -74,7 +74,7 @@ class SnapshotReader:
                 for posts in self._pages(asked, wanted):
                     self._pusher.push(item.post for item in posts if item.post)
                     # Not recorded as known: a snapshot would leave holes in the daemon's known posts.
-                    self._state.commit((), [item.fullname for item in posts if item.post], self._clock.time())
+                    self._state.commit((), [item for item in posts if item.post], self._clock.time())
                     read += len(posts)
                     yield SnapshotCounts(read, self._pusher.sent - sent, self._pusher.skipped - skipped)
             except RequestFailed as fault:

@@ -4,7 +4,8 @@ Every method may be repeated after a crash during it. All raise redis.exceptions
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from redis import Redis
@@ -20,15 +21,20 @@ from shared.keys import (
     REDDIT_SUBSTITUTES,
     REDDIT_WATERMARKS,
     reddit_known_key,
+    reddit_texts_key,
 )
 
 #: Seconds after sending at which a post is rechecked. By the first, most deletions have happened and scores begin to
 #: settle; by the second, nearly all have, and scores are final.
 RECHECK_DELAYS_S = (3_600.0, 36 * 3_600.0)
+#: The same for posts from Arctic Shift, which reads posts again about 36 hours after they were written.
+ARCHIVE_RECHECK_DELAYS_S = (40 * 3_600.0,)
+#: Seconds before the watermark for which posts of a subreddit are read whose known posts have expired.
+EXPIRED_OVERLAP_S = 300.0
 #: Lifetime of a subreddit's known posts, in seconds, once it is no longer read.
 KNOWN_TTL = 90 * 86_400
-#: Lifetime of due rechecks, in seconds, while no daemon runs.
-RECHECKS_TTL = 7 * 86_400
+#: Lifetime of due rechecks, in seconds, while no daemon runs. Longer than the longest delay of a recheck.
+RECHECKS_TTL = 30 * 86_400
 #: Maximum number of stored gaps; the oldest are deleted first.
 MAX_GAPS = 10_000
 #: Lifetime of the daemon's status in seconds.
@@ -46,6 +52,18 @@ class Gap(NamedTuple):
     until: float
     #: Time of detection.
     noted: float
+    #: Time up to which the gap has been filled so far; 0 at first.
+    reached: float = 0.0
+    #: Number of posts found there.
+    found: int = 0
+    #: Time at which the gap was filled; 0 while it is open.
+    filled: float = 0.0
+    #: Reason why the latest attempt to fill it failed.
+    problem: str = ""
+
+    @property
+    def field(self) -> str:
+        return f"{self.subreddit} {self.since:.0f}"
 
 
 class ReplacedSubreddit(NamedTuple):
@@ -58,30 +76,53 @@ class ReplacedSubreddit(NamedTuple):
     by: str | None
 
 
-class Recheck(NamedTuple):
-    """A scheduled recheck of a post. stage: index into the delays.
+class RecheckReason(StrEnum):
+    """Reasons for rechecking a post."""
 
-    absent: the post was missing from the previous response, perhaps only temporarily.
+    #: Its score and text may have changed.
+    ROUTINE = "."
+    #: It was missing from the previous response, perhaps only temporarily.
+    ABSENT = "?"
+    #: It was removed, or its subreddit closed, and may come back before it is purged.
+    WAITING = "w"
+    #: It was purged after a removal, and may come back.
+    PURGED = "x"
+
+
+class Recheck(NamedTuple):
+    """A scheduled recheck of a post.
+
+    stage: index into the delays. text: digest of the text that was sent; "" if unknown.
+    at: in seconds since 1970: when the post was first found absent or removed; of a purged post, its tombstone's time.
     """
 
     fullname: str
-    stage: int
-    absent: bool
+    stage: int = 0
+    reason: RecheckReason = RecheckReason.ROUTINE
+    subreddit: str = ""
+    text: str = ""
+    at: int = 0
 
     @property
     def member(self) -> str:
-        return f"{self.stage}{'?' if self.absent else '.'}{self.fullname}"
+        head = f"{self.stage}{self.reason}{self.fullname}"
+        # Entries of earlier versions have no details.
+        details = self.subreddit or self.text or self.at
+        return f"{head} {self.subreddit} {self.text or '-'} {self.at}" if details else head
 
     @classmethod
     def of(cls, member: str) -> "Recheck":
-        return cls(member[2:], int(member[0]), member[1] == "?")
+        fullname, *details = member[2:].split(" ")
+        subreddit, text, at = details or ("", "-", "0")
+        return cls(fullname, int(member[0]), RecheckReason(member[1]), subreddit, text.removeprefix("-"), int(at))
 
 
 class State:
-    """Access to the daemon's state in Redis."""
+    """Access to the daemon's state in Redis. recheck_delays: seconds after sending at which posts are rechecked."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, recheck_delays: Sequence[float] = RECHECK_DELAYS_S) -> None:
         self._redis = redis
+        self.recheck_delays = recheck_delays
 
     def track(self, name: str) -> Track:
         """Return the state of a subreddit."""
@@ -89,10 +130,15 @@ class State:
         pipe.zrange(reddit_known_key(name.lower()), 0, -1)
         pipe.hget(REDDIT_BEGINNINGS, name.lower())
         pipe.hget(REDDIT_WATERMARKS, name.lower())
-        known, beginning, watermark = pipe.execute()
+        pipe.hgetall(reddit_texts_key(name.lower()))
+        known, beginning, watermark, texts = pipe.execute()
         if beginning is None:
             return Track(name)
-        return Track(name, float(beginning), float(watermark or beginning), dict.fromkeys(known, ""))
+        begun, until = float(beginning), float(watermark or beginning)
+        if watermark and not known:
+            # The known posts have expired; what came before the watermark was sent.
+            begun = max(begun, until - EXPIRED_OVERLAP_S)
+        return Track(name, begun, until, {fullname: texts.get(fullname, "") for fullname in known})
 
     def begin(self, beginnings: Mapping[str, float], gaps: Iterable[Gap]) -> None:
         """Record a walk's gaps, and for each newly followed subreddit the time of its oldest post.
@@ -104,26 +150,35 @@ class State:
             pipe.hsetnx(REDDIT_BEGINNINGS, name.lower(), beginning)
         for gap in gaps:
             # One field per gap, so that recording it again after a crash has no effect.
-            pipe.hset(REDDIT_GAPS, f"{gap.subreddit} {gap.since:.0f}", json.dumps(gap))
+            pipe.hsetnx(REDDIT_GAPS, gap.field, json.dumps(gap))
         pipe.execute()
         if int(self._redis.hlen(REDDIT_GAPS)) > MAX_GAPS:
             oldest = sorted(self.gaps(), key=lambda gap: gap.noted)[:-MAX_GAPS]
-            self._redis.hdel(REDDIT_GAPS, *(f"{gap.subreddit} {gap.since:.0f}" for gap in oldest))
+            self._redis.hdel(REDDIT_GAPS, *(gap.field for gap in oldest))
 
-    def commit(self, items: Iterable[ListingItem], sent: Iterable[str], now: float) -> None:
+    def commit(self, items: Iterable[ListingItem], sent: Iterable[ListingItem], now: float) -> None:
         """Record items of a walk as known, and schedule the first recheck of those in `sent`."""
-        known: dict[str, dict[str, float]] = {}
+        known: dict[str, list[ListingItem]] = {}
         for item in items:
-            known.setdefault(item.subreddit.lower(), {})[item.fullname] = item.created_utc
+            known.setdefault(item.subreddit.lower(), []).append(item)
         pipe: Any = self._redis.pipeline()
-        for name, members in known.items():
-            key = reddit_known_key(name)
-            pipe.zadd(key, members)
-            pipe.zremrangebyrank(key, 0, -1 - MAX_KNOWN_POSTS)
-            pipe.expire(key, KNOWN_TTL)
-        if due := {Recheck(fullname, 0, absent=False).member: now + RECHECK_DELAYS_S[0] for fullname in sent}:
+        for name, found in known.items():
+            pipe.zadd(reddit_known_key(name), {item.fullname: item.created_utc for item in found})
+            pipe.hset(reddit_texts_key(name), mapping={item.fullname: item.text for item in found})
+            for key in (reddit_known_key(name), reddit_texts_key(name)):
+                pipe.expire(key, KNOWN_TTL)
+        first = (Recheck(item.fullname, subreddit=item.subreddit, text=item.text).member for item in sent)
+        if due := dict.fromkeys(first, now + self.recheck_delays[0]):
             pipe.zadd(REDDIT_RECHECKS, due, nx=True)
             pipe.expire(REDDIT_RECHECKS, RECHECKS_TTL)
+        for name in known:
+            pipe.zrange(reddit_known_key(name), 0, -1 - MAX_KNOWN_POSTS)
+        answers = pipe.execute()
+        excess = zip(known, answers[len(answers) - len(known) :], strict=True)
+        for name, oldest in excess:
+            if oldest:
+                pipe.zrem(reddit_known_key(name), *oldest)
+                pipe.hdel(reddit_texts_key(name), *oldest)
         pipe.execute()
 
     def advance(self, watermarks: Mapping[str, float]) -> None:
@@ -146,6 +201,13 @@ class State:
         """Return the gaps, oldest first."""
         found: Any = self._redis.hvals(REDDIT_GAPS)
         return sorted((Gap(*json.loads(value)) for value in found), key=lambda gap: gap.since)
+
+    def open_gaps(self) -> list[Gap]:
+        """Return the gaps that are not filled, oldest first."""
+        return [gap for gap in self.gaps() if not gap.filled]
+
+    def update_gap(self, gap: Gap) -> None:
+        self._redis.hset(REDDIT_GAPS, gap.field, json.dumps(gap))
 
     def forget_gaps(self) -> None:
         self._redis.delete(REDDIT_GAPS)
@@ -182,13 +244,31 @@ class State:
         members: Any = self._redis.zrange(REDDIT_RECHECKS, "-inf", now, byscore=True, offset=0, num=count)
         return [Recheck.of(member) for member in members]
 
+    def texts(self, looks: Sequence[Recheck]) -> list[str]:
+        """Return for each post the digest of the text that was sent last; "" if unknown."""
+        pipe: Any = self._redis.pipeline(transaction=False)
+        for look in looks:
+            pipe.hget(reddit_texts_key(look.subreddit.lower()), look.fullname)
+        return [known or look.text for known, look in zip(pipe.execute(), looks, strict=True)]
+
+    def learn_texts(self, items: Sequence[ListingItem]) -> None:
+        """Record the new texts of those posts that are known."""
+        pipe: Any = self._redis.pipeline(transaction=False)
+        for item in items:
+            pipe.hexists(reddit_texts_key(item.subreddit.lower()), item.fullname)
+        for item, known in zip(items, pipe.execute(), strict=True):
+            if known:
+                pipe.hset(reddit_texts_key(item.subreddit.lower()), item.fullname, item.text)
+        pipe.execute()
+
     def finish_rechecks(self, done: Iterable[Recheck], again: Mapping[Recheck, float]) -> None:
         """Remove finished rechecks, and schedule those in `again` at their times."""
         pipe: Any = self._redis.pipeline()
-        if later := {look.member: due for look, due in again.items()}:
+        later = {look.member: due for look, due in again.items()}
+        if later:
             pipe.zadd(REDDIT_RECHECKS, later)
             pipe.expire(REDDIT_RECHECKS, RECHECKS_TTL)
-        if members := [look.member for look in done]:
+        if members := [member for look in done if (member := look.member) not in later]:
             pipe.zrem(REDDIT_RECHECKS, *members)
         pipe.execute()
 

@@ -7,9 +7,8 @@ tries the original again.
 import logging
 from collections.abc import Mapping, Sequence
 
-from producers.reddit.client import RedditClient
 from producers.reddit.clock import Clock
-from producers.reddit.listing import PAGE_SIZE, RequestFailed, SubredditInfo, SubredditUnreadable
+from producers.reddit.listing import PAGE_SIZE, PostSource, RequestFailed, SubredditInfo, SubredditUnreadable
 from producers.reddit.state import ReplacedSubreddit, State
 from producers.reddit.topics import Topics
 
@@ -26,7 +25,7 @@ NEWEST_PAGE_SIZE = 5
 class Roster:
     """The subreddits that are read for each topic."""
 
-    def __init__(self, reddit: RedditClient, topics: Topics, state: State, clock: Clock) -> None:
+    def __init__(self, reddit: PostSource, topics: Topics, state: State, clock: Clock) -> None:
         self._reddit = reddit
         self._topics = topics
         self._state = state

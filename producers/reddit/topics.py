@@ -17,7 +17,10 @@ def _strip_prefix(name: object) -> object:
 
 
 Subreddit = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:]{1,20}$"), BeforeValidator(_strip_prefix)
+    str,
+    # A profile's name is u_ and the user's name.
+    StringConstraints(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.:]{1,20}|u_[A-Za-z0-9_-]{3,20})$"),
+    BeforeValidator(_strip_prefix),
 ]
 Topic = Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True)]
 

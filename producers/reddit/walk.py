@@ -10,13 +10,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, RequestFailed
+from producers.reddit.listing import ListingItem, ListingPage, RequestFailed
 
 #: Maximum pages per walk. Reddit's listings end after a thousand items, ten pages; pages requested from an earlier
 #: anchor repeat items, so a walk may need more.
 MAX_PAGES = 15
 #: Known posts kept per subreddit: more than a listing holds, so that a full walk meets only known posts.
 MAX_KNOWN_POSTS = 1500
+#: Last items of a page that must all be old before the walk counts as having read that far: single old posts can be
+#: out of order, also at the end of a page.
+TAIL_ITEMS = 10
+#: Items from which on the end of a listing may be Reddit's limit of a thousand, removed ones included.
+COMPLETE_ITEMS = 500
 #: Earlier items of a page tried as anchors when no page follows the last one.
 MAX_EARLIER_ANCHORS = 3
 
@@ -45,12 +50,21 @@ class Track:
 class Walk(NamedTuple):
     """Result of a walk. items: oldest first. missed: subreddits whose known posts were not met.
 
-    oldest: creation time of the last item read, pinned ones excluded.
+    order: the items in the listing's order, pinned ones excluded. oldest: creation time of the last of them.
     """
 
     items: list[ListingItem]
     missed: list[Track]
-    oldest: float
+    order: list[ListingItem]
+
+    @property
+    def oldest(self) -> float:
+        return self.order[-1].created_utc if self.order else 0.0
+
+    def frontier(self, watermark: float) -> float:
+        """Return the creation time of the last item that is newer than a watermark, which the walk did not reach."""
+        newer = (item.created_utc for item in reversed(self.order) if item.created_utc > watermark)
+        return next(newer, watermark)
 
     @property
     def newest(self) -> float:
@@ -78,28 +92,46 @@ def walk(
     lowest = min((track.watermark for track in unmet.values() if track.watermark is not None), default=None)
     found: dict[str, ListingItem] = {}
     after: str | None = None
+    ended = False
     for _ in range(pages):
-        page = _page(fetch, after, list(found))
-        found |= {item.fullname: item for item in page.items if item.fullname not in found}
-        reached = min((item.created_utc for item in page.items[-1:] if not item.stickied), default=None)
+        page = fetch(after) if ended else _page(fetch, after, list(found))
+        new = {item.fullname: item for item in page.items if item.fullname not in found}
+        if ended and not new:
+            break
+        found |= new
+        ended = page.after is None
+        reached = _reached(page, ended and len(found) < COMPLETE_ITEMS)
         for name in _met(page, unmet, reached, len(found) >= depth):
             del unmet[name]
         after = page.after
-        if after is None:
-            # A short listing ends at its first post ever; a long one ends at Reddit's limit.
-            if len(found) < PAGE_SIZE:
-                unmet.clear()
-            break
+        if ended:
+            # Listings can end early. In doubt, ask for the posts after the last one.
+            if not page.items or all(track.watermark is None for track in unmet.values()):
+                break
+            after = page.items[-1].fullname
+            continue
         if not unmet and (lowest is None or (reached is not None and reached < lowest - overlap)):
             break
     # A subreddit's first walk has no watermark to reach, and so misses nothing.
     missed = [track for track in unmet.values() if track.watermark is not None]
-    oldest = next((item.created_utc for item in reversed(found.values()) if not item.stickied), 0.0)
-    return Walk(sorted(found.values(), key=lambda item: (item.created_utc, item.fullname)), missed, oldest)
+    order = [item for item in found.values() if not item.stickied]
+    return Walk(sorted(found.values(), key=lambda item: (item.created_utc, item.fullname)), missed, order)
+
+
+def _reached(page: ListingPage, complete: bool) -> float | None:
+    """Return the creation time down to which the listing has been read; None if the page does not tell.
+
+    complete: the page ends a listing that is too short to have been cut off.
+    """
+    times = [item.created_utc for item in page.items if not item.stickied]
+    if page.items and page.items[-1].stickied:
+        return None
+    tail = 1 if complete else max(1, min(TAIL_ITEMS, len(times) // 2))
+    return max(times[-tail:], default=None)
 
 
 def _met(page: ListingPage, unmet: dict[str, Track], reached: float | None, deep: bool) -> set[str]:
-    """Return the subreddits whose known posts or watermark this page reaches. reached: time of the page's last item.
+    """Return the subreddits whose known posts or watermark this page reaches. reached: see `_reached`.
 
     A known post older than that is out of order, for example pinned, and proves nothing.
     """

@@ -1,6 +1,6 @@
 """Scripts for purging posts: set tombstones, delete stream entries, and replace values that have not changed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from redis import Redis
 
@@ -13,6 +13,18 @@ for _, key in ipairs(KEYS) do
   redis.call('DEL', key)
   redis.call('SET', key, ARGV[1], 'EX', ARGV[2])
 end
+""")
+#:   KEYS  feedmill:gone:<id>, string, of each post    ARGV  the expected time of each tombstone
+#:
+#: Returns 1 for each post that has no tombstone now, else 0.
+_LIFT: Script[list[int]] = Script("""
+local lifted = {}
+for i, key in ipairs(KEYS) do
+  local at = redis.call('GET', key)
+  if at == ARGV[i] then redis.call('DEL', key) end
+  lifted[i] = (not at or at == ARGV[i]) and 1 or 0
+end
+return lifted
 """)
 #: Reads ten entries at a time, because sizes vary widely.
 #:
@@ -62,6 +74,11 @@ redis.call('HDEL', KEYS[1], '')
 redis.call('HSET', KEYS[1], ARGV[3], ARGV[2])
 return 1
 """)
+
+
+def lift(redis: Redis, times: Mapping[str, int]) -> list[int]:
+    """Remove tombstones that are of these times; return 1 for each post that has none then, else 0."""
+    return _LIFT(redis, [tombstone_key(post) for post in times], [str(at) for at in times.values()])
 
 
 def set_tombstones(redis: Redis, posts: Sequence[str], at: int, ttl: int) -> None:

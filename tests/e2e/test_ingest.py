@@ -10,13 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from feedmill.cli import ingest
 from feedmill.stack.processes import free_port
-from producers.reddit import topics
+from producers.reddit import gap_filler, topics
 from producers.reddit.state import Gap, State
 from shared.broker import queue_depth
 from shared.errors import UserError
+from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
 from tests.support import Feedmill, RedisServer, feedmill, running, wait_until
 
@@ -230,6 +232,56 @@ def test_gaps_are_listed_and_cleared(redis: RedisServer, tmp_path: Path, environ
     assert said.stdout.startswith("r/cooking")
     assert re.findall(r"[\d-]+ [\d:]+\+00:00", said.stdout) == [*times]
     assert feedmill("ingest", "gaps", "--json", cwd=tmp_path, **environment).stdout == ""
+
+
+def test_gaps_are_filled_from_arctic_shift(
+    reddit: Reddit, redis: RedisServer, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    state = State(redis.client)
+    now = reddit.ledger.published[reddit.publish("cooking", title="later")].created_utc
+    state.begin({}, [Gap("cooking", now - 3600, now + 1, now), Gap("tennis", now - 3600, now - 1800, now)])
+    with ArcticShift(reddit) as archive:
+        settings = environment | {"FEEDMILL_ARCTIC_SHIFT_URL": archive.url}
+        said = feedmill("ingest", "gaps", "--fill", cwd=tmp_path, **settings)
+    assert {gap.subreddit: gap.found for gap in state.gaps()} == {"cooking": 10, "tennis": 0}
+    assert state.open_gaps() == []
+    assert "filled with 10 posts" in said.stdout
+    assert queue_depth(redis.client, "feedmill").waiting == 1
+
+
+def test_filling_fails_with_the_reason_if_the_archive_is_away(
+    reddit: Reddit, redis: RedisServer, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    State(redis.client).begin({}, [Gap("cooking", 1_800_000_000.0, 1_800_003_600.0, 1_800_007_200.0)])
+    monkeypatch.setattr(gap_filler, "MAX_ATTEMPTS", 1)
+    with ArcticShift(reddit) as archive:
+        archive.faults.always("server_error_503")
+        for name, value in (environment | {"FEEDMILL_ARCTIC_SHIFT_URL": archive.url}).items():
+            monkeypatch.setenv(name, value)
+        said = CliRunner().invoke(ingest.app, ["gaps", "--fill"])
+    assert said.exit_code == 1
+    assert "status 503" in said.stdout
+    assert "status 503" in State(redis.client).open_gaps()[0].problem
+
+
+def test_the_archive_needs_no_credentials(
+    reddit: Reddit, redis: RedisServer, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    for name in ("ID", "SECRET"):
+        del environment[f"FEEDMILL_REDDIT_CLIENT_{name}"]
+    with ArcticShift(reddit) as archive:
+        settings = environment | {"FEEDMILL_ARCTIC_SHIFT_URL": archive.url}
+        with running("ingest", "reddit", "--source", "arctic-shift", cwd=tmp_path, **settings) as daemon:
+            wait_until(lambda: queue_depth(redis.client, "feedmill").waiting > 0, "posts are sent")
+            daemon.process.send_signal(signal.SIGTERM)
+            assert daemon.process.wait(30) == 0
+    assert reddit.ledger.total == 0
+
+
+def test_the_archive_has_no_listings_to_read_once(tmp_path: Path, environment: dict[str, str]) -> None:
+    said = feedmill("ingest", "reddit", "--once", "--source", "arctic-shift", cwd=tmp_path, **environment)
+    assert said.returncode
+    assert "--source" in said.stderr
 
 
 def test_subreddits_lists_replacements(tmp_path: Path, environment: dict[str, str]) -> None:

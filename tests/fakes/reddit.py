@@ -13,7 +13,9 @@ does, injects faults on demand (`reddit.faults`), and records all posts, request
 The command `python -m tests.fakes.reddit --posts FILE` publishes a file's posts, half of them while it runs.
 """
 
+import gzip
 import math
+import re
 import secrets
 import socket
 import sys
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple, Self, cast, get_args
 from urllib.parse import unquote
 
 from tests.fakes.reddit_content import Content, Order, Post, Refused, post_thing, subreddit_thing
-from tests.fakes.reddit_faults import INVALID_TOKEN, TOKEN_PATH, Answer, Asked, Faults, refuse
+from tests.fakes.reddit_faults import INVALID_TOKEN, TOKEN_PATH, Answer, Asked, Faults, blocked, refuse
 
 #: Items of one response: maximum, and default.
 MOST, USUAL = 100, 25
@@ -134,7 +136,7 @@ class Reddit:
 
     clock: returns seconds since 1970. client: id and secret of the only known app. window, budget: allow `budget`
     requests per `window` seconds; no limit if `window` is None or 0. seed: for random faults. listing_cap: maximum
-    number of items in a listing. token_lifetime: in seconds.
+    number of items in a listing. token_lifetime: in seconds. blocked_agents: pattern of user agents that are blocked.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class Reddit:
         seed: int = 0,
         listing_cap: int = 1000,
         token_lifetime: int = TOKEN_LIFETIME,
+        blocked_agents: str | None = None,
     ) -> None:
         self.clock = clock
         self.ledger = Ledger()
@@ -156,6 +159,7 @@ class Reddit:
         self._budget = Budget(window, budget) if window else None
         self._basic = "Basic " + b64encode(":".join(client).encode()).decode()
         self._token_lifetime = token_lifetime
+        self._blocked_agents = re.compile(blocked_agents) if blocked_agents else None
         #: Expiry times of tokens.
         self._tokens: dict[str, float] = {}
         #: Set when the server stops; it also cuts the waits of slow answers short.
@@ -192,6 +196,11 @@ class Reddit:
         with self._lock:
             self._content.set_kind(name, kind)
 
+    def redirect(self, name: str, target: str) -> None:
+        """Redirect requests for a subreddit to another one, as after it was renamed."""
+        with self._lock:
+            self._content.redirect(name, target)
+
     def publish(
         self,
         subreddit: str,
@@ -205,18 +214,26 @@ class Reddit:
         spoiler: bool = False,
         created_utc: float | None = None,
         visible_from: float | None = None,
+        listed_utc: float | None = None,
+        crosspost_of: str | None = None,
+        captions: Sequence[str] = (),
+        options: Sequence[str] = (),
+        promoted: bool = False,
     ) -> str:
         """Publish a post and return its fullname.
 
         created_utc: now by default, in whole seconds as on Reddit. visible_from: the time at which the post appears at
         its position by creation time, like a post that a filter held back; by default, and at the earliest, its
-        creation.
+        creation. listed_utc: the creation time that its position corresponds to, if it is out of order. crosspost_of:
+        fullname of the original post. captions, options: texts of a gallery and of a poll. promoted: an advertisement.
         """
         with self._lock:
             created = float(int(self.clock())) if created_utc is None else created_utc
             post = self._content.publish(
                 subreddit, title=title, body=body, url=url, score=score, stickied=stickied, over_18=over_18,
                 spoiler=spoiler, created_utc=created, visible_from=max(created, visible_from or 0.0),
+                listed_utc=listed_utc, crosspost_of=self._content.post(crosspost_of) if crosspost_of else None,
+                captions=captions, options=options, promoted=promoted,
             )  # fmt: skip
             self.ledger.published[post.fullname] = Published(post.subreddit.name, created)
             return post.fullname
@@ -240,6 +257,11 @@ class Reddit:
         with self._lock:
             self._content.take_down(fullname, "moderator")
 
+    def approve(self, fullname: str) -> None:
+        """Approve a removed post as a moderator."""
+        with self._lock:
+            self._content.approve(fullname)
+
     def vanish(self, fullname: str) -> None:
         """Remove a post from listings and from /api/info."""
         with self._lock:
@@ -261,6 +283,8 @@ class Reddit:
             self.ledger.undelivered(answer)
 
     def _answer(self, asked: Asked) -> tuple[Answer, str]:
+        if self._blocked_agents and self._blocked_agents.search(asked.headers.get("user-agent", "")):
+            return blocked(), ""
         if asked.path == TOKEN_PATH:
             fault, answer = self.faults.happen(asked, self._token(asked))
             self.ledger.tokens += not fault and "access_token" in answer.said
@@ -343,6 +367,9 @@ def _refusal(asked: Asked, refused: Refused) -> Answer:
 
     FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is …); missing → redirect to search".
     """
+    if refused.target:
+        path = asked.path.replace(f"/r/{refused.name}", f"/r/{refused.target}")
+        return Answer(302, {}, {"location": f"{asked.url}{path}"})
     if refused.kind is None:
         return Answer(302, {}, {"location": f"{asked.url}/subreddits/search?q={refused.name}"})
     answer = refuse(refused.kind.status)
@@ -439,7 +466,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         body = answer.encoded()
+        zipped = "gzip" in self.headers.get("Accept-Encoding", "")
+        if zipped:
+            body = gzip.compress(body, 1)
         self.send_response(answer.status)
+        if zipped:
+            self.send_header("Content-Encoding", "gzip")
         for name, value in ({"Content-Type": answer.type} | answer.headers).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))

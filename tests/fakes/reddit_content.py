@@ -6,7 +6,7 @@ It is independent of HTTP and not thread-safe: tests/fakes/reddit.py serves it u
 import heapq
 import math
 import re
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -42,6 +42,7 @@ KINDS = {
     "public": Kind(),
     "restricted": Kind("restricted"),
     "archived": Kind("archived"),
+    "user": Kind("user"),
     "gold_restricted": Kind("gold_restricted"),
     "private": Kind("private", 403, "private"),
     "gold_only": Kind("gold_only", 403, "gold_only"),
@@ -52,12 +53,13 @@ KINDS = {
 
 
 class Refused(Exception):  # noqa: N818 - named after what happened
-    """A subreddit cannot be read. kind: None if it does not exist."""
+    """A subreddit cannot be read. kind: None if it does not exist. target: the subreddit that requests go to."""
 
-    def __init__(self, name: str, kind: Kind | None) -> None:
+    def __init__(self, name: str, kind: Kind | None, target: str = "") -> None:
         super().__init__(name)
         self.name = name
         self.kind = kind
+        self.target = target
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +68,7 @@ class Subreddit:
     number: int
     kind: str
     created_utc: float
-    #: Posts that listings show now or later, in the order of creation.
+    #: Its posts in the order of listings, including those that are gone: they keep their places in the listing.
     posts: list["Post"] = field(default_factory=list)
 
 
@@ -86,6 +88,14 @@ class Post:
     created_utc: float
     #: Time from which listings and /api/info show the post.
     visible_from: float
+    #: Time of creation that its place in listings corresponds to, if out of order.
+    listed_utc: float | None = None
+    #: Fullname of the original post of a crosspost.
+    crosspost_of: "Post | None" = None
+    captions: Sequence[str] = ()
+    options: Sequence[str] = ()
+    #: True for an advertisement.
+    promoted: bool = False
     edited: float | None = None
     #: The remover; "" while the post is visible.
     gone: Literal["", "deleted", "moderator"] = ""
@@ -101,7 +111,7 @@ class Post:
     @property
     def age_key(self) -> tuple[float, int]:
         """Return the sort key of /new: Reddit's whole seconds, then the number."""
-        return self.created_utc, self.number
+        return (self.created_utc if self.listed_utc is None else self.listed_utc), self.number
 
     @property
     def heat(self) -> float:
@@ -127,6 +137,11 @@ class Content:
         #: Posts by fullname, without those that vanished.
         self._posts: dict[str, Post] = {}
         self._published = 0
+        #: Subreddit -> the subreddit that its requests are redirected to; in lower case.
+        self._redirects: dict[str, str] = {}
+
+    def redirect(self, name: str, target: str) -> None:
+        self._redirects[name.lower()] = target
 
     def add_subreddit(self, name: str, kind: str, now: float) -> None:
         if name.lower() in self._subreddits:
@@ -150,11 +165,11 @@ class Content:
 
     def take_down(self, fullname: str, by: Literal["deleted", "moderator"]) -> None:
         """Remove a post from listings; /api/info still shows that it existed."""
-        post = self._posts[fullname]
-        posts = post.subreddit.posts
-        if not post.gone:
-            del posts[bisect_left(posts, post.age_key, key=_age_key)]
-        post.gone = by
+        self._posts[fullname].gone = by
+
+    def approve(self, fullname: str) -> None:
+        """Undo a removal. The post appears at its original place."""
+        self._posts[fullname].gone = ""
 
     def vanish(self, fullname: str) -> None:
         """Remove a post from listings and from /api/info."""
@@ -163,6 +178,8 @@ class Content:
 
     def readable(self, names: Sequence[str]) -> list[Subreddit]:
         """Return those of the named subreddits that are readable. Raises Refused for the first name if none is."""
+        if len(names) == 1 and (target := self._redirects.get(names[0].lower())):
+            raise Refused(names[0], None, target)
         found = {name.lower(): self._subreddits.get(name.lower()) for name in names}
         readable = [subreddit for subreddit in found.values() if subreddit and KINDS[subreddit.kind].readable]
         if not readable:
@@ -193,8 +210,10 @@ class Content:
         newest = [reversed(subreddit.posts) for subreddit in subreddits]
         if order == "new":
             merged = heapq.merge(*newest, key=_age_key, reverse=True)
-            return list(islice((post for post in merged if post.visible_from <= now), self._cap)), 0
-        shown = [post for posts in newest for post in posts if post.visible_from <= now]
+            # Reddit precomputes a thousand entries, and does not refill them when posts disappear.
+            entries = islice((post for post in merged if post.visible_from <= now), self._cap)
+            return [post for post in entries if not post.gone], 0
+        shown = [post for posts in newest for post in posts if post.visible_from <= now and not post.gone]
         if order == "top":
             since = now - PERIODS.get(period, math.inf)
             recent = (post for post in shown if post.created_utc >= since)
@@ -209,7 +228,7 @@ class Content:
 
     def pinnable(self, names: Sequence[str], now: float) -> Post | None:
         """Return an old post of the first subreddit: the oldest pinned one, or the oldest."""
-        shown = [post for post in self.readable(names)[0].posts if post.visible_from <= now]
+        shown = [post for post in self.readable(names)[0].posts if post.visible_from <= now and not post.gone]
         return next((post for post in shown if post.stickied), shown[0] if shown else None)
 
     def info(self, fullnames: Iterable[str], now: float) -> Iterator[Post]:
@@ -258,6 +277,22 @@ def post_thing(post: Post) -> dict[str, Any]:
     return {"kind": "t3", "data": said}
 
 
+def _extras(post: Post) -> dict[str, Any]:
+    """Return the fields of crossposts, galleries, polls and advertisements, as in answers of 2026."""
+    said: dict[str, Any] = {}
+    if parent := post.crosspost_of:
+        said |= {"crosspost_parent": parent.fullname, "crosspost_parent_list": [post_thing(parent)["data"]]}
+    if post.captions:
+        items = [{"media_id": f"m{number}", "id": number, "caption": text} for number, text in enumerate(post.captions)]
+        said |= {"is_gallery": True, "gallery_data": {"items": items}}
+    if post.options:
+        options = [{"id": str(number), "text": text} for number, text in enumerate(post.options)]
+        said["poll_data"] = {"options": options, "total_vote_count": 0, "voting_end_timestamp": 0}
+    if post.promoted:
+        said["promoted"] = True
+    return said
+
+
 def _fields(post: Post) -> dict[str, Any]:
     name, number = post.subreddit.name, post.number % 4096
     slug = re.sub(r"\W+", "_", post.title.lower()).strip("_")[:50].rstrip("_")
@@ -299,7 +334,7 @@ def _fields(post: Post) -> dict[str, Any]:
         "link_flair_text": None,
         "is_video": False,
         "media": None,
-    }
+    } | _extras(post)
 
 
 def subreddit_thing(subreddit: Subreddit) -> dict[str, Any]:

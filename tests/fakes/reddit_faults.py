@@ -101,6 +101,8 @@ class Fault(NamedTuple):
     applies: Callable[[Asked, Answer], bool] = lambda _asked, _answer: True
 
 
+#: Items of a listing that ends early.
+EARLY_ITEMS = 20
 #: Default duration of a fault in seconds.
 SECONDS = 1.0
 
@@ -115,6 +117,12 @@ def _html(status: int) -> Answer:
     """Return an HTML error such as proxies send, as in the recorded 400."""
     title = f"{status} {HTTPStatus(status).phrase if status < 520 else 'Unknown'}"
     return Answer(status, body=f"<html><body><h1>{title}</h1>\n</body></html>\n".encode(), type=HTML)
+
+
+def blocked() -> Answer:
+    """Return the page for user agents that Reddit blocks."""
+    page = b"<html><body>You've been blocked by network security.</body></html>"
+    return Answer(403, body=page, type=HTML)
 
 
 #: The header of the recorded 401.
@@ -147,6 +155,27 @@ def _sticky_head(answer: Answer) -> Answer:
     return answer
 
 
+def _stale(asked: Asked, answer: Answer, seconds: float) -> Answer:
+    data = answer.said["data"]
+    old = [thing for thing in data["children"] if thing["data"]["created_utc"] <= asked.at - seconds]
+    data |= {"children": old, "dist": len(old)}
+    return answer
+
+
+def _ends_early(answer: Answer) -> Answer:
+    data = answer.said["data"]
+    data |= {"after": None, "children": data["children"][:EARLY_ITEMS]}
+    data["dist"] = len(data["children"])
+    return answer
+
+
+def _old_last(answer: Answer) -> Answer:
+    assert answer.pinnable is not None
+    data = answer.said["data"]
+    data |= {"children": [*data["children"], answer.pinnable], "dist": data["dist"] + 1}
+    return answer
+
+
 def _set(answer: Answer, **fields: Any) -> Answer:
     for name, value in fields.items():
         setattr(answer, name, value)
@@ -170,10 +199,15 @@ def _first_page(asked: Asked, answer: Answer) -> bool:
     return answer.pinnable is not None and "after" not in asked.query
 
 
+def _full_page(_asked: Asked, answer: Answer) -> bool:
+    return answer.pinnable is not None and answer.said["data"]["after"] is not None
+
+
 RETRIED = 'FACTS.md: "408, 500, 502, 503, 504, 520, 522 and connection errors are tried 3 times"'
 NOT_RETRIED = 'FACTS.md: "429 is never retried by prawcore"'
 VALUE_ERROR = 'FACTS.md: "a non-numeric Retry-After or a fractional x-ratelimit-reset (ValueError)"'
 LIMITER = "prawcore: rate_limit.RateLimiter.update"
+REPLAYED = "seen: in replayed recordings of Reddit's listings"
 TIMEOUT = 'FACTS.md: "praw.Reddit(timeout=…) has no effect"'
 
 FAULTS = {
@@ -235,6 +269,12 @@ FAULTS = {
         Fault("sticky_head", "an old post is pinned to the top of /new",
               'FACTS.md: "includes pinned posts: ask for more and drop `stickied`"',
               lambda _, answer, __: _sticky_head(answer), _first_page),
+        Fault("stale", "the listing as it was some seconds ago", REPLAYED,
+              _stale, _first_page),
+        Fault("ends_early", "the listing ends after 20 items", REPLAYED,
+              lambda _, answer, __: _ends_early(answer), _first_page),
+        Fault("old_last", "an old post that is not pinned comes last on a page", REPLAYED,
+              lambda _, answer, __: _old_last(answer), _full_page),
     )
 }  # fmt: skip
 

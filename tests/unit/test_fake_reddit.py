@@ -575,13 +575,17 @@ EXPECTED = {
     "no_data": Expected(ValueError),
     "truncated_json": Expected(BadJSON),
     "sticky_head": TWO_PAGES,
+    "stale": Expected(149, 2),
+    "ends_early": Expected(20),
+    "old_last": TWO_PAGES,
 }
 
 
 def test_every_fault_has_an_expected_effect() -> None:
     assert list(EXPECTED) == list(FAULTS)
     assert all(
-        fault.source.startswith(("FACTS.md: ", "recorded: ", "praw: ", "prawcore: ")) for fault in FAULTS.values()
+        fault.source.startswith(("FACTS.md: ", "recorded: ", "praw: ", "prawcore: ", "seen: "))
+        for fault in FAULTS.values()
     )
 
 
@@ -596,7 +600,10 @@ def test_praw_reacts_to_each_fault(reddit: Reddit, client: praw.Reddit, name: st
         if name == "sticky_head":
             # The pinned post is the oldest one, so it is listed again at the end.
             assert posts.pop(0) == published[0]
-        assert posts == published[::-1][: expected.result]
+        if name == "old_last":
+            assert posts.pop(100) == published[0]
+        newest_first = published[::-1][name == "stale" :]
+        assert posts == newest_first[: expected.result]
     else:
         with pytest.raises(expected.result) as raised:
             names(client.subreddit("python").new(limit=None))
@@ -605,7 +612,7 @@ def test_praw_reacts_to_each_fault(reddit: Reddit, client: praw.Reddit, name: st
     sent = [request for request in reddit.ledger.requests if request.path != TOKEN_PATH]
     assert len(sent) == expected.requests
     # Some faults affect only one of the two pages.
-    happened = 1 if name in ("dead_anchor", "sticky_head") else expected.requests
+    happened = 1 if name in ("dead_anchor", "sticky_head", "stale", "old_last") else expected.requests
     assert reddit.ledger.faults == {name: happened}
     assert [request.fault for request in sent].count(name) == happened
 

@@ -38,7 +38,8 @@ FIGURES: tuple[MetricSpec, ...] = (*REDIS_METRICS, *worker_metrics.FIGURES, *red
 UNITS = ("seconds", "bytes", "ratio", "messages", "tokens", "requests", "info", "up")
 STATUS: dict[str, Any] = {
     "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7, "sent": 33, "skipped": 1, "held": 0, "paused": False,
-    "looked": 3, "purged": 2, "gaps": 1, "faults": {"TooMany": 2}, "requests": 40, "budget": 90.0, "hindrance": "",
+    "looked": 3, "purged": 2, "returned": 1, "filled": 1,
+    "gaps": 1, "faults": {"TooMany": 2}, "requests": 40, "budget": 90.0, "hindrance": "",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ OVERLAP = 0.0
 def item(number: int, subreddit: str = "a", created: float | None = None, stickied: bool = False) -> ListingItem:
     post = Post(id=f"t3_{number}", title=f"number {number}")
     when = float(number) if created is None else created
-    return ListingItem(post.id, subreddit, when, stickied, gone=False, score=1, post=post)
+    return ListingItem(post.id, subreddit, when, stickied, gone="", score=1, post=post)
 
 
 class Listing:
@@ -148,11 +148,44 @@ def test_first_walk_reads_to_the_given_depth(depth: int, expected: int) -> None:
     assert found.missed == []
 
 
-def test_complete_short_listing_has_no_gap() -> None:
-    """The listing is complete without the known posts, which were all deleted."""
+def test_short_listing_without_a_known_post_is_a_gap() -> None:
+    """It may be complete, or may have ended early: the latter would lose posts."""
     track = Track("a", beginning=1.0, watermark=3.0, known={"t3_deleted": ""})
     found = walk(Listing(newest_first(10, 40)), [track], OVERLAP, depth=100)
+    assert names(found.missed) == ["a"]
+    assert found.frontier(3.0) == 10.0
+
+
+def test_short_listing_that_meets_a_known_post_has_no_gap() -> None:
+    found = walk(Listing(newest_first(1, 4)), [known(1, 1)], OVERLAP, depth=100)
     assert found.missed == []
+
+
+def test_reads_on_below_a_listing_that_ends_early() -> None:
+    whole = Listing(newest_first(1, 500))
+
+    def fetch(after: str | None) -> ListingPage:
+        page = whole(after)
+        return ListingPage(page.items[:20], None) if after is None else page
+
+    found = walk(fetch, [known(1, 250)], OVERLAP, depth=100)
+    assert found.missed == []
+    assert {f"t3_{number}" for number in range(251, 501)} <= set(fullnames(found.items))
+
+
+def test_an_old_post_at_the_end_of_a_page_does_not_end_the_walk() -> None:
+    listing = newest_first(1, 500)
+    listing.insert(99, item(5))
+    found = walk(Listing(listing), [known(1, 200)], OVERLAP, depth=100)
+    assert found.missed == []
+    assert {f"t3_{number}" for number in range(201, 501)} <= set(fullnames(found.items))
+
+
+def test_gap_ends_before_an_old_post_at_the_end_of_the_listing() -> None:
+    listing = newest_first(1001, 3000)[:999]
+    found = walk(Listing([*listing, item(5)]), [known(1, 1500)], OVERLAP, depth=100)
+    assert names(found.missed) == ["a"]
+    assert found.frontier(1500.0) == 2002.0
 
 
 def test_skips_dead_anchors() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from producers.push import Pusher
+from producers.reddit.arctic_shift import ArcticShiftClient
 from producers.reddit.budget import RequestBudget
 from producers.reddit.client import RedditClient
 from producers.reddit.daemon import Daemon
@@ -42,21 +43,23 @@ class House:
         self.loopback = loopback
         self.topics = Topics(active=2, topics=TOPICS)
         self.state = State(redis.client)
-        self._open: list[RedditClient] = []
+        self._open: list[RedditClient | ArcticShiftClient] = []
 
     def reddit(self) -> RedditClient:
         reddit = RedditClient(self.settings, RequestBudget(self.clock, 90), self.topics.topic_of)
         self._open.append(reddit)
         return reddit
 
-    def daemon(self, depth: int = 1000, **settings: Any) -> Daemon:
+    def daemon(
+        self, depth: int = 1000, archive: tuple[ArcticShiftClient, RequestBudget] | None = None, **settings: Any
+    ) -> Daemon:
         chosen = self.settings.model_copy(update=settings)
         budget = RequestBudget(self.clock, chosen.reddit_requests_per_minute)
         client = connect(chosen)
         pusher = Pusher(make_app(chosen), client, chosen, ClassifyOptions(), wait=self.clock.wait)
         reddit = RedditClient(chosen, budget, self.topics.topic_of)
         self._open.append(reddit)
-        return Daemon(reddit, budget, client, pusher, self.topics, chosen, self.clock, depth)
+        return Daemon(reddit, budget, client, pusher, self.topics, chosen, self.clock, depth, archive)
 
     def run(self, daemon: Daemon, seconds: float) -> None:
         """Run the daemon for this much simulated time."""

@@ -82,7 +82,12 @@ def test_waits_as_long_as_a_429_demands(house: House) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers", [{"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1e9"}, {"retry-after": "1e9"}]
+    "headers",
+    [
+        {"x-ratelimit-remaining": "0", "x-ratelimit-reset": "9e8"},  # a duration
+        {"x-ratelimit-remaining": "0", "x-ratelimit-reset": "9e12"},  # a time
+        {"retry-after": "1e9"},
+    ],
 )
 def test_rate_limit_waits_are_bounded(house: House, headers: dict[str, str]) -> None:
     budget = RequestBudget(house.clock, 60)

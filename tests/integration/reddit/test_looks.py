@@ -1,15 +1,21 @@
 """Rechecks of a post: its score, its text, and whether it still exists."""
 
+import pytest
+
+from producers.reddit.rechecks import CLOSED_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_DELAYS_S, WAITING_RETRY_S
 from producers.reddit.state import RECHECK_DELAYS_S
-from shared.keys import result_key, sent_key, tombstone_key
+from shared.keys import REDDIT_RECHECKS, result_key, sent_key, tombstone_key
 from shared.messages import Post
 from shared.purge import purge
 from shared.results import ResultsStore
-from tests.integration.reddit.house import HOUR, MINUTE, House, result
+from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, result
+
+#: Seconds between polls in tests of days.
+SELDOM = 6 * HOUR
 
 
 def test_recheck_refreshes_resends_and_purges(house: House) -> None:
-    """Scores are refreshed, edited posts sent again, and deleted or removed posts purged."""
+    """Scores are refreshed, edited posts sent again, deleted posts purged at once, and removed ones after a day."""
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     kept, edited, deleted, removed, vanished = house.publish("cooking", 5, body="before")
@@ -28,12 +34,15 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
     assert score
     assert score.score == 4321
     assert [post["body"] for post in house.queued() if post["id"] == edited] == ["before", "after"]
-    for gone in (deleted, removed, vanished):
+    assert store.get(removed)
+    for gone in (deleted, vanished):
         assert store.get(gone) == []
         assert not house.redis.client.exists(sent_key(gone), result_key(gone))
         assert house.redis.client.exists(tombstone_key(gone))
+    assert daemon.status()["purged"] == 2
+    house.run(daemon, REMOVED_PATIENCE_S + WAITING_RETRY_S)
+    assert house.redis.client.exists(tombstone_key(removed))
     assert {entry.post.id for entry in store.latest(100)} == {kept, edited}
-    assert daemon.status()["purged"] == 3
 
 
 def test_a_post_briefly_unknown_to_reddit_is_kept(house: House) -> None:
@@ -91,3 +100,125 @@ def test_rechecks_wait_for_a_full_queue_without_piling_up(house: House) -> None:
     asked = list(house.loopback.ledger.requests)[begun - house.loopback.ledger.total :]
     assert len([request for request in asked if "/api/info" in request.path]) == 1
     assert daemon.status()["held"] <= 100
+
+
+@pytest.mark.parametrize("kind", ["banned", "private"])
+def test_a_closed_subreddit_does_not_hold_up_the_others(house: House, kind: str) -> None:
+    """More posts than fit into a request are unknown to Reddit, and come before a deleted post of another subreddit."""
+    daemon = house.daemon(reddit_poll_interval=SELDOM)
+    closed = house.publish("cooking", 250)
+    house.run(daemon, 5 * MINUTE)
+    (deleted,) = house.publish("tennis")
+    house.run(house.daemon(reddit_poll_interval=SELDOM), 5 * MINUTE)
+    house.loopback.set_kind("cooking", kind)
+    house.loopback.delete(deleted)
+    house.run(house.daemon(reddit_poll_interval=SELDOM), 3 * HOUR)
+    assert house.redis.client.exists(tombstone_key(deleted))
+    assert house.redis.client.exists(*map(tombstone_key, closed)) == 0
+
+
+def test_failed_requests_do_not_hold_up_later_rechecks(house: House) -> None:
+    daemon = house.daemon(reddit_poll_interval=SELDOM)
+    first = house.publish("cooking", 100)
+    house.run(daemon, 5 * MINUTE)
+    (deleted,) = house.publish("tennis")
+    house.run(house.daemon(reddit_poll_interval=SELDOM), 5 * MINUTE)
+    house.loopback.delete(deleted)
+    house.loopback.faults.always("html_400", where=f"/api/info.*{first[50]}")
+    house.run(house.daemon(reddit_poll_interval=SELDOM), 3 * HOUR)
+    assert house.redis.client.exists(tombstone_key(deleted))
+
+
+def test_a_subreddit_that_is_private_for_two_days_loses_nothing(house: House) -> None:
+    daemon = house.daemon(reddit_poll_interval=SELDOM)
+    posts = house.publish("cooking", 5)
+    house.run(daemon, 5 * MINUTE)
+    house.loopback.set_kind("cooking", "private")
+    house.run(daemon, 2 * DAY)
+    house.loopback.set_kind("cooking", "public")
+    house.run(daemon, DAY)
+    assert house.redis.client.exists(*map(tombstone_key, posts)) == 0
+    assert [house.ids().count(post) for post in posts] == [1] * 5
+
+
+def test_posts_of_a_subreddit_that_stays_private_are_purged_and_come_back_with_it(house: House) -> None:
+    daemon = house.daemon(reddit_poll_interval=SELDOM)
+    posts = house.publish("cooking", 5)
+    house.run(daemon, 5 * MINUTE)
+    house.loopback.set_kind("cooking", "private")
+    house.run(daemon, CLOSED_PATIENCE_S + DAY)
+    assert house.redis.client.exists(*map(tombstone_key, posts)) == 5
+    house.loopback.set_kind("cooking", "public")
+    house.run(daemon, RETURN_DELAYS_S[1])
+    assert house.redis.client.exists(*map(tombstone_key, posts)) == 0
+    assert [whole(house).count(post) for post in posts] == [1] * 5
+    assert daemon.status()["returned"] == 6  # with the older post of the fixture
+
+
+def test_a_purged_post_that_is_approved_later_is_sent_again(house: House) -> None:
+    daemon = house.daemon(reddit_poll_interval=SELDOM)
+    (approved, deleted, by_hand) = house.publish("cooking", 3)
+    house.run(daemon, 5 * MINUTE)
+    for post in (approved, by_hand):
+        house.loopback.remove(post)
+    house.loopback.delete(deleted)
+    purge(house.redis.client, house.settings, [by_hand])
+    house.run(daemon, RECHECK_DELAYS_S[0] + REMOVED_PATIENCE_S + 2 * WAITING_RETRY_S)
+    assert house.redis.client.exists(*map(tombstone_key, (approved, deleted, by_hand))) == 3
+    for post in (approved, deleted, by_hand):
+        house.loopback.approve(post)
+    house.run(daemon, RETURN_DELAYS_S[0] + HOUR)
+    assert whole(house).count(approved) == 1
+    assert house.redis.client.exists(*map(tombstone_key, (deleted, by_hand))) == 2
+    assert not {deleted, by_hand} & set(whole(house))
+
+
+def test_a_later_purge_by_hand_stands_if_the_post_comes_back(house: House) -> None:
+    daemon = house.daemon(reddit_poll_interval=SELDOM)
+    (post,) = house.publish("cooking")
+    house.run(daemon, 5 * MINUTE)
+    house.loopback.remove(post)
+    house.run(daemon, RECHECK_DELAYS_S[0] + REMOVED_PATIENCE_S + 2 * WAITING_RETRY_S)
+    assert house.redis.client.exists(tombstone_key(post))
+    house.redis.client.set(tombstone_key(post), 1)  # another time, as of another purge
+    house.loopback.approve(post)
+    house.run(daemon, RETURN_DELAYS_S[0] + HOUR)
+    assert house.redis.client.exists(tombstone_key(post))
+    assert post not in whole(house)
+
+
+def test_forgotten_marks_send_nothing_twice(house: House) -> None:
+    """Marks of sent posts expire; posts that are still known, or only rechecked, must not depend on them."""
+    daemon = house.daemon()
+    posts = house.publish("cooking", 5)
+    house.run(daemon, 5 * MINUTE)
+    forget_marks(house)
+    house.run(house.daemon(), RECHECK_DELAYS_S[0] + 10 * MINUTE)  # a restart, and a recheck
+    forget_marks(house)
+    house.loopback.edit(posts[0], "after")
+    house.run(house.daemon(), 5 * MINUTE)
+    forget_marks(house)
+    house.run(house.daemon(), RECHECK_DELAYS_S[1])
+    assert [house.ids().count(post) for post in posts] == [2, 1, 1, 1, 1]
+
+
+def whole(house: House) -> list[str]:
+    """Return the ids of those posts in the queue that no purge has reduced to their ids."""
+    return [post["id"] for post in house.queued() if "title" in post]
+
+
+def forget_marks(house: House) -> None:
+    for key in house.redis.client.scan_iter("feedmill:sent:*"):
+        house.redis.client.delete(key)
+
+
+def test_rechecks_of_earlier_versions_are_read(house: House) -> None:
+    (deleted, kept) = house.publish("cooking", 2)
+    house.run(house.daemon(), 5 * MINUTE)
+    house.redis.client.delete(REDDIT_RECHECKS)
+    house.redis.client.zadd(REDDIT_RECHECKS, {f"0.{deleted}": 1.0, f"1?{kept}": 1.0})
+    house.loopback.delete(deleted)
+    house.run(house.daemon(), 5 * MINUTE)
+    assert house.redis.client.exists(tombstone_key(deleted))
+    assert house.ids().count(kept) == 1
+    assert house.state.due(1e12, 100) == []

@@ -80,7 +80,7 @@ def test_a_kill_at_any_step_loses_and_repeats_nothing(
 ) -> None:
     house.run(house.daemon(), 2 * MINUTE)
     house.clock.wait(HOUR)
-    expected = house.publish("cooking", 120) + house.publish("baking", 2)
+    expected = house.publish("cooking", 120) + house.publish("baking", 2) + house.publish("chess")
     out_of_reach = house.publish("tennis", 80)
     house.clock.wait(HOUR)
     expected += house.publish("tennis", 200)

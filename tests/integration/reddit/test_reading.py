@@ -1,11 +1,17 @@
 """Reading listings: finding new posts, sending them once, and detecting gaps."""
 
+import re
 from typing import Any
 
 import pytest
 
-from producers.reddit.client import RedditClient
+from producers.records import parse_post
+from producers.reddit import items
 from producers.reddit.state import RECHECK_DELAYS_S
+from producers.reddit.topics import Topics
+from shared.messages import Post
+from tests.fakes import reddit, reddit_content
+from tests.fakes.reddit_faults import Asked
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
 
 
@@ -169,12 +175,12 @@ def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monke
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (odd,) = house.publish("cooking")
-    real = RedditClient._item
+    real = items.parse_item
     future = house.clock.time() + 30 * DAY
     monkeypatch.setattr(
-        RedditClient,
-        "_item",
-        lambda self, said: real(self, {**said, "created_utc": future} if said["name"] == odd else said),
+        items,
+        "parse_item",
+        lambda said, topics: real({**said, "created_utc": future} if said["name"] == odd else said, topics),
     )
     house.run(daemon, 5 * MINUTE)
     later = house.publish("cooking", 250)
@@ -197,9 +203,9 @@ def test_an_invalid_post_affects_no_other(
     house.run(daemon, 2 * MINUTE)
     others = house.publish("cooking", 3)
     (odd,) = house.publish("cooking")
-    real = RedditClient._item
+    real = items.parse_item
     monkeypatch.setattr(
-        RedditClient, "_item", lambda self, said: real(self, {**said, **broken} if said["name"] == odd else said)
+        items, "parse_item", lambda said, topics: real({**said, **broken} if said["name"] == odd else said, topics)
     )
     house.run(daemon, 5 * MINUTE)
     assert set(others) <= set(house.ids())
@@ -228,3 +234,170 @@ def test_uses_only_read_endpoints(house: House) -> None:
     assert {request.user_agent.split(" PRAW")[0] for request in house.loopback.ledger.requests} == {
         "linux:test:1 (by /u/nobody)"
     }
+
+
+def test_a_listing_that_ends_early_loses_nothing_silently(house: House) -> None:
+    house.run(house.daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    posts = house.publish("cooking", 150)
+    house.loopback.faults.always("ends_early")
+    house.run(house.daemon(), 2 * MINUTE)
+    house.loopback.faults.clear()
+    assert set(posts) <= set(house.ids())  # read on from the last post
+
+
+def test_an_early_end_without_a_next_page_is_a_gap(house: House) -> None:
+    house.run(house.daemon(), 2 * MINUTE)
+    begun = house.clock.time()
+    house.clock.wait(HOUR)
+    posts = house.publish("cooking", 150)
+    house.loopback.faults.always("ends_early")
+    house.loopback.faults.always("dead_anchor")
+    house.run(house.daemon(reddit_poll_interval=600.0), 2 * MINUTE)
+    assert len(set(posts) & set(house.ids())) == 20
+    (gap,) = house.state.gaps()
+    assert gap.subreddit == "cooking"
+    assert gap.since <= begun
+    assert gap.until > house.clock.time() - 10 * MINUTE
+
+
+def test_an_old_post_at_the_end_of_a_page_loses_nothing(house: House) -> None:
+    house.publish("cooking")
+    house.run(house.daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    posts = house.publish("cooking", 350)
+    house.loopback.faults.always("old_last")
+    house.run(house.daemon(), 2 * MINUTE)
+    assert set(posts) <= set(house.ids())
+
+
+def test_an_old_post_out_of_place_loses_nothing(house: House) -> None:
+    house.run(house.daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    now = house.clock.time()
+    old = house.publish("cooking", 1, created_utc=now - 2 * DAY, listed_utc=now)
+    posts = house.publish("cooking", 99) + house.publish("cooking", 1)
+    house.clock.wait(10.0)
+    posts += house.publish("cooking", 99)  # the old post is the hundredth
+    house.run(house.daemon(), 2 * MINUTE)
+    assert set(posts) <= set(house.ids())
+    assert old[0] not in house.ids()
+
+
+def test_a_stale_listing_loses_nothing(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.always("stale", seconds=20 * MINUTE)
+    posts = house.publish("cooking", 30)
+    house.run(daemon, 10 * MINUTE)
+    assert not set(posts) & set(house.ids())
+    house.loopback.faults.clear()
+    house.run(daemon, 2 * MINUTE)
+    assert [house.ids().count(post) for post in posts] == [1] * 30
+
+
+@short_listings
+def test_a_listing_is_not_refilled_after_removals(house: House) -> None:
+    """Reddit's listing has places for so many posts; removed ones leave theirs empty."""
+    house.run(house.daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    posts = house.publish("cooking", 250)
+    for post in posts[-180:]:
+        house.loopback.remove(post)
+    house.run(house.daemon(reddit_poll_interval=600.0), 2 * MINUTE)
+    assert len(set(posts) & set(house.ids())) == 20
+    assert [gap.subreddit for gap in house.state.gaps()] == ["cooking"]
+
+
+def test_profiles_can_be_read(house: House) -> None:
+    house.loopback.add_subreddit("u_Some-Body", "user")
+    house.topics = Topics(active=1, topics={"people": ("u_Some-Body",)})
+    (post,) = house.publish("u_Some-Body")
+    house.run(house.daemon(), 2 * MINUTE)
+    assert house.ids() == [post]
+    assert house.state.replaced() == {}
+
+
+def test_advertisements_are_not_sent(house: House) -> None:
+    (promoted,) = house.publish("cooking", promoted=True)
+    (post,) = house.publish("cooking")
+    house.run(house.daemon(), 2 * MINUTE)
+    assert post in house.ids()
+    assert promoted not in house.ids()
+
+
+def test_a_redirect_to_another_subreddit_replaces_the_first(house: House) -> None:
+    house.loopback.add_subreddit("research")
+    house.loopback.redirect("cooking", "research")
+    house.topics = Topics(active=1, topics={"food": ("cooking", "baking")})
+    house.run(house.daemon(), 5 * MINUTE)
+    entry = house.state.replaced()["cooking"]
+    assert (entry.reason, entry.by) == ("redirected", "baking")
+
+
+def test_a_blocked_user_agent_closes_no_subreddit(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    house.loopback._blocked_agents = re.compile("nobody")
+    house.run(house.daemon(), 5 * MINUTE)
+    assert house.state.replaced() == {}
+    assert "FEEDMILL_REDDIT_USER_AGENT" in caplog.text
+
+
+def test_texts_of_crossposts_polls_and_galleries_are_sent(house: House) -> None:
+    (original,) = house.publish("tennis", body="The original text.")
+    (deleted,) = house.publish("tennis", body="A deleted text.")
+    (crosspost, orphan) = (house.publish("cooking", crosspost_of=post)[0] for post in (original, deleted))
+    (gallery,) = house.publish("cooking", captions=["First caption", "", "Second caption"])
+    (poll,) = house.publish("cooking", body="Choose.", options=["Tea", "Coffee"])
+    house.loopback.delete(deleted)
+    house.run(house.daemon(), 2 * MINUTE)
+    bodies = {post["id"]: post.get("body", "") for post in house.queued()}
+    assert bodies[crosspost] == "The original text."
+    assert bodies[orphan] == ""
+    assert bodies[gallery] == "First caption\n\nSecond caption"
+    assert bodies[poll] == "Choose.\n\nTea\n\nCoffee"
+
+
+def test_titles_of_deleted_posts_are_not_sent(house: House) -> None:
+    house.loopback.publish("cooking", title="[deleted by user]")
+    (post,) = house.publish("cooking")
+    house.run(house.daemon(), 2 * MINUTE)
+    assert post in house.ids()
+    assert "[deleted by user]" not in [each["title"] for each in house.queued()]
+
+
+@pytest.mark.parametrize("broken", ['"author": null', '"data": null', '"kind": null'])
+def test_a_null_field_does_not_cost_a_page(house: House, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = broken.split('"')[1]
+    real = reddit_content.post_thing
+
+    def damaged(post: reddit_content.Post) -> dict[str, Any]:
+        thing = real(post)
+        if post.title == "damaged":
+            (thing if name in thing else thing["data"])[name] = None
+        return thing
+
+    monkeypatch.setattr(reddit, "post_thing", damaged)
+    house.loopback.publish("cooking", title="damaged")
+    others = house.publish("cooking", 3)
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    assert set(others) <= set(house.ids())
+    assert daemon.status()["failing"] == []
+
+
+def test_a_dump_of_the_same_posts_sends_nothing_again(house: House) -> None:
+    """Dumps escape HTML where the API does not, and carry the same texts of crossposts, polls and galleries."""
+    (original,) = house.publish("tennis", body="An original &amp; its entity")
+    house.loopback.publish("cooking", title="Fish &amp; chips <3", body="&#x200B; a > b &lt;")
+    house.publish("cooking", crosspost_of=original)
+    house.publish("cooking", options=["Tea & milk", "Coffee"])
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    asked = Asked("GET", "/", {}, "", "", house.clock.time())
+    for post in list(house.loopback._content._posts.values()):
+        (record,) = [reddit._escaped(asked, reddit_content.post_thing(post))["data"]]
+        *_, read = parse_post(record, "dump:1")
+        assert isinstance(read, Post)
+        if record["name"] in house.ids():
+            (sent,) = [Post.parse(each) for each in house.queued() if each["id"] == record["name"]]
+            assert read.text == sent.text

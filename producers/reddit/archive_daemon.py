@@ -1,0 +1,66 @@
+"""The daemon on Arctic Shift instead of Reddit: the same topics, state and rechecks, but another way of reading.
+
+The archive serves posts from any time onwards, oldest first. A poll therefore reads each subreddit upwards from its
+watermark, a little below it for posts that were archived late. Nothing overflows, so a daemon that was away catches up.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from producers.reddit.arctic_shift import ArcticShiftClient
+from producers.reddit.daemon import MAX_HELD_POSTS, Daemon, Feed
+from producers.reddit.listing import ListingItem
+from producers.reddit.state import Gap
+from producers.reddit.walk import Track, Walk
+
+#: Seconds below the watermark from which each poll reads, because posts can be archived late.
+OVERLAP_S = 900.0
+#: Seconds below the watermark from which a full read starts, every six hours.
+FULL_OVERLAP_S = 12 * 3600.0
+#: Maximum requests per subreddit and poll. A subreddit with more new posts continues in the next poll, at once.
+MAX_PAGES = 10
+
+
+class ArchiveDaemon(Daemon):
+    """A daemon that reads Arctic Shift. See `Daemon`."""
+
+    reads_jointly = False
+
+    def __init__(self, archive: ArcticShiftClient, *arguments: Any, **named: Any) -> None:
+        super().__init__(archive, *arguments, **named)
+        self._archive = archive
+        #: Subreddits with more posts to read at once: name -> where to go on.
+        self._behind: dict[str, float] = {}
+
+    def _walk(self, feed: Feed, tracks: Sequence[Track], full: bool) -> None:
+        for track in tracks:
+            self._read(feed, track, full)
+
+    def _poll(self, feed: Feed) -> float:
+        pause = super()._poll(feed)
+        behind = any(name in self._behind for name in feed.tracks)
+        return 0.0 if behind and self._outbox.held < MAX_HELD_POSTS else pause
+
+    def _read(self, feed: Feed, track: Track, full: bool) -> None:
+        """Read a subreddit's posts from its watermark on, and buffer new ones. Raises RedditFault."""
+        if track.watermark is None:
+            items = self._archive.newest(track.name, -(-self._depth // len(feed.tracks)))
+            self._hold_walk(feed, Walk(items, [], items[::-1]), [track])
+            return
+        since = self._behind.pop(track.name, None)
+        if since is None:
+            since = max(track.beginning or 0.0, track.watermark - (FULL_OVERLAP_S if full else OVERLAP_S))
+        found: dict[str, ListingItem] = {}
+        crowded = []
+        for _ in range(MAX_PAGES):
+            span = self._archive.since(track.name, since)
+            found |= {item.fullname: item for item in span.items}
+            since = span.reached
+            crowded += [span.crowded] if span.crowded is not None else []
+            if not span.more:
+                break
+        else:
+            self._behind[track.name] = since
+        items = sorted(found.values(), key=lambda item: (item.created_utc, item.fullname))
+        gaps = [Gap(track.name, at, at + 1, self._clock.time()) for at in crowded]
+        self._hold_walk(feed, Walk(items, [], items[::-1]), [track], gaps)

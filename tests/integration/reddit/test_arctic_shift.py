@@ -1,0 +1,286 @@
+"""The archive as a source: reading upwards, catching up, faults, rechecks, and filling gaps."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from producers.push import Pusher
+from producers.reddit.archive_daemon import ArchiveDaemon
+from producers.reddit.arctic_shift import ArcticShiftClient
+from producers.reddit.budget import RequestBudget
+from producers.reddit.daemon import Daemon
+from producers.reddit.gap_filler import BEHIND, CROWDED
+from producers.reddit.listing import RequestFailed
+from producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S, Gap
+from shared.broker import connect, make_app
+from shared.keys import tombstone_key
+from shared.messages import ClassifyOptions
+from tests.fakes.arctic_shift import ArcticShift
+from tests.fakes.clock import SimulatedClock
+from tests.fakes.reddit import Reddit as LoopbackReddit
+from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
+
+
+@pytest.fixture(params=[False, True], ids=["exclusive", "inclusive"])
+def archive(request: pytest.FixtureRequest, loopback: LoopbackReddit) -> Iterator[ArcticShift]:
+    """Both readings of the archive's bounds, because its documentation does not tell."""
+    with ArcticShift(loopback, inclusive=request.param) as archive:
+        yield archive
+
+
+class Archived:
+    """Daemons that read the archive."""
+
+    def __init__(self, house: House, archive: ArcticShift) -> None:
+        self.house = house
+        self.settings = house.settings.model_copy(
+            update={"arctic_shift_url": archive.url, "arctic_shift_requests_per_minute": 600}
+        )
+
+    def client(self) -> tuple[ArcticShiftClient, RequestBudget]:
+        budget = RequestBudget(self.house.clock, self.settings.arctic_shift_requests_per_minute)
+        client = ArcticShiftClient(self.settings, budget, self.house.topics.topic_of)
+        self.house._open.append(client)
+        return client, budget
+
+    def daemon(self, depth: int = 1000, **settings: Any) -> Daemon:
+        chosen = self.settings.model_copy(update=settings)
+        redis = connect(chosen)
+        pusher = Pusher(make_app(chosen), redis, chosen, ClassifyOptions(), wait=self.house.clock.wait)
+        return ArchiveDaemon(
+            *self.client(), redis, pusher, self.house.topics, chosen, self.house.clock, depth,
+            recheck_delays=ARCHIVE_RECHECK_DELAYS_S,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def archived(house: House, archive: ArcticShift) -> Archived:
+    return Archived(house, archive)
+
+
+def fresh(house: House, name: str, count: int, seconds: float = 1.0) -> list[str]:
+    """Publish posts, each some seconds after the one before."""
+    found = []
+    for _ in range(count):
+        house.clock.wait(seconds)
+        found += house.publish(name)
+    return found
+
+
+def test_reads_new_posts_once_without_credentials(house: House, archived: Archived) -> None:
+    daemon = archived.daemon()
+    house.run(daemon, 2 * MINUTE)
+    old = house.ids()
+    assert len(old) == 4
+    new = fresh(house, "cooking", 5) + fresh(house, "tennis", 5)
+    house.run(daemon, 5 * MINUTE)
+    house.run(archived.daemon(), 5 * MINUTE)
+    assert sorted(house.ids()) == sorted(old + new)
+    assert house.loopback.ledger.total == 0  # the archive was asked, not Reddit
+    assert daemon.status()["source"] == "Arctic Shift"
+
+
+def test_catches_up_without_gaps(house: House, archived: Archived) -> None:
+    house.run(archived.daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    now = house.clock.time()
+    posts = [house.publish("cooking", 1, created_utc=now + number // 3)[0] for number in range(1300)]
+    house.clock.wait(HOUR)
+    house.run(archived.daemon(), 10 * MINUTE)
+    assert set(posts) <= set(house.ids())
+    assert len(house.ids()) == len(set(house.ids()))
+    assert house.state.gaps() == []
+
+
+def test_first_read_takes_the_newest_posts(house: House, archived: Archived) -> None:
+    posts = fresh(house, "cooking", 300)
+    house.run(archived.daemon(depth=200), 5 * MINUTE)
+    sent = [post for post in house.ids() if post in posts]
+    assert sent == posts[-100:]  # the share of one of two subreddits
+
+
+def test_a_second_with_more_posts_than_a_page_is_a_gap(house: House, archived: Archived) -> None:
+    house.run(archived.daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    at = float(int(house.clock.time()))
+    house.publish("cooking", 150, created_utc=at)
+    later = fresh(house, "cooking", 2)
+    house.run(archived.daemon(), 10 * MINUTE)
+    assert set(later) <= set(house.ids())
+    assert [(gap.subreddit, gap.since, gap.until) for gap in house.state.gaps()] == [("cooking", at, at + 1)]
+
+
+@pytest.mark.parametrize(
+    "fault", ["too_many", "too_many_bare", "server_error_502", "html", "truncated_json", "cut", "cut_body", "overload"]
+)
+def test_faults_lose_and_repeat_nothing(house: House, archived: Archived, archive: ArcticShift, fault: str) -> None:
+    daemon = archived.daemon()
+    house.run(daemon, 2 * MINUTE)
+    if fault == "overload":
+        archive.overload = 0.3
+    else:
+        archive.faults.random(0.3, [fault])
+    posts = fresh(house, "cooking", 120)
+    house.run(daemon, 5 * MINUTE)
+    archive.faults.clear()
+    archive.overload = 0.0
+    house.run(daemon, 20 * MINUTE)
+    assert set(posts) <= set(house.ids())
+    assert len(house.ids()) == len(set(house.ids()))
+
+
+def test_waits_for_the_archives_rate_limit(house: House, loopback: LoopbackReddit) -> None:
+    with ArcticShift(loopback, window=60.0, budget=8) as archive:
+        daemon = Archived(house, archive).daemon()
+        posts = fresh(house, "cooking", 5)
+        house.run(daemon, 20 * MINUTE)
+        assert set(posts) <= set(house.ids())
+        assert archive.ledger.over_budget <= 1
+
+
+def test_finds_posts_that_are_archived_late(house: House, loopback: LoopbackReddit) -> None:
+    with ArcticShift(loopback, lag=20.0, late=0.3, latest=4 * HOUR) as archive:
+        daemon = Archived(house, archive).daemon(reddit_poll_interval=600.0)
+        house.run(daemon, 2 * MINUTE)
+        posts = fresh(house, "cooking", 60, 60.0)
+        house.run(daemon, 12 * HOUR)
+        assert [house.ids().count(post) for post in posts] == [1] * 60
+
+
+def test_rechecks_scores_and_deletions_after_the_second_read(
+    house: House, archived: Archived, archive: ArcticShift
+) -> None:
+    daemon = archived.daemon(reddit_poll_interval=6 * HOUR)
+    house.run(daemon, 2 * MINUTE)
+    kept, deleted, removed, lost = fresh(house, "cooking", 4)
+    house.run(daemon, 12 * HOUR)
+    house.loopback.delete(deleted)
+    house.loopback.remove(removed)
+    archive.missing.add(lost)
+    house.run(daemon, 2 * DAY)
+    assert house.redis.client.exists(*map(tombstone_key, (deleted, lost))) == 2
+    house.run(daemon, 2 * DAY)
+    assert house.redis.client.exists(tombstone_key(removed))
+    assert not house.redis.client.exists(tombstone_key(kept))
+
+
+def test_a_timed_out_search_is_repeated_with_fewer_posts(
+    house: House, archived: Archived, archive: ArcticShift
+) -> None:
+    client, _ = archived.client()
+    posts = fresh(house, "cooking", 60)
+    archive.overload = 1.0
+    with pytest.raises(RequestFailed, match="slow down"):
+        client.since("cooking", 0)
+    archive.overload = 0.0
+    span = client.since("cooking", house.clock.time() - 100)
+    assert [item.fullname for item in span.items] == posts[:25]
+    assert span.more
+
+
+# Gaps.
+
+
+@short_listings
+def test_the_daemon_fills_its_gaps(house: House, archived: Archived) -> None:
+    def daemon() -> Daemon:
+        return house.daemon(archive=archived.client(), reddit_fill_gaps="arctic-shift")
+
+    house.run(daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    posts = fresh(house, "cooking", 500)
+    running = daemon()
+    house.run(running, 30 * MINUTE)
+    assert [house.ids().count(post) for post in posts] == [1] * 500
+    (gap,) = house.state.gaps()
+    assert gap.filled
+    assert gap.found >= 300
+    assert house.state.open_gaps() == []
+    status = running.status()
+    assert (status["gaps"], status["filled"]) == (1, 1)
+
+
+@short_listings
+def test_an_archive_that_is_down_or_behind_keeps_the_gap(
+    house: House, archived: Archived, archive: ArcticShift
+) -> None:
+    house.run(house.daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    posts = fresh(house, "cooking", 300)
+    archive.lag = HOUR
+    archive.faults.next("server_error_503", times=2)
+    running = house.daemon(archive=archived.client())
+    house.run(running, 10 * MINUTE)
+    assert [gap.problem for gap in house.state.open_gaps()] == [BEHIND]
+    assert running.hindrance == ""  # Reddit itself answers
+    house.run(running, 5 * HOUR)
+    assert set(posts) <= set(house.ids())
+    assert house.state.open_gaps() == []
+
+
+def test_a_filled_gap_stays_filled_if_it_is_recorded_again(house: House) -> None:
+    gap = Gap("cooking", 1.0, 2.0, 3.0)
+    house.state.begin({}, [gap])
+    house.state.update_gap(gap._replace(filled=5.0, found=7))
+    house.state.begin({}, [gap])
+    assert house.state.open_gaps() == []
+
+
+def test_a_deleted_post_that_is_still_archived_is_not_sent_to_fill_a_gap(
+    house: House, archived: Archived, clock: SimulatedClock
+) -> None:
+    running = house.daemon(archive=archived.client())
+    house.run(running, 2 * MINUTE)
+    deleted, kept = fresh(house, "cooking", 2)
+    house.run(running, 2 * MINUTE)
+    house.loopback.delete(deleted)
+    house.run(running, 2 * HOUR)
+    assert house.redis.client.exists(tombstone_key(deleted))
+    house.state.begin({}, [Gap("cooking", clock.time() - DAY, clock.time() - HOUR, clock.time())])
+    house.run(running, 2 * DAY)
+    assert house.state.open_gaps() == []
+    assert [post["id"] for post in house.queued() if "title" in post].count(kept) == 1
+    assert deleted not in [post["id"] for post in house.queued() if "title" in post]
+
+
+def test_a_crowded_second_keeps_the_gap_open(house: House, archived: Archived) -> None:
+    running = house.daemon(archive=archived.client())
+    house.run(running, 2 * MINUTE)
+    at = float(int(house.clock.time()))
+    house.publish("chess", 150, created_utc=at)
+    fresh(house, "chess", 2)
+    house.state.begin({}, [Gap("chess", at - HOUR, at + 2, at)])
+    house.run(running, 10 * MINUTE)
+    (gap,) = house.state.open_gaps()
+    assert gap.problem.startswith(CROWDED)
+
+
+def test_a_fault_after_a_crowded_second_does_not_fill_the_gap(
+    house: House, archived: Archived, archive: ArcticShift
+) -> None:
+    running = house.daemon(archive=archived.client())
+    house.run(running, 2 * MINUTE)
+    at = float(int(house.clock.time()))
+    house.publish("chess", 150, created_utc=at)
+    later = fresh(house, "chess", 120)
+    # Requests for posts after the crowded second fail at first.
+    archive.faults.next("server_error_503", times=1, where=f"after={at:.0f}|after={at + 1:.0f}")
+    house.state.begin({}, [Gap("chess", at - HOUR, at + 110, at)])
+    house.run(running, 10 * MINUTE)
+    assert archive.ledger.faults.total() == 1
+    (gap,) = house.state.open_gaps()
+    assert gap.problem.startswith(CROWDED)
+    assert set(later) <= set(house.ids())
+
+
+def test_a_span_from_a_fraction_of_a_second_is_complete(house: House, archived: Archived) -> None:
+    client, _ = archived.client()
+    at = float(int(house.clock.time()))
+    crowd = house.publish("chess", 150, created_utc=at)
+    (later,) = house.publish("chess", 1, created_utc=at + 1)
+    house.clock.wait(5)
+    span = client.since("chess", at + 0.5)
+    assert {item.fullname for item in span.items} <= set(crowd)
+    assert span.crowded == at
+    assert [item.fullname for item in client.since("chess", span.reached).items] == [later]
