@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -29,7 +30,8 @@ from shared.messages import Post
 from shared.settings import LOCK_FILE, STACK_FILE
 from tests.forkserver import Forked, Forks, ForkServer
 
-PASSWORD = "test-password"
+#: Of each process' own: a worker of another test run, whose server had the same port before, cannot log in.
+PASSWORD = f"test-password-{secrets.token_hex(8)}"
 #: The installed command.
 FEEDMILL = str(Path(sys.executable).parent / "feedmill")
 Process = subprocess.Popen[bytes] | Forked
