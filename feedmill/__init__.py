@@ -122,7 +122,7 @@ def results(
         trimmed from the stream before this reader reached them.
 
     Raises:
-        shared.errors.UserError: At the call, for an invalid argument or setting. At the first item, if Redis cannot be
+        feedmill.UserError: At the call, for an invalid argument or setting. At the first item, if Redis cannot be
             reached or refuses the connection. Later, only if Redis refuses a command.
 
     Example:
