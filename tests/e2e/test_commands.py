@@ -20,7 +20,7 @@ from shared.messages import Classification, Post
 from shared.model_routing import announce
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import RedisServer, as_jsonl, body_of, feedmill, make_posts, running, wait_until
+from tests.support import PASSWORD, RedisServer, as_jsonl, body_of, feedmill, make_posts, running, wait_until
 
 
 def test_prints_version_and_help(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_unreachable_redis_is_named_without_its_password(tmp_path: Path, command
     ],
 )
 def test_wrong_or_missing_redis_password(redis: RedisServer, tmp_path: Path, password: str, words: str) -> None:
-    said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url.replace(":test-password@", password))
+    said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url.replace(f":{PASSWORD}@", password))
     assert said.returncode == 2
     assert words in said.stderr
 
