@@ -20,8 +20,6 @@ FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 BF16 = FP32._replace(dtype=torch.bfloat16)
 ROWS = [Tokens([0, *range(5, 4 + length), 2]) for length in (3, 7, 7, 40)]
 
-needs_bfloat16 = pytest.mark.skipif(not can_reorder(BF16), reason="oneDNN has no bfloat16 on this CPU")
-
 
 def engine_of(folder: Path, device: Device, *, compiled: bool = False) -> TorchEngine:
     return TorchEngine(Weights(folder.name, folder, None, "00"), device, LOGITS, 1, 200, compiled=compiled)
@@ -31,12 +29,12 @@ def layers(engine: TorchEngine, kind: type[torch.nn.Module]) -> int:
     return sum(type(module) is kind for module in engine.network.modules())
 
 
-@needs_bfloat16
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_bfloat16_outputs_match_transformers(tmp_path: Path, architecture: str) -> None:
     folder = make_model(architecture, tmp_path / architecture, NLI)
     engine = engine_of(folder, BF16)
-    reordered = architecture in REORDERED_TYPES
+    # On a CPU without bfloat16, the layers stay torch's, and the outputs must match, too.
+    reordered = architecture in REORDERED_TYPES and can_reorder(BF16)
     assert bool(layers(engine, ReorderedLinear)) == reordered
     assert not (reordered and layers(engine, torch.nn.Linear))
     exact, half = (
@@ -53,23 +51,21 @@ def test_bfloat16_outputs_match_transformers(tmp_path: Path, architecture: str) 
     assert (engine.forward(ROWS) - expected).abs().max() <= 2 * error + 1e-2
 
 
-@needs_bfloat16
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 32), (7, 32), (1, 500, 32), (3, 9, 32)])
 def test_reordered_layer_equals_the_original(shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(7)
-    plain = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=bias, dtype=torch.bfloat16))
-    states = torch.randn(shape, dtype=torch.bfloat16)
+    plain = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=bias))  # in float32, which every CPU has
+    states = torch.randn(shape)
     with torch.inference_mode():
         expected = plain(states)
         reorder_linear_layers(plain)
         assert type(plain[0]) is ReorderedLinear
-        assert torch.allclose(plain(states), expected, atol=1e-2, rtol=1e-2)
+        assert torch.allclose(plain(states), expected, atol=1e-5, rtol=1e-5)
 
 
-@needs_bfloat16
 def test_frees_the_original_weights() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.bfloat16))
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8))
     weight = weakref.ref(module[0].weight)
     reorder_linear_layers(module)
     gc.collect()
@@ -82,7 +78,6 @@ def test_float32_keeps_plain_layers(tmp_path: Path, architecture: str) -> None:
     assert not layers(engine, ReorderedLinear)
 
 
-@needs_bfloat16
 def test_compiled_models_keep_plain_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     engine = engine_of(make_model("bert", tmp_path, NLI), BF16, compiled=True)
