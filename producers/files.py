@@ -261,6 +261,15 @@ class Source:
             return any(column in chosen.values() for column in columns)
         return any(column in FIELD_ALIASES["title"] + FIELD_ALIASES["body"] for column in columns)
 
+    def _check_distinct(self, header: Sequence[str]) -> None:
+        """Raise InputError if two columns have a name from which ids or texts are read: only the last would be."""
+        text = self._columns.text.values() or FIELD_ALIASES["title"] + FIELD_ALIASES["body"]
+        read = {*text, *([self._columns.id] if self._columns.id else FIELD_ALIASES["id"])}
+        if twice := next((name for name in header if name in read and header.count(name) > 1), None):
+            raise InputError(
+                f"{self.name} has {header.count(twice)} columns {printable(twice)}. Rename all but one of them."
+            )
+
     def _csv(self, text: TextIOWrapper) -> Iterator[Placed]:
         self.table = Table(text, self.name)
         header = [normalize_column(name) for name in self.table.header]
@@ -271,6 +280,7 @@ class Source:
                 f"rename it to one of: {', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}. If the "
                 "first line is not a header, add one."
             )
+        self._check_distinct(header)
         is_export = exported.is_export_row(header)
         has_rows = False
         for place, row in self.table.rows():

@@ -214,6 +214,30 @@ def test_rejects_an_unknown_id_column(tmp_path: Path, data: str, named: tuple[st
 
 
 @pytest.mark.parametrize(
+    ("header", "columns", "named"),
+    [
+        ("id,title,title", Columns(), "title"),
+        ("id,Text,text ", Columns(), "text"),
+        ("id,ID,title", Columns(), "id"),
+        ("note,title,Note", Columns.of(body="note"), "note"),
+        ("note,title,Note", Columns.of("note"), "note"),
+        ("note,title,Note", Columns(), None),
+        ("title,note,title", Columns.of(body="note"), None),
+    ],
+)
+def test_rejects_two_columns_of_one_name_that_it_reads(
+    tmp_path: Path, header: str, columns: Columns, named: str | None
+) -> None:
+    path = tmp_path / "file.csv"
+    path.write_text(f"{header}\n1,a parcel,b refund\n")
+    if named is None:
+        assert len(list(Source(str(path), columns=columns).items())) == 1
+        return
+    with pytest.raises(InputError, match=naming(path, "2 columns", named)):
+        list(Source(str(path), columns=columns).items())
+
+
+@pytest.mark.parametrize(
     ("data", "columns"),
     [
         ("ticket,,title,channel\n1,0,x\n", ["ticket", "channel"]),
