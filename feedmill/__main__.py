@@ -2,30 +2,11 @@
 
 import signal
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
-HOME = Path(__file__).resolve().parent.parent
-PACKAGES = ("shared", "producers", "workers")
+from feedmill.packages import shadowed_package
+
 #: Commands that start the embedded stack, and flags with which they do not.
 STARTING_COMMANDS, NOT_STARTING_FLAGS = ("demo", "up"), ("--help", "--own")
-
-
-def shadowed_package() -> str | None:
-    """Return an error message if another package shadows one of ours, else None.
-
-    The package names are common words, and Python imports the first match on its path, which may lie in the working
-    directory.
-    """
-    for name in PACKAGES:
-        spec = find_spec(name)
-        found = Path(spec.origin).resolve().parent if spec and spec.origin else None
-        if found != HOME / name:
-            return (
-                f"package {name!r} must come from {HOME / name}, but Python finds {found or 'none'}. "
-                "Run the installed `feedmill` from another directory."
-            )
-    return None
 
 
 def main() -> None:

@@ -1,0 +1,81 @@
+"""The function `feedmill.results`: read classification results from Redis."""
+
+from collections.abc import Generator
+
+from redis import Redis
+
+from feedmill.reading.results import Reader, items, open_reader
+from feedmill.reading.stream import Missed, ResultFilter
+from shared.broker import connect, user_errors
+from shared.results import Result
+from shared.settings import Settings, load
+
+
+def results(
+    redis_url: str | None = None,
+    *,
+    group: str | None = None,
+    consumer: str | None = None,
+    follow: bool = True,
+    label: str | None = None,
+    min_score: float | None = None,
+    subreddit: str | None = None,
+    run: str | None = None,
+    since: float | None = None,
+    claim_after: float = 60.0,
+) -> Generator[Result | Missed]:
+    """Yield classification results from Redis as they arrive.
+
+    The generator connects when the first item is requested. After a lost connection it reconnects and continues at the
+    same place.
+
+    Args:
+        redis_url: URL of Redis, such as `redis://:password@host:6379/0`. Default: FEEDMILL_REDIS_URL, else the running
+            `feedmill up`, else localhost.
+        group: Name of a consumer group. The readers of a group share its results, and the group continues where it
+            stopped. Each result is delivered at least once; requesting the next item acknowledges it.
+        consumer: Name of this reader, unique in the group. Default: host name and process ID.
+        follow: Wait for new results. With False, stop when no result is left.
+        label: Yield only results with this best label, spelled exactly.
+        min_score: Yield only results whose best label has at least this score.
+        subreddit: Yield only posts of this subreddit, in upper or lower case, with or without `r/`.
+        run: Yield only posts of this run.
+        since: Start at this time, in seconds since 1970; 0 starts at the oldest result in the stream. Default: now,
+            or 0 with `follow=False` and no group. An existing group ignores it.
+        claim_after: Seconds after which this reader takes over results that another reader of the group received and
+            has not acknowledged. Must exceed the time that one result takes to process.
+
+    Yields:
+        A Result for each classification: `result.post` and `result.classification`. A Missed where results were
+        trimmed from the stream before this reader reached them.
+
+    Raises:
+        feedmill.UserError: At the call, for an invalid argument or setting. At the first item, if Redis cannot be
+            reached or refuses the connection. Later, only if Redis refuses a command.
+
+    Example:
+        import feedmill
+
+        for item in feedmill.results(group="archive", since=0, follow=False):
+            if isinstance(item, feedmill.Missed):
+                print("missed", item.count or "some", "results")
+            else:
+                found = item.classification
+                print(item.post.id, found.label, found.scores[found.label])
+    """
+    settings = load(redis_url=redis_url)
+    if since is None and not follow and group is None:
+        since = 0.0
+    redis = connect(settings)
+    filters = ResultFilter(label, min_score, subreddit, run)
+    reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
+    return _items(reader, follow, settings, redis)
+
+
+def _items(reader: Reader, follow: bool, settings: Settings, redis: Redis) -> Generator[Result | Missed]:
+    """Yield the reader's items, and close the connection when the generator ends."""
+    try:
+        with user_errors(settings):
+            yield from items(reader, follow)
+    finally:
+        redis.close()
