@@ -17,6 +17,7 @@ from shared.broker import CLASSIFY_TASK, queue_lists
 from shared.errors import PostRefused, RequestRefused
 from shared.keys import CLEARS
 from shared.messages import ClassifyOptions, Post
+from shared.model_routing import deployed_weights
 from shared.queue_redaction import MESSAGES_AT_ONCE
 from shared.scripts import queue as scripts
 from shared.settings import Settings
@@ -41,11 +42,12 @@ def clear(redis: Redis, settings: Settings) -> Cleared:
     Each message is removed together with the marks of its posts, and only if no worker has taken it meanwhile.
     """
     messages = posts = 0
+    weights = deployed_weights(redis, settings.queue)
     for name in queue_lists(settings.queue):
         left: Any = redis.llen(name)
         while left > 0:
             for message in _oldest(redis, name, min(left, MESSAGES_AT_ONCE)):
-                found, marks = marks_in(message, settings)
+                found, marks = marks_in(message, settings.queue, weights)
                 if scripts.remove_waiting(redis, settings.queue, name, message, marks):
                     messages, posts = messages + 1, posts + found
                 left -= 1
@@ -60,23 +62,28 @@ def _oldest(redis: Any, name: str, count: int) -> list[bytes]:
     return found[::-1]
 
 
-def marks_in(message: bytes, settings: Settings) -> tuple[int, list[tuple[Mark, str]]]:
-    """Return the number of posts in a message, and each readable post's mark and run. Other messages have no posts."""
+def marks_in(message: bytes, queue: str, weights: str) -> tuple[int, list[tuple[list[Mark], str]]]:
+    """Return the number of posts in a message, and each readable post's possible marks and run.
+
+    A post can have been sent before the weights were deployed, so that it has either of two marks. weights: see
+    `send_scope`. Other messages have no posts.
+    """
     try:
         arguments = _arguments(message)
         raw = arguments.pop("posts")
-        purpose = send_scope(settings, ClassifyOptions.parse(arguments))
+        options = ClassifyOptions.parse(arguments)
     except (ValueError, zlib.error, AttributeError, KeyError, TypeError, IndexError, RecursionError, RequestRefused):
         return 0, []
     if not isinstance(raw, list):
         return 0, []
+    purposes = [send_scope(queue, options, each) for each in dict.fromkeys((weights, ""))]
     marks = []
     for each in raw:
         try:
             post = Post.parse(each)
         except PostRefused:
             continue
-        marks.append((mark_of(post, purpose), post.run or ""))
+        marks.append(([mark_of(post, purpose) for purpose in purposes], post.run or ""))
     return len(raw), marks
 
 

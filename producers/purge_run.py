@@ -53,6 +53,7 @@ def purge_run(redis: Redis, settings: Settings, run: str) -> RunPurged:
 def _remove_waiting(redis: Any, settings: Settings, run: str) -> tuple[int, int]:
     """Remove the waiting messages whose posts are all of this run. Return the numbers of messages and posts."""
     messages = posts = 0
+    weights = model_routing.deployed_weights(redis, settings.queue)
     for name in queue_lists(settings.queue):
         start = 0
         # Newest first: new messages shift the others towards the part not yet read.
@@ -60,7 +61,7 @@ def _remove_waiting(redis: Any, settings: Settings, run: str) -> tuple[int, int]
             "LRANGE", name, start, start + MESSAGES_AT_ONCE - 1, **{NEVER_DECODE: True}
         ):
             for message in read:
-                count, marks = marks_in(message, settings)
+                count, marks = marks_in(message, settings.queue, weights)
                 is_of_run = 0 < count == len(marks) and all(of == run for _, of in marks)
                 if is_of_run and queue_scripts.remove_waiting(redis, settings.queue, name, message, marks):
                     messages, posts = messages + 1, posts + count

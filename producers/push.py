@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 from shared import broker
 from shared.errors import QueueFull, SettingsError
 from shared.messages import ClassifyOptions, Post, digest, scope_of
+from shared.model_routing import deployed_weights
 from shared.redis_errors import is_full
 from shared.runs import MAX_RUNS
 from shared.scripts import queue as scripts
@@ -38,19 +39,20 @@ FULL_QUEUE_POLL_S = 0.5
 
 
 class Mark(NamedTuple):
-    """Identity of a sent post: its id, and a digest of its text, options, queue and run (`Post.scope`)."""
+    """Identity of a sent post: its id, and a digest of its text, its run (`scope_of`) and the `send_scope`."""
 
     post_id: str
     field: str
 
 
-def send_scope(settings: Settings, options: ClassifyOptions) -> str:
+def send_scope(queue: str, options: ClassifyOptions, weights: str) -> str:
     """Return the key under which sent posts and file positions are recorded.
 
-    Contains the options and the queue, because a post sent to one queue can still be sent to another.
+    Contains the queue, the options and the weights deployed to the queue, "" for none: a post that was sent to one
+    queue or model can still be sent to another.
     """
-    text = options.model_dump_json()
-    return text if settings.queue == DEFAULT_QUEUE else f"{settings.queue} {text}"
+    named = "" if queue == DEFAULT_QUEUE else queue
+    return " ".join(part for part in (named, weights, options.model_dump_json()) if part)
 
 
 def mark_of(post: Post, purpose: str) -> Mark:
@@ -90,7 +92,7 @@ class QueueGate:
 class Pusher:
     """Publish posts, counting posts `sent`, `skipped` (sent before) and `gone` (purged), and `messages`.
 
-    options: classification options; posts with new options or a new text are sent again.
+    options: classification options. Posts with new options or a new text, or for a newly deployed model, are sent again.
     again: also send posts that were sent before. Purged posts (shared/purge.py) are never sent.
     wait: sleeps while the queue is full; exceptions it raises end `push`.
     refuse: raise QueueFull instead of waiting. wait_for_memory: also wait while Redis is at its memory limit.
@@ -120,7 +122,7 @@ class Pusher:
         self._redis = redis
         self._settings = settings
         self._options = options
-        self._purpose = send_scope(settings, options)
+        self._purpose = ""
         self._again = again
         self._wait = wait
         self._refuse = refuse
@@ -162,6 +164,8 @@ class Pusher:
 
     def _push(self, posts: Iterable[Post]) -> None:
         size = self._settings.posts_per_message
+        queue = self._settings.queue
+        self._purpose = send_scope(queue, self._options, deployed_weights(self._redis, queue))
         unsent: list[tuple[Mark, Post]] = []
         if self._run is not None:
             run = {"run": self._run}

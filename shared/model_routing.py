@@ -221,6 +221,15 @@ def requested_model(redis: Redis, queue: str) -> RequestedModel | None:
         ) from None
 
 
+def deployed_weights(redis: Redis, queue: str) -> str:
+    """Return the SHA-256 of the weights deployed to a queue; "" if none are. Raises redis.exceptions.RedisError."""
+    try:
+        deployed = requested_model(redis, queue)
+    except UserError:  # an invalid entry stops the commands that use it, but no producer
+        return ""
+    return (deployed and deployed.weights) or ""
+
+
 def request_model(redis: Redis, queue: str, asked: RequestedModel | None) -> None:
     """Set the model requested for a queue; None removes it. Raises UserError, redis.exceptions.RedisError."""
     if asked is None:

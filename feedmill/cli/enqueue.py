@@ -29,7 +29,7 @@ from shared import runs
 from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, printable
 from shared.messages import parse_run
-from shared.model_routing import check_options, has_worker
+from shared.model_routing import check_options, deployed_weights, has_worker
 
 app = typer.Typer()
 
@@ -107,7 +107,8 @@ def enqueue(
     pusher = Pusher(celery, redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse, run=run)
     with user_errors(settings):
         check_options(redis, settings.queue, options)
-        way = (send_scope(settings, options), run, messages_cleared(redis, settings.queue), ",".join(kept))
+        scope = send_scope(settings.queue, options, deployed_weights(redis, settings.queue))
+        way = (scope, run, messages_cleared(redis, settings.queue), ",".join(kept))
         # With a limit, a second command sends nothing more, rather than the next posts.
         position = None if limit else _position(redis, file, way, filters, chosen, columns.encoding)
         start = position.load() if position and not again else 0
@@ -146,7 +147,17 @@ def enqueue(
             failed = wait_for_run(redis, settings, notes, run, by_counts=not again)
     elif pusher.sent:
         notes.print(f"run {printable(run)}: `feedmill status` shows its progress", markup=False)
+    elif pusher.skipped:
+        with user_errors(settings):
+            notes.print(_nothing_new(redis, run), markup=False)
     raise typer.Exit(1 if reading.skipped or found_none or failed else 0)
+
+
+def _nothing_new(redis: Redis, run: str) -> str:
+    """Return a message for a command whose posts were all sent before."""
+    if runs.progress(redis, run):
+        return f"run {printable(run)} has these posts already. --again sends them again"
+    return "these Reddit posts belong to the run that sent them first. --again sends them again"
 
 
 def _interrupted(pusher: Pusher, run: str) -> str:

@@ -58,13 +58,16 @@ end
 """
 )
 #:   KEYS[1]: list of the queue. KEYS[2]: feedmill:clears, hash.
-#:   ARGV[1]: the message. ARGV[2]: a JSON list of [id, hash field, run] per post.
+#:   ARGV[1]: the message. ARGV[2]: a JSON list of [id, hash fields, run] per post.
 #:   ARGV[3], ARGV[4]: prefixes of the names of sent marks' and of runs' keys. ARGV[5]: the queue.
 _REMOVE: Script[int] = Script("""
 if redis.call('LREM', KEYS[1], -1, ARGV[1]) == 0 then return 0 end
 redis.call('HINCRBY', KEYS[2], ARGV[5], 1)
 for _, mark in ipairs(cjson.decode(ARGV[2])) do
-  local removed, run = redis.call('HDEL', ARGV[3] .. mark[1], mark[2]), ARGV[4] .. mark[3]
+  local removed, run = 0, ARGV[4] .. mark[3]
+  for _, field in ipairs(mark[2]) do
+    if removed == 0 then removed = redis.call('HDEL', ARGV[3] .. mark[1], field) end
+  end
   if removed == 1 and mark[3] ~= '' and tonumber(redis.call('HGET', run, 'sent') or 0) > 0 then
     redis.call('HINCRBY', run, 'sent', -1)
   end
@@ -102,14 +105,14 @@ def mark(redis: Redis, marks: Sequence[tuple[str, str]], at: int, ttl: int, run:
 
 
 def remove_waiting(
-    redis: Redis, queue: str, queue_list: str, message: bytes, marks: Sequence[tuple[tuple[str, str], str]]
+    redis: Redis, queue: str, queue_list: str, message: bytes, marks: Sequence[tuple[Sequence[tuple[str, str]], str]]
 ) -> bool:
-    """Remove a waiting message with the marks of its posts; return False if it is not in the list any more.
+    """Remove a waiting message with a mark of each post; return False if it is not in the list any more.
 
-    queue_list: the list of the queue that holds the message. marks: for each post, its id and hash field, and its run
-    ("" for none), from which it is subtracted.
+    queue_list: the list of the queue that holds the message. marks: for each post, its possible marks, of which the
+    first that exists is removed, and its run ("" for none), from which it is subtracted.
     """
-    named = json.dumps([[*mark, run] for mark, run in marks])
+    named = json.dumps([[found[0][0], [field for _, field in found], run] for found, run in marks])
     return bool(_REMOVE(redis, [queue_list, CLEARS], [message, named, sent_key(""), run_key(""), queue]))
 
 

@@ -18,8 +18,9 @@ from producers.push import Pusher, QueueGate
 from shared import broker
 from shared.broker import connect, make_app, queue_depth
 from shared.errors import QueueFull, SettingsError
-from shared.keys import find, sent_key, tombstone_key
+from shared.keys import REQUESTED_MODELS, find, sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post, digest
+from shared.model_routing import RequestedModel, request_model
 from shared.scripts import queue as scripts
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, make_posts, wait_until
@@ -90,6 +91,18 @@ def test_each_queue_has_its_own_gate_and_marks(settings: Settings, redis: RedisS
     assert [queue_depth(redis.client, name).waiting for name in ("feedmill", "feedmill-other")] == [2, 2]
     assert pusher(other).gate.room() == 1
     assert all(find(str(key)) for key in redis.client.scan_iter()), "all keys are in shared/keys.py"
+
+
+def test_a_newly_deployed_model_gets_posts_that_were_sent_before(settings: Settings, redis: RedisServer) -> None:
+    pushing = pusher(settings)
+    for weights, sent in ((None, 40), (None, 40), ("00", 80), ("00", 80), ("11", 120), (None, 120), ("00", 120)):
+        asked = RequestedModel("/models/a", weights, 1.0) if weights else None
+        request_model(redis.client, settings.queue, asked)
+        pushing.push(make_posts(40))
+        assert pushing.sent == sent
+    redis.client.hset(REQUESTED_MODELS, settings.queue, "invalid")
+    pushing.push(make_posts(40))
+    assert pushing.sent == 120
 
 
 def test_default_queue_honours_marks_of_earlier_versions(settings: Settings, redis: RedisServer) -> None:

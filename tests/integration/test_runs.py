@@ -18,6 +18,7 @@ from shared.broker import make_app
 from shared.errors import UserError
 from shared.keys import COUNTERS, RESULTS_STREAM, RUNS, find, result_key, run_key, sent_key
 from shared.messages import MAX_RUN, Classification, ClassifyOptions, DeadLetter, Post, fingerprint, parse_run, run_of
+from shared.model_routing import RequestedModel, request_model
 from shared.purge import purge
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
@@ -220,6 +221,29 @@ def test_clearing_forgets_posts_whose_body_declares_no_encoding(
     server.client.lpush("feedmill", json.dumps(message))
     assert clear(server.client, settings) == Cleared(1, 1)
     assert not server.client.exists(sent_key("1"))
+
+
+def test_clearing_forgets_posts_sent_before_a_deployment(server: RedisServer, settings: Settings) -> None:
+    posts = [post("0", "a"), post("1", "a")]
+    push(server, settings, posts, "a")
+    request_model(server.client, settings.queue, RequestedModel("/models/a", "00", 1.0))
+    assert clear(server.client, settings) == Cleared(1, 2)
+    assert counts(server, "a") == (0, 0, 0)
+    request_model(server.client, settings.queue, None)
+    assert push(server, settings, posts, "a").sent == 2
+
+
+def test_clearing_keeps_marks_of_posts_that_another_model_classified(server: RedisServer, settings: Settings) -> None:
+    posts = [post("0", "a"), post("1", "a")]
+    push(server, settings, posts, "a")
+    server.client.delete(settings.queue)  # as if a worker had finished the message
+    request_model(server.client, settings.queue, RequestedModel("/models/a", "00", 1.0))
+    push(server, settings, posts, "a")
+    clear(server.client, settings)
+    assert counts(server, "a") == (2, 0, 0)
+    assert push(server, settings, posts, "a").sent == 2
+    request_model(server.client, settings.queue, None)
+    assert push(server, settings, posts, "a").sent == 0
 
 
 def test_purging_a_run_keeps_the_posts_of_other_runs(
