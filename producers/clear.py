@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from producers.push import Mark, mark_of, send_scope
+from producers.push import mark_of, send_scope
 from shared import encoding
 from shared.broker import CLASSIFY_TASK, queue_lists
 from shared.errors import PostRefused, RequestRefused
@@ -62,7 +62,7 @@ def _oldest(redis: Any, name: str, count: int) -> list[bytes]:
     return found[::-1]
 
 
-def marks_in(message: bytes, queue: str, weights: str) -> tuple[int, list[tuple[list[Mark], str]]]:
+def marks_in(message: bytes, queue: str, weights: str) -> tuple[int, list[tuple[list[scripts.Mark], str]]]:
     """Return the number of posts in a message, and each readable post's possible marks and run.
 
     A post can have been sent before the weights were deployed, so that it has either of two marks. weights: see

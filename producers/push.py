@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kombu import pools, uuid
 from kombu.exceptions import OperationalError
@@ -38,13 +38,6 @@ MAX_COLLECT_S = 0.25
 FULL_QUEUE_POLL_S = 0.5
 
 
-class Mark(NamedTuple):
-    """Identity of a sent post: its id, and a digest of its text, its run (`scope_of`) and the `send_scope`."""
-
-    post_id: str
-    field: str
-
-
 def send_scope(queue: str, options: ClassifyOptions, weights: str) -> str:
     """Return the key under which sent posts and file positions are recorded.
 
@@ -55,9 +48,9 @@ def send_scope(queue: str, options: ClassifyOptions, weights: str) -> str:
     return " ".join(part for part in (named, weights, options.model_dump_json()) if part)
 
 
-def mark_of(post: Post, purpose: str) -> Mark:
+def mark_of(post: Post, purpose: str) -> scripts.Mark:
     """Return the mark of a post. purpose: see `send_scope`."""
-    return Mark(post.id, digest(post.text, purpose, *scope_of(post)))
+    return scripts.Mark.of(post.id, digest(post.text, purpose, *scope_of(post)))
 
 
 class QueueGate:
@@ -92,7 +85,7 @@ class QueueGate:
 class Pusher:
     """Publish posts, counting posts `sent`, `skipped` (sent before) and `gone` (purged), and `messages`.
 
-    options: classification options. Posts with new options or a new text, or for a newly deployed model, are sent again.
+    options: classification options. Posts with new options or text, or for a newly deployed model, are sent again.
     again: also send posts that were sent before. Purged posts (shared/purge.py) are never sent.
     wait: sleeps while the queue is full; exceptions it raises end `push`.
     refuse: raise QueueFull instead of waiting. wait_for_memory: also wait while Redis is at its memory limit.
@@ -166,7 +159,7 @@ class Pusher:
         size = self._settings.posts_per_message
         queue = self._settings.queue
         self._purpose = send_scope(queue, self._options, deployed_weights(self._redis, queue))
-        unsent: list[tuple[Mark, Post]] = []
+        unsent: list[tuple[scripts.Mark, Post]] = []
         if self._run is not None:
             run = {"run": self._run}
             posts = (post.model_copy(update=run) for post in posts)
@@ -177,7 +170,7 @@ class Pusher:
             del unsent[:whole]
         self._send(unsent)
 
-    def _unsent(self, posts: Sequence[Post], waiting: set[Mark]) -> Iterator[tuple[Mark, Post]]:
+    def _unsent(self, posts: Sequence[Post], waiting: set[scripts.Mark]) -> Iterator[tuple[scripts.Mark, Post]]:
         """Yield posts that must be sent, with their marks. waiting: marks of posts already collected, extended here."""
         marks = [mark_of(post, self._purpose) for post in posts]
         for mark, post, status in zip(marks, posts, scripts.lookup(self._redis, marks), strict=True):
@@ -189,7 +182,7 @@ class Pusher:
                 waiting.add(mark)
                 yield mark, post
 
-    def _send(self, unsent: Sequence[tuple[Mark, Post]]) -> None:
+    def _send(self, unsent: Sequence[tuple[scripts.Mark, Post]]) -> None:
         size = self._settings.posts_per_message
         while unsent:
             fitting = unsent[: size * self._wait_for_room()]

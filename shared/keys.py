@@ -15,6 +15,8 @@ DEAD_LETTERS = "feedmill:dead"
 #: letters), `gone` (posts purged before they could be stored), `answered` (requests answered with a stored result),
 #: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams).
 COUNTERS = "feedmill:counters"
+#: Number of buckets of marks: records of sent posts (shared/scripts/queue.py). `feedmill:marks:NUMBER` is a bucket.
+MARKS = "feedmill:marks"
 #: Runs, scored by the time of their latest activity, in seconds since 1970.
 RUNS = "feedmill:runs"
 #: Queue -> number of messages that `feedmill queue clear` removed. A change makes positions in files void.
@@ -80,8 +82,8 @@ def labels_key(hour: int) -> str:
     return f"feedmill:labels:{hour}"
 
 
-def sent_key(post_id: str) -> str:
-    """Record of what was sent for a post: digest of text and options -> time of sending, in seconds since 1970."""
+def earlier_mark_key(post_id: str) -> str:
+    """Record of what was sent for a post, by an earlier version: digest of text and options -> time of sending."""
     return f"feedmill:sent:{post_id}"
 
 
@@ -142,7 +144,9 @@ TABLE: tuple[Key, ...] = (
     Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),
     Key(RUNS, "zset", "shared/runs.py", "MAX_RUNS members; ttl sent_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl label_counts_ttl"),
-    Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
+    Key(MARKS, "string", "producers/push.py", "one number; ttl sent_ttl"),
+    Key("feedmill:marks:*", "string", "producers/push.py", "MAX_BUCKET_MARKS records; ttl sent_ttl"),
+    Key("feedmill:sent:*", "hash", "producers/push.py of an earlier version", "ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
     Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
     Key(REDDIT_FULL_READS, "hash", "producers/reddit/state.py", "one field per topic of the topics file"),

@@ -25,8 +25,9 @@ from redis.client import NEVER_DECODE
 from shared import model_routing, queue_redaction
 from shared.broker import TRANSPORT_KEYS
 from shared.errors import MessageFailed, UserError, printable
-from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, sent_key, tombstone_key
+from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, tombstone_key
 from shared.scripts import purge as scripts
+from shared.scripts import queue as queue_scripts
 from shared.settings import Settings
 
 #: Ids per pass over a stream. Each call of the script receives all of them.
@@ -81,7 +82,7 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> PurgeCounts:
     found = PurgeCounts(messages=queue_redaction.remove(redis, queues, frozenset(posts)))
     for batch in _batches(posts):
         counts = PurgeCounts(
-            sent=redis.unlink(*map(sent_key, batch)),
+            sent=queue_scripts.forget(redis, batch),
             results=redis.unlink(*map(result_key, batch)),
             entries=scripts.sweep(redis, RESULTS_STREAM, batch, SWEEP_BYTES),
             dead_letters=scripts.sweep(redis, DEAD_LETTERS, batch, SWEEP_BYTES),

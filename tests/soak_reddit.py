@@ -24,10 +24,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from producers.reddit.state import Gap, State
-from shared.keys import RESULTS_STREAM, sent_key
+from shared.keys import RESULTS_STREAM
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
-from tests.support import Feedmill, RedisServer, redis_servers, wait_until, working
+from tests.support import Feedmill, RedisServer, redis_servers, sent_marks, wait_until, working
 
 SUBREDDITS = 16
 #: Faults, all equally likely.
@@ -199,7 +199,7 @@ class Soak:
         for fullname in sorted(reachable - set(stored)):
             place, served = self._published.index(fullname), self._reddit.ledger.served[fullname]
             known = fullname in _known(server, published[fullname].subreddit)
-            sent = bool(server.client.exists(sent_key(fullname)))
+            sent = bool(sent_marks(server.client, fullname))
             _tell(f"missing: {fullname} {published[fullname]}, number {place}, {served=} {known=} {sent=}")
         _tell(f"gaps: {[_described(gap) for gap in gaps]}")
         return {

@@ -22,11 +22,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from redis import Redis
+from redis.client import NEVER_DECODE
 from trustme import CA
 
 from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child, free_port
-from shared.messages import Post
+from shared.keys import MARKS
+from shared.messages import Post, digest
+from shared.scripts import queue as queue_scripts
+from shared.scripts.marks import MARK_BYTES
 from shared.settings import LOCK_FILE, STACK_FILE
 from tests.forkserver import Forked, Forks, ForkServer
 
@@ -49,6 +53,23 @@ def announced(folder: Path, text: str) -> Iterator[Path]:
     with (folder / LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder / STACK_FILE
+
+
+def sent_checksums(client: Redis) -> list[int]:
+    """Return the checksum of the id of every mark of a sent post."""
+    read: Any = client
+    buckets = [read.execute_command("GET", key, **{NEVER_DECODE: True}) for key in client.scan_iter(f"{MARKS}:*")]
+    return [int.from_bytes(each[at : at + 4], "big") for each in buckets for at in range(0, len(each), MARK_BYTES)]
+
+
+def sent_marks(client: Redis, post_id: str) -> int:
+    """Return the number of marks of a post that was sent."""
+    return sent_checksums(client).count(zlib.crc32(post_id.encode()))
+
+
+def mark_sent(client: Redis, post_id: str) -> None:
+    """Mark a post as sent."""
+    queue_scripts.mark(client, [queue_scripts.Mark.of(post_id, digest(post_id))], int(time.time()), 3600)
 
 
 def wait_until(holds: Callable[[], object], description: str, seconds: float = 120.0) -> None:

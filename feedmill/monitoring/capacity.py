@@ -8,13 +8,16 @@ earlier. The backlog (bounded by `queue_limit`) and dead letters are not counted
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
-from shared.keys import RESULTS_STREAM, labels_key, result_key, sent_key
+from shared.keys import MARKS, RESULTS_STREAM, labels_key, result_key
 from shared.results import HOUR_S
+from shared.scripts.buckets import bucket_key
+from shared.scripts.marks import MARK_BYTES
 from shared.settings import DAY_S, Settings
 
 #: Number of newest results whose memory is measured.
@@ -100,9 +103,21 @@ def _measure(redis: Redis) -> tuple[float, float]:
     pipe: Any = redis.pipeline(transaction=False)
     for post_id in ids:
         pipe.memory_usage(result_key(post_id))
-        pipe.memory_usage(sent_key(post_id))
     sizes = [size or 0 for size in pipe.execute()]
-    return sum(sizes[::2]) / max(len(ids), 1), sum(sizes[1::2]) / max(len(ids), 1)
+    return sum(sizes) / max(len(ids), 1), _bytes_per_record(redis, MARKS, ids, MARK_BYTES)
+
+
+def _bytes_per_record(redis: Redis, table: str, ids: Sequence[str], size: int) -> float:
+    """Return the bytes of memory per record of a table, from the buckets of these ids. size: bytes of a record."""
+    buckets: Any = redis.get(table)
+    if buckets is None:
+        return 0.0
+    pipe: Any = redis.pipeline(transaction=False)
+    for key in {bucket_key(table, post_id, int(buckets)) for post_id in ids}:
+        pipe.memory_usage(key)
+        pipe.strlen(key)
+    found = [count or 0 for count in pipe.execute()]
+    return size * sum(found[::2]) / max(sum(found[1::2]), 1)
 
 
 def _stored_by_hour(redis: Redis, since: float) -> list[int]:

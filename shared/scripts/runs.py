@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from redis import Redis
 
-from shared.keys import CLEARS, DEAD_LETTERS, RUNS, result_key, run_key, sent_key
+from shared.keys import CLEARS, DEAD_LETTERS, MARKS, RUNS, earlier_mark_key, result_key, run_key
 from shared.scripts import Script, as_text
+from shared.scripts.marks import FORGET_MARKS
 
 #: Maximum milliseconds between two activities of a run that count as time in use. In longer pauses, the run waited for
 #: a worker, or its sender for a person.
@@ -38,12 +39,14 @@ PURGE_BYTES = 2**18
 #: Deletes the entries of one run, the results that they announce, and all marks of their ids: marks do not name their
 #: run, and a post of another run that is sent again is answered with its stored result.
 #:
-#:   KEYS[1]  feedmill:results or feedmill:dead, stream
+#:   KEYS[1]  feedmill:results or feedmill:dead, stream    KEYS[2]  feedmill:marks, string, and its buckets
 #:   ARGV[1]  first id, in XRANGE syntax    ARGV[2]  bytes of entries after which to stop    ARGV[3]  the run
-#:   ARGV[4], ARGV[5]  prefixes of the names of results' and of sent marks' keys
+#:   ARGV[4], ARGV[5]  prefixes of the names of results' keys, and of earlier versions' marks
 #:
 #: Returns the first id for the next call ("" after the last entry), and the number of deleted entries.
-_PURGE: Script[tuple[str | bytes, int]] = Script("""
+_PURGE: Script[tuple[str | bytes, int]] = Script(
+    FORGET_MARKS
+    + """
 local from, bytes, deleted = ARGV[1], 0, 0
 local function decoded(text)
   local valid, value = pcall(cjson.decode, text or '')
@@ -67,14 +70,15 @@ repeat
         local left = redis.call('HKEYS', key)
         if #left == 1 and left[1] == 'score' then redis.call('UNLINK', key) end
       end
-      if found.id then redis.call('UNLINK', ARGV[5] .. found.id) end
+      if found.id then forget_marks(KEYS[2], ARGV[5], found.id) end
     end
     from = '(' .. entry[1]
   end
   if #entries < 10 then from = '' end
 until from == '' or bytes >= tonumber(ARGV[2])
 return {from, deleted}
-""")
+"""
+)
 #: Deletes a run's counters, and makes the saved positions in files void: sending its file again would skip its posts.
 #:
 #:   KEYS[1] feedmill:run:<name>, hash    KEYS[2] feedmill:runs, zset    KEYS[3] feedmill:clears, hash
@@ -105,7 +109,8 @@ def purge(redis: Redis, stream: str, run: str) -> int:
     """
     start, total = "-", 0
     while start:
-        following, deleted = _PURGE(redis, [stream], [start, PURGE_BYTES, run, result_key(""), sent_key("")])
+        arguments = [start, PURGE_BYTES, run, result_key(""), earlier_mark_key("")]
+        following, deleted = _PURGE(redis, [stream, MARKS], arguments)
         start, total = as_text(following), total + deleted
     return total
 

@@ -257,6 +257,7 @@ NO_WRITING: tuple[tuple[Any, ...], ...] = (
     ("LREM", "feedmill:undecodable", 0, "x"),
     ("HSET", "feedmill:result:p1", "a", "b"),
     ("HSET", "feedmill:sent:p1", "a", "b"),
+    ("SET", "feedmill:marks:0", "a"),
     ("HSET", "feedmill:models", "a", "b"),
 )
 NO_STEERING: tuple[tuple[Any, ...], ...] = (

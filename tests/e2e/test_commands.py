@@ -20,7 +20,17 @@ from shared.messages import Classification, Post
 from shared.model_routing import announce
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import PASSWORD, RedisServer, as_jsonl, body_of, feedmill, make_posts, running, wait_until
+from tests.support import (
+    PASSWORD,
+    RedisServer,
+    as_jsonl,
+    body_of,
+    feedmill,
+    make_posts,
+    running,
+    sent_checksums,
+    wait_until,
+)
 
 
 def test_prints_version_and_help(tmp_path: Path) -> None:
@@ -136,7 +146,7 @@ def test_enqueue_resumes_an_interrupted_run(redis: RedisServer, tmp_path: Path, 
     url = {"FEEDMILL_REDIS_URL": redis.url}
     # A round trip sends 1,024 posts in 32 messages: the second waits for room in the queue.
     with running("enqueue", str(path), cwd=tmp_path, FEEDMILL_QUEUE_LIMIT="40", **url) as interrupted:
-        wait_until(lambda: len(redis.client.keys("feedmill:sent:*")) == 40 * 32, "the second round trip waits")
+        wait_until(lambda: len(sent_checksums(redis.client)) == 40 * 32, "the second round trip waits")
         interrupted.end(how)
     assert "Traceback" not in interrupted.text()
     assert positions(redis) == [1025]

@@ -20,7 +20,7 @@ from shared.broker import queue_depth
 from shared.errors import UserError
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
-from tests.support import Feedmill, RedisServer, feedmill, running, wait_until
+from tests.support import Feedmill, RedisServer, feedmill, running, sent_checksums, sent_marks, wait_until
 
 TOPICS = """
 active = 2
@@ -96,7 +96,7 @@ def test_daemon_sends_new_posts_until_a_signal(
     with running("ingest", "reddit", cwd=tmp_path, **environment) as daemon:
         wait_until(lambda: _sent(daemon, redis) == 33, "all existing posts are sent")
         new = reddit.publish("chess", title="a new opening")
-        wait_until(lambda: redis.client.exists(f"feedmill:sent:{new}"), "the new post is sent")
+        wait_until(lambda: sent_marks(redis.client, new), "the new post is sent")
         status = feedmill("status", "--json", cwd=tmp_path, **environment)
         assert json.loads(status.stdout)["reddit"]["topics"] == 2
         assert "2 topics" in feedmill("status", cwd=tmp_path, **environment).stdout
@@ -106,7 +106,7 @@ def test_daemon_sends_new_posts_until_a_signal(
 
 def _sent(daemon: Feedmill, redis: RedisServer) -> int:
     assert daemon.process.poll() is None, daemon.text()
-    return len(list(redis.client.scan_iter("feedmill:sent:*")))
+    return len(sent_checksums(redis.client))
 
 
 def test_metrics_are_served_on_loopback(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from feedmill.monitoring import capacity, watch
 from feedmill.monitoring.capacity import HORIZON_HOURS, Memory, estimate_memory, span
-from shared.keys import labels_key, sent_key
+from shared.keys import labels_key
 from shared.results import HOUR_S, ResultsStore
 from shared.settings import DAY_S, Settings
 from tests.integration.test_results import result
-from tests.support import RedisServer
+from tests.support import RedisServer, mark_sent
 
 #: Posts per second.
 RATE = 200.0
@@ -24,7 +24,7 @@ def store(server: RedisServer) -> ResultsStore:
     store = ResultsStore(server.client, settings)
     store.write([result(str(number)) for number in range(20)])
     for number in range(20):
-        server.client.hset(sent_key(str(number)), "digest", 1)
+        mark_sent(server.client, str(number))
     return store
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from zlib import crc32
 
 import pytest
 from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore[attr-defined]  # the stubs are older
@@ -18,12 +19,12 @@ from producers.push import Pusher, QueueGate
 from shared import broker
 from shared.broker import connect, make_app, queue_depth
 from shared.errors import QueueFull, SettingsError
-from shared.keys import REQUESTED_MODELS, find, sent_key, tombstone_key
+from shared.keys import MARKS, REQUESTED_MODELS, earlier_mark_key, find, tombstone_key
 from shared.messages import ClassifyOptions, Post, digest
 from shared.model_routing import RequestedModel, request_model
 from shared.scripts import queue as scripts
 from shared.settings import Settings
-from tests.support import RedisServer, body_of, make_posts, wait_until
+from tests.support import RedisServer, body_of, make_posts, sent_checksums, sent_marks, wait_until
 
 pytestmark = pytest.mark.each_redis
 
@@ -107,7 +108,7 @@ def test_a_newly_deployed_model_gets_posts_that_were_sent_before(settings: Setti
 
 def test_default_queue_honours_marks_of_earlier_versions(settings: Settings, redis: RedisServer) -> None:
     (post,) = make_posts(1)
-    redis.client.hset(sent_key(post.id), digest(post.text, ClassifyOptions().model_dump_json()), 1)
+    redis.client.hset(earlier_mark_key(post.id), digest(post.text, ClassifyOptions().model_dump_json()), 1)
     pushing = pusher(settings)
     pushing.push([post])
     assert pushing.skipped == 1
@@ -130,7 +131,8 @@ def test_a_changed_score_alone_is_not_sent_again(settings: Settings) -> None:
 
 def test_marks_expire(settings: Settings, redis: RedisServer) -> None:
     pusher(settings).push(make_posts(1))
-    assert 0 < redis.client.ttl(sent_key("p0")) <= settings.sent_ttl
+    for key in redis.client.scan_iter(f"{MARKS}*"):
+        assert 0 < redis.client.ttl(key) <= settings.sent_ttl
 
 
 def test_message_headers_follow_the_protocol_and_hide_posts(settings: Settings, redis: RedisServer) -> None:
@@ -246,7 +248,7 @@ def test_purged_posts_are_never_sent(settings: Settings, redis: RedisServer) -> 
         pushing = pusher(settings, again)
         pushing.push(make_posts(5))
         assert (pushing.gone, pushing.skipped) == (2, 0)
-        redis.client.delete(*(sent_key(f"p{number}") for number in range(5)))
+        scripts.forget(redis.client, [f"p{number}" for number in range(5)])
     assert queued(redis) == ["p0", "p2", "p4"] * 2
     redis.client.delete(tombstone_key("p1"))
     pushing.push(make_posts(5)[1:2])
@@ -264,14 +266,13 @@ def test_a_post_purged_while_being_sent_is_not_marked(
 
     monkeypatch.setattr(broker, "publish", purged_meanwhile)
     pusher(settings).push(make_posts(3))
-    assert [redis.client.exists(sent_key(f"p{number}")) for number in range(3)] == [1, 0, 1]
+    assert [sent_marks(redis.client, f"p{number}") for number in range(3)] == [1, 0, 1]
 
 
 def consistent(pushing: Pusher, redis: RedisServer) -> None:
     """Assert that every marked or counted post is in the queue."""
     there = queued(redis)
-    marked = {str(key) for key in redis.client.scan_iter(sent_key("*"))}
-    assert marked <= {sent_key(post_id) for post_id in there}
+    assert set(sent_checksums(redis.client)) <= {crc32(post_id.encode()) for post_id in there}
     assert pushing.sent <= len(there)
     assert pushing.messages <= len(messages(redis))
 
@@ -395,7 +396,7 @@ def test_push_can_be_repeated_after_a_signal_at_any_line(
         redis.client.rpush("feedmill", *worked) if worked else None
         consistent(pushing, redis)
         assert set(queued(redis)) == {post.id for post in posts}, f"after line {line}"
-        assert all(redis.client.exists(sent_key(post.id)) for post in posts)
+        assert all(sent_marks(redis.client, post.id) for post in posts)
         return passed >= line
 
     line = 1

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +17,24 @@ from producers.push import Pusher
 from shared import runs
 from shared.broker import make_app
 from shared.errors import UserError
-from shared.keys import COUNTERS, RESULTS_STREAM, RUNS, find, result_key, run_key, sent_key
-from shared.messages import MAX_RUN, Classification, ClassifyOptions, DeadLetter, Post, fingerprint, parse_run, run_of
+from shared.keys import COUNTERS, MARKS, RESULTS_STREAM, RUNS, find, result_key, run_key
+from shared.messages import (
+    MAX_RUN,
+    Classification,
+    ClassifyOptions,
+    DeadLetter,
+    Post,
+    digest,
+    fingerprint,
+    parse_run,
+    run_of,
+)
 from shared.model_routing import RequestedModel, request_model
 from shared.purge import purge
-from shared.results import Result, ResultsStore
+from shared.results import HOUR_S, Result, ResultsStore
+from shared.scripts.queue import Mark, mark
 from shared.settings import Settings
-from tests.support import RedisServer, body_of
+from tests.support import RedisServer, body_of, sent_marks
 
 
 @pytest.fixture
@@ -90,7 +102,7 @@ def test_posts_are_marked_as_sent_by_run(server: RedisServer, settings: Settings
     again = push(server, settings, posts, "b")
     assert (again.sent, again.skipped) == (1, 1)
     assert push(server, settings, posts, None).sent == 1
-    assert server.client.hlen(sent_key("0")) == 3
+    assert sent_marks(server.client, "0") == 3
 
 
 def test_messages_carry_the_run(server: RedisServer, settings: Settings) -> None:
@@ -170,14 +182,14 @@ def test_lists_a_bounded_number_of_runs_that_expire(
 def test_an_id_of_many_runs_does_not_grow_for_ever(
     server: RedisServer, settings: Settings, store: ResultsStore
 ) -> None:
-    """Each result and each mark extends the lifetime of its hash, so expired fields are deleted."""
+    """Each result and each mark extends the lifetime of its key, so expired ones are deleted."""
     for number in range(400):
         store.write([result(post("0", f"run {number}"))])  # classified in 1970
-        server.client.hset(sent_key("0"), f"{number}", 1)
     assert server.client.hlen(result_key("0")) < 200
-    for number in range(100):
-        push(server, settings, [post("0")], f"run {number}")
-    assert server.client.hlen(sent_key("0")) < 200
+    for ago in (settings.sent_ttl + 2 * HOUR_S, 0):
+        marks = [Mark.of("0", digest(f"run {number} {ago}")) for number in range(50)]
+        mark(server.client, marks, int(time.time()) - ago, settings.sent_ttl)
+    assert sent_marks(server.client, "0") == 50
 
 
 def test_keeps_unexpired_results_of_many_runs(server: RedisServer, store: ResultsStore) -> None:
@@ -192,7 +204,7 @@ def test_a_purge_finds_a_post_in_every_run(server: RedisServer, settings: Settin
         store.write([result(post("0", run)), result(post("1", run))], [letter(post("0", run))])
     found = purge(server.client, settings, ["0"])
     assert (found.entries, found.dead_letters, found.messages) == (2, 2, 2)
-    assert server.client.exists(sent_key("0"), result_key("0")) == 0
+    assert server.client.exists(result_key("0")) == sent_marks(server.client, "0") == 0
     assert {found.post.id for found in store.latest(9)} == {"1"}
 
 
@@ -220,7 +232,7 @@ def test_clearing_forgets_posts_whose_body_declares_no_encoding(
         del message["properties"]["body_encoding"]
     server.client.lpush("feedmill", json.dumps(message))
     assert clear(server.client, settings) == Cleared(1, 1)
-    assert not server.client.exists(sent_key("1"))
+    assert not sent_marks(server.client, "1")
 
 
 def test_clearing_forgets_posts_sent_before_a_deployment(server: RedisServer, settings: Settings) -> None:
@@ -274,7 +286,7 @@ def test_a_purged_run_can_be_sent_again(server: RedisServer, settings: Settings,
     push(server, settings, posts, "a")
     before = messages_cleared(server.client, settings.queue)
     purge_run(server.client, settings, "a")
-    assert server.client.keys(result_key("*")) + server.client.keys(sent_key("*")) == []
+    assert server.client.keys(result_key("*")) == server.client.keys(f"{MARKS}:*") == []
     assert messages_cleared(server.client, settings.queue) != before  # positions in files are void
     assert push(server, settings, posts, "a").sent == 2
 

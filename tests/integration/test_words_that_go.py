@@ -17,14 +17,13 @@ from redis import Redis
 from shared import queue_redaction
 from shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, connect, make_app, publish, queue_lists
 from shared.errors import UserError
-from shared.keys import sent_key
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.model_routing import announce
 from shared.purge import purge, rewrite_append_only_file
 from shared.results import Result, ResultsStore
 from shared.scripts.leases import Reservation
 from shared.settings import Settings
-from tests.support import RedisServer, body_of, shapes, wait_until
+from tests.support import RedisServer, body_of, mark_sent, shapes, wait_until
 
 pytestmark = [
     pytest.mark.each_redis,
@@ -76,7 +75,7 @@ def fill(kept: Kept) -> None:
             id=post_id, reason=words, post=each.model_dump_json(), options=None, message="m", worker="w", failed_at=1.0
         )
         store.write([Result(each, found)], [letter])
-        redis.hset(sent_key(post_id), "digest", 1)
+        mark_sent(redis, post_id)
         backend.mark_as_done(f"m-{post_id}", [{"id": post_id, "error": words}])
     publish(ours, [[post("gone", WORDS), post("kept", OTHERS)], [post("kept", OTHERS)]], ClassifyOptions())
     both = [post("gone", WORDS).model_dump(), post("kept", OTHERS).model_dump()]

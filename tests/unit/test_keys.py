@@ -4,13 +4,13 @@ import pytest
 
 from shared.keys import (
     COUNTERS,
+    MARKS,
     REDDIT_RECHECKS,
     RESULTS_STREAM,
     TABLE,
     find,
     reddit_known_key,
     result_key,
-    sent_key,
     tombstone_key,
 )
 
@@ -21,7 +21,8 @@ from shared.keys import (
         (RESULTS_STREAM, "feedmill:results"),
         (COUNTERS, "feedmill:counters"),
         (result_key("t3_x"), "feedmill:result:*"),
-        (sent_key("t3_x"), "feedmill:sent:*"),
+        (MARKS, "feedmill:marks"),
+        (f"{MARKS}:12", "feedmill:marks:*"),
         (reddit_known_key("cooking"), "feedmill:reddit:known:*"),
         (REDDIT_RECHECKS, "feedmill:reddit:looks"),
         (tombstone_key("t3_x"), "feedmill:gone:*"),

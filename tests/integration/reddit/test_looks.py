@@ -4,11 +4,12 @@ import pytest
 
 from producers.reddit.rechecks import CLOSED_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_DELAYS_S, WAITING_RETRY_S
 from producers.reddit.state import RECHECK_DELAYS_S
-from shared.keys import REDDIT_RECHECKS, result_key, sent_key, tombstone_key
+from shared.keys import MARKS, REDDIT_RECHECKS, result_key, tombstone_key
 from shared.messages import Post
 from shared.purge import purge
 from shared.results import ResultsStore
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, result
+from tests.support import sent_marks
 
 #: Seconds between polls in tests of days.
 SELDOM = 6 * HOUR
@@ -37,7 +38,7 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
     assert store.get(removed)
     for gone in (deleted, vanished):
         assert store.get(gone) == []
-        assert not house.redis.client.exists(sent_key(gone), result_key(gone))
+        assert house.redis.client.exists(result_key(gone)) == sent_marks(house.redis.client, gone) == 0
         assert house.redis.client.exists(tombstone_key(gone))
     assert daemon.status()["purged"] == 2
     house.run(daemon, REMOVED_PATIENCE_S + WAITING_RETRY_S)
@@ -56,7 +57,7 @@ def test_a_post_briefly_unknown_to_reddit_is_kept(house: House) -> None:
     house.loopback.faults.clear()
     house.run(daemon, HOUR)
     assert not house.redis.client.exists(tombstone_key(fullname))
-    assert house.redis.client.exists(sent_key(fullname))
+    assert sent_marks(house.redis.client, fullname)
 
 
 def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:
@@ -208,7 +209,7 @@ def whole(house: House) -> list[str]:
 
 
 def forget_marks(house: House) -> None:
-    for key in house.redis.client.scan_iter("feedmill:sent:*"):
+    for key in house.redis.client.scan_iter(f"{MARKS}:*"):
         house.redis.client.delete(key)
 
 

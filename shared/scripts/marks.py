@@ -1,0 +1,65 @@
+"""Parts of other scripts: records of sent posts (marks), in buckets."""
+
+from shared.scripts.buckets import BUCKETS, ID_BYTES
+
+#: Bytes of a mark: a checksum of the id (`ID_BYTES`), a digest of what was sent, and the hour when it expires. The
+#: probability that a new post is taken for sent is 2**-48 (4e-15) for each mark of its id, and 2**-80 for each mark of
+#: another id, together 1e-16 at 100 million marks.
+DIGEST_BYTES, HOUR_BYTES = 6, 2
+MARK_BYTES = ID_BYTES + DIGEST_BYTES + HOUR_BYTES
+#: Digits of the digest, in hex.
+DIGEST_DIGITS = 2 * DIGEST_BYTES
+#: Marks of a bucket above which it is split; the mean is about twice that. More would save memory, but each new mark
+#: rewrites its bucket.
+SPLIT_MARKS = 16
+#: Maximum marks of a bucket, which only one id in thousands of runs can reach; the oldest are dropped.
+MAX_BUCKET_MARKS = 4096
+#: Hours of expiry are numbers modulo 2**16.
+MAX_TTL_HOURS = 2**15 - 1
+
+#: Functions on marks. The first IDENTITY bytes of a mark are its identity.
+MARK_RECORDS = (
+    BUCKETS
+    + f"""
+local SIZE, IDENTITY = {MARK_BYTES}, {ID_BYTES + DIGEST_BYTES}
+-- Return the offset of a record that starts with these bytes.
+local function find_mark(records, start)
+  local at = find(records, start, 1, true)
+  while at and (at - 1) % SIZE > 0 do at = find(records, start, at + 1, true) end
+  return at
+end
+local function without_mark(records, at)
+  return sub(records, 1, at - 1) .. sub(records, at + SIZE)
+end
+-- Return the digest in a mark of what was sent. field: the whole digest, in hex.
+local function digest_of(field)
+  local digits = sub(field, 1, {DIGEST_DIGITS})
+  return (string.gsub(digits, '..', function(byte) return string.char(tonumber(byte, 16)) end))
+end
+local function expired(records, at, hour)
+  return (read('>H', records, at + IDENTITY) - hour) % 65536 >= 32768
+end
+"""
+)
+#: Defines `forget_marks`, which deletes the marks of an id, and returns whether there were any.
+#:
+#: marks: feedmill:marks, string, and its buckets    earlier: prefix of the names of an earlier version's marks
+FORGET_MARKS = (
+    MARK_RECORDS
+    + """
+local function forget_marks(marks, earlier, id)
+  local found = redis.call('UNLINK', earlier .. id) == 1
+  local key, records, checksum = bucket_of(marks, id)
+  local at = find_mark(records, checksum)
+  if at then
+    repeat
+      records = without_mark(records, at)
+      at = find_mark(records, checksum)
+    until not at
+    shrink_bucket(key, records)
+    found = true
+  end
+  return found
+end
+"""
+)
