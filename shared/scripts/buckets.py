@@ -59,7 +59,7 @@ local function shrink_bucket(key, records)
   if #records > 0 then redis.call('SET', key, records, 'KEEPTTL') else redis.call('DEL', key) end
 end
 -- Split buckets until the next one in turn has fewer bytes than `size`, but at most `limit` of them.
--- size_at: returns the length of the record at an offset of a bucket. ttl: seconds.
+-- size_at: the length of each record, or a function that returns that of the record at an offset. ttl: seconds.
 local function split_buckets(name, limit, size, size_at, ttl)
   local count, half = buckets_of(name)
   local before = count
@@ -69,9 +69,9 @@ local function split_buckets(name, limit, size, size_at, ttl)
     if not records or #records < size then break end
     local left, moved, at = {{}}, {{}}, 1
     while at <= #records do
-      local length = size_at(records, at)
-      local into = read('>I4', records, at) % (2 * half) == count and moved or left
-      into[#into + 1] = sub(records, at, at + length - 1)
+      local length = type(size_at) == 'number' and size_at or size_at(records, at)
+      local record = sub(records, at, at + length - 1)
+      if read('>I4', record) % (2 * half) == count then moved[#moved + 1] = record else left[#left + 1] = record end
       at = at + length
     end
     if #moved > 0 then

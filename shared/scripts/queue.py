@@ -102,9 +102,10 @@ end
 for name, records in pairs(buckets) do
   local start = math.max(1, #records - {MAX_BUCKET_MARKS} * SIZE + 1)
   while start < #records and expired(records, start, hour) do start = start + SIZE end
-  if #records > 0 then redis.call('SET', name, sub(records, start), 'EX', ARGV[5]) end
+  if start > 1 then records = sub(records, start) end
+  if records ~= '' then redis.call('SET', name, records, 'EX', ARGV[5]) end
 end
-if new > 0 then split_buckets(KEYS[1], #ids, {SPLIT_MARKS} * SIZE, function() return SIZE end, ARGV[5]) end
+if new > 0 then split_buckets(KEYS[1], #ids, {SPLIT_MARKS} * SIZE, SIZE, ARGV[5]) end
 if new > 0 and ARGV[7] ~= '' then
   count_progress(KEYS[2], ARGV[8], ARGV[7], {{sent = new}}, ARGV[5], ARGV[9], true)
 end
