@@ -14,9 +14,9 @@ from feedmill.stack.embedded import WORKER_NODE, Stack
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.errors import StackError
-from shared.keys import result_key
 from shared.messages import ClassifyOptions, Post
 from shared.results import ResultsStore
+from shared.scripts.results import forget
 from shared.settings import Settings
 from workers.models.classifiers import Classifier, LabelSet, Row
 from workers.models.classifiers.registry import load_classifier
@@ -196,7 +196,7 @@ class FeedmillVariant:
         labels = [self._store.get(post.id)[-1].label for post in self._posts]
         # Otherwise, the next round would find these results instead of computing its own.
         for start in range(0, len(self._posts), 1000):
-            self._redis.unlink(*(result_key(post.id) for post in self._posts[start : start + 1000]))
+            forget(self._redis, [post.id for post in self._posts[start : start + 1000]])
         return labels
 
     def _finished(self) -> int:

@@ -23,9 +23,9 @@ from benchmarks.throughput import read_posts
 from feedmill.stack.embedded import Stack
 from shared.broker import connect
 from shared.errors import StackError
-from shared.keys import result_key
 from shared.messages import Classification
 from shared.results import Result, ResultsStore
+from shared.scripts.results import forget
 from shared.settings import load
 from workers.models import device
 from workers.models.classifiers.registry import load_classifier
@@ -71,8 +71,7 @@ def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, An
             written.append(_seconds(store.write, results, WRITE_SIZE))
             wanted = [(result.post.id, result.classification.fingerprint) for result in results]
             found.append(_seconds(store.find, wanted, settings.posts_per_message))
-            for post in posts:
-                redis.unlink(result_key(post.id))
+            forget(redis, [post.id for post in posts])
             console.print(
                 f"round {number + 1}: {1 / computed[-1]:.1f} posts/s computed; relative to that, writing a post takes "
                 f"{written[-1] / computed[-1]:.2%} and a lookup {found[-1] / computed[-1]:.2%}"

@@ -17,6 +17,8 @@ DEAD_LETTERS = "feedmill:dead"
 COUNTERS = "feedmill:counters"
 #: Number of buckets of marks: records of sent posts (shared/scripts/queue.py). `feedmill:marks:NUMBER` is a bucket.
 MARKS = "feedmill:marks"
+#: Number of buckets of stored results (shared/scripts/results.py). `feedmill:stored:NUMBER` is a bucket.
+STORED = "feedmill:stored"
 #: Runs, scored by the time of their latest activity, in seconds since 1970.
 RUNS = "feedmill:runs"
 #: Queue -> number of messages that `feedmill queue clear` removed. A change makes positions in files void.
@@ -62,8 +64,13 @@ def reddit_texts_key(subreddit: str) -> str:
     return f"feedmill:reddit:texts:{subreddit}"
 
 
-def result_key(post_id: str) -> str:
-    """Results of a post: fingerprint -> Classification, as JSON; and `score` -> its latest score, as JSON."""
+def context_key(digest: str) -> str:
+    """What stored results share: labels, model, revision, weights, worker and device, as JSON. digest: of this text."""
+    return f"feedmill:context:{digest}"
+
+
+def earlier_result_key(post_id: str) -> str:
+    """Results of a post, by an earlier version: fingerprint -> Classification, as JSON; `score` -> its latest score."""
     return f"feedmill:result:{post_id}"
 
 
@@ -139,7 +146,10 @@ TABLE: tuple[Key, ...] = (
         "workers/pipeline/poison.py",
         "ttl NOTE_TTL_S; deleted when the message is finished",
     ),
-    Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
+    Key(STORED, "string", "shared/results.py", "one number; ttl results_ttl"),
+    Key("feedmill:stored:*", "string", "shared/results.py", "ttl results_ttl"),
+    Key("feedmill:context:*", "string", "shared/results.py", "ttl results_ttl and an hour"),
+    Key("feedmill:result:*", "hash", "shared/results.py of an earlier version", "ttl results_ttl"),
     Key("feedmill:run:*", "hash", "shared/runs.py", "seven fields; ttl sent_ttl"),
     Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),
     Key(RUNS, "zset", "shared/runs.py", "MAX_RUNS members; ttl sent_ttl"),

@@ -25,9 +25,10 @@ from redis.client import NEVER_DECODE
 from shared import model_routing, queue_redaction
 from shared.broker import TRANSPORT_KEYS
 from shared.errors import MessageFailed, UserError, printable
-from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, tombstone_key
+from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, tombstone_key
 from shared.scripts import purge as scripts
 from shared.scripts import queue as queue_scripts
+from shared.scripts import results as result_scripts
 from shared.settings import Settings
 
 #: Ids per pass over a stream. Each call of the script receives all of them.
@@ -83,7 +84,7 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> PurgeCounts:
     for batch in _batches(posts):
         counts = PurgeCounts(
             sent=queue_scripts.forget(redis, batch),
-            results=redis.unlink(*map(result_key, batch)),
+            results=result_scripts.forget(redis, batch),
             entries=scripts.sweep(redis, RESULTS_STREAM, batch, SWEEP_BYTES),
             dead_letters=scripts.sweep(redis, DEAD_LETTERS, batch, SWEEP_BYTES),
         )

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, cast
 
 from redis import Redis
 
-from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, labels_key, result_key
+from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, context_key, labels_key
 from shared.messages import Classification, DeadLetter, Post, digest
 from shared.replay import Replay
+from shared.result_records import SCORE, Context, Contexts, KnownContext, pack, pack_score, split, unpack
 from shared.runs import MAX_RUNS
 from shared.scripts import results as scripts
-from shared.scripts.results import SCORE
+from shared.scripts.records import SCORE_FIELD
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
@@ -84,11 +85,29 @@ class ResultsStore:
         self._redis = redis
         self._settings = settings
         self._replay = Replay(redis)
+        self._contexts = Contexts()
 
     def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
         """Return the stored result of each (post id, fingerprint), or None. Raises redis.exceptions.RedisError."""
-        found = scripts.find(self._redis, wanted)
-        return [None if each is None else Classification.model_validate_json(each) for each in found]
+        if not wanted:
+            return []
+        found = scripts.find(self._redis, wanted, int(time.time()))
+        records, texts = split(found.records), iter(found.texts)
+        return [
+            unpack(next(records), self._context)
+            if kind == scripts.RECORD
+            else Classification.model_validate_json(next(texts))
+            if kind == scripts.EARLIER
+            else None
+            for kind in found.kinds
+        ]
+
+    def _context(self, identity: bytes) -> KnownContext | None:
+        """Return the context with this id; None if it is lost."""
+        if known := self._contexts.get(identity):
+            return known
+        text: Any = self._redis.get(context_key(identity.hex()))
+        return None if text is None else self._contexts.add(Context.parse(text))
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
         """Store a micro-batch's results and dead letters. Return the number of new results.
@@ -124,38 +143,48 @@ class ResultsStore:
         self, results: Sequence[Result], dead: Sequence[DeadLetter]
     ) -> tuple[Callable[[], tuple[int, int]], int]:
         """Return the script call, and the number of bytes that it sends."""
-        new = [
-            (
-                post.id,
-                found.fingerprint,
-                found.label,
-                post.run or "",
-                post.scope is not None,
-                found.model_dump_json(),
-                self._clipped(post),
-            )
-            for post, found in results
-        ]
+        now = int(time.time())
+        expires = now + self._settings.results_ttl
+        records: list[bytes] = []
+        entries: list[bytes] = []
+        contexts: dict[str, str] = {}
+        for post, found in results:
+            record, context = pack(post.id, found, self._contexts, expires)
+            if context:
+                contexts[context.key] = context.json
+            records.append(record)
+            # model_dump_json would decode the text, only for it to be encoded again.
+            entries += found.__pydantic_serializer__.to_json(found), self._clipped(post)
+        new = scripts.NewResults(
+            [post.id for post, _ in results],
+            [found.label for _, found in results],
+            [post.run or "" for post, _ in results],
+            records,
+            entries,
+        )
         # Posts sent without an id get "", which is not a valid id and cannot be purged.
         letters = [
             ((letter.id or "").strip(), dead_letter_digest(letter), letter.model_dump_json(), letter.run or "")
             for letter in dead
         ]
-        hour = int(time.time() // HOUR_S)
-        return scripts.prepare_write(self._redis, self._settings, new, letters, hour, MAX_LABELS_PER_HOUR, MAX_RUNS)
+        limits = MAX_LABELS_PER_HOUR, MAX_RUNS
+        return scripts.prepare_write(self._redis, self._settings, new, contexts, letters, now, *limits)
 
-    def _clipped(self, post: Post) -> str:
+    def _clipped(self, post: Post) -> bytes:
         """Return a post as JSON for its stream entry, with its body truncated."""
         if len(post.body) > self._settings.stream_body:
             # model_copy skips validation, so a post whose body is truncated to nothing is valid.
             post = post.model_copy(update={"body": post.body[: self._settings.stream_body]})
-        return post.model_dump_json(exclude_defaults=True)
+        return post.__pydantic_serializer__.to_json(post, exclude_defaults=True)
 
     def get(self, post_id: str) -> list[Classification]:
         """Return a post's classifications that have not expired, oldest first: one per text, model and label set."""
-        found: Any = self._redis.hgetall(result_key(post_id))
-        found.pop(SCORE, None)
-        classifications = map(Classification.model_validate_json, found.values())
+        stored, earlier = scripts.get(self._redis, post_id)
+        now = time.time()
+        records = [each for each in split(stored) if each.kind != SCORE and each.expires > now]
+        classifications = [found for each in records if (found := unpack(each, self._context))]
+        earlier.pop(SCORE_FIELD.encode(), None)
+        classifications += map(Classification.model_validate_json, earlier.values())
         return sorted(classifications, key=lambda classification: classification.classified_at)
 
     def post_of(self, found: Classification) -> Post | None:
@@ -179,13 +208,16 @@ class ResultsStore:
         refreshed = 0
         remaining = iter(scores.items())
         while batch := list(islice(remaining, SCORES_PER_CALL)):
-            refreshed += scripts.refresh(self._redis, dict(batch), at)
+            texts = [(post_id, json.dumps({"score": score, "at": at})) for post_id, score in batch]
+            refreshed += scripts.refresh(self._redis, [(*each, pack_score(*each)) for each in texts])
         return refreshed
 
     def score(self, post_id: str) -> Score | None:
         """Return the latest score of a post with results; None if `refresh_scores` never stored one."""
-        found: Any = self._redis.hget(result_key(post_id), SCORE)
-        return None if found is None else Score(**json.loads(found))
+        stored, earlier = scripts.get(self._redis, post_id)
+        found = [each.content for each in split(stored) if each.kind == SCORE]
+        text = found[0] if found else earlier.get(SCORE_FIELD.encode())
+        return None if text is None else Score(**json.loads(text))
 
     def latest(self, count: int) -> list[Result]:
         """Return the newest `count` results of the stream, oldest first."""

@@ -30,7 +30,10 @@ from typing import Any
 from celery import Celery
 
 from shared.broker import queue_depth
-from shared.keys import CELERY_RESULTS, COUNTERS, DEAD_LETTERS, RESULTS_STREAM, result_key
+from shared.keys import CELERY_RESULTS, COUNTERS, DEAD_LETTERS, RESULTS_STREAM, STORED
+from shared.result_records import split
+from shared.results import ResultsStore
+from shared.settings import Settings
 from tests.fakes.differential_messages import REVOKED_STAMP, WAITING, Draw, Sending, everything, is_message
 from tests.fakes.differential_tasks import TOLD
 from tests.fakes.models import NLI, make_model
@@ -394,23 +397,25 @@ def _compare_recorded(comparison: Comparison, stock: Side, feedmill: Side) -> No
 
 def _compare_stored(comparison: Comparison, stock: Side, feedmill: Side) -> None:
     """Compare each post's results, and check that each result has one stream entry."""
-    for keys in _both(comparison, "stored", stock, feedmill, result_key("*")):
-        values = []
-        for side in (stock, feedmill):
-            pipe: Any = side.redis.client.pipeline(transaction=False)
-            for key in keys:
-                pipe.hgetall(key)
-            values.append(pipe.execute())
-        for key, theirs, ours in zip(keys, *values, strict=True):
-            comparison.same(
-                key, *({name: json.loads(value) for name, value in each.items()} for each in (theirs, ours))
-            )
+    theirs, ours = (_stored_ids(side) for side in (stock, feedmill))
+    comparison.same("ids of the stored results", sorted(theirs), sorted(ours))
+    stores = [ResultsStore(side.redis.client, Settings()) for side in (stock, feedmill)]
+    for post_id in theirs & ours:
+        found = [{each.fingerprint: each.model_dump() for each in store.get(post_id)} for store in stores]
+        comparison.same(f"stored {post_id}", *found)
     for side in (stock, feedmill):
         # `repeated` and `answered` depend on which of two messages with the same post is first, and are not compared.
         stored, entries = side.redis.client.hget(COUNTERS, "stored"), side.redis.client.xlen(RESULTS_STREAM)
         comparison.same(f"{side.name}: entries of the stream for each result", str(stored), str(entries))
     counts = [side.redis.client.xlen(RESULTS_STREAM) for side in (stock, feedmill)]
     comparison.same("results stored", *counts)
+
+
+def _stored_ids(side: Side) -> set[str]:
+    """Return the ids of all posts with stored results."""
+    redis: Any = side.redis.client
+    buckets = [redis.execute_command("GET", key, NEVER_DECODE=True) for key in redis.scan_iter(f"{STORED}:*")]
+    return {each.post_id.decode() for bucket in buckets for each in split(bucket)}
 
 
 def _compare_dead_letters(comparison: Comparison, stock: Side, feedmill: Side) -> None:

@@ -37,9 +37,9 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 
 from shared.broker import SENT_AT, TRANSPORT_KEYS, format_arguments
 from shared.errors import RequestRefused
-from shared.keys import CELERY_RESULTS, DEAD_LETTERS, result_key
+from shared.keys import CELERY_RESULTS, DEAD_LETTERS
 from tests.fakes.hostile_messages import HOSTILE, Hostile
-from tests.support import Process, RedisServer, redis_servers, start, wait_until
+from tests.support import Process, RedisServer, has_results, redis_servers, start, wait_until
 from workers.pipeline.message import Message
 from workers.runtime.task import arguments_by_name
 from workers.transport.channel import Channel
@@ -165,7 +165,7 @@ class Served:
                 yield task_id, json.loads(result)["status"]
             elif task_id in dead:
                 yield task_id, "dead"
-            elif self._redis.exists(result_key(task_id)):
+            elif has_results(self._redis, task_id):
                 yield task_id, "stored"
             else:
                 yield task_id, "waits" if element in waiting else None

@@ -30,6 +30,7 @@ from feedmill.stack.processes import Child, free_port
 from shared.keys import MARKS
 from shared.messages import Post, digest
 from shared.scripts import queue as queue_scripts
+from shared.scripts import results
 from shared.scripts.marks import MARK_BYTES
 from shared.settings import LOCK_FILE, STACK_FILE
 from tests.forkserver import Forked, Forks, ForkServer
@@ -70,6 +71,11 @@ def sent_marks(client: Redis, post_id: str) -> int:
 def mark_sent(client: Redis, post_id: str) -> None:
     """Mark a post as sent."""
     queue_scripts.mark(client, [queue_scripts.Mark.of(post_id, digest(post_id))], int(time.time()), 3600)
+
+
+def has_results(client: Redis, post_id: str) -> bool:
+    """Return whether anything is stored with a post's results."""
+    return results.get(client, post_id) != (b"", {})
 
 
 def wait_until(holds: Callable[[], object], description: str, seconds: float = 120.0) -> None:

@@ -8,13 +8,15 @@ earlier. The backlog (bounded by `queue_limit`) and dead letters are not counted
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from redis import Redis
+from redis.client import NEVER_DECODE
 from redis.exceptions import NoPermissionError
 
-from shared.keys import MARKS, RESULTS_STREAM, labels_key, result_key
+from shared.keys import MARKS, RESULTS_STREAM, STORED, labels_key
+from shared.result_records import SCORE, split
 from shared.results import HOUR_S
 from shared.scripts.buckets import bucket_key
 from shared.scripts.marks import MARK_BYTES
@@ -100,24 +102,21 @@ def _measure(redis: Redis) -> tuple[float, float]:
     """Return the mean bytes of the newest posts' results and of their sent marks. A missing key counts as zero."""
     newest: Any = redis.xrevrange(RESULTS_STREAM, count=SAMPLE_RESULTS)
     ids = [fields.get("id", "") for _, fields in newest]
-    pipe: Any = redis.pipeline(transaction=False)
-    for post_id in ids:
-        pipe.memory_usage(result_key(post_id))
-    sizes = [size or 0 for size in pipe.execute()]
-    return sum(sizes) / max(len(ids), 1), _bytes_per_record(redis, MARKS, ids, MARK_BYTES)
+    results = _bytes_per_record(redis, STORED, ids, lambda bucket: sum(each.kind != SCORE for each in split(bucket)))
+    return results, _bytes_per_record(redis, MARKS, ids, lambda bucket: len(bucket) // MARK_BYTES)
 
 
-def _bytes_per_record(redis: Redis, table: str, ids: Sequence[str], size: int) -> float:
-    """Return the bytes of memory per record of a table, from the buckets of these ids. size: bytes of a record."""
-    buckets: Any = redis.get(table)
-    if buckets is None:
+def _bytes_per_record(redis: Redis, table: str, ids: Sequence[str], records_in: Callable[[bytes], int]) -> float:
+    """Return the bytes of memory per record of a table, from the buckets of these ids."""
+    untyped: Any = redis
+    if (buckets := untyped.get(table)) is None:
         return 0.0
-    pipe: Any = redis.pipeline(transaction=False)
+    used = records = 0
     for key in {bucket_key(table, post_id, int(buckets)) for post_id in ids}:
-        pipe.memory_usage(key)
-        pipe.strlen(key)
-    found = [count or 0 for count in pipe.execute()]
-    return size * sum(found[::2]) / max(sum(found[1::2]), 1)
+        if (bucket := untyped.execute_command("GET", key, **{NEVER_DECODE: True})) is not None:
+            used += untyped.memory_usage(key) or 0
+            records += records_in(bucket)
+    return used / max(records, 1)
 
 
 def _stored_by_hour(redis: Redis, since: float) -> list[int]:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from redis import Redis
+from redis.client import NEVER_DECODE
 from redis.commands import core
+from redis.exceptions import NoScriptError
 
 Answer = TypeVar("Answer")
 
@@ -29,6 +31,16 @@ class Script(Generic[Answer]):
     def __call__(self, redis: Redis, keys: Sequence[str | bytes], args: Sequence[Any] = ()) -> Answer:
         answer: Answer = self._script(keys, args, redis)
         return answer
+
+    def raw(self, redis: Redis, keys: Sequence[str | bytes], args: Sequence[Any] = ()) -> Any:
+        """Return a reply that contains binary data, without decoding it."""
+        untyped: Any = redis
+        command = ("EVALSHA", self.sha, len(keys), *keys, *args)
+        try:
+            return untyped.execute_command(*command, **{NEVER_DECODE: True})
+        except NoScriptError:
+            redis.script_load(self.lua)
+            return untyped.execute_command(*command, **{NEVER_DECODE: True})
 
 
 def as_text(value: str | bytes) -> str:

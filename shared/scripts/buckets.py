@@ -58,25 +58,34 @@ end
 local function shrink_bucket(key, records)
   if #records > 0 then redis.call('SET', key, records, 'KEEPTTL') else redis.call('DEL', key) end
 end
--- Split buckets until the next one in turn has fewer bytes than `size`, but at most `limit` of them.
--- size_at: the length of each record, or a function that returns that of the record at an offset. ttl: seconds.
-local function split_buckets(name, limit, size, size_at, ttl)
+-- Split buckets until the next one in turn has fewer bytes than `bytes`, but at most `limit` of them.
+-- size: bytes of each record; nil if they are in the four bytes after the checksum. ttl: seconds.
+local function split_buckets(name, limit, bytes, size, ttl)
   local count, half = buckets_of(name)
   local before = count
   while count - before < limit do
     local source, target = name .. ':' .. (count - half), name .. ':' .. count
     local records = redis.call('GET', source)
-    if not records or #records < size then break end
-    local left, moved, at = {{}}, {{}}, 1
+    if not records or #records < bytes then break end
+    -- Runs of records with the same target are moved together.
+    local parts, at, start, run = {{{{}}, {{}}}}, 1, 1, nil
     while at <= #records do
-      local length = type(size_at) == 'number' and size_at or size_at(records, at)
-      local record = sub(records, at, at + length - 1)
-      if read('>I4', record) % (2 * half) == count then moved[#moved + 1] = record else left[#left + 1] = record end
-      at = at + length
+      local sum, length = read('>I4I4', records, at)
+      local into = sum % (2 * half) == count and 2 or 1
+      if into ~= run then
+        if run then table.insert(parts[run], sub(records, start, at - 1)) end
+        run, start = into, at
+      end
+      at = at + (size or length)
     end
-    if #moved > 0 then
-      redis.call('SET', target, table.concat(moved), 'EX', ttl)
-      if #left > 0 then redis.call('SET', source, table.concat(left), 'EX', ttl) else redis.call('DEL', source) end
+    table.insert(parts[run], sub(records, start))
+    if #parts[2] > 0 then
+      redis.call('SET', target, table.concat(parts[2]), 'EX', ttl)
+      if #parts[1] > 0 then
+        redis.call('SET', source, table.concat(parts[1]), 'EX', ttl)
+      else
+        redis.call('DEL', source)
+      end
     end
     count = count + 1
     if count == 2 * half then half = count end

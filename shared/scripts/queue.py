@@ -88,9 +88,13 @@ _MARK: Script[None] = Script(
     + f"""
 local ids, identities, hour, expires = cjson.decode(ARGV[1]), ARGV[2], tonumber(ARGV[3]), struct.pack('>H', ARGV[4])
 local count, half = buckets_of(KEYS[1])
-local purged, names, buckets, new = existing(ARGV[6], ids), {{}}, {{}}, 0
+local purged, names, buckets, latests, new = existing(ARGV[6], ids), {{}}, {{}}, {{}}, 0
+-- A key lives an hour longer than its last mark, so that most writes need not extend its life.
+local ttl = ARGV[5] + 3600
 for i = 1, #ids do names[i] = bucket_at(KEYS[1], identities, 1 + (i - 1) * IDENTITY, count, half) end
-for i, records in ipairs(redis.call('MGET', unpack(names))) do buckets[names[i]] = records or '' end
+for i, records in ipairs(redis.call('MGET', unpack(names))) do
+  buckets[names[i]], latests[names[i]] = records or '', records and sub(records, -2)
+end
 for i, name in ipairs(names) do
   if not (purged and purged[i]) then
     local identity, records = sub(identities, 1 + (i - 1) * IDENTITY, i * IDENTITY), buckets[name]
@@ -103,9 +107,16 @@ for name, records in pairs(buckets) do
   local start = math.max(1, #records - {MAX_BUCKET_MARKS} * SIZE + 1)
   while start < #records and expired(records, start, hour) do start = start + SIZE end
   if start > 1 then records = sub(records, start) end
-  if records ~= '' then redis.call('SET', name, records, 'EX', ARGV[5]) end
+  local latest = latests[name]
+  if records == '' then
+    -- All posts were purged.
+  elseif latest == expires then
+    redis.call('SET', name, records, 'KEEPTTL')
+  else
+    redis.call('SET', name, records, 'EX', ttl)
+  end
 end
-if new > 0 then split_buckets(KEYS[1], #ids, {SPLIT_MARKS} * SIZE, SIZE, ARGV[5]) end
+if new > 0 then split_buckets(KEYS[1], #ids, {SPLIT_MARKS} * SIZE, SIZE, ttl) end
 if new > 0 and ARGV[7] ~= '' then
   count_progress(KEYS[2], ARGV[8], ARGV[7], {{sent = new}}, ARGV[5], ARGV[9], true)
 end

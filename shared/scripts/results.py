@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 
@@ -12,80 +12,125 @@ from shared.keys import (
     DEAD_LETTERS,
     RESULTS_STREAM,
     RUNS,
+    STORED,
+    context_key,
     dead_letter_key,
+    earlier_result_key,
     labels_key,
-    result_key,
     run_key,
     tombstone_key,
 )
+from shared.result_records import fingerprint_key
 from shared.scripts import Script
+from shared.scripts.buckets import checksum
+from shared.scripts.records import RECORDS, SCORE_FIELD, SPLIT_BYTES
 from shared.scripts.runs import COUNT_PROGRESS
 from shared.settings import Settings
 
-#: Field with the latest score, in the hash of a post's classifications. No fingerprint equals it: they are hex.
-SCORE = "score"
-#: Fields after which a post's expired classifications are deleted: an id can occur in any number of runs, and each new
-#: result extends the lifetime of the whole hash.
-PRUNE_FIELDS = 32
+#: Seconds per hour.
+HOUR_S = 3600
 
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
 #:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
-#:   KEYS[5]  feedmill:runs       zset
-#:   KEYS[6+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
-#:   feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result; feedmill:run:<name>  hash, of each run
+#:   KEYS[5]  feedmill:runs       zset        KEYS[6]  feedmill:stored  string, and its buckets
+#:   KEYS[7+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
+#:   feedmill:gone:<id> and feedmill:context:<digest>, string, of each result; feedmill:run:<name>, hash, of each run
 #:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the results stream
 #:   ARGV[3]  length of the dead-letter stream  ARGV[4]  ttl of counts by label, seconds
 #:   ARGV[5]  maximum labels counted per hour
-#:   ARGV[6], ARGV[7]  prefixes of the names of each result's two keys
-#:   ARGV[8]  id, fingerprint, label, run ("" for none) and whether the run is the id's scope, of each result, as one
-#:   JSON text: redis-py is slow with many arguments
+#:   ARGV[6], ARGV[7]  prefixes of the names of an earlier version's results, and of tombstones
+#:   ARGV[8]  ids, labels and runs ("" for none) of the results, as JSON: redis-py is slow with many arguments
 #:   ARGV[9], ARGV[10], ARGV[11]  prefix of the names of runs' keys, their ttl in seconds, and maximum runs listed
-#:   ARGV[12], ARGV[13]  PRUNE_FIELDS, and SCORE
-#:   ARGV[14+] classification and post of each result; then id, letter and run of each dead letter
+#:   ARGV[12] records of the results    ARGV[13] time, seconds since 1970    ARGV[14] contexts by key, as a JSON object
+#:   ARGV[15+] classification and post of each result; then id, letter and run of each dead letter
 _WRITE: Script[tuple[int, int]] = Script(
-    COUNT_PROGRESS
-    + """
-local results, new, failed, gone, labels, runs = cjson.decode(ARGV[8]), 0, 0, 0, {}, {}
-local function prune(key)
-  local fields, oldest = redis.call('HGETALL', key), tonumber(redis.call('TIME')[1]) - tonumber(ARGV[1])
-  for i = 1, #fields, 2 do
-    local at = fields[i] ~= ARGV[13] and tonumber(string.match(fields[i + 1], '"classified_at":([%d.e+]+)'))
-    if at and at < oldest then redis.call('HDEL', key, fields[i]) end
-  end
-end
+    RECORDS
+    + COUNT_PROGRESS
+    + f"""
+local results, new, failed, gone, labels, runs = cjson.decode(ARGV[8]), 0, 0, 0, {{}}, {{}}
+local blob, now, at = ARGV[12], tonumber(ARGV[13]), 1
 local function count(run, what)
   if run ~= '' then
-    local counts = runs[run] or {}
+    local counts = runs[run] or {{}}
     runs[run], counts[what] = counts, (counts[what] or 0) + 1
   end
 end
 local length, dead = redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[3])
-for i, result in ipairs(results) do
-  local id, fingerprint, label, run, scoped = unpack(result)
-  local key, classification, post = ARGV[6] .. id, ARGV[12 + 2 * i], ARGV[13 + 2 * i]
-  if redis.call('EXISTS', ARGV[7] .. id) == 1 then
+local ids, labelled, run_of, total = results[1], results[2], results[3], #results[1]
+local names, records, keys, buckets, changed = {{}}, {{}}, {{}}, {{}}, {{}}
+local size, _
+if total > 0 then
+  local count, half = buckets_of(KEYS[6])
+  for i = 1, total do
+    names[i] = bucket_at(KEYS[6], blob, at, count, half)
+    _, size, _, keys[i] = read('>c4I4I1c16', blob, at)
+    records[i], at = sub(blob, at, at + size - 1), at + size
+  end
+  for i, held in ipairs(redis.call('MGET', unpack(names))) do buckets[names[i]] = held or '' end
+end
+local purged, earlier = existing(ARGV[7], ids), existing(ARGV[6], ids)
+for i, record in ipairs(records) do
+  if purged and purged[i] then
     gone = gone + 1
   else
-    if redis.call('HSETNX', key, fingerprint, classification) == 1 then
-      redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'id', id, 'classification', classification, 'post', post)
+    local name, key = names[i], keys[i]
+    local held = buckets[name]
+    local known = find_record(held, sub(record, 1, 4), key)
+    if known and expires_at(held, known) <= now then
+      held, known = without_record(held, known), nil
+    end
+    if earlier and earlier[i] and not known then
+      local hex = string.gsub(key, '.', function(byte) return string.format('%02x', string.byte(byte)) end)
+      known = redis.call('HEXISTS', ARGV[6] .. ids[i], hex) == 1
+    end
+    if not known then
+      local label, text, post = labelled[i], ARGV[13 + 2 * i], ARGV[14 + 2 * i]
+      if i < total then
+        redis.call('XADD', KEYS[1], '*', 'id', ids[i], 'classification', text, 'post', post)
+      else
+        redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'id', ids[i], 'classification', text, 'post', post)
+      end
       new = new + 1
       labels[label] = (labels[label] or 0) + 1
-      count(run, 'stored')
-      -- One result in sixteen checks, by the first digit of its fingerprint.
-      if scoped and string.byte(fingerprint) == 48 and redis.call('HLEN', key) > tonumber(ARGV[12]) then prune(key) end
+      count(run_of[i], 'stored')
+      changed[name] = changed[name] or held == '' and 0 or read('>I4', held, #held - 3)
+      buckets[name] = held .. record
     end
-    redis.call('EXPIRE', key, ARGV[1])
   end
 end
-for label, count in pairs(labels) do
-  if redis.call('HEXISTS', KEYS[4], label) == 1 or redis.call('HLEN', KEYS[4]) < tonumber(ARGV[5]) then
-    redis.call('HINCRBY', KEYS[4], label, count)
+-- A key lives until `grain` seconds after the expiry of its last record, so that most writes need not extend its life.
+local grain = math.max(1, math.floor(ARGV[1] / 64))
+local ttl, period = ARGV[1] + grain, math.floor((now + ARGV[1]) / grain)
+for name, latest in pairs(changed) do
+  local held, start = buckets[name], 1
+  while expires_at(held, start) <= now do start = start + length_at(held, start) end
+  if start > 1 then held = sub(held, start) end
+  if math.floor(latest / grain) == period then
+    redis.call('SET', name, held, 'KEEPTTL')
+  else
+    redis.call('SET', name, held, 'EX', ttl)
   end
 end
-if new > 0 then redis.call('EXPIRE', KEYS[4], ARGV[4]) end
-local counts = {stored = new, repeated = #results - new - gone}
-local at = 14 + 2 * #results
-for i = 6, #KEYS, 2 do
+for key, context in pairs(cjson.decode(ARGV[14])) do redis.call('SET', key, context, 'EX', ARGV[1] + 3600) end
+if new > 0 then
+  split_buckets(KEYS[6], new, {SPLIT_BYTES}, nil, ttl)
+end
+if new > 0 then
+  local counted, sums, room = {{}}, {{}}, ARGV[5] - redis.call('HLEN', KEYS[4])
+  for label in pairs(labels) do counted[#counted + 1] = label end
+  for i, sum in ipairs(redis.call('HMGET', KEYS[4], unpack(counted))) do
+    if not sum then room = room - 1 end
+    if sum or room >= 0 then
+      sums[#sums + 1] = counted[i]
+      sums[#sums + 1] = (sum or 0) + labels[counted[i]]
+    end
+  end
+  if #sums > 0 then redis.call('HSET', KEYS[4], unpack(sums)) end
+  redis.call('EXPIRE', KEYS[4], ARGV[4])
+end
+local counts = {{stored = new, repeated = total - new - gone}}
+local at = 15 + 2 * total
+for i = 7, #KEYS, 2 do
   local entry = redis.call('GET', KEYS[i + 1])
   if redis.call('EXISTS', KEYS[i]) == 1 then
     gone = gone + 1
@@ -105,40 +150,131 @@ counts.dead_trimmed = dead + failed - redis.call('XLEN', KEYS[3])
 for name, count in pairs(counts) do
   if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
 end
-return {new, counts.dead_trimmed}
+return {{new, counts.dead_trimmed}}
 """
 )
-#:   KEYS[1]  feedmill:counters  hash     feedmill:result:<id>  hash of each post
-#:   ARGV[1]  prefix of the latter's names
+#:   KEYS[1]  feedmill:counters  hash     KEYS[2]  feedmill:stored  string, and its buckets
+#:   ARGV[1]  prefix of the names of an earlier version's results
 #:   ARGV[2]  id and fingerprint of each post, as one JSON text: redis-py is slow with many arguments
-_FIND: Script[list[str | None]] = Script("""
-local found, answered = {}, 0
-for i, post in ipairs(cjson.decode(ARGV[2])) do
-  found[i] = redis.call('HGET', ARGV[1] .. post[1], post[2])
-  if found[i] then answered = answered + 1 end
+#:   ARGV[3]  checksum of the id and key of the fingerprint of each post    ARGV[4] time, seconds since 1970
+#:
+#: Returns the kind of each post's result (0 for none, 1 for a record, 2 for an earlier version's JSON), the records,
+#: and the JSON texts.
+_FIND: Script[Any] = Script(
+    RECORDS
+    + """
+local keys, now = ARGV[3], tonumber(ARGV[4])
+local kinds, names, found, texts, unknown, answered = {}, {}, {}, {}, 0, 0
+local count, half = buckets_of(KEYS[2])
+for i = 1, #keys / 20 do names[i] = bucket_at(KEYS[2], keys, 20 * i - 19, count, half) end
+for i, held in ipairs(redis.call('MGET', unpack(names))) do
+  local at = held and find_record(held, sub(keys, 20 * i - 19, 20 * i - 16), sub(keys, 20 * i - 15, 20 * i))
+  if at and expires_at(held, at) > now then
+    kinds[i], answered = 1, answered + 1
+    found[answered] = sub(held, at, at + length_at(held, at) - 1)
+  else
+    kinds[i], unknown = 0, unknown + 1
+  end
+end
+if unknown > 0 then
+  local wanted, ids = cjson.decode(ARGV[2]), {}
+  for i, post in ipairs(wanted) do ids[i] = post[1] end
+  local earlier = existing(ARGV[1], ids)
+  for i, post in ipairs(wanted) do
+    local text = kinds[i] == 0 and earlier and earlier[i] and redis.call('HGET', ARGV[1] .. post[1], post[2])
+    if text then kinds[i], answered, texts[#texts + 1] = 2, answered + 1, text end
+  end
 end
 if answered > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', answered) end -- pcall: a full Redis refuses it
-return found
-""")
-#:   KEYS[1+] feedmill:result:<id>  hash      ARGV[1]  SCORE, the field    ARGV[2+] score and time of each, as JSON
-_REFRESH: Script[int] = Script("""
+return {table.concat(kinds), table.concat(found), texts}
+"""
+)
+#:   KEYS[1]  feedmill:stored  string, and its buckets    KEYS[2]  an earlier version's results  hash    ARGV[1]  the id
+#:
+#: Returns the records of an id, and the fields of the hash.
+_GET: Script[Any] = Script(
+    RECORDS
+    + """
+local _, records = bucket_of(KEYS[1], ARGV[1])
+local results, score = records_of(records, ARGV[1])
+local found = {}
+if score then results[#results + 1] = score end
+for i, at in ipairs(results) do found[i] = sub(records, at, at + length_at(records, at) - 1) end
+return {table.concat(found), redis.call('HGETALL', KEYS[2])}
+"""
+)
+#:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  prefix of the names of an earlier version's results
+#:   ARGV[2]  SCORE_FIELD    ARGV[3+] id, score and time as JSON, and the score's record, of each
+_REFRESH: Script[int] = Script(
+    RECORDS
+    + """
 local refreshed = 0
-for i = 1, #KEYS do
-  if redis.call('EXISTS', KEYS[i]) == 1 then
-    redis.call('HSET', KEYS[i], ARGV[1], ARGV[i + 1])
+for i = 3, #ARGV, 3 do
+  local key, records = bucket_of(KEYS[1], ARGV[i])
+  local results, score = records_of(records, ARGV[i])
+  if #results > 0 then
+    local expires = 0
+    for _, at in ipairs(results) do expires = math.max(expires, expires_at(records, at)) end
+    if score then records = without_record(records, score) end
+    local record = ARGV[i + 2]
+    record = sub(record, 1, -5) .. struct.pack('>I4', expires)
+    redis.call('SET', key, records .. record, 'KEEPTTL')
+    refreshed = refreshed + 1
+  elseif redis.call('EXISTS', ARGV[1] .. ARGV[i]) == 1 then
+    redis.call('HSET', ARGV[1] .. ARGV[i], ARGV[2], ARGV[i + 1])
     refreshed = refreshed + 1
   end
 end
 return refreshed
-""")
+"""
+)
+#:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  prefix of the names of an earlier version's results
+#:   ARGV[2]  ids, as JSON
+_FORGET: Script[int] = Script(
+    RECORDS
+    + """
+local forgotten = 0
+for _, id in ipairs(cjson.decode(ARGV[2])) do
+  local found = redis.call('UNLINK', ARGV[1] .. id)
+  local key, records = bucket_of(KEYS[1], id)
+  local results, score = records_of(records, id)
+  if #results > 0 or score then
+    local kept, at = {}, 1
+    while at <= #records do
+      local size = length_at(records, at)
+      if id_at(records, at) ~= id then kept[#kept + 1] = sub(records, at, at + size - 1) end
+      at = at + size
+    end
+    shrink_bucket(key, table.concat(kept))
+    found = 1
+  end
+  forgotten = forgotten + found
+end
+return forgotten
+"""
+)
+
+
+class NewResults(NamedTuple):
+    """Results to write, by column."""
+
+    ids: list[str]
+    labels: list[str]
+    #: "" for none.
+    runs: list[str]
+    #: See shared/result_records.py.
+    records: list[bytes]
+    #: For the stream: each classification and its post, as JSON.
+    entries: list[bytes]
 
 
 def prepare_write(
     redis: Redis,
     settings: Settings,
-    results: Sequence[tuple[str, str, str, str, bool, str, str]],
+    results: NewResults,
+    contexts: Mapping[str, str],
     letters: Sequence[tuple[str, str, str, str]],
-    hour: int,
+    now: int,
     max_labels: int,
     max_runs: int,
 ) -> tuple[Callable[[], tuple[int, int]], int]:
@@ -148,42 +284,73 @@ def prepare_write(
     worker may have held a post when it was purged. It writes a dead letter unless one with its digest is in the stream.
     It returns the numbers of new results and of trimmed dead letters.
 
-    results: post id, fingerprint, label, run ("" for none), whether the run is the id's scope, classification and post
-    of each, the latter two as JSON. letters: post id, digest, JSON and run of each. hour: hours since 1970, of the
-    counts by label. max_labels: labels counted per hour. max_runs: runs listed.
+    contexts: the results' contexts, by key, as JSON. letters: post id, digest, JSON and run of each. now: seconds since
+    1970. max_labels: labels counted per hour. max_runs: runs listed.
     """
-    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(hour), RUNS]
+    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(now // HOUR_S), RUNS, STORED]
     arguments: list[Any] = [
         settings.results_ttl,
         settings.results_stream_length,
         settings.dead_letters_length,
         settings.label_counts_ttl,
         max_labels,
-        result_key(""),
+        earlier_result_key(""),
         tombstone_key(""),
-        json.dumps([each[:5] for each in results]),
+        json.dumps(results[:3]),
         run_key(""),
         settings.sent_ttl,
         max_runs,
-        PRUNE_FIELDS,
-        SCORE,
+        b"".join(results.records),
+        now,
+        json.dumps({context_key(key): context for key, context in contexts.items()}),
     ]
-    for result in results:
-        arguments += result[5:]
-    for post_id, digest, letter, run in letters:
-        keys += [tombstone_key(post_id), dead_letter_key(digest)]
-        arguments += [post_id, letter, run]
     # Encoded once, for all repetitions, and to bytes: a Python string can take four bytes per character.
     arguments = [each.encode() if isinstance(each, str) else each for each in arguments]
-    return partial(_WRITE, redis, keys, arguments), sum(len(each) for each in arguments if isinstance(each, bytes))
+    arguments += results.entries
+    size = sum(map(len, results.entries)) + sum(map(len, results.records))
+    for post_id, digest, letter, run in letters:
+        keys += [tombstone_key(post_id), dead_letter_key(digest)]
+        arguments += [post_id.encode(), letter.encode(), run.encode()]
+        size += len(letter)
+    return partial(_WRITE, redis, keys, arguments), size
 
 
-def find(redis: Redis, wanted: Sequence[tuple[str, str]]) -> list[str | None]:
-    """Return the stored classification of each (post id, fingerprint), as JSON, or None."""
-    return _FIND(redis, [COUNTERS], [result_key(""), json.dumps(wanted)]) if wanted else []
+#: Kinds of what is found.
+RECORD, EARLIER = 1, 2
 
 
-def refresh(redis: Redis, scores: Mapping[str, int], at: float) -> int:
-    """Store the scores of posts that have results. Return the number of these posts. at: seconds since 1970."""
-    keys = [result_key(post_id) for post_id in scores]
-    return _REFRESH(redis, keys, [SCORE, *(json.dumps({"score": score, "at": at}) for score in scores.values())])
+class Found(NamedTuple):
+    """Stored results, in the order of the posts that have one."""
+
+    #: RECORD, EARLIER for JSON, or 0; of each post.
+    kinds: list[int]
+    records: bytes
+    texts: list[bytes]
+
+
+def find(redis: Redis, wanted: Sequence[tuple[str, str]], now: int) -> Found:
+    """Return the stored result of each (post id, fingerprint). now: seconds since 1970."""
+    keys = b"".join([checksum(post_id) + fingerprint_key(fingerprint) for post_id, fingerprint in wanted])
+    arguments = [earlier_result_key(""), json.dumps(wanted), keys, now]
+    kinds, records, texts = _FIND.raw(redis, [COUNTERS, STORED], arguments)
+    return Found([kind - ord("0") for kind in kinds], records, texts)
+
+
+def get(redis: Redis, post_id: str) -> tuple[bytes, dict[bytes, bytes]]:
+    """Return the records of a post, and the fields of an earlier version's hash."""
+    records, fields = _GET.raw(redis, [STORED, earlier_result_key(post_id)], [post_id])
+    return records, dict(zip(fields[::2], fields[1::2], strict=True))
+
+
+def refresh(redis: Redis, scores: Sequence[tuple[str, str, bytes]]) -> int:
+    """Store the scores of posts that have results. Return the number of these posts.
+
+    scores: post id, score as JSON, and the score's record, of each.
+    """
+    arguments = [part for score in scores for part in score]
+    return _REFRESH(redis, [STORED], [earlier_result_key(""), SCORE_FIELD, *arguments])
+
+
+def forget(redis: Redis, ids: Sequence[str]) -> int:
+    """Delete all results of these posts. Return the number of posts that had any."""
+    return _FORGET(redis, [STORED], [earlier_result_key(""), json.dumps(ids)])

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from redis import Redis
 
-from shared.keys import CLEARS, DEAD_LETTERS, MARKS, RUNS, earlier_mark_key, result_key, run_key
+from shared.keys import CLEARS, DEAD_LETTERS, MARKS, RUNS, STORED, earlier_mark_key, earlier_result_key, run_key
 from shared.scripts import Script, as_text
 from shared.scripts.marks import FORGET_MARKS
+from shared.scripts.records import FORGET_RESULT
 
 #: Maximum milliseconds between two activities of a run that count as time in use. In longer pauses, the run waited for
 #: a worker, or its sender for a person.
@@ -39,13 +40,15 @@ PURGE_BYTES = 2**18
 #: Deletes the entries of one run, the results that they announce, and all marks of their ids: marks do not name their
 #: run, and a post of another run that is sent again is answered with its stored result.
 #:
-#:   KEYS[1]  feedmill:results or feedmill:dead, stream    KEYS[2]  feedmill:marks, string, and its buckets
+#:   KEYS[1]  feedmill:results or feedmill:dead, stream    KEYS[2], KEYS[3]  feedmill:marks and
+#:   feedmill:stored, strings, and their buckets
 #:   ARGV[1]  first id, in XRANGE syntax    ARGV[2]  bytes of entries after which to stop    ARGV[3]  the run
-#:   ARGV[4], ARGV[5]  prefixes of the names of results' keys, and of earlier versions' marks
+#:   ARGV[4], ARGV[5]  prefixes of the names of an earlier version's results and marks
 #:
 #: Returns the first id for the next call ("" after the last entry), and the number of deleted entries.
 _PURGE: Script[tuple[str | bytes, int]] = Script(
     FORGET_MARKS
+    + FORGET_RESULT
     + """
 local from, bytes, deleted = ARGV[1], 0, 0
 local function decoded(text)
@@ -64,12 +67,7 @@ repeat
     if string.find(text, '"run"', 1, true) and decoded(text).run == ARGV[3] then
       deleted = deleted + redis.call('XDEL', KEYS[1], entry[1])
       local fingerprint = decoded(found.classification).fingerprint
-      if found.id and fingerprint then
-        local key = ARGV[4] .. found.id
-        redis.call('HDEL', key, fingerprint)
-        local left = redis.call('HKEYS', key)
-        if #left == 1 and left[1] == 'score' then redis.call('UNLINK', key) end
-      end
+      if found.id and fingerprint then forget_result(KEYS[3], ARGV[4], found.id, fingerprint) end
       if found.id then forget_marks(KEYS[2], ARGV[5], found.id) end
     end
     from = '(' .. entry[1]
@@ -109,8 +107,8 @@ def purge(redis: Redis, stream: str, run: str) -> int:
     """
     start, total = "-", 0
     while start:
-        arguments = [start, PURGE_BYTES, run, result_key(""), earlier_mark_key("")]
-        following, deleted = _PURGE(redis, [stream, MARKS], arguments)
+        arguments = [start, PURGE_BYTES, run, earlier_result_key(""), earlier_mark_key("")]
+        following, deleted = _PURGE(redis, [stream, MARKS, STORED], arguments)
         start, total = as_text(following), total + deleted
     return total
 

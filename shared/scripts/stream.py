@@ -7,14 +7,17 @@ similar figures (`entries-added`, a group's `entries-read`), but Redis 6.2 does 
 from trimmed entries.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, result_key, tombstone_key
+from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, STORED, earlier_result_key, tombstone_key
+from shared.result_records import score_key
 from shared.scripts import Script
-from shared.scripts.results import SCORE
+from shared.scripts.buckets import checksum
+from shared.scripts.records import RECORDS, SCORE_FIELD
 
 
 class Place(NamedTuple):
@@ -207,15 +210,30 @@ if position and ARGV[3] == '+' then said[5] = stored - position end
 return said
 """
 )
-#:   KEYS[1+] for each post feedmill:gone:<id> (string) and feedmill:result:<id> (hash)
-#:   ARGV[1]  SCORE, the field of the result's hash
-_CHECK: Script[str] = Script("""
-local said = {}
-for i = 1, #KEYS, 2 do
-  said[#said + 1] = redis.call('EXISTS', KEYS[i]) == 1 and 'false' or redis.call('HGET', KEYS[i + 1], ARGV[1]) or 'null'
+#:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  prefix of the names of tombstones
+#:   ARGV[2]  prefix of the names of an earlier version's results    ARGV[3]  SCORE_FIELD    ARGV[4]  ids, as JSON
+#:   ARGV[5]  checksum of each id, and the key of its score
+_CHECK: Script[str] = Script(
+    RECORDS
+    + """
+local ids, said = cjson.decode(ARGV[4]), {}
+local purged, earlier = existing(ARGV[1], ids), existing(ARGV[2], ids)
+local count, half = buckets_of(KEYS[1])
+for i, id in ipairs(ids) do
+  local key = sub(ARGV[5], 20 * i - 19, 20 * i)
+  local records = redis.call('GET', bucket_at(KEYS[1], key, 1, count, half)) or ''
+  local at = find_record(records, sub(key, 1, 4), sub(key, 5))
+  if purged and purged[i] then
+    said[i] = 'false'
+  elseif at then
+    said[i] = sub(records, at + 27 + #id, at + length_at(records, at) - 5)
+  else
+    said[i] = earlier and earlier[i] and redis.call('HGET', ARGV[2] .. id, ARGV[3]) or 'null'
+  end
 end
 return '[' .. table.concat(said, ',') .. ']'
-""")
+"""
+)
 
 
 def fetch(redis: Redis, count: int, place: Place = END, group: str = "", member: str = "") -> Fetched:
@@ -253,4 +271,6 @@ def fetch_rows(redis: Redis, place: Place, end: str, max_bytes: int) -> tuple[bo
 
 def check_posts(redis: Redis, posts: Sequence[str]) -> str:
     """Return a JSON array with an item per post: false if it was purged, else its latest score, else null."""
-    return _CHECK(redis, [key(post_id) for post_id in posts for key in (tombstone_key, result_key)], [SCORE])
+    keys = b"".join([checksum(post_id) + score_key(post_id) for post_id in posts])
+    arguments = [tombstone_key(""), earlier_result_key(""), SCORE_FIELD, json.dumps(posts), keys]
+    return _CHECK(redis, [STORED], arguments)

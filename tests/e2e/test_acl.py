@@ -24,6 +24,7 @@ from tests.support import (
     RedisServer,
     as_jsonl,
     feedmill,
+    has_results,
     last_json,
     make_posts,
     redis_servers,
@@ -151,7 +152,7 @@ def test_worker_user_may_manage_dead_letters(guarded: Guarded, tmp_path: Path) -
         said = feedmill("dead", *command, cwd=tmp_path, **url)
         assert (said.returncode, said.stderr) == (0, ""), said.stdout
     assert said.stdout.startswith("2 ")
-    wait_until(lambda: guarded.client.exists("feedmill:result:late"), "the retried post is classified")
+    wait_until(lambda: has_results(guarded.client, "late"), "the retried post is classified")
     assert guarded.refused() == []
 
 
@@ -225,6 +226,7 @@ NO_RESULTS: tuple[tuple[Any, ...], ...] = (
     ("XRANGE", "feedmill:results", "-", "+"),
     ("XREAD", "STREAMS", "feedmill:results", "0"),
     ("HGETALL", "feedmill:result:p1"),
+    ("GET", "feedmill:stored:1"),
     ("GET", "celery-task-meta-x"),
     ("XRANGE", "feedmill:dead", "-", "+"),
     ("LRANGE", "feedmill:undecodable", 0, -1),
@@ -256,6 +258,7 @@ NO_WRITING: tuple[tuple[Any, ...], ...] = (
     ("XDEL", "feedmill:dead", "0-1"),
     ("LREM", "feedmill:undecodable", 0, "x"),
     ("HSET", "feedmill:result:p1", "a", "b"),
+    ("SET", "feedmill:stored:1", "a"),
     ("HSET", "feedmill:sent:p1", "a", "b"),
     ("SET", "feedmill:marks:0", "a"),
     ("HSET", "feedmill:models", "a", "b"),

@@ -16,7 +16,7 @@ from feedmill.reading.entry_ids import id_before
 from feedmill.reading.rows import RowReader
 from producers.files import Source
 from shared.errors import UserError
-from shared.keys import COUNTERS, RESULTS_STREAM, result_key, tombstone_key
+from shared.keys import COUNTERS, RESULTS_STREAM, STORED, tombstone_key
 from shared.messages import Classification, Post
 from shared.purge import purge as purge_posts
 from shared.results import Result, ResultsStore
@@ -570,4 +570,4 @@ def test_export_leaves_no_keys_in_redis(
     before = set(server.client.keys("*"))
     run(tmp_path / "out.csv", reader, "csv")
     assert set(server.client.keys("*")) == before
-    assert result_key("1") in before
+    assert STORED in before

@@ -11,7 +11,7 @@ import pytest
 from shared.broker import connect
 from shared.results import ResultsStore
 from shared.settings import Settings
-from tests.support import Restartable, wait_until
+from tests.support import Restartable, has_results, wait_until
 from tests.unit.test_pipeline import Owner, StandIn
 from workers.models.classifiers import Row
 
@@ -69,7 +69,7 @@ def owner(store: ResultsStore) -> Iterator[Owner]:
 
 def stored(redis: Losing, *ids: str) -> Callable[[], bool]:
     """Return a predicate for `wait_until`: each of these posts has a result."""
-    return lambda: all(redis.client.exists(f"feedmill:result:{each}") for each in ids)
+    return lambda: all(has_results(redis.client, each) for each in ids)
 
 
 def give(owner: Owner, turns: int) -> None:
@@ -84,7 +84,7 @@ def test_lost_results_are_rewritten_before_acknowledgement(owner: Owner, redis: 
     give(owner, 1)
     wait_until(lambda: stored(redis, "0")() or stored(redis, "1")(), "one result is stored")
     redis.lose()
-    assert not redis.client.keys("feedmill:result:*")
+    assert not redis.client.keys("feedmill:stored:*")
     give(owner, 1)
     wait_until(lambda: message in owner.finished, "the message is finished")
     assert there == [True]

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM, result_key, tombstone_key
-from shared.messages import Classification, DeadLetter, Post
+from shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, earlier_result_key, find, tombstone_key
+from shared.messages import Classification, DeadLetter, Post, digest
 from shared.results import SCORES_PER_CALL, Counters, Result, ResultsStore, Score
+from shared.scripts.results import forget
 from shared.settings import Settings
-from tests.support import RedisServer
+from tests.support import RedisServer, has_results, wait_until
 
 
 @pytest.fixture
@@ -123,7 +124,8 @@ def test_stream_entries_carry_the_post_with_a_shortened_body(store: ResultsStore
 def test_results_expire_and_the_stream_is_trimmed(store: ResultsStore, server: RedisServer) -> None:
     for start in range(0, 1000, 50):
         store.write([result(str(number)) for number in range(start, start + 50)])
-    assert 0 < server.client.ttl(result_key("1")) <= Settings().results_ttl
+    ttl = Settings().results_ttl
+    assert all(0 < server.client.ttl(key) <= ttl * 65 / 64 for key in server.client.scan_iter(f"{STORED}*"))
     # Redis trims whole nodes of 100 entries.
     assert server.client.xlen(RESULTS_STREAM) <= 50 + 100
     assert store.counters().stored == 1000
@@ -151,20 +153,21 @@ def test_stores_nothing_about_purged_posts(store: ResultsStore, server: RedisSer
     assert [found.post.id for found in store.latest(10)] == ["1", "3"]
     assert [found.id for found in store.dead_letters(10)] == ["4", None, "6"]
     assert store.counters() == Counters(stored=2, repeated=1, failed=3, gone=4)
-    assert server.client.exists(result_key("2")) == 0
+    assert not has_results(server.client, "2")
 
 
 def test_stores_a_posts_score_with_its_results(store: ResultsStore, server: RedisServer) -> None:
     store.write([result("1"), result("2")])
-    server.client.expire(result_key("1"), 100)
+    for key in server.client.scan_iter(f"{STORED}:*"):
+        server.client.expire(key, 100)
     assert store.score("1") is None
     assert store.refresh_scores({"1": 5, "none": 7}, 10.5) == 1
     assert store.refresh_scores({"1": -3}, 11.0) == 1
     assert store.score("1") == Score(-3, 11.0)
     assert store.score("2") is None
     assert [found.classified_at for found in store.get("1")] == [1.0]
-    assert 0 < server.client.ttl(result_key("1")) <= 100
-    assert server.client.exists(result_key("none")) == 0
+    assert all(0 < server.client.ttl(key) <= 100 for key in server.client.scan_iter(f"{STORED}:*"))
+    assert not has_results(server.client, "none")
     store.write([result("1", "another", at=2.0)])
     assert (len(store.get("1")), store.score("1")) == (2, Score(-3, 11.0))
 
@@ -217,3 +220,70 @@ def test_counts_a_limited_number_of_labels(store: ResultsStore, monkeypatch: pyt
     store.write([result("again", label=next(iter(next(iter(store.labels(1).values())))))])
     ((_, counts),) = store.labels(hours=1).items()
     assert sorted(counts.values()) == [1, 2]
+
+
+def many(count: int) -> list[Result]:
+    return [result(f"t3_{number:x}", digest(str(number)), label=f"label {number % 3}") for number in range(count)]
+
+
+def test_finds_every_result_while_the_table_grows(server: RedisServer) -> None:
+    store = ResultsStore(server.client, Settings())
+    results = many(2000)
+    wanted = [(each.post.id, each.classification.fingerprint) for each in results]
+    for start in range(0, 2000, 250):
+        assert store.write(results[start : start + 250]) == 250
+        found = [each for at in range(0, 2000, 250) for each in store.find(wanted[at : at + 250])]
+        assert [each is not None for each in found] == [at < start + 250 for at in range(2000)]
+    assert store.write(results[1000:1250]) == 0
+    for each in results[::97]:
+        (found_one,) = store.get(each.post.id)
+        assert found_one.label == each.classification.label
+    assert int(server.client.get(STORED) or 0) > 100
+    assert all(find(str(key)) for key in server.client.scan_iter())
+
+
+def test_a_result_of_sixteen_labels_takes_at_most_160_bytes(server: RedisServer) -> None:
+    store = ResultsStore(server.client, Settings())
+    scores = {f"label {number}": (16 - number) / 200 for number in range(16)}
+    results = [
+        Result(each.post, each.classification.model_copy(update={"scores": scores, "label": "label 0"}))
+        for each in many(5000)
+    ]
+    for start in range(0, 5000, 250):
+        store.write(results[start : start + 250])
+    keys = [*server.client.scan_iter(f"{STORED}*"), *server.client.scan_iter("feedmill:context:*")]
+    usage: list[Any] = [server.client.memory_usage(key) for key in keys]
+    assert sum(usage) <= 160 * 5000
+
+
+def test_reads_results_of_the_version_before(store: ResultsStore, server: RedisServer) -> None:
+    old = result("1", digest("old")).classification
+    server.client.hset(earlier_result_key("1"), old.fingerprint, old.model_dump_json())
+    assert store.find([("1", old.fingerprint), ("1", digest("new"))]) == [old, None]
+    assert store.write([Result(result("1").post, old)]) == 0
+    assert store.refresh_scores({"1": 7}, 1.0) == 1
+    assert store.score("1") == Score(7, 1.0)
+    assert store.write([result("1", digest("new"), at=2.0)]) == 1
+    assert [each.fingerprint for each in store.get("1")] == [digest("old"), digest("new")]
+    assert forget(server.client, ["1", "2"]) == 1
+    assert not has_results(server.client, "1")
+
+
+def test_expired_results_are_unknown_and_can_be_stored_again(server: RedisServer) -> None:
+    store = ResultsStore(server.client, Settings.model_validate({"results_ttl": 1}))
+    store.write(many(1))
+    wanted = [(each.post.id, each.classification.fingerprint) for each in many(1)]
+    wait_until(lambda: store.find(wanted) == [None], "the result has expired")
+    assert store.get("t3_0") == []
+    assert ResultsStore(server.client, Settings()).write(many(1)) == 1
+    assert store.find(wanted) != [None]
+
+
+def test_a_lost_context_is_like_a_missing_result(store: ResultsStore, server: RedisServer) -> None:
+    store.write(many(1))
+    wanted = [(each.post.id, each.classification.fingerprint) for each in many(1)]
+    server.client.delete(*server.client.scan_iter("feedmill:context:*"))
+    other = ResultsStore(server.client, Settings())
+    assert (other.find(wanted), other.get("t3_0")) == ([None], [])
+    assert store.write(many(1)) == 0  # restores the context
+    assert other.find(wanted) != [None]

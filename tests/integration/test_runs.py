@@ -17,7 +17,7 @@ from producers.push import Pusher
 from shared import runs
 from shared.broker import make_app
 from shared.errors import UserError
-from shared.keys import COUNTERS, MARKS, RESULTS_STREAM, RUNS, find, result_key, run_key
+from shared.keys import COUNTERS, MARKS, RESULTS_STREAM, RUNS, STORED, find, run_key
 from shared.messages import (
     MAX_RUN,
     Classification,
@@ -31,10 +31,12 @@ from shared.messages import (
 )
 from shared.model_routing import RequestedModel, request_model
 from shared.purge import purge
+from shared.result_records import split
 from shared.results import HOUR_S, Result, ResultsStore
 from shared.scripts.queue import Mark, mark
+from shared.scripts.results import get as get_records
 from shared.settings import Settings
-from tests.support import RedisServer, body_of, sent_marks
+from tests.support import RedisServer, body_of, has_results, sent_marks, wait_until
 
 
 @pytest.fixture
@@ -179,23 +181,26 @@ def test_lists_a_bounded_number_of_runs_that_expire(
     assert all(find(str(key)) for key in server.client.scan_iter())
 
 
-def test_an_id_of_many_runs_does_not_grow_for_ever(
-    server: RedisServer, settings: Settings, store: ResultsStore
-) -> None:
+def test_an_id_of_many_runs_does_not_grow_for_ever(server: RedisServer, settings: Settings) -> None:
     """Each result and each mark extends the lifetime of its key, so expired ones are deleted."""
-    for number in range(400):
-        store.write([result(post("0", f"run {number}"))])  # classified in 1970
-    assert server.client.hlen(result_key("0")) < 200
+    short, long = (ResultsStore(server.client, settings.model_copy(update={"results_ttl": ttl})) for ttl in (1, 100))
+    for number in range(20):
+        short.write([result(post("0", f"run {number}"))])
+    wait_until(lambda: not short.get("0"), "the results have expired")
+    for number in range(20):
+        long.write([result(post("0", f"run {number}"))])
+    records, _ = get_records(server.client, "0")
+    assert len(list(split(records))) == 20
     for ago in (settings.sent_ttl + 2 * HOUR_S, 0):
         marks = [Mark.of("0", digest(f"run {number} {ago}")) for number in range(50)]
         mark(server.client, marks, int(time.time()) - ago, settings.sent_ttl)
     assert sent_marks(server.client, "0") == 50
 
 
-def test_keeps_unexpired_results_of_many_runs(server: RedisServer, store: ResultsStore) -> None:
+def test_keeps_unexpired_results_of_many_runs(store: ResultsStore) -> None:
     for number in range(200):
         store.write([result(post("0", f"run {number}"), at=1e10)])
-    assert server.client.hlen(result_key("0")) == 200
+    assert len(store.get("0")) == 200
 
 
 def test_a_purge_finds_a_post_in_every_run(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
@@ -204,7 +209,8 @@ def test_a_purge_finds_a_post_in_every_run(server: RedisServer, settings: Settin
         store.write([result(post("0", run)), result(post("1", run))], [letter(post("0", run))])
     found = purge(server.client, settings, ["0"])
     assert (found.entries, found.dead_letters, found.messages) == (2, 2, 2)
-    assert server.client.exists(result_key("0")) == sent_marks(server.client, "0") == 0
+    assert not has_results(server.client, "0")
+    assert not sent_marks(server.client, "0")
     assert {found.post.id for found in store.latest(9)} == {"1"}
 
 
@@ -286,7 +292,7 @@ def test_a_purged_run_can_be_sent_again(server: RedisServer, settings: Settings,
     push(server, settings, posts, "a")
     before = messages_cleared(server.client, settings.queue)
     purge_run(server.client, settings, "a")
-    assert server.client.keys(result_key("*")) == server.client.keys(f"{MARKS}:*") == []
+    assert server.client.keys(f"{STORED}:*") == server.client.keys(f"{MARKS}:*") == []
     assert messages_cleared(server.client, settings.queue) != before  # positions in files are void
     assert push(server, settings, posts, "a").sent == 2
 

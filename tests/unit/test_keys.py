@@ -7,10 +7,10 @@ from shared.keys import (
     MARKS,
     REDDIT_RECHECKS,
     RESULTS_STREAM,
+    STORED,
     TABLE,
     find,
     reddit_known_key,
-    result_key,
     tombstone_key,
 )
 
@@ -20,7 +20,7 @@ from shared.keys import (
     [
         (RESULTS_STREAM, "feedmill:results"),
         (COUNTERS, "feedmill:counters"),
-        (result_key("t3_x"), "feedmill:result:*"),
+        (f"{STORED}:3", "feedmill:stored:*"),
         (MARKS, "feedmill:marks"),
         (f"{MARKS}:12", "feedmill:marks:*"),
         (reddit_known_key("cooking"), "feedmill:reddit:known:*"),

@@ -4,12 +4,12 @@ import pytest
 
 from producers.reddit.rechecks import CLOSED_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_DELAYS_S, WAITING_RETRY_S
 from producers.reddit.state import RECHECK_DELAYS_S
-from shared.keys import MARKS, REDDIT_RECHECKS, result_key, tombstone_key
+from shared.keys import MARKS, REDDIT_RECHECKS, tombstone_key
 from shared.messages import Post
 from shared.purge import purge
 from shared.results import ResultsStore
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, result
-from tests.support import sent_marks
+from tests.support import has_results, sent_marks
 
 #: Seconds between polls in tests of days.
 SELDOM = 6 * HOUR
@@ -38,7 +38,8 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
     assert store.get(removed)
     for gone in (deleted, vanished):
         assert store.get(gone) == []
-        assert house.redis.client.exists(result_key(gone)) == sent_marks(house.redis.client, gone) == 0
+        assert not has_results(house.redis.client, gone)
+        assert not sent_marks(house.redis.client, gone)
         assert house.redis.client.exists(tombstone_key(gone))
     assert daemon.status()["purged"] == 2
     house.run(daemon, REMOVED_PATIENCE_S + WAITING_RETRY_S)

@@ -1,0 +1,195 @@
+"""Pack results into records of about 100 bytes, and unpack them.
+
+What many results share (labels, model, worker, device) is their context. It is stored once, under a digest of its
+content. Scores are stored as 16-bit fractions, so they differ from the computed ones by at most 8e-6. A result that
+does not fit this form, for example with scores above 1, is stored as JSON.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from hashlib import blake2b, sha1
+from math import isnan, nan
+from typing import Final, NamedTuple
+
+from shared.messages import Classification
+from shared.scripts.buckets import checksum
+
+#: Start of a record: checksum of the id, bytes of the record, kind, key of the fingerprint, bytes of the id. Then come
+#: the id, the content, and the time of expiry in seconds since 1970. Scripts read it, too (shared/scripts/records.py).
+HEAD, TAIL = struct.Struct(">4sIB16sH"), struct.Struct(">I")
+#: Start of a packed result: context, `classified_at`, `queued_seconds` (NaN for None), number of the best label. Then
+#: come the scores.
+BODY = struct.Struct(">8sddH")
+#: Kinds of records: a packed result, a result as JSON, and a post's score on its site, as JSON.
+PACKED, JSON, SCORE = range(3)
+#: Bytes of a fingerprint's key.
+KEY_BYTES = 16
+#: A score of 1.
+ONE: Final = 2**16 - 1
+#: Maximum contexts kept in memory. Applications can send any number of label sets.
+MAX_CONTEXTS = 1000
+
+
+class Context(NamedTuple):
+    """What many results share."""
+
+    labels: tuple[str, ...]
+    model: str
+    revision: str | None
+    weights: str
+    worker: str
+    device: str
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> "Context":
+        labels, *others = json.loads(text)
+        return cls(tuple(labels), *others)
+
+
+class KnownContext:
+    """A context with what packing and unpacking need."""
+
+    def __init__(self, context: Context) -> None:
+        self.labels = context.labels
+        self.others = context[1:]
+        self.json = context.to_json()
+        self.id = blake2b(self.json.encode(), digest_size=8).digest()
+        self.key = self.id.hex()
+        self.numbers = {label: number for number, label in enumerate(self.labels)}
+        self.scores = struct.Struct(f">{len(self.labels)}H")
+
+
+class Contexts:
+    """Contexts that this process has met. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._by_content: dict[Context, KnownContext] = {}
+        self._by_id: dict[bytes, KnownContext] = {}
+        self._latest: KnownContext | None = None
+
+    def of(self, found: Classification) -> tuple[KnownContext, list[float]]:
+        """Return the context of a result, and its scores in the order of the context's labels."""
+        latest, scores = self._latest, found.scores
+        others = (found.model, found.revision, found.weights, found.worker, found.device)
+        if latest and latest.others == others and len(latest.labels) == len(scores):
+            try:
+                return latest, [scores[label] for label in latest.labels]
+            except KeyError:
+                pass
+        context = Context(tuple(sorted(scores)), *others)
+        known = self._by_content.get(context) or self.add(context)
+        self._latest = known
+        return known, [scores[label] for label in known.labels]
+
+    def get(self, identity: bytes) -> KnownContext | None:
+        return self._by_id.get(identity)
+
+    def add(self, context: Context) -> KnownContext:
+        known = KnownContext(context)
+        if len(self._by_id) >= MAX_CONTEXTS:
+            self._by_id, self._by_content = {}, {}
+        self._by_id[known.id] = self._by_content[context] = known
+        return known
+
+
+def fingerprint_key(fingerprint: str) -> bytes:
+    """Return the key of a fingerprint in records: its 128 bits. Other text than `fingerprint` returns is hashed."""
+    try:
+        key = bytes.fromhex(fingerprint)
+    except ValueError:
+        key = b""
+    return key if len(key) == KEY_BYTES else sha1(fingerprint.encode(), usedforsecurity=False).digest()[:KEY_BYTES]
+
+
+def score_key(post_id: str) -> bytes:
+    """Return the key of a post's score in records."""
+    return fingerprint_key(f"score of {post_id}")
+
+
+def pack(post_id: str, found: Classification, contexts: Contexts, expires: int) -> tuple[bytes, KnownContext | None]:
+    """Return a result as a record, and the context that it refers to; None if none. expires: seconds since 1970."""
+    known, scores = contexts.of(found)
+    try:
+        # Values outside of 0 to 1 do not fit 16 bits.
+        fractions = [int(score * ONE + 0.5) for score in scores]
+        queued = nan if found.queued_seconds is None else found.queued_seconds
+        body = BODY.pack(known.id, found.classified_at, queued, known.numbers[found.label])
+        body += known.scores.pack(*fractions)
+        key = bytes.fromhex(found.fingerprint)
+        if key.hex() == found.fingerprint and len(key) == KEY_BYTES:
+            return _record(post_id, PACKED, expires, key, body), known
+    except (struct.error, KeyError, ValueError, OverflowError):
+        pass
+    body = found.model_dump_json().encode()
+    return _record(post_id, JSON, expires, fingerprint_key(found.fingerprint), body), None
+
+
+def pack_score(post_id: str, text: str) -> bytes:
+    """Return the record of a post's score. text: the score, as JSON."""
+    return _record(post_id, SCORE, 0, score_key(post_id), text.encode())
+
+
+def _record(post_id: str, kind: int, expires: int, key: bytes, content: bytes) -> bytes:
+    name = post_id.encode()
+    length = HEAD.size + len(name) + len(content) + TAIL.size
+    return HEAD.pack(checksum(post_id), length, kind, key, len(name)) + name + content + TAIL.pack(expires)
+
+
+class Record(NamedTuple):
+    """A record, without what only scripts need."""
+
+    kind: int
+    expires: int
+    key: bytes
+    post_id: bytes
+    content: bytes
+
+
+def split(records: bytes) -> Iterator[Record]:
+    """Yield the records of a bucket."""
+    at = 0
+    while at < len(records):
+        _, length, kind, key, id_length = HEAD.unpack_from(records, at)
+        start, end = at + HEAD.size, at + length - TAIL.size
+        (expires,) = TAIL.unpack_from(records, end)
+        yield Record(kind, expires, key, records[start : start + id_length], records[start + id_length : end])
+        at += length
+
+
+def unpack(record: Record, context_of: Callable[[bytes], KnownContext | None]) -> Classification | None:
+    """Return the result in a record; None if its context is lost."""
+    if record.kind == JSON:
+        return Classification.model_validate_json(record.content)
+    identity, classified_at, queued, best = BODY.unpack_from(record.content)
+    if (known := context_of(identity)) is None:
+        return None
+    labels, (model, revision, weights, worker, device) = known.labels, known.others
+    fractions = known.scores.unpack_from(record.content, BODY.size)
+    order = sorted(range(len(labels)), key=fractions.__getitem__, reverse=True)
+    if order[0] != best:  # several labels have this score
+        order.remove(best)
+        order.insert(0, best)
+    # Without validation, which takes as long as everything else here; `model_construct` takes longer.
+    found = Classification.__new__(Classification)
+    content = {
+        "id": record.post_id.decode(),
+        "label": labels[best],
+        "scores": {labels[number]: fractions[number] / ONE for number in order},
+        "model": model,
+        "revision": revision,
+        "weights": weights,
+        "fingerprint": record.key.hex(),
+        "classified_at": classified_at,
+        "worker": worker,
+        "device": device,
+        "queued_seconds": None if isnan(queued) else queued,
+    }
+    object.__setattr__(found, "__dict__", content)
+    object.__setattr__(found, "__pydantic_fields_set__", set(content))
+    object.__setattr__(found, "__pydantic_extra__", None)
+    object.__setattr__(found, "__pydantic_private__", None)
+    return found

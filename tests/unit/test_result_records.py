@@ -1,0 +1,113 @@
+"""shared/result_records.py: packing results into records."""
+
+import pytest
+
+from shared.messages import Classification
+from shared.result_records import (
+    JSON,
+    MAX_CONTEXTS,
+    PACKED,
+    SCORE,
+    Context,
+    Contexts,
+    fingerprint_key,
+    pack,
+    pack_score,
+    split,
+    unpack,
+)
+
+FINGERPRINT = "f0443d56baefed70ea7db12a3a34028e"
+
+
+def classification(**changed: object) -> Classification:
+    values = {
+        "id": "t3_x",
+        "label": "food",
+        "scores": {"food": 0.7, "travel": 0.2, "art": 0.1},
+        "model": "m",
+        "revision": None,
+        "weights": "00",
+        "fingerprint": FINGERPRINT,
+        "classified_at": 1_700_000_000.123456,
+        "worker": "w",
+        "device": "cpu",
+        "queued_seconds": 0.25,
+    }
+    return Classification.model_validate(values | changed)
+
+
+def test_unpacks_what_was_packed() -> None:
+    found = classification()
+    contexts = Contexts()
+    record, context = pack("t3_x", found, contexts, 2_000_000_000)
+    (read,) = split(record)
+    assert (read.kind, read.expires, read.post_id, len(record)) == (PACKED, 2_000_000_000, b"t3_x", 27 + 4 + 26 + 6 + 4)
+    unpacked = unpack(read, contexts.get)
+    assert unpacked
+    assert list(unpacked.scores) == ["food", "travel", "art"]
+    assert unpacked.scores == pytest.approx(found.scores, abs=8e-6)
+    assert unpacked.model_copy(update={"scores": found.scores}) == found
+    assert Classification.model_validate_json(unpacked.model_dump_json()) == unpacked
+    assert context
+    assert Context.parse(context.json) == Context(("art", "food", "travel"), "m", None, "00", "w", "cpu")
+    assert unpack(read, Contexts().get) is None
+
+
+def test_packing_again_changes_no_score() -> None:
+    contexts = Contexts()
+    record, _ = pack("t3_x", classification(scores={"food": 0.123456789, "art": 1e-9}), contexts, 1)
+    (read,) = split(record)
+    unpacked = unpack(read, contexts.get)
+    assert unpacked
+    assert pack("t3_x", unpacked, contexts, 1)[0] == record
+
+
+@pytest.mark.parametrize("scores", [{"food": 0.5, "art": 0.5}, {"food": 1.0, "art": 1.0}, {"food": 0.0, "art": 0.0}])
+def test_the_label_is_first_among_equals(scores: dict[str, float]) -> None:
+    contexts = Contexts()
+    (read,) = split(pack("t3_x", classification(scores=scores), contexts, 1)[0])
+    unpacked = unpack(read, contexts.get)
+    assert unpacked
+    assert list(unpacked.scores) == ["food", "art"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"scores": {"food": 1.5, "art": 0.1}},
+        {"scores": {"food": 0.5, "art": -0.5}},
+        {"scores": {"art": 0.1}},
+        {"fingerprint": "not hexadecimal"},
+        {"fingerprint": FINGERPRINT.upper()},
+        {"fingerprint": "00"},
+    ],
+)
+def test_results_of_another_form_are_stored_as_json(changed: dict[str, object]) -> None:
+    found = classification(**changed)
+    record, context = pack("t3_x", found, Contexts(), 1)
+    (read,) = split(record)
+    assert (read.kind, read.key, context) == (JSON, fingerprint_key(found.fingerprint), None)
+    unpacked = unpack(read, Contexts().get)
+    assert unpacked
+    assert unpacked.model_dump_json() == found.model_dump_json()
+
+
+def test_splits_a_bucket_of_several_ids() -> None:
+    contexts = Contexts()
+    names = ["t3_x", "Käse", "漢" * 128]
+    bucket = b"".join(pack(each, classification(id=each), contexts, 1)[0] for each in names)
+    bucket += pack_score("t3_x", "{}")
+    assert [(each.kind, each.post_id.decode()) for each in split(bucket)] == [
+        *((PACKED, each) for each in names),
+        (SCORE, "t3_x"),
+    ]
+
+
+def test_keeps_a_bounded_number_of_contexts() -> None:
+    contexts = Contexts()
+    for number in range(MAX_CONTEXTS + 5):
+        _, context = pack("t3_x", classification(model=f"m{number}"), contexts, 1)
+        assert context
+        assert contexts.get(context.id) is context
+    assert len(contexts._by_id) == len(contexts._by_content) == 5
