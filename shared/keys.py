@@ -155,7 +155,7 @@ TABLE: tuple[Key, ...] = (
     Key(RUNS, "zset", "shared/runs.py", "MAX_RUNS members; ttl sent_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl label_counts_ttl"),
     Key(MARKS, "string", "producers/push.py", "one number; ttl sent_ttl"),
-    Key("feedmill:marks:*", "string", "producers/push.py", "MAX_BUCKET_MARKS records; ttl sent_ttl"),
+    Key("feedmill:marks:*", "string", "producers/push.py", "4,096 records; ttl sent_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py of an earlier version", "ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
     Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
