@@ -19,7 +19,8 @@ except ImportError as error:
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {"PYTHONPATH": f"{folder}:{HOME}"}
-    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, text=True, capture_output=True)
+    command = (sys.executable, *command)
+    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, check=False)
 
 
 def test_finds_its_own_packages() -> None:

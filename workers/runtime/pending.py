@@ -6,8 +6,8 @@ Relies on these internals of Celery 5.7:
   and acknowledges the request. `on_accepted` ends a request that was terminated before it was accepted.
 - The tracer's arguments, as in `Request.execute_using_pool`: task name, id, request dict, body, content type, encoding.
   A content type of None marks the body as decoded (celery/app/trace.py).
-- The tracer raises only Reject. It stores any other error as the task's result, even one of the result backend: if Redis
-  is at its memory limit when the result is written, and has memory again when the error is, the task has failed.
+- The tracer raises only Reject. It stores any other error as the task's result, even one of the result backend. If
+  Redis is out of memory when the result is written, but not when the error is, the task has failed.
 """
 
 import sys
@@ -108,7 +108,7 @@ class PendingTask:
             error = raised.reason if isinstance(raised, NotStored) else raised  # type: ignore[attr-defined]
             if request.task.acks_late and isinstance(error, BACKEND_ERRORS) and not is_permanent(error):
                 if isinstance(error, RedisError):
-                    raise error
+                    raise error from error.__cause__
                 raise ConnectionFault(str(error)) from error
             self.ending = partial(request.on_failure, ExceptionInfo((type(error), error, error.__traceback__)))
         finally:
