@@ -27,6 +27,6 @@ def test_python_names_the_file_that_hides_a_package(tmp_path: Path, package: str
     name = "results" if package == "shared" else "classify"
     command = [sys.executable, "-c", SCRIPT.format(name=name)]
     environment = {"PYTHONPATH": f"{tmp_path}:{HOME}"}
-    found = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+    found = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, check=False)
     assert str(tmp_path / f"{package}.py") in found.stdout, found
     assert "Rename it" in found.stdout
