@@ -85,7 +85,7 @@ class QueueGate:
 class Pusher:
     """Publish posts, counting posts `sent`, `skipped` (sent before) and `gone` (purged), and `messages`.
 
-    options: classification options. Posts with new options or text, or for a newly deployed model, are sent again.
+    options: classification options. Posts with new options or texts, or for a newly deployed model, are sent again.
     again: also send posts that were sent before. Purged posts (shared/purge.py) are never sent.
     wait: sleeps while the queue is full; exceptions it raises end `push`.
     refuse: raise QueueFull instead of waiting. wait_for_memory: also wait while Redis is at its memory limit.

@@ -56,14 +56,14 @@ class Application(Celery):
     settings: Settings
 
 
-def make_app(settings: Settings, current: bool = True) -> Application:
+def make_app(settings: Settings, current: bool = True, kind: type[Application] = Application) -> Application:
     """Create the Celery application used by producers, workers and Flower.
 
     current: make it the thread's current application. False inside applications, which may have their own.
     """
     backend = settings.broker_url if settings.celery_results == "redis" else "rpc://"
     encoding.register()
-    app = Application("feedmill", broker=settings.broker_url, backend=backend, set_as_current=current)
+    app = kind("feedmill", broker=settings.broker_url, backend=backend, set_as_current=current)
     app.settings = settings
     app.conf.update(
         task_serializer="json",

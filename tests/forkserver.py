@@ -35,13 +35,13 @@ from feedmill.stack.processes import die_with
 #: Maximum size of a request in bytes. Most of it is the environment.
 MAX_REQUEST_BYTES = 1 << 20
 #: Prefixes of variables that a forked process may change: those read at each start instead of by an import, the tests'
-#: own, and those set by torch, transformers, scikit-learn and pytest. A change of any other variable, such as
+#: own, and those set by torch, transformers, scikit-learn, polars and pytest. A change of any other variable, such as
 #: NEW_INTERPRETER, starts a new interpreter.
 FORKABLE = (
     "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "PYTHONPATH", "TERM", "TMPDIR",
     "FLOWER_", "XDG_CONFIG_HOME",
     "BROKER", "FAKE_", "STANDIN_", "TRANSPORT",
-    "KMP_", "PYTEST_", "TOKENIZERS_", "TORCHINDUCTOR_",
+    "KMP_", "PYTEST_", "TOKENIZERS_", "TORCHINDUCTOR_", "_RJEM_",
 )  # fmt: skip
 #: This process's environment, before any test changed it.
 ENVIRONMENT = dict(os.environ)

@@ -10,10 +10,18 @@ from shared.errors import SettingsError
 from shared.settings import Settings, load
 from workers.models.plugins import import_user_module
 from workers.runtime import task  # noqa: F401 - registers the shared task with every application
+from workers.runtime.pending import keep_unstored
 from workers.transport.redis_transport import use_leases
 
 #: Maximum messages that a worker holds, apart from those with an ETA. Each costs the host about as much as 32 posts.
 MAX_MESSAGES = 1024
+
+
+class WorkerApplication(Application):
+    """An application whose results wait while Redis does not accept them."""
+
+    def _get_backend(self) -> Any:
+        return keep_unstored(super()._get_backend())  # type: ignore[misc]  # the stubs lack private methods
 
 
 def make_worker_app(settings: Settings) -> Application:
@@ -21,7 +29,7 @@ def make_worker_app(settings: Settings) -> Application:
 
     Raises SettingsError.
     """
-    app = make_app(settings)
+    app = make_app(settings, kind=WorkerApplication)
     use_leases(app)
     app.conf.update(
         worker_pool="workers.runtime.pool:DevicePool",

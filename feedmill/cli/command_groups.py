@@ -1,5 +1,6 @@
-"""Groups of commands in `feedmill --help`, by purpose."""
+"""The help of commands: grouped by purpose in `feedmill --help`, and formatted for any width of the terminal."""
 
+import re
 from typing import Any
 
 from typer.core import TyperGroup
@@ -30,4 +31,15 @@ class CommandsByPurpose(TyperGroup):
         command: Any = super().get_command(ctx, cmd_name)
         if command is not None:
             command.rich_help_panel = _PURPOSE_OF[cmd_name]
+            _format(command)
         return command
+
+
+def _format(command: Any) -> None:
+    """Join the lines of each paragraph of the help, and show no type for flags, which take no value."""
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
+    for parameter in command.params:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        _format(each)

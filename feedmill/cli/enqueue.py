@@ -28,7 +28,7 @@ from producers.runs import default_run
 from shared import runs
 from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, printable
-from shared.messages import parse_run
+from shared.messages import ClassifyOptions, parse_run
 from shared.model_routing import check_options, deployed_weights, has_worker
 
 app = typer.Typer()
@@ -107,8 +107,7 @@ def enqueue(
     pusher = Pusher(celery, redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse, run=run)
     with user_errors(settings):
         check_options(redis, settings.queue, options)
-        scope = send_scope(settings.queue, options, deployed_weights(redis, settings.queue))
-        way = (scope, run, messages_cleared(redis, settings.queue), ",".join(kept))
+        way = (_scope(redis, settings.queue, options), run, ",".join(kept))
         # With a limit, a second command sends nothing more, rather than the next posts.
         position = None if limit else _position(redis, file, way, filters, chosen, columns.encoding)
         start = position.load() if position and not again else 0
@@ -151,6 +150,11 @@ def enqueue(
         with user_errors(settings):
             notes.print(_nothing_new(redis, run), markup=False)
     raise typer.Exit(1 if reading.skipped or found_none or failed else 0)
+
+
+def _scope(redis: Redis, queue: str, options: ClassifyOptions) -> str:
+    """Return what a position in a file is valid for: after a deployment or `queue clear`, the file is read again."""
+    return f"{messages_cleared(redis, queue)} {send_scope(queue, options, deployed_weights(redis, queue))}"
 
 
 def _nothing_new(redis: Redis, run: str) -> str:

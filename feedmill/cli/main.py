@@ -291,7 +291,8 @@ def _usage_message(error: Any) -> str:
         return ""
     message, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
     if context is not None:
-        return f"{message}. See `{context.command_path} --help`."
+        message = message if message.endswith("?") else f"{message}."
+        return f"{message} See `{context.command_path} --help`."
     # The parser knows no context when the value of an option is missing.
     command: Any = typer.main.get_command(app)
     for word in sys.argv[1:]:

@@ -99,7 +99,7 @@ def settings_of(**flags: Any) -> Settings:
     for warning in unknown_variables():
         logger.warning(warning)
     if flags.get("labels") is not None and len(settings.labels or ()) == 1:
-        logger.warning("--labels names only one label, which every post gets; separate labels by commas")
+        typer.echo("--labels names only one label, which every post gets. Separate labels by commas.", err=True)
     return settings
 
 

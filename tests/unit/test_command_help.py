@@ -28,3 +28,10 @@ def test_help_is_readable_at_80_columns(command: str) -> None:
     (line,) = [line for line in said.splitlines() if "--template" in line]
     description = line.index("Sentence")
     assert line.rindex("│") - description >= 35, said
+
+
+def test_help_joins_lines_and_shows_no_type_for_flags() -> None:
+    said = CliRunner().invoke(app, ["ingest", "reddit", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+    assert "now and exit, with status 1 if a topic could not be read. Posts that were already sent are skipped." in said
+    (line,) = [line for line in said.splitlines() if "--multi-label" in line]
+    assert "<" not in line

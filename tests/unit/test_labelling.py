@@ -79,7 +79,7 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
         ),
         ("sep=;\r\nText;a\r\ngood;1\r\n", "sep=;\r\nText;a;label;label_score\r\ngood;1;good;0.900000\r\n"),
         ("\ufeffsep=;\nText;a\ngood;1\n", "\ufeffText;a;label;label_score\ngood;1;good;0.900000\n"),
-        (",text,text\n0,good,x\n1\n", ",text,text,label,label_score\n0,good,x,bad,0.900000\n1,,,,\n"),
+        (",n,n,text\n0,1,x,good\n1\n", ",n,n,text,label,label_score\n0,1,x,good,good,0.900000\n1,,,,,\n"),
         ("\ufeffTITLE\tBody\rgood\tx\r", "\ufeffTITLE\tBody\tlabel\tlabel_score\ngood\tx\tgood\t0.900000\n"),
         ("text\n=1+1 good\n-1\n", "text,label,label_score\n=1+1 good,good,0.900000\n-1,bad,0.900000\n"),
         ('text\n"a\rb\r\nc good"\n', 'text,label,label_score\n"a\rb\r\nc good",good,0.900000\n'),

@@ -6,13 +6,14 @@ Relies on these internals of Celery 5.7:
   and acknowledges the request. `on_accepted` ends a request that was terminated before it was accepted.
 - The tracer's arguments, as in `Request.execute_using_pool`: task name, id, request dict, body, content type, encoding.
   A content type of None marks the body as decoded (celery/app/trace.py).
-- The tracer handles the task's own errors. It raises only Reject, or errors of the result backend.
+- The tracer raises only Reject. It stores any other error as the task's result, even one of the result backend. If
+  Redis is out of memory when the result is written, but not when the error is, the task has failed.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -28,6 +29,27 @@ from workers.pipeline.message import Message, State
 
 #: Errors that the redis and rpc result backends raise after their own retries.
 BACKEND_ERRORS = (RedisError, OperationalError)
+
+
+class NotStored(Reject):
+    """The result backend did not accept a task's result now, but may accept it later. `reason`: its error."""
+
+
+def keep_unstored(backend: Any) -> Any:
+    """Return the result backend; it now raises NotStored, which passes through the tracer, for a transient error."""
+    store = backend.mark_as_done
+
+    @wraps(store)
+    def mark_as_done(*args: Any, **kwargs: Any) -> None:
+        try:
+            store(*args, **kwargs)
+        except BACKEND_ERRORS as error:
+            if is_permanent(error):
+                raise
+            raise NotStored(error, requeue=True) from error
+
+    backend.mark_as_done = mark_as_done
+    return backend
 
 
 @dataclass(eq=False, slots=True)
@@ -82,12 +104,13 @@ class PendingTask:
         body = request.body if request.content_type is None else request.message.payload  # decoded in both cases
         try:
             apply_target(trace, (request.type, request.id, request.request_dict, body, None, None), callback=ended)
-        except Exception as error:
+        except Exception as raised:
+            error = raised.reason if isinstance(raised, NotStored) else raised  # type: ignore[attr-defined]
             if request.task.acks_late and isinstance(error, BACKEND_ERRORS) and not is_permanent(error):
                 if isinstance(error, RedisError):
-                    raise
+                    raise error from error.__cause__
                 raise ConnectionFault(str(error)) from error
-            self.ending = partial(request.on_failure, ExceptionInfo())
+            self.ending = partial(request.on_failure, ExceptionInfo((type(error), error, error.__traceback__)))
         finally:
             self.traced = True
 

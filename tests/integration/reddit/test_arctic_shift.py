@@ -235,6 +235,7 @@ def test_a_deleted_post_that_is_still_archived_is_not_sent_to_fill_a_gap(
     deleted, kept = fresh(house, "cooking", 2)
     house.run(running, 2 * MINUTE)
     house.loopback.delete(deleted)
+    running = house.daemon(archive=archived.client(), reddit_poll_interval=6 * HOUR)
     house.run(running, 2 * HOUR)
     assert house.redis.client.exists(tombstone_key(deleted))
     house.state.begin({}, [Gap("cooking", clock.time() - DAY, clock.time() - HOUR, clock.time())])

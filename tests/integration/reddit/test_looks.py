@@ -30,6 +30,7 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
     house.loopback.delete(deleted)
     house.loopback.remove(removed)
     house.loopback.vanish(vanished)
+    daemon = house.daemon(reddit_poll_interval=SELDOM)
     house.run(daemon, RECHECK_DELAYS_S[0] + 30 * MINUTE)
     score = store.score(kept)
     assert score
@@ -195,12 +196,12 @@ def test_forgotten_marks_send_nothing_twice(house: House) -> None:
     posts = house.publish("cooking", 5)
     house.run(daemon, 5 * MINUTE)
     forget_marks(house)
-    house.run(house.daemon(), RECHECK_DELAYS_S[0] + 10 * MINUTE)  # a restart, and a recheck
+    house.run(house.daemon(reddit_poll_interval=SELDOM), RECHECK_DELAYS_S[0] + 10 * MINUTE)  # a restart, and a recheck
     forget_marks(house)
     house.loopback.edit(posts[0], "after")
     house.run(house.daemon(), 5 * MINUTE)
     forget_marks(house)
-    house.run(house.daemon(), RECHECK_DELAYS_S[1])
+    house.run(house.daemon(reddit_poll_interval=SELDOM), RECHECK_DELAYS_S[1])
     assert [house.ids().count(post) for post in posts] == [2, 1, 1, 1, 1]
 
 
