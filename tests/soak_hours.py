@@ -22,8 +22,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from producers.live.budget import RequestBudget
 from producers.push import Pusher
-from producers.reddit.budget import RequestBudget
 from producers.reddit.client import RedditClient
 from producers.reddit.daemon import Daemon
 from producers.reddit.topics import Topics
