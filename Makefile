@@ -44,6 +44,7 @@ test-redis: $(VENV)/test ## Run the tests that use any one redis-server, on the 
 
 long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, comparison with Celery, fuzzing, containers
 	$(BIN)/python -m tests.soak_reddit
+	$(BIN)/python -m tests.soak_bluesky
 	$(BIN)/python -m tests.soak_hours
 	$(BIN)/python -m tests.soak_counts
 	$(BIN)/python -m tests.differential

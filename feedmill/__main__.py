@@ -6,7 +6,7 @@ import sys
 from feedmill.packages import shadowed_package
 
 #: Commands that start the embedded stack, and flags with which they do not.
-STARTING_COMMANDS, NOT_STARTING_FLAGS = ("demo", "up"), ("--help", "--own")
+STARTING_COMMANDS, NOT_STARTING_FLAGS = ("demo", "up"), ("--help", "--live", "--own")
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Producers read posts from files and Reddit, and publish them by task name. They do not depend on the workers."""
+"""Producers read posts from files, Reddit and live sources, and publish them by task name. They do not know workers."""

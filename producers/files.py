@@ -262,9 +262,10 @@ class Source:
         return any(column in FIELD_ALIASES["title"] + FIELD_ALIASES["body"] for column in columns)
 
     def _check_distinct(self, header: Sequence[str]) -> None:
-        """Raise InputError if two columns have a name from which ids or texts are read: only the last would be."""
+        """Raise InputError if two columns have a name from which a value is read: only the last would be."""
         text = self._columns.text.values() or FIELD_ALIASES["title"] + FIELD_ALIASES["body"]
-        read = {*text, *([self._columns.id] if self._columns.id else FIELD_ALIASES["id"])}
+        kept = [key for key, _ in self._columns.keep]
+        read = {*text, *kept, *([self._columns.id] if self._columns.id else FIELD_ALIASES["id"])}
         if twice := next((name for name in header if name in read and header.count(name) > 1), None):
             raise InputError(
                 f"{self.name} has {header.count(twice)} columns {printable(twice)}. Rename all but one of them."

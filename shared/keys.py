@@ -53,6 +53,9 @@ REDDIT_RECHECKS = "feedmill:reddit:looks"
 #: Status of the Reddit daemon, as JSON.
 REDDIT_STATUS = "feedmill:reddit:status"
 
+#: Live source -> the latest status of its daemon, with the time by Redis' clock, as JSON.
+LIVE_STATUS = "feedmill:live:status"
+
 
 def reddit_known_key(subreddit: str) -> str:
     """Processed posts of a subreddit: fullname, scored by creation time."""
@@ -62,6 +65,26 @@ def reddit_known_key(subreddit: str) -> str:
 def reddit_texts_key(subreddit: str) -> str:
     """Processed posts of a subreddit: fullname -> digest of the text that was sent; "gone" if it was removed."""
     return f"feedmill:reddit:texts:{subreddit}"
+
+
+def live_position_key(source: str) -> str:
+    """Position in a live source up to which everything is sent: `cursor`, and its time (`at`, seconds since 1970)."""
+    return f"feedmill:live:position:{source}"
+
+
+def live_gaps_key(source: str) -> str:
+    """Position before a gap -> the gap: a period whose events could not be read, as JSON."""
+    return f"feedmill:live:gaps:{source}"
+
+
+def live_deleted_key(source: str) -> str:
+    """Ids of posts that were deleted at the source and wait for the next purge."""
+    return f"feedmill:live:deleted:{source}"
+
+
+def live_authors_key(source: str) -> str:
+    """Beginnings of the ids of deleted accounts' posts, scored by the time of deletion, in seconds since 1970."""
+    return f"feedmill:live:authors:{source}"
 
 
 def context_key(digest: str) -> str:
@@ -171,6 +194,11 @@ TABLE: tuple[Key, ...] = (
     Key(REDDIT_STATUS, "string", "producers/reddit/state.py", "ttl STATUS_TTL"),
     Key("feedmill:reddit:known:*", "zset", "producers/reddit/state.py", "MAX_KNOWN_POSTS members; ttl KNOWN_TTL"),
     Key("feedmill:reddit:texts:*", "hash", "producers/reddit/state.py", "MAX_KNOWN_POSTS fields; ttl KNOWN_TTL"),
+    Key(LIVE_STATUS, "hash", "producers/live/state.py", "one field per source"),
+    Key("feedmill:live:position:*", "hash", "producers/live/state.py", "two fields"),
+    Key("feedmill:live:gaps:*", "hash", "producers/live/state.py", "MAX_GAPS fields"),
+    Key("feedmill:live:deleted:*", "set", "producers/live/purges.py", "emptied every PURGE_INTERVAL_S seconds"),
+    Key("feedmill:live:authors:*", "zset", "producers/live/purges.py", "one member per account, for AUTHOR_KEPT_S"),
     Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the end of the file"),
     Key("feedmill:buried:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:gone:*", "string", "shared/purge.py", "ttl tombstone_ttl"),

@@ -1,4 +1,4 @@
-"""Remove posts from waiting and held messages. The messages keep their place.
+"""Find posts in waiting and held messages, and remove them. The messages keep their place.
 
 A post is reduced to its id, so the message still has one outcome per post, in order, and its other posts are classified
 as usual. A message is replaced atomically, and only if it has not changed. Messages can move during a scan, so lists
@@ -35,17 +35,46 @@ def remove(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int
 
     Idempotent. Raises redis.exceptions.RedisError.
     """
+    reserved, changed = TRANSPORT_KEYS["reserved_key"], 0
+    for name, message, tag in _messages(redis, queues):
+        if (clean := _without(message, posts)) is None:
+            continue
+        if tag is None:
+            changed += scripts.replace_waiting(redis, name, reserved, message, clean)
+        else:
+            changed += scripts.replace_held(redis, reserved, tag, message, clean)
+    return changed
+
+
+def ids_in_messages(redis: Redis, queues: Collection[str]) -> Iterator[str]:
+    """Yield the ids of posts in the messages of these queues, without removed posts. Ids can be repeated.
+
+    Raises redis.exceptions.RedisError.
+    """
+    for _, message, _ in _messages(redis, queues):
+        try:
+            yield from _ids_in(encoding.stored_body(json.loads(message)))
+        except (ValueError, zlib.error, AttributeError, KeyError, TypeError, RecursionError):
+            continue
+
+
+def _ids_in(value: Any) -> Iterator[str]:
+    """Yield the ids of posts in a JSON value, at any depth."""
+    if isinstance(value, dict):
+        if value.keys() & OTHER_FIELDS and (post_id := _post_id(value.get("id"))):
+            yield post_id
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _ids_in(item)
+
+
+def _messages(redis: Redis, queues: Collection[str]) -> Iterator[tuple[str, bytes, bytes | None]]:
+    """Yield the key of each message, the message, and the tag of one that a worker holds."""
     lists, reserved = [name for queue in queues for name in queue_lists(queue)], TRANSPORT_KEYS["reserved_key"]
-    changed = 0
     for name in (*lists, reserved, *lists):
         for message, tag in _held(redis, name) if name == reserved else _waiting(redis, name):
-            if (clean := _without(message, posts)) is None:
-                continue
-            if tag is None:
-                changed += scripts.replace_waiting(redis, name, reserved, message, clean)
-            else:
-                changed += scripts.replace_held(redis, reserved, tag, message, clean)
-    return changed
+            yield name, message, tag
 
 
 def _waiting(redis: Any, name: str) -> Iterator[tuple[bytes, None]]:

@@ -14,13 +14,23 @@ from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from redis import Redis
+from redis.client import NEVER_DECODE
 
-from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, context_key, labels_key
+from shared.keys import (
+    COUNTERS,
+    DEAD_LETTERS,
+    RESULTS_STREAM,
+    STORED,
+    context_key,
+    earlier_result_key,
+    labels_key,
+)
 from shared.messages import Classification, DeadLetter, Post, digest
 from shared.replay import Replay
 from shared.result_records import SCORE, Context, Contexts, KnownContext, pack, pack_score, split, unpack
 from shared.runs import MAX_RUNS
 from shared.scripts import results as scripts
+from shared.scripts.buckets import MIN_BUCKETS
 from shared.scripts.records import SCORE_FIELD
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
@@ -35,6 +45,8 @@ SCORES_PER_CALL = 100
 #: Limits of the search for a result's stream entry: seconds by which the clocks of a worker and of Redis may differ,
 #: and entries.
 MAX_CLOCK_SKEW_S, ENTRIES_SEARCHED = 1.0, 2000
+#: Buckets of results, and names of keys, per call of `stored_ids`.
+BUCKETS_PER_CALL = 1000
 #: Dead letters per script call. Redis is blocked during a call.
 DEAD_LETTERS_PER_CALL = 50
 
@@ -242,6 +254,21 @@ class ResultsStore:
         """Return the counters since the store was created."""
         found: Any = self._redis.hgetall(COUNTERS)
         return Counters(**{name: int(found.get(name, 0)) for name in Counters._fields})
+
+
+def stored_ids(redis: Redis) -> Iterator[str]:
+    """Yield the ids of posts with results. Ids can be repeated. Raises redis.exceptions.RedisError."""
+    untyped: Any = redis
+    start = 0
+    # The table can grow meanwhile; records then move to buckets at its end.
+    while start < (count := int(untyped.get(STORED) or MIN_BUCKETS)):
+        keys = [f"{STORED}:{number}" for number in range(start, min(start + BUCKETS_PER_CALL, count))]
+        start += len(keys)
+        for records in untyped.execute_command("MGET", *keys, **{NEVER_DECODE: True}):
+            yield from (each.post_id.decode() for each in split(records or b"") if each.kind != SCORE)
+    prefix = earlier_result_key("")
+    for key in redis.scan_iter(match=f"{prefix}*", count=BUCKETS_PER_CALL):
+        yield str(key).removeprefix(prefix)
 
 
 def newest_first(

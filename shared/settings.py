@@ -131,8 +131,29 @@ class Settings(BaseSettings):
     )
     #: Maximum requests to Arctic Shift per minute. The budget in its responses applies if it is lower.
     arctic_shift_requests_per_minute: Count = 30
-    #: Seconds for which tombstones are kept. They block posts that were purged or have disappeared from Reddit.
+    #: Seconds for which tombstones are kept. They block posts that were purged, or deleted at their source.
     tombstone_ttl: Count = 365 * DAY_S
+
+    # Bluesky daemon.
+
+    #: URL of a Jetstream server, without a path: one of Bluesky's, or your own.
+    bluesky_url: Annotated[str, _form(r"wss?://[^/?#\s]+", "a URL such as wss://jetstream.example.org")] = (
+        "wss://jetstream2.us-east.bsky.network"
+    )
+    #: Comma-separated language codes, such as en,pt. Posts that declare none of them are left out. Unset: all posts.
+    bluesky_languages: (
+        Annotated[
+            str, _form(r"[A-Za-z]{2,3}( *, *[A-Za-z]{2,3})*", "language codes of two or three letters, such as en,pt")
+        ]
+        | None
+    ) = None
+    #: Minimum characters of a post's text. Shorter posts are left out.
+    bluesky_min_characters: Count = 1
+
+    # Other live sources.
+
+    #: Class of your own live source, which `feedmill ingest live` reads (docs/extending.md).
+    live_source: Annotated[str, _form(PLUGIN_PATTERN, "module:Class")] | None = None
 
     # Workers.
 
@@ -229,8 +250,8 @@ class Settings(BaseSettings):
 
     # Metrics, Flower and logs.
 
-    #: Port of the metrics and health checks of a worker or the Reddit daemon. Each process needs its own; with several
-    #: `devices`, they use consecutive ports. Unset or 0: disabled.
+    #: Port of the metrics and health checks of a worker or an ingesting daemon. Each process needs its own; with
+    #: several `devices`, they use consecutive ports. Unset or 0: disabled.
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     #: Address on which metrics are served, without authentication. The default is reachable only from this machine.
     metrics_address: Annotated[str, _form(r"[A-Za-z0-9.:_-]{1,253}", "a host name or IP address of this machine")] = (

@@ -51,7 +51,7 @@ class TrainOptions(BaseModel):
     #: "topic" uses the posts' topics; "zero-shot" uses each result's best label; "soft" uses all of a result's scores,
     #: so that the trained model also learns their confidence.
     targets: Literal["topic", "zero-shot", "soft"] = Field(
-        "topic", description="What to learn: topic, zero-shot or soft."
+        "topic", description="What to learn: topic (the column topic, label or category), zero-shot or soft."
     )
     #: Posts with a lower score are skipped. At 0.5, no other label is as likely. Does not apply to topics.
     min_score: float = Field(0.5, ge=0, le=1, description="Minimum score of the best label in results or exports.")

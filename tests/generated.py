@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from feedmill.cli.main import app
+from producers.live import metrics as live_metrics
 from producers.reddit import metrics as reddit_metrics
 from shared import errors, keys, schema
 from shared.metrics import REDIS_METRICS
@@ -46,6 +47,7 @@ FIGURES = {
     "Every process that serves metrics (read from Redis)": REDIS_METRICS,
     "Workers": worker_metrics.FIGURES,
     "The Reddit daemon": reddit_metrics.FIGURES,
+    "Daemons of live sources, such as Bluesky": live_metrics.FIGURES,
 }
 #: The values that a setting of each type takes.
 TYPES = {

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only or system.suite in options.only:
             root = install(system, options.roots)
             copy_code(root)
-            demo, demo_line = run(system, root, "make demo", r"\d+ of \d+ .*")
+            demo, demo_line = run(system, root, "make demo", r"\d+ of \d+ [^.]*")
             tests, tests_line = run(system, root, "make test", r"\d+ (?:passed|failed).*")
             failed |= bool(demo or tests)
             write_row(f"| {' | '.join((*describe(system, root), demo_line, tests_line))} | {datetime.now(UTC):%F} |")

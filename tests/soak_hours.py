@@ -23,8 +23,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zlib import crc32
 
+from producers.live.budget import RequestBudget
 from producers.push import Pusher
-from producers.reddit.budget import RequestBudget
 from producers.reddit.client import RedditClient
 from producers.reddit.daemon import Daemon
 from producers.reddit.topics import Topics

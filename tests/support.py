@@ -277,7 +277,9 @@ def end(process: Process) -> None:
 
 
 @contextmanager
-def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: str) -> Iterator[Feedmill]:
+def working(
+    redis: RedisServer | Restartable, cwd: Path, name: str = "worker", **environment: str
+) -> Iterator[Feedmill]:
     """Run a real worker on the test's Redis. Yields once it is ready."""
     with running("worker", "--name", name, cwd=cwd, FEEDMILL_REDIS_URL=redis.url, **environment) as worker:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")

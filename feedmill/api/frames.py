@@ -178,8 +178,7 @@ def rows_of(table: Table, columns: Columns) -> Iterator[Item]:
                     f"The column {_quoted(table.names[at])} has the type {kind}, not text. Name the text column with "
                     "title= or body=, or convert the column to text first."
                 )
-    named = _named(table, columns.id, "id")
-    return _rows(table, places["title"], places["body"], None if named is None else named)
+    return _rows(table, places["title"], places["body"], _id_column(table, columns))
 
 
 def _rows(table: Table, titles: list[int], bodies: list[int], id_column: int | None) -> Iterator[Item]:
@@ -210,6 +209,17 @@ def _text_columns(table: Table, columns: Columns) -> dict[str, list[int]]:
             else "The frame has no columns. Give one with a column of texts."
         )
     return found
+
+
+def _id_column(table: Table, columns: Columns) -> int | None:
+    """Return the place of the column with ids, by the names that files use, unless one is named. Raises InputError."""
+    if columns.id is not None or table.is_series:
+        return _named(table, columns.id, "id")
+    known = {normalize_key(str(name)): at for at, name in reversed(list(enumerate(table.names)))}
+    place = next((known[name] for name in FIELD_ALIASES["id"] if name in known), None)
+    if place is not None:
+        _check_unique(table, table.names[place])
+    return place
 
 
 def _named(table: Table, name: Any, argument: str) -> int | None:

@@ -90,8 +90,9 @@ def enqueue(
 ) -> None:
     """Send the posts of a file to the queue.
 
-    Skips posts that were already sent and malformed records. An interrupted command resumes where it stopped when it
-    runs again. Exits 1 if a record was malformed, the filters excluded every record, or, with --wait, a post failed.
+    Skips posts that were already sent, records without text and malformed records. An interrupted command resumes where
+    it stopped when it runs again. Exits 1 if a record was malformed, no record had text, the filters excluded every
+    record, or, with --wait, a post failed.
     """
     settings = flags.settings_of(redis_url=redis_url, posts_per_message=posts_per_message, when_full=when_full)
     options = flags.options(settings)
@@ -141,20 +142,25 @@ def enqueue(
             "--since and --until."
         )
     failed = 0
-    if wait:
-        with user_errors(settings):
-            failed = wait_for_run(redis, settings, notes, run, by_counts=not again)
-    elif pusher.sent:
-        notes.print(f"run {printable(run)}: `feedmill status` shows its progress", markup=False)
-    elif pusher.skipped:
-        with user_errors(settings):
+    with user_errors(settings):
+        if pusher.skipped and not pusher.sent:
             notes.print(_nothing_new(redis, run), markup=False)
-    raise typer.Exit(1 if reading.skipped or found_none or failed else 0)
+        if wait:
+            failed = wait_for_run(redis, settings, notes, run, by_counts=not again)
+        elif pusher.sent:
+            notes.print(f"run {printable(run)}: `feedmill status` shows its progress", markup=False)
+    raise typer.Exit(1 if _is_incomplete(reading, pusher) or found_none or failed else 0)
 
 
 def _scope(redis: Redis, queue: str, options: ClassifyOptions) -> str:
     """Return what a position in a file is valid for: after a deployment or `queue clear`, the file is read again."""
     return f"{messages_cleared(redis, queue)} {send_scope(queue, options, deployed_weights(redis, queue))}"
+
+
+def _is_incomplete(reading: FileReading, pusher: Pusher) -> bool:
+    """Return whether records were malformed, or none had text."""
+    found = pusher.sent + pusher.skipped + pusher.gone
+    return reading.skipped > reading.without_text or (reading.skipped > 0 and not found)
 
 
 def _nothing_new(redis: Redis, run: str) -> str:
@@ -239,8 +245,10 @@ def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
     counts = [
         f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})",
         f"{pusher.skipped:,} already sent",
-        f"{reading.skipped:,} malformed",
+        f"{reading.skipped - reading.without_text:,} malformed",
     ]
+    if reading.without_text:
+        counts.append(f"{reading.without_text:,} without text")
     if pusher.gone:
         counts.append(f"{pusher.gone:,} purged")
     if reading.removed:

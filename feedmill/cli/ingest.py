@@ -1,15 +1,15 @@
-"""The `feedmill ingest` commands: read posts from Reddit, once or continuously, and show its gaps and subreddits."""
+"""The `feedmill ingest` commands: read posts from Reddit, Bluesky or another live source, and show gaps."""
 
 import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 from rich.console import Console
@@ -22,14 +22,20 @@ from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import (
     AsJson,
     MessageFlags,
+    MetricsPort,
     RedisUrl,
     settings_of,
 )
+from feedmill.monitoring.capacity import span
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
+from producers.live.budget import RequestBudget
+from producers.live.clock import Clock, Stopped
+from producers.live.daemon import LiveDaemon
+from producers.live.metrics import DaemonMetrics, LiveMetrics
+from producers.live.source import Source
+from producers.live.state import LiveGap, LiveState, all_gaps
 from producers.push import Pusher
 from producers.reddit import topics as topics_file
-from producers.reddit.budget import RequestBudget
-from producers.reddit.clock import Clock, Stopped
 from producers.reddit.listing import ListingItem, Outage, RedditFault, RequestFailed
 from producers.reddit.metrics import Metrics
 from producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S, Gap, State
@@ -37,9 +43,10 @@ from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, convert_errors, printable
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
+from workers.models.plugins import load_plugin
 
 if TYPE_CHECKING:  # needs PRAW, an optional package
-    from producers.reddit.daemon import Daemon
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +57,18 @@ REFRESH_INTERVAL_S, LOG_INTERVAL_S = 1.0, 60.0
 #: Seconds until the first status line in a log.
 FIRST_LOG_DELAY_S = 10.0
 
-app = typer.Typer(name="ingest", help="Read posts from Reddit and send them to the queue.", no_args_is_help=True)
+app = typer.Typer(
+    name="ingest",
+    help="Read posts from Reddit, Bluesky or your own source and send them to the queue.",
+    no_args_is_help=True,
+)
 
 
 #: Reddit listings, and periods of the listing `top`.
 ListingKind = Literal["hot", "new", "top", "rising"]
 Period = Literal["hour", "day", "week", "month", "year", "all"]
 #: Sources of Reddit's posts.
-Source = Literal["reddit", "arctic-shift"]
+RedditSource = Literal["reddit", "arctic-shift"]
 
 TopicsFile = Annotated[Path | None, typer.Option(help="Topics file in TOML (default: built in).")]
 
@@ -75,13 +86,12 @@ def reddit(
     ] = DEFAULT_LIMIT,
     period: Annotated[Period, typer.Option(help="Period for --listing top.")] = "all",
     source: Annotated[
-        Source, typer.Option(help="Reddit's API, or arctic-shift: an archive of Reddit that needs no credentials.")
+        RedditSource,
+        typer.Option(help="Reddit's API, or arctic-shift: an archive that needs no credentials."),
     ] = "reddit",
     topics: TopicsFile = None,
     flags: MessageFlags,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).")
-    ] = None,
+    metrics_port: MetricsPort = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Send new Reddit posts to the queue until SIGTERM.
@@ -126,7 +136,7 @@ def _require_packages() -> None:
         raise UserError("Reading Reddit requires the package praw: run `pip install 'feedmill[reddit]'`.")
 
 
-def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int, source: Source) -> None:
+def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int, source: RedditSource) -> None:
     """Run the daemon until a signal raises Stopped."""
     # Imported late: these need optional packages.
     from producers.reddit.archive_daemon import ArchiveDaemon  # noqa: PLC0415
@@ -150,36 +160,109 @@ def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, li
             archive, archive_budget, redis, pusher, topics, settings, clock, limit,
             recheck_delays=ARCHIVE_RECHECK_DELAYS_S,
         )  # fmt: skip
-    export = _exporter(settings)
-    with _status_line() as show:
+    _run(daemon, Metrics(settings), format_daemon_status, settings, clock)
+
+
+@app.command()
+@with_groups
+def bluesky(
+    *,
+    languages: Annotated[
+        str | None, typer.Option(metavar="CODES", help="Read only posts that declare one of these languages: en,pt.")
+    ] = None,
+    min_characters: Annotated[
+        int | None, typer.Option(metavar="N", help="Read only posts with at least this many characters (default: 1).")
+    ] = None,
+    flags: MessageFlags,
+    metrics_port: MetricsPort = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Send Bluesky's new posts to the queue until SIGTERM, dozens per second. Needs no key.
+
+    Starts with the posts of this moment; a restart resumes where the command stopped. Posts that were already sent are
+    skipped, and posts that their authors delete are purged.
+    """
+    settings = flags.settings_of(
+        redis_url=redis_url, bluesky_languages=languages, bluesky_min_characters=min_characters,
+        metrics_port=metrics_port,
+    )  # fmt: skip
+    if find_spec("websockets") is None:
+        raise UserError("Reading Bluesky requires the package websockets: run `pip install 'feedmill[bluesky]'`.")
+    from producers.bluesky import BlueskySource  # noqa: PLC0415 - needs websockets, an optional package
+
+    _follow(BlueskySource, settings, flags)
+
+
+@app.command()
+@with_groups
+def live(
+    *,
+    live_source: Annotated[
+        str | None, typer.Option(metavar="MODULE:CLASS", help="Class of the source (docs/extending.md).")
+    ] = None,
+    flags: MessageFlags,
+    metrics_port: MetricsPort = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Send the new posts of your own live source to the queue until SIGTERM, as `ingest bluesky` does."""
+    settings = flags.settings_of(redis_url=redis_url, live_source=live_source, metrics_port=metrics_port)
+    if settings.live_source is None:
+        raise UserError("No source is given. Name its class with --live-source MODULE:CLASS.")
+    _follow(load_plugin(settings.live_source, "live_source"), settings, flags)
+
+
+def _follow(make: Callable[[Settings, Clock], Source], settings: Settings, flags: MessageFlags) -> None:
+    """Run the daemon of a live source until a signal arrives."""
+    options = flags.options(settings)
+    clock = Clock()
+    with _stopping_on_signals(clock), user_errors(settings):
+        redis = connect(settings)
+        redis.ping()
+        settings = flags.select_queue(settings, redis)
+        source = make(settings, clock)
+        pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
+        with closing(LiveDaemon(source, redis, pusher, settings, clock)) as daemon:
+            _run(daemon, LiveMetrics(settings, source.name), format_live_status, settings, clock)
+
+
+class _Steps(Protocol):
+    """A daemon, as far as its loop needs to know it."""
+
+    def step(self) -> float: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+
+def _run(
+    daemon: _Steps,
+    metrics: DaemonMetrics,
+    describe: Callable[[dict[str, Any]], str],
+    settings: Settings,
+    clock: Clock,
+) -> None:
+    """Run a daemon with its status line, and with metrics if a port is set, until a signal raises Stopped."""
+    if settings.metrics_port:
+        metrics.serve()
+    with _status_line(describe) as show:
         while True:
             pause = daemon.step()
             show(daemon)
-            export(daemon)
+            metrics.update(daemon.status())
             clock.wait(min(pause, REFRESH_INTERVAL_S))
 
 
-def _exporter(settings: Settings) -> Callable[["Daemon"], None]:
-    """Return a function that exports the daemon's status to Prometheus, or does nothing if no port is set."""
-    if not settings.metrics_port:
-        return lambda _: None
-    metrics = Metrics(settings)
-    metrics.serve()
-    return lambda daemon: metrics.update(daemon.status())
-
-
 @contextmanager
-def _status_line() -> Iterator[Any]:
+def _status_line(describe: Callable[[dict[str, Any]], str]) -> Iterator[Callable[[_Steps], None]]:
     """Yield a function that shows the daemon's status, in a line redrawn on a terminal, else in the log."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         logged_at = time.monotonic() - LOG_INTERVAL_S + FIRST_LOG_DELAY_S
 
-        def log(daemon: "Daemon") -> None:
+        def log(daemon: _Steps) -> None:
             nonlocal logged_at
             if time.monotonic() - logged_at >= LOG_INTERVAL_S:
                 logged_at = time.monotonic()
-                logger.info("%s", format_daemon_status(daemon.status()))
+                logger.info("%s", describe(daemon.status()))
 
         yield log
         return
@@ -189,13 +272,11 @@ def _status_line() -> Iterator[Any]:
                 handler.setStream(sys.stderr)  # the stream of Live, which writes above its line
         shown = 0.0
 
-        def draw(daemon: "Daemon") -> None:
+        def draw(daemon: _Steps) -> None:
             nonlocal shown
             if time.monotonic() - shown >= REFRESH_INTERVAL_S:
                 shown = time.monotonic()
-                live.update(
-                    Text(format_daemon_status(daemon.status()), no_wrap=True, overflow="ellipsis"), refresh=True
-                )
+                live.update(Text(describe(daemon.status()), no_wrap=True, overflow="ellipsis"), refresh=True)
 
         yield draw
 
@@ -218,6 +299,24 @@ def format_daemon_status(status: dict[str, Any]) -> str:
     parts.append(f"{status['requests']:,} requests")
     if status["budget"] is not None:
         parts.append(f"{status['budget']:.0f} left")
+    return " · ".join(parts)
+
+
+def format_live_status(status: dict[str, Any]) -> str:
+    """Format the status of a live source's daemon as one line."""
+    parts = [f"{status['sent']:,} sent"]
+    if status["filtered"]:
+        parts.append(f"{status['filtered']:,} filtered")
+    if status["paused"]:
+        parts.append("PAUSED: the queue is full")
+    if status["hindrance"]:
+        parts.append(status["hindrance"])
+    if status["delay"] is not None:
+        parts.append(f"newest event {span(status['delay'])} old")
+    if status["gaps"]:
+        parts.append(f"{status['gaps']} gap{'s' if status['gaps'] > 1 else ''}")
+    if status["purged"]:
+        parts.append(f"{status['purged']:,} purged")
     return " · ".join(parts)
 
 
@@ -289,11 +388,11 @@ def gaps(
     flags: MessageFlags,
     redis_url: RedisUrl = None,
 ) -> None:
-    """List gaps: periods in which posts of a subreddit were missed.
+    """List gaps: periods in which posts of a subreddit or of a live source were missed.
 
     With --fill, send the posts that the archive has of these periods, with the given labels and options, and exit with
-    status 1 if a gap remains. Or fill a gap from a dump with `feedmill enqueue --subreddit --since --until`, then clear
-    the list.
+    status 1 if a gap of a subreddit remains. Or fill a gap from a dump with `feedmill enqueue --subreddit --since
+    --until`, then clear the list.
     """
     settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics)
     with user_errors(settings):
@@ -305,19 +404,28 @@ def gaps(
             clock = Clock()
             with _stopping_on_signals(clock):
                 _fill_gaps(flags.select_queue(settings, redis), options, clock)
-        found = state.gaps()
+        found, live = state.gaps(), all_gaps(redis)
         if clear:
             state.forget_gaps()
+            for name in {gap.source for gap in live}:
+                LiveState(redis, name).forget_gaps()
+    _print_live_gaps(live, as_json)
     for gap in found:
         if as_json:
             typer.echo(json.dumps(gap._asdict()))
         else:
             times = f"{utc(gap.since)} to {utc(gap.until)}, recorded {utc(gap.noted)}"
             typer.echo(f"r/{printable(gap.subreddit):<22} {times}; {_gap_state(gap)}")
-    if not found and not as_json:
+    if not found and not live and not as_json:
         typer.echo("No gaps.")
     if fill and any(not gap.filled for gap in found):
         raise typer.Exit(1)
+
+
+def _print_live_gaps(gaps: Sequence[LiveGap], as_json: bool) -> None:
+    for gap in gaps:
+        times = f"{utc(gap.since)} to {utc(gap.until)}, recorded {utc(gap.noted)}"
+        typer.echo(json.dumps(gap._asdict()) if as_json else f"{gap.source:<24} {times}")
 
 
 def _gap_state(gap: Gap) -> str:

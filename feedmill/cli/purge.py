@@ -105,8 +105,8 @@ def _purge_run(redis: Redis, settings: Settings, name: str, yes: bool) -> _Done:
     summary = f"run {printable(run)} purged ({_listed(counts)})"
     if found.outside:
         summary += (
-            f"; {found.outside:,} earlier results are no longer in the results stream and expire within "
-            f"{settings.results_ttl / DAY_S:.3g} days"
+            f"; {found.outside:,} earlier results are no longer in the results stream: they were purged before, or "
+            f"expire within {settings.results_ttl / DAY_S:.3g} days"
         )
     return _Done(found._asdict(), summary, any(found))
 

@@ -99,6 +99,7 @@ def _summary(seen: watch.Status) -> str:
     facts += [("worker", _missing(node, age)) for node, age in seen.missing.items()]
     if seen.reddit:
         facts.append(("reddit", ingest.format_daemon_status(seen.reddit)))
+    facts += [(name, ingest.format_live_status(report)) for name, report in seen.live.items()]
     if seen.gaps:
         facts.append(("gaps", f"{seen.gaps:,} · `feedmill ingest gaps`"))
     # One block per worker: a table of these values is wider than most terminals.
@@ -214,6 +215,8 @@ def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
         facts.add_row(name, Text(shown, no_wrap=True, overflow="ellipsis"))
     if found.reddit:
         facts.add_row("reddit", Text(printable(ingest.format_daemon_status(found.reddit))))
+    for name, report in found.live.items():
+        facts.add_row(printable(name), Text(printable(ingest.format_live_status(report))))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
     facts.add_row("memory", str(found.memory or MEMORY_UNKNOWN))
     for node, age in found.missing.items():
@@ -281,7 +284,7 @@ def metrics(
 ) -> None:
     """Serve Prometheus metrics of queues and results until SIGTERM.
 
-    Needs no worker. Workers and the Reddit daemon serve their own metrics with --metrics-port.
+    Needs no worker. Workers and ingesting daemons serve their own metrics with --metrics-port.
     """
     settings = settings_of(metrics_port=metrics_port, redis_url=redis_url)
     settings = settings.model_copy(update={"metrics_port": settings.metrics_port or DEFAULT_METRICS_PORT})

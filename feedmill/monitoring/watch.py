@@ -1,4 +1,4 @@
-"""Observe the running system (queues, workers, results, Reddit daemon) and check its health.
+"""Observe the running system (queues, workers, results, ingesting daemons) and check its health.
 
 `status` takes one snapshot. `StatusMonitor` takes snapshots repeatedly and computes rates between them. `check_health`
 checks the health of each part.
@@ -19,6 +19,7 @@ from redis.exceptions import ResponseError
 from feedmill.monitoring import capacity
 from feedmill.monitoring.capacity import CRITICAL_S, WARNING_S, Memory
 from feedmill.reading.dead_letters import DeadLetters
+from producers.live.state import LiveStatus, all_gaps, statuses
 from producers.reddit.state import STATUS_TTL, State
 from shared.broker import TRANSPORT_KEYS, QueueDepth, connect, make_app, queue_depth, user_errors
 from shared.errors import RedisUnavailable
@@ -64,9 +65,11 @@ class Status(NamedTuple):
     results: Counters
     #: Status report of the Reddit daemon; None if it does not run.
     reddit: dict[str, Any] | None
+    #: Status report of the daemon of each live source that runs, by the source's name.
+    live: dict[str, dict[str, Any]]
     #: Age of the oldest waiting message over all queues in seconds; None if all are empty.
     oldest_seconds: float | None
-    #: Number of recorded gaps: periods whose Reddit posts could not be read.
+    #: Number of recorded gaps: periods whose posts could not be read from Reddit or a live source.
     gaps: int
     #: Number of dead letters, including undecodable messages.
     dead_letters: int
@@ -95,15 +98,16 @@ def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     depth, queues = _queues(redis, settings)
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
     results = ResultsStore(redis, settings).counters()
-    gaps = len(State(redis).open_gaps())
+    gaps = len(State(redis).open_gaps()) + len(all_gaps(redis))
     dead = DeadLetters(redis).count()
     workers = _ask(app)
     missing = _missing(redis, workers)
     memory = capacity.estimate_memory(redis, settings, _rate(workers))
     reddit = State(redis).load_status()
+    live = {name: found.report for name, found in statuses(redis).items() if found.running}
     asked = workers is not None
     runs = recent(redis, RUNS_SHOWN)
-    return Status(depth, queues, workers or {}, results, reddit, oldest, gaps, dead, asked, missing, memory, runs)
+    return Status(depth, queues, workers or {}, results, reddit, live, oldest, gaps, dead, asked, missing, memory, runs)
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
@@ -256,6 +260,7 @@ class HealthPart(StrEnum):
     WORKERS = "workers"
     ROWS = "rows"
     REDDIT = "reddit"
+    LIVE = "live"
 
 
 class Finding(NamedTuple):
@@ -274,6 +279,7 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> Iterator[
             redis.ping()
             depth, queues = _queues(redis, settings)
             daemon, has_run = State(redis).load_status(), bool(redis.exists(REDDIT_BEGINNINGS))
+            live = statuses(redis)
             wanted = not {HealthPart.WORKERS, HealthPart.ROWS, HealthPart.MEMORY}.isdisjoint(parts)
             # Asking registered workers by name ends as soon as all have answered.
             workers = _ask(make_app(settings), list(expected_workers(redis)) or None) if wanted else {}
@@ -289,6 +295,7 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> Iterator[
         HealthPart.WORKERS: _workers(workers, missing),
         HealthPart.ROWS: _rows(workers, missing, settings),
         HealthPart.REDDIT: _reddit(daemon, has_run),
+        HealthPart.LIVE: _live(live),
     }
     for part, (well, sentence) in found.items():
         if part in parts:
@@ -359,3 +366,14 @@ def _reddit(report: dict[str, Any] | None, has_run: bool) -> tuple[bool, str]:
     if has_run:
         return False, f"no report from the daemon for {STATUS_TTL} s: start it with `feedmill ingest reddit`"
     return True, "not in use; `feedmill ingest reddit` starts the daemon"
+
+
+def _live(known: dict[str, LiveStatus]) -> tuple[bool, str]:
+    """Check that the daemon of every live source that ran in the last week still reports its status."""
+    silent = [f"{name} (for {capacity.span(found.age)})" for name, found in known.items() if not found.running]
+    if silent:
+        return False, f"no report from the daemon of {', '.join(silent)}: start it again with `feedmill ingest`"
+    if not known:
+        return True, "not in use; `feedmill ingest bluesky` starts a daemon"
+    hindered = [found.report["hindrance"] for found in known.values() if found.report["hindrance"]]
+    return True, f"reading {', '.join(known)}" + (f", but: {'; '.join(hindered)}" if hindered else "")

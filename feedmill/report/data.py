@@ -37,6 +37,8 @@ MAX_LABEL_SETS = 20
 MAX_LABEL_SETS_COUNTED = 1000
 #: Maximum seconds between two results that count as time in use. In longer pauses, there was no work.
 MAX_PAUSE_S = MAX_PAUSE_MS / 1000
+#: Seconds of use below which a rate would say nothing: the results of a single message are stored at once.
+MIN_USED_S = 1.0
 #: Maximum length of an example title, in characters.
 TITLE_LENGTH = 120
 
@@ -109,8 +111,8 @@ class Report:
 
     @property
     def rate(self) -> float | None:
-        """Return the results per second of the time used; None if they were stored at once."""
-        return self.read / self.used if self.used else None
+        """Return the results per second of the time used; None if they were stored within MIN_USED_S seconds."""
+        return self.read / self.used if self.used >= MIN_USED_S else None
 
     @property
     def is_of_reddit(self) -> bool:

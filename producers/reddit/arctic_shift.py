@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import requests
 
-from producers.reddit.budget import RequestBudget
+from producers.live.budget import RequestBudget
 from producers.reddit.http import TEMPORARY_STATUSES, fetch, retry_after
 from producers.reddit.items import parse_items
 from producers.reddit.listing import (

@@ -22,7 +22,7 @@ from praw.exceptions import MissingRequiredAttributeException
 from prawcore.const import ACCESS_TOKEN_PATH
 from requests.structures import CaseInsensitiveDict
 
-from producers.reddit.budget import RequestBudget
+from producers.live.budget import RequestBudget
 from producers.reddit.http import TEMPORARY_STATUSES, fetch, retry_after
 from producers.reddit.items import parse_items
 from producers.reddit.listing import (

@@ -19,10 +19,10 @@ from redis import Redis
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
 
+from producers.live.budget import RequestBudget
+from producers.live.clock import Clock
 from producers.push import FULL_QUEUE_POLL_S, Pusher
 from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.budget import RequestBudget
-from producers.reddit.clock import Clock
 from producers.reddit.gap_filler import GapFiller
 from producers.reddit.listing import (
     CredentialsRefused,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from redis.backoff import EqualJitterBackoff
 
+from producers.live.budget import RequestBudget
+from producers.live.clock import Clock
 from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.budget import RequestBudget
-from producers.reddit.clock import Clock
 from producers.reddit.listing import ListingItem, Outage, RedditFault, TooManyRequests
 from producers.reddit.state import Gap, State
 

@@ -10,7 +10,7 @@ from requests.exceptions import ConnectionError as ConnectionFault
 from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-from producers.reddit.budget import RequestBudget, number
+from producers.live.budget import RequestBudget, number
 from producers.reddit.listing import RedditFault, RequestFailed, Unreachable
 
 #: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.

@@ -1,17 +1,8 @@
-"""Prometheus metrics and health of the Reddit daemon, from its latest status."""
+"""Prometheus metrics of the Reddit daemon."""
 
-import time
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from shared.metrics import MetricSpec, MetricsServer, MetricType, RedisMetrics, Sample, serve
+from producers.live.metrics import DaemonMetrics
+from shared.metrics import MetricSpec, MetricType
 from shared.settings import Settings
-
-#: Seconds without a finished step after which the daemon counts as stuck. A step may wait for the end of Reddit's
-#: ten-minute rate-limit window; its requests have timeouts.
-STUCK_AFTER_S = 900.0
-
-Status = Mapping[str, Any]
 
 
 def _counter(name: str, description: str) -> MetricSpec:
@@ -49,43 +40,8 @@ FAULTS = MetricSpec(
 FIGURES = (*STATUS_FIGURES.values(), FAULTS)
 
 
-class Metrics:
-    """Metrics of the daemon's latest status."""
+class Metrics(DaemonMetrics):
+    """Metrics of the Reddit daemon's latest status."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._redis = RedisMetrics(settings)
-        #: Latest `Daemon.status`. Replaced, never modified, because other threads read it.
-        self._status: Status = {}
-        self._turned = time.monotonic()
-
-    def serve(self) -> MetricsServer:
-        """Start the metrics server. Raises UserError."""
-        return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
-
-    def update(self, status: Status) -> None:
-        """Store the daemon's status after a step."""
-        self._status, self._turned = status, time.monotonic()
-
-    def samples(self) -> Iterator[Sample]:
-        if not (status := self._status):
-            return
-        values = {**status, "failing": len(status["failing"]), "hindrance": bool(status["hindrance"])}
-        for key, figure in STATUS_FIGURES.items():
-            if (value := values[key]) is not None:
-                yield Sample(figure, float(value))
-        for kind, count in status["faults"].items():
-            yield Sample(FAULTS, count, (kind,))
-
-    def unhealthy(self) -> list[str]:
-        """List failures that need a restart. An unreachable Reddit or Redis is not one of them."""
-        quiet = time.monotonic() - self._turned
-        return [f"the daemon has not finished a step for {quiet:.0f} s"] if quiet > STUCK_AFTER_S else []
-
-    def unready(self) -> list[str]:
-        """List reasons why no posts are being sent."""
-        if not self._status.get("polls"):
-            return [self._status.get("hindrance") or "the daemon has not read any topic yet"]
-        return (
-            self.unhealthy() or [self._status["hindrance"]] * bool(self._status["hindrance"]) or self._redis.problems()
-        )
+        super().__init__(settings, STATUS_FIGURES, FAULTS, progress="polls")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from redis import Redis
 
-from producers.reddit.clock import Clock
+from producers.live.clock import Clock
 from producers.reddit.listing import PAGE_SIZE, ListingItem, PostSource, RequestFailed
 from producers.reddit.state import Recheck, RecheckReason, State
 from shared.purge import lift_matching, purge, tombstones

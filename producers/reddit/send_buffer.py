@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from producers.live.clock import Clock
 from producers.push import Pusher
-from producers.reddit.clock import Clock
 from producers.reddit.listing import ListingItem
 from producers.reddit.state import State
 from shared.settings import Settings

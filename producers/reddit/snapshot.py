@@ -6,9 +6,9 @@ from typing import NamedTuple, TypeVar
 
 from redis.backoff import EqualJitterBackoff
 
+from producers.live.clock import Clock
 from producers.push import Pusher
 from producers.reddit.client import RedditClient
-from producers.reddit.clock import Clock
 from producers.reddit.listing import (
     PAGE_SIZE,
     CredentialsRefused,

@@ -7,7 +7,7 @@ tries the original again.
 import logging
 from collections.abc import Mapping, Sequence
 
-from producers.reddit.clock import Clock
+from producers.live.clock import Clock
 from producers.reddit.listing import PAGE_SIZE, PostSource, RequestFailed, SubredditInfo, SubredditUnreadable
 from producers.reddit.state import ReplacedSubreddit, State
 from producers.reddit.topics import Topics

@@ -1,6 +1,7 @@
 """Scripts for purging posts: set tombstones, delete stream entries, and replace values that have not changed."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 
 from redis import Redis
 
@@ -51,6 +52,26 @@ repeat
 until from == '' or bytes >= tonumber(ARGV[2])
 return {from, deleted}
 """)
+#:   KEYS[1]  feedmill:results or feedmill:dead, stream
+#:   ARGV[1], ARGV[2]  as in _SWEEP                       ARGV[3]  beginnings of ids, up to the last slash, as JSON
+#:
+#: Returns the first id for the next call ("" after the last entry), and the ids of the posts that begin like this.
+_FIND_AUTHORS: Script[tuple[str | bytes, list[str | bytes]]] = Script("""
+local wanted, from, bytes, found = {}, ARGV[1], 0, {}
+for _, beginning in ipairs(cjson.decode(ARGV[3])) do wanted[beginning] = true end
+repeat
+  local entries = redis.call('XRANGE', KEYS[1], from, '+', 'COUNT', 10)
+  for _, entry in ipairs(entries) do
+    local fields = entry[2]
+    local id = fields[1] == 'id' and fields[2] or ''
+    for i = 2, #fields, 2 do bytes = bytes + #fields[i] end
+    if wanted[string.match(id, '^.*/')] then found[#found + 1] = id end
+    from = '(' .. entry[1]
+  end
+  if #entries < 10 then from = '' end
+until from == '' or bytes >= tonumber(ARGV[2])
+return {from, found}
+""")
 #: The HDEL in the next three scripts deletes nothing, but makes Redis accept the writes after it at `maxmemory`.
 #:
 #:   KEYS[1] list or string    KEYS[2] feedmill:reserved, hash    ARGV[1] the expected value    ARGV[2] the new value
@@ -93,6 +114,20 @@ def sweep(redis: Redis, stream: str, posts: Sequence[str], max_bytes: int) -> in
         following, deleted = _SWEEP(redis, [stream], [start, max_bytes, *posts])
         start, total = as_text(following), total + deleted
     return total
+
+
+def find_authors(redis: Redis, stream: str, authors: Collection[str], max_bytes: int) -> set[str]:
+    """Return the ids of these authors' posts in a stream. authors: beginnings of ids, up to the last slash.
+
+    max_bytes: bytes read per call.
+    """
+    start, found = "-", set[str]()
+    beginnings = json.dumps(list(authors))
+    while start:
+        following, ids = _FIND_AUTHORS(redis, [stream], [start, max_bytes, beginnings])
+        start = as_text(following)
+        found.update(map(as_text, ids))
+    return found
 
 
 def replace_waiting(redis: Redis, queue_list: str, reserved: str, before: bytes, after: str) -> bool:

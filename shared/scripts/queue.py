@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from redis import Redis
 
-from shared.keys import CLEARS, MARKS, RUNS, earlier_mark_key, run_key, tombstone_key
+from shared.keys import CLEARS, MARKS, RUNS, STORED, earlier_mark_key, earlier_result_key, run_key, tombstone_key
 from shared.scripts import Script, as_text
-from shared.scripts.buckets import checksum
+from shared.scripts.buckets import ID_BYTES, checksum
 from shared.scripts.marks import DIGEST_DIGITS, FORGET_MARKS, MARK_RECORDS, MAX_BUCKET_MARKS, MAX_TTL_HOURS, SPLIT_MARKS
+from shared.scripts.records import RECORDS
 from shared.scripts.runs import COUNT_PROGRESS
 
 #: Status of a post in `lookup`; 0 if it is unknown.
@@ -21,6 +22,8 @@ SENT, PURGED = 1, 2
 #: The id has marks of an earlier version, which are looked up separately.
 _EARLIER = 3
 HOUR_S = 3600
+#: Ids per call of `known`. Redis is blocked during a call.
+IDS_PER_CALL = 500
 
 
 class Mark(NamedTuple):
@@ -160,6 +163,29 @@ end
 return forgotten
 """
 )
+#:   KEYS[1], KEYS[2]: feedmill:marks and feedmill:stored, strings, and their buckets. ARGV[1]: a JSON list of ids.
+#:   ARGV[2]: the ids' checksums. ARGV[3], ARGV[4]: prefixes of the names of an earlier version's marks and results.
+#:
+#: Returns a digit per id.
+_KNOWN: Script[str | bytes] = Script(
+    MARK_RECORDS
+    + RECORDS
+    + f"""
+local ids, said = cjson.decode(ARGV[1]), {{}}
+local sent, classified = existing(ARGV[3], ids), existing(ARGV[4], ids)
+for i, id in ipairs(ids) do
+  local checksum = sub(ARGV[2], 1 + (i - 1) * {ID_BYTES}, i * {ID_BYTES})
+  local marks = redis.call('GET', bucket_at(KEYS[1], checksum, 1, buckets_of(KEYS[1])))
+  local known = sent and sent[i] or classified and classified[i] or marks and find_mark(marks, checksum)
+  if not known then
+    local records = redis.call('GET', bucket_at(KEYS[2], checksum, 1, buckets_of(KEYS[2])))
+    known = records and find(records, checksum, 1, true) and #records_of(records, id) > 0
+  end
+  said[i] = known and 1 or 0
+end
+return table.concat(said)
+"""
+)
 #: Reads only the last 32 KiB of a message, because whole messages can be megabytes long: kombu writes headers after the
 #: body. Post text cannot match, because its quotes are escaped.
 #:
@@ -215,6 +241,17 @@ def _packed(marks: Sequence[Mark]) -> tuple[str, bytes]:
 def forget(redis: Redis, ids: Sequence[str]) -> int:
     """Delete all marks of these posts. Return the number of posts that had any."""
     return _FORGET(redis, [MARKS], [earlier_mark_key(""), json.dumps(ids)])
+
+
+def known(redis: Redis, ids: Sequence[str]) -> list[str]:
+    """Return the ids of posts that were sent or have results."""
+    found: list[str] = []
+    for start in range(0, len(ids), IDS_PER_CALL):
+        batch = ids[start : start + IDS_PER_CALL]
+        arguments = [json.dumps(batch), b"".join(map(checksum, batch)), earlier_mark_key(""), earlier_result_key("")]
+        said = as_text(_KNOWN(redis, [MARKS, STORED], arguments))
+        found += [post_id for post_id, digit in zip(batch, said, strict=True) if digit == "1"]
+    return found
 
 
 def remove_waiting(

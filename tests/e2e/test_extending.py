@@ -3,45 +3,117 @@
 import json
 import os
 import re
-import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
-from shared.broker import queue_depth
-from tests.support import RedisServer, feedmill, run
+from producers.live.state import LiveState, all_gaps, statuses
+from tests.support import Feedmill, RedisServer, body_of, feedmill, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples" / "extending"
 OURS = {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{ROOT}"}
-STORIES = {
-    "hits": [
-        {
-            "objectID": "1",
-            "title": "Show HN: A queue",
-            "story_text": "<p>It waits.",
-            "points": 3,
-            "created_at_i": 1700000000,
-        },
-        {"objectID": "2", "title": "A faster sort", "url": "https://example.org/sort", "points": None},
-        {"objectID": "3", "title": ""},
-    ]
-}
 
 
-def test_custom_source_sends_posts(redis: RedisServer, tmp_path: Path) -> None:
-    def send() -> tuple[str, str]:
-        command = [sys.executable, str(EXAMPLES / "hacker_news.py")]
-        said = run(command, tmp_path, os.environ | {"FEEDMILL_REDIS_URL": redis.url}, json.dumps(STORIES))
-        return said.stdout, said.stderr
+class HackerNews(ThreadingHTTPServer):
+    """A loopback Hacker News. items: by number; changed: numbers of recently changed items."""
 
-    bad = "hn-3: title or body must contain text\n"
-    first, second = send(), send()
-    assert [(re.findall(r"\d+", said), errors) for said, errors in (first, second)] == [
-        (["2", "0"], bad),
-        (["0", "2"], bad),
-    ]
-    assert queue_depth(redis.client, "feedmill").waiting == 1
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Items)
+        self.items: dict[int, dict[str, Any] | None] = {}
+        self.changed: list[int] = []
+        #: Paths that were asked for, and statuses of the next answers.
+        self.asked: list[str] = []
+        self.faults: list[int] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v0"
+
+    def answer(self, path: str) -> object:
+        if path == "/v0/maxitem.json":
+            return max(self.items)
+        if path == "/v0/updates.json":
+            return {"items": self.changed, "profiles": []}
+        return self.items.get(int(path.removeprefix("/v0/item/").removesuffix(".json")))
+
+
+class Items(BaseHTTPRequestHandler):
+    server: HackerNews
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        status = self.server.faults.pop(0) if self.server.faults else 200
+        body = json.dumps(self.server.answer(self.path)).encode() if status == 200 else b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hacker_news() -> Iterator[HackerNews]:
+    with HackerNews() as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_custom_live_source_sends_posts_once(redis: RedisServer, hacker_news: HackerNews, tmp_path: Path) -> None:
+    def story(**fields: object) -> dict[str, Any]:
+        return {"type": "story", "time": 1700000000, "title": "a story", **fields}
+
+    def ingesting() -> AbstractContextManager[Feedmill]:
+        command = ("ingest", "live", "--live-source", "hacker_news:HackerNews", "--labels", "software,politics")
+        return running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, HACKER_NEWS_URL=hacker_news.url, **OURS)
+
+    def queued() -> list[dict[str, Any]]:
+        messages: list[Any] = redis.client.lrange("feedmill", 0, -1)
+        return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
+
+    state = LiveState(redis.client, "hacker_news")
+    hacker_news.items[101] = story()
+    hacker_news.faults = [503]
+    with ingesting() as daemon:
+        wait_until(lambda: "/v0/updates.json" in hacker_news.asked, "the first poll")
+        assert daemon.end() == 0
+    assert (queued(), state.position()) == ([], None), "the first start begins with the next story"
+    with ingesting():
+        asked = hacker_news.asked.count("/v0/maxitem.json")
+        wait_until(lambda: hacker_news.asked.count("/v0/maxitem.json") >= asked + 2, "the first poll")
+        hacker_news.items |= {
+            102: story(title="Show HN: A queue", text="<p>It waits.", score=3, url="https://example.org/queue"),
+            103: {"type": "comment", "time": 1700000001, "text": "first"},
+            104: None,
+            105: story(title="", url="https://example.org/untitled"),
+            106: story(title="A faster sort"),
+        }
+        wait_until(lambda: (now := state.position()) and now.cursor == 106, "all items are read")
+    first, second = queued()
+    assert first.pop("body").strip() == "It waits."
+    assert first == {
+        "id": "hn-102", "title": "Show HN: A queue", "score": 3,
+        "url": "https://example.org/queue", "permalink": "https://news.ycombinator.com/item?id=102",
+        "created_utc": 1700000000.0,
+    }  # fmt: skip
+    assert second["id"] == "hn-106"
+    hacker_news.items |= {106: {"type": "story", "time": 1700000000, "deleted": True}, 107: story(title="The last")}
+    hacker_news.changed = [106, 103]
+    with ingesting():
+        wait_until(lambda: queued()[-1]["id"] == "hn-107", "the new story is sent")
+        wait_until(lambda: queued()[1] == {"id": "hn-106"} or state.deleted() == {"hn-106"}, "the deletion is known")
+    assert all_gaps(redis.client) == []
+    assert statuses(redis.client)["hacker_news"].running
 
 
 def test_custom_classifier_classifies(tmp_path: Path) -> None:

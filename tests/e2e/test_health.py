@@ -100,6 +100,7 @@ def test_health_prints_text_or_json(served: RedisServer, redis: RedisServer, tmp
     assert well.returncode == 0, well.stdout + well.stderr
     assert [line.split()[:2] for line in well.stdout.splitlines()] == [
         ["✓", "redis"], ["✓", "memory"], ["✓", "queue"], ["✓", "workers"], ["✓", "rows"], ["✓", "reddit"],
+        ["✓", "live"],
     ]  # fmt: skip
     alone = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert alone.returncode == 1
@@ -151,8 +152,8 @@ def test_watch_json_prints_one_line_per_reading(served: RedisServer, tmp_path: P
     assert lines[0]["at"] < lines[1]["at"]
     once = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
     assert set(once) == {
-        "queue", "queues", "workers", "results", "reddit", "oldest_seconds", "gaps", "dead_letters", "asked", "missing",
-        "memory", "runs",
+        "queue", "queues", "workers", "results", "reddit", "live", "oldest_seconds", "gaps", "dead_letters", "asked",
+        "missing", "memory", "runs",
     }  # fmt: skip
     assert (once["asked"], once["missing"]) == (True, {})
     assert once["memory"]["limit"] > once["memory"]["used"] > 0

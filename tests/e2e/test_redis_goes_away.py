@@ -58,7 +58,7 @@ def test_worker_survives_redis_failures(
     posts = make_posts(200)
     settings = Settings.model_validate({"redis_url": durable.url})
     store = ResultsStore(connect(settings), settings)
-    with working(durable, tmp_path, **QUICK) as worker:  # type: ignore[arg-type]
+    with working(durable, tmp_path, **QUICK) as worker:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are stored")
         befalls(durable)
@@ -90,13 +90,13 @@ def test_the_next_worker_finishes_a_killed_workers_messages(durable: Restartable
     posts = make_posts(200)
     settings = Settings.model_validate({"redis_url": durable.url})
     store = ResultsStore(connect(settings), settings)
-    with working(durable, tmp_path, "first", **QUICK) as first:  # type: ignore[arg-type]
+    with working(durable, tmp_path, "first", **QUICK) as first:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are stored")
         first.process.kill()
         first.process.wait()
     assert queue_depth(durable.client, "feedmill").held > 0
-    with working(durable, tmp_path, "second", **QUICK):  # type: ignore[arg-type]
+    with working(durable, tmp_path, "second", **QUICK):
         wait_until(lambda: store.counters().stored == len(posts), "all results are stored")
         wait_until(lambda: not sum(queue_depth(durable.client, "feedmill")), "the queue is empty")
     assert durable.client.xlen(RESULTS_STREAM) == len(posts)

@@ -83,6 +83,8 @@ def test_frame_keeps_its_order(package: Any) -> None:
     assert list(found["label"])[:2] == EXPECTED
     assert found["label_score"][0:2].min() > 0.5
     assert sent.progress() == (4, 4, 1)
+    results = api.results(run=f"frame of {package.__name__}", follow=False)
+    assert sorted(each.post.id for each in results if isinstance(each, api.Result)) == ["7", "7~1", "9"]
     if package is pandas:
         assert list(found.index) == [5, 5, 1, "x"]
 

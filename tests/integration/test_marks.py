@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 
-from shared.keys import MARKS, RUNS, run_key, tombstone_key
+from shared.keys import MARKS, RUNS, earlier_mark_key, earlier_result_key, run_key, tombstone_key
 from shared.messages import digest
+from shared.results import ResultsStore
 from shared.scripts import marks as layout
 from shared.scripts import queue as scripts
 from shared.scripts.queue import PURGED, SENT, Mark, lookup, mark
+from shared.settings import Settings
+from tests.integration.test_results import result
 from tests.support import RedisServer, sent_checksums, sent_marks
 
 pytestmark = pytest.mark.each_redis
@@ -70,6 +73,19 @@ def test_an_id_has_a_bounded_number_of_marks(server: RedisServer) -> None:
     write(server, marks)
     assert sent_marks(server.client, "0") == layout.MAX_BUCKET_MARKS
     assert statuses(server, marks) == [0] * 100 + [SENT] * layout.MAX_BUCKET_MARKS
+
+
+def test_knows_ids_that_were_sent_or_have_results(server: RedisServer) -> None:
+    write(server, marks_of(1000))
+    results = [result(f"stored {number}") for number in range(300)]
+    ResultsStore(server.client, Settings()).write(results)
+    server.client.hset(earlier_mark_key("sent earlier"), "00", 1)
+    server.client.hset(earlier_result_key("stored earlier"), "00", "{}")
+    known = ["t3_3e7", "sent earlier", "stored 0", "stored 299", "stored earlier"]
+    unknown = ["t3_3e8", "t3_", "stored 300", "", "sent"]
+    assert scripts.known(server.client, unknown + known + unknown) == known
+    many = [mark.post_id for mark in marks_of(scripts.IDS_PER_CALL * 3)]
+    assert scripts.known(server.client, many) == many[:1000]
 
 
 @pytest.mark.parametrize("post_id", ["t3_1", "Käse", "0", "x" * 128, "\u6f22\u5b57 🧀"])

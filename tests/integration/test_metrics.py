@@ -15,10 +15,11 @@ from rich.console import Console
 from feedmill.cli import status
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import RATE_WINDOW_S, HealthPart, RateMeter, StatusMonitor, StatusWithRates, check_health
+from producers.live.state import LiveState, Position
 from producers.push import Pusher
 from producers.reddit.state import Gap, State
 from shared.broker import make_app, queue_depth
-from shared.keys import COUNTERS, DEAD_LETTERS, RUNS, run_key
+from shared.keys import COUNTERS, DEAD_LETTERS, LIVE_STATUS, RUNS, run_key
 from shared.messages import ClassifyOptions
 from shared.metrics import QUEUE_OLDEST, RedisMetrics, connect_for_monitoring, oldest_seconds
 from shared.model_routing import announce, register
@@ -31,6 +32,9 @@ POOL: dict[str, Any] = {
     "device": "cpu in bfloat16: as set", "model": "a model", "queues": ["feedmill"], "posts": 100,
     "device_seconds": 3.0, "rows_waiting": 1021, "oldest_row_seconds": 1.5, "padding_efficiency": 0.9,
     "recent": {"posts_per_second": 12.5, "device_busy": 0.97, "seconds": 10.4},
+}  # fmt: skip
+LIVE_REPORT: dict[str, Any] = {
+    "sent": 1, "filtered": 20, "paused": True, "delay": 3.5, "gaps": 1, "purged": 3, "hindrance": "",
 }  # fmt: skip
 
 
@@ -228,6 +232,22 @@ def test_health_reports_the_reddit_daemon(settings: Settings) -> None:
     )
 
 
+def test_health_reports_live_sources(redis: RedisServer, settings: Settings) -> None:
+    assert findings(settings, HealthPart.LIVE)[HealthPart.LIVE][0]
+    for name, hindrance in (("bluesky", ""), ("hacker_news", "hacker_news: the connection failed")):
+        LiveState(redis.client, name).store_status(LIVE_REPORT | {"hindrance": hindrance})
+    well, said = findings(settings, HealthPart.LIVE)[HealthPart.LIVE]
+    assert well, "failures at a source do not make its daemon unhealthy"
+    assert "bluesky, hacker_news" in said
+    assert "the connection failed" in said
+    report = json.loads(str(redis.client.hget(LIVE_STATUS, "bluesky")))
+    redis.client.hset(LIVE_STATUS, "bluesky", json.dumps(report | {"at": report["at"] - 300}))
+    well, said = findings(settings, HealthPart.LIVE)[HealthPart.LIVE]
+    assert (well, numbers(said)) == (False, [5])
+    assert "bluesky" in said
+    assert "hacker_news" not in said
+
+
 def test_health_queries_workers_only_for_checks_that_need_them(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,13 +324,16 @@ def test_screen_fits_80_columns(redis: RedisServer, settings: Settings, workers:
         "subreddits": 48, "topics": 16, "sent": 1_234_567, "paused": True, "held": 5_000, "failing": ["x"], "gaps": 3,
         "hindrance": "Reddit answered 500", "purged": 12, "requests": 34_567, "budget": 861.0,
     })  # fmt: skip
+    LiveState(redis.client, "bluesky").store_status(LIVE_REPORT | {"sent": 7_654_321})
+    LiveState(redis.client, "bluesky").record_gap(Position(1, 1.0), 2.0, 3.0)
     shown = screen(StatusMonitor(settings).look(), settings)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
-    assert len(lines) <= 14 + len(workers)
+    assert len(lines) <= 15 + len(workers)
+    assert StatusMonitor(settings).look().status.gaps == 2
     for words in ("0 messages waiting", "12,345,678 stored", "99 ", "12,345 ", "`feedmill dead list`",
                   "`feedmill ingest gaps`",
-                  "PAUSED", "1,021", "0.97", "12.5"):  # fmt: skip
+                  "PAUSED", "7,654,321 sent", "1,021", "0.97", "12.5"):  # fmt: skip
         assert words in shown
     workers.clear()
     assert "`feedmill worker`" in screen(StatusMonitor(settings).look(), settings)

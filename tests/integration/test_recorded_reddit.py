@@ -16,7 +16,7 @@ from requests.adapters import BaseAdapter
 from requests.structures import CaseInsensitiveDict
 from urllib3 import HTTPResponse
 
-from producers.reddit.budget import RequestBudget
+from producers.live.budget import RequestBudget
 from producers.reddit.client import RedditClient
 from producers.reddit.listing import RequestFailed, SubredditUnreadable
 from shared.settings import Settings

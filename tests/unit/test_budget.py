@@ -1,9 +1,9 @@
-"""producers/reddit/budget.py: rate limiting of requests."""
+"""producers/live/budget.py: rate limiting of requests."""
 
 import pytest
 
-from producers.reddit.budget import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
-from producers.reddit.clock import Stopped
+from producers.live.budget import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
+from producers.live.clock import Stopped
 from tests.fakes.clock import SimulatedClock
 
 

@@ -221,6 +221,7 @@ def test_rejects_an_unknown_id_column(tmp_path: Path, data: str, named: tuple[st
         ("id,ID,title", Columns(), "id"),
         ("note,title,Note", Columns.of(body="note"), "note"),
         ("note,title,Note", Columns.of("note"), "note"),
+        ("store,title,Store", Columns.of(keep=["store"]), "store"),
         ("note,title,Note", Columns(), None),
         ("title,note,title", Columns.of(body="note"), None),
     ],

@@ -18,6 +18,7 @@ import torch
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from prometheus_client.parser import text_string_to_metric_families
 
+from producers.live import metrics as live_metrics
 from producers.reddit import metrics as reddit_metrics
 from shared import metrics
 from shared.errors import SettingsError, UserError
@@ -33,13 +34,19 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "feedmill.json"
-FIGURES: tuple[MetricSpec, ...] = (*REDIS_METRICS, *worker_metrics.FIGURES, *reddit_metrics.FIGURES)
+FIGURES: tuple[MetricSpec, ...] = (
+    *REDIS_METRICS, *worker_metrics.FIGURES, *reddit_metrics.FIGURES, *live_metrics.FIGURES,
+)  # fmt: skip
 #: Units of gauges: base units, and the objects that are counted.
 UNITS = ("seconds", "bytes", "ratio", "messages", "tokens", "requests", "info", "up")
 STATUS: dict[str, Any] = {
     "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7, "sent": 33, "skipped": 1, "held": 0, "paused": False,
     "looked": 3, "purged": 2, "returned": 1, "filled": 1,
     "gaps": 1, "faults": {"TooMany": 2}, "requests": 40, "budget": 90.0, "hindrance": "",
+}  # fmt: skip
+LIVE_STATUS: dict[str, Any] = {
+    "read": 100, "sent": 33, "skipped": 1, "filtered": 20, "refused": 2, "purged": 3, "gaps": 1, "connections": 4,
+    "faults": {"source": 3}, "paused": True, "delay": 1.5, "hindrance": "bluesky: the server answered 502",
 }  # fmt: skip
 
 
@@ -90,7 +97,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(worker_metrics, "time", clock)
-    monkeypatch.setattr(reddit_metrics, "time", clock)
+    monkeypatch.setattr(live_metrics, "time", clock)
     return clock
 
 
@@ -189,7 +196,12 @@ def test_every_documented_metric_is_exported(
     daemon = reddit_metrics.Metrics(Settings())
     daemon.update(STATUS)
     assert {sample.figure for sample in daemon.samples()} == set(reddit_metrics.FIGURES)
-    for sample in [*worker.samples(), *daemon.samples()]:
+    live = live_metrics.LiveMetrics(Settings(), "bluesky")
+    live.update(LIVE_STATUS)
+    assert {sample.figure for sample in live.samples()} == set(live_metrics.FIGURES)
+    values = {sample.figure.name: sample.value for sample in live.samples()}
+    assert (values["feedmill_live_hindered"], values["feedmill_live_delay_seconds"]) == (1.0, 1.5)
+    for sample in [*worker.samples(), *daemon.samples(), *live.samples()]:
         assert len(sample.labels) == len(sample.figure.labels)
 
 
@@ -226,7 +238,7 @@ def test_daemon_health_from_start_to_failure(clock: Clock) -> None:
     daemon = reddit_metrics.Metrics(Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}))
     assert daemon.unhealthy() == []
     (starting,) = daemon.unready()
-    assert "topic" in starting
+    assert "not read" in starting
     assert list(daemon.samples()) == []
     daemon.update(STATUS | {"polls": 0, "hindrance": "no connection to Reddit"})
     assert daemon.unready() == ["no connection to Reddit"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from producers.live.budget import RequestBudget
 from producers.records import reddit_body, removal_of
-from producers.reddit.budget import RequestBudget
 from shared.messages import clean
 from tests.fakes.clock import SimulatedClock
 

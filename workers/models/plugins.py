@@ -34,5 +34,5 @@ def import_user_module(module: str, setting: str) -> ModuleType:
             where = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
             why = f"{type(error).__name__}: {error}{where}."
         raise SettingsError(
-            f"Cannot import the module {module} of --{setting} or {PREFIX}{setting.upper()}: {why}"
+            f"Cannot import the module {module} of --{setting.replace('_', '-')} or {PREFIX}{setting.upper()}: {why}"
         ) from None

@@ -1,48 +1,76 @@
-"""A source that enqueues Hacker News stories from its search API (https://hn.algolia.com/api).
+"""A live source: new stories of Hacker News, from its public API (https://github.com/HackerNews/API).
 
-curl "https://hn.algolia.com/api/v1/search_by_date?tags=story" | python hacker_news.py
+PYTHONPATH=docs/examples/extending feedmill ingest live --live-source hacker_news:HackerNews
 """
 
-import json
+import os
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from producers.push import Pusher
-from shared.broker import connect, make_app, user_errors
-from shared.errors import PostRefused, UserError
-from shared.messages import ClassifyOptions, Post
-from shared.settings import load
+import requests
+
+from producers.live.budget import RequestBudget
+from producers.live.clock import Clock
+from producers.live.source import Event, SourceFailed
+from shared.settings import Settings
+
+#: Another server with the same API, for tests.
+URL = os.environ.get("HACKER_NEWS_URL", "https://hacker-news.firebaseio.com/v0")
+#: Seconds between polls, and for an answer.
+POLL_INTERVAL_S, TIMEOUT_S = 10, 15
+REQUESTS_PER_MINUTE = 120
 
 
-def posts(answer: dict[str, Any]) -> Iterator[Post]:
-    """Yield the stories that can be classified; print an error for every other story."""
-    for hit in answer["hits"]:
-        story = {
-            "id": f"hn-{hit['objectID']}",
-            "title": hit["title"],
-            "body": re.sub(r"<[^>]*>", " ", hit.get("story_text") or ""),
-            "url": hit.get("url"),
-            "score": hit.get("points"),
-            "created_utc": hit.get("created_at_i"),
+class HackerNews:
+    """Items have consecutive numbers, so an item's number is its position. Stories are sent; comments are progress."""
+
+    name = "hacker_news"
+    #: Items read again after a restart: the newest ones may have been empty when they were read first.
+    overlap = 20
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:  # noqa: ARG002 - other sources have settings
+        self._clock = clock
+        self._budget = RequestBudget(clock, REQUESTS_PER_MINUTE)
+        self._session = requests.Session()
+
+    def events(self, cursor: int | None) -> Iterator[Event | None]:
+        reached = self._get("maxitem") if cursor is None else cursor - 1
+        while True:
+            for number in range(reached + 1, self._get("maxitem") + 1):
+                yield self._event(number)
+                reached = number
+            # Recently changed items: only deletions, because an edited story may be older than the first start.
+            for number in self._get("updates")["items"]:
+                if number <= reached and (deleted := self._event(number)).deleted:
+                    yield deleted._replace(cursor=reached, at=self._clock.time())
+            for _ in range(POLL_INTERVAL_S):
+                yield None
+                self._clock.wait(1.0)
+
+    def _event(self, number: int) -> Event:
+        item = self._get(f"item/{number}")
+        if not item or item["type"] != "story":
+            return Event(number, item["time"] if item else self._clock.time())
+        story_id = f"hn-{number}"
+        if item.get("deleted") or item.get("dead"):
+            return Event(number, item["time"], deleted=story_id)
+        fields = {
+            "id": story_id,
+            "title": item.get("title"),
+            "body": re.sub(r"<[^>]*>", " ", item.get("text", "")),
+            "url": item.get("url"),
+            "permalink": f"https://news.ycombinator.com/item?id={number}",
+            "score": item.get("score"),
+            "created_utc": item["time"],
         }
+        return Event(number, item["time"], post=fields)
+
+    def _get(self, path: str) -> Any:
+        self._budget.take()
         try:
-            yield Post.parse(story)
-        except PostRefused as refused:
-            print(f"{story['id']}: {refused}", file=sys.stderr)
-
-
-def main() -> None:
-    settings = load()
-    with user_errors(settings):
-        pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
-        pusher.push(posts(json.load(sys.stdin)))
-    print(f"{pusher.sent} sent, {pusher.skipped} skipped as sent before")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(str(error))
+            response = self._session.get(f"{URL}/{path}.json", timeout=TIMEOUT_S)
+            response.raise_for_status()
+            return response.json()
+        except requests.RequestException as fault:
+            raise SourceFailed(f"{path} cannot be read ({fault})") from fault

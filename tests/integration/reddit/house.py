@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from producers.live.budget import RequestBudget
 from producers.push import Pusher
 from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.budget import RequestBudget
 from producers.reddit.client import RedditClient
 from producers.reddit.daemon import Daemon
 from producers.reddit.state import State

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from producers.live.budget import RequestBudget
 from producers.push import Pusher
 from producers.reddit.archive_daemon import ArchiveDaemon
 from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.budget import RequestBudget
 from producers.reddit.daemon import Daemon
 from producers.reddit.gap_filler import BEHIND, CROWDED
 from producers.reddit.listing import RequestFailed

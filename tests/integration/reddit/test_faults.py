@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 from redis.backoff import EqualJitterBackoff
 
-from producers.reddit.budget import RequestBudget
+from producers.live.budget import RequestBudget
 from producers.reddit.daemon import REDDIT_BACKOFF, REDIS_BACKOFF
 from producers.reddit.listing import RequestFailed
 from producers.reddit.state import State

@@ -1,9 +1,9 @@
-"""A token bucket for requests to Reddit: the configured rate, or less if Reddit's rate-limit headers require it."""
+"""A token bucket for requests: the configured rate, or less if a server's rate-limit headers require it."""
 
 import math
 from collections.abc import Mapping
 
-from producers.reddit.clock import Clock
+from producers.live.clock import Clock
 
 #: Maximum requests without a pause after an idle period.
 BURST_REQUESTS = 30

@@ -1,0 +1,95 @@
+"""Purge the posts that were deleted at a live source.
+
+A purge reads the whole results stream and every message in the queue, so deletions are collected for half a minute.
+Only posts that were sent are purged: a tombstone for every deleted post of a network would fill Redis.
+
+Posts of a deleted account are found by their ids, wherever Redis has posts: in messages, results and streams. The
+search is repeated for a day, because it can miss posts that move from one place to another meanwhile.
+"""
+
+import logging
+from collections.abc import Collection
+from itertools import chain
+
+from redis import Redis
+
+from producers.live.clock import Clock
+from producers.live.state import LiveState
+from shared import model_routing, queue_redaction
+from shared.keys import DEAD_LETTERS, RESULTS_STREAM
+from shared.purge import IDS_AT_ONCE, SWEEP_BYTES, purge
+from shared.results import stored_ids
+from shared.scripts import purge as purge_scripts
+from shared.scripts import queue as queue_scripts
+from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between purges of deleted posts; and between searches for the posts of deleted accounts, each of which reads
+#: everything that Redis stores about posts.
+PURGE_INTERVAL_S, AUTHORS_INTERVAL_S = 30.0, 600.0
+#: Seconds for which the posts of a deleted account are searched for.
+AUTHOR_KEPT_S = 86_400.0
+#: Share of the time that purges may take: in a large Redis they become rarer.
+MAX_SHARE = 0.1
+
+
+class Purges:
+    """Collect deletions and purge the posts. `purged`: number of posts since the start."""
+
+    def __init__(self, redis: Redis, settings: Settings, state: LiveState, clock: Clock) -> None:
+        self._redis = redis
+        self._settings = settings
+        self._state = state
+        self._clock = clock
+        self._due = self._authors_due = clock.monotonic()  # a killed daemon may have left some
+        self.purged = 0
+
+    def add(self, ids: Collection[str], authors: Collection[str], writers: Collection[str]) -> None:
+        """Remember deleted posts and accounts. Call it after the posts before their deletion were sent.
+
+        authors: deleted accounts. writers: accounts that have written since; their new posts stay.
+        """
+        self._state.add_deletions(queue_scripts.known(self._redis, sorted(ids)))
+        self._state.forget_authors(writers)
+        self._state.add_authors(authors, self._clock.time())
+
+    def run_if_due(self) -> None:
+        """Purge what has been collected, if it is time. Raises redis.exceptions.RedisError; nothing is lost then."""
+        began = self._clock.monotonic()
+        if began >= self._authors_due:
+            self._find_posts_of_authors()
+            took = self._clock.monotonic() - began
+            self._authors_due = began + max(AUTHORS_INTERVAL_S, took / MAX_SHARE)
+            self._due = min(self._due, self._clock.monotonic())
+        began = self._clock.monotonic()
+        if began >= self._due:
+            self._purge(sorted(self._state.deleted()))
+            took = self._clock.monotonic() - began
+            self._due = began + max(PURGE_INTERVAL_S, took / MAX_SHARE)
+
+    def _purge(self, ids: list[str]) -> None:
+        for start in range(0, len(ids), IDS_AT_ONCE):
+            batch = ids[start : start + IDS_AT_ONCE]
+            purge(self._redis, self._settings, batch)
+            self._state.forget_deleted(batch)
+            self.purged += len(batch)
+            logger.info("purged %d posts that were deleted at their source", len(batch))
+
+    def _find_posts_of_authors(self) -> None:
+        """Add all posts of deleted accounts to the posts to purge."""
+        self._state.forget_authors_before(self._clock.time() - AUTHOR_KEPT_S)
+        if not (authors := self._state.deleted_authors()):
+            return
+        # Messages first: their posts move to the results.
+        queues = model_routing.queues(self._redis, self._settings)
+        ids = chain(queue_redaction.ids_in_messages(self._redis, queues), stored_ids(self._redis))
+        found = {post_id for post_id in ids if author_of(post_id) in authors}
+        for stream in (RESULTS_STREAM, DEAD_LETTERS):
+            found |= purge_scripts.find_authors(self._redis, stream, authors, SWEEP_BYTES)
+        self._state.add_deletions(found)
+
+
+def author_of(post_id: str) -> str:
+    """Return the beginning of an id that names the post's author; "" if there is none."""
+    return post_id[: post_id.rfind("/") + 1]

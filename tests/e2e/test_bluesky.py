@@ -1,0 +1,91 @@
+"""`feedmill ingest bluesky` and `ingest live`: real processes against the loopback Jetstream."""
+
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from feedmill.cli import ingest
+from feedmill.cli.options import MessageFlags
+from feedmill.stack.processes import free_port
+from producers.live.state import LiveState, Position
+from shared.broker import queue_depth
+from shared.errors import UserError
+from tests.fakes.jetstream import Jetstream
+from tests.support import RedisServer, feedmill, last_json, running, wait_until
+
+
+@pytest.fixture
+def jetstream() -> Iterator[Jetstream]:
+    with Jetstream() as jetstream:
+        yield jetstream
+
+
+def test_daemon_sends_posts_and_reports_its_state(redis: RedisServer, jetstream: Jetstream, tmp_path: Path) -> None:
+    port = free_port()
+    environment = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_BLUESKY_URL": jetstream.url}
+    command = ("ingest", "bluesky", "--languages", "en", "--labels", "food,sports", "--metrics-port", str(port))
+    # As if an earlier daemon had read an event that the server no longer has.
+    LiveState(redis.client, "bluesky").advance(Position(1_700_000_000_000_000, 1_700_000_000.0))
+    with running(*command, cwd=tmp_path, **environment) as daemon:
+        wait_until(lambda: jetstream.queries, "the daemon is connected")
+        jetstream.post("a post about kettles", langs=["en"])
+        jetstream.post("ein Kessel", langs=["de"])
+        wait_until(lambda: queue_depth(redis.client, "feedmill").waiting, "the post is sent")
+
+        def metrics() -> str:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                return str(answer.read().decode())
+
+        wait_until(lambda: 'feedmill_live_posts_filtered_total{source="bluesky"} 1.0' in metrics(), "metrics")
+        assert 'feedmill_live_posts_sent_total{source="bluesky"} 1.0' in metrics()
+        wait_until(
+            lambda: "bluesky" in (last_json(feedmill("status", "--json", cwd=tmp_path, **environment).stdout)["live"]),
+            "the status is stored",
+        )
+        wait_until(lambda: daemon.says("1 sent · 1 filtered"), "the log has a status line")
+        assert daemon.end(signal.SIGTERM) == 0, daemon.text()
+    assert "gap in bluesky" in daemon.text()
+    assert "Traceback" not in daemon.text()
+    assert "bluesky" in feedmill("status", cwd=tmp_path, **environment).stdout
+    listed = feedmill("ingest", "gaps", "--json", cwd=tmp_path, **environment)
+    gap = last_json(listed.stdout)
+    assert (gap["source"], gap["since"]) == ("bluesky", 1_700_000_000.0)
+    said = feedmill("ingest", "gaps", "--clear", cwd=tmp_path, **environment)
+    assert said.stdout.startswith("bluesky ")
+    assert feedmill("ingest", "gaps", cwd=tmp_path, **environment).stdout == "No gaps.\n"
+
+
+def test_unreachable_server_is_retried_until_the_signal(redis: RedisServer, tmp_path: Path) -> None:
+    url = f"ws://127.0.0.1:{free_port()}"
+    environment = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_BLUESKY_URL": url}
+    with running("ingest", "bluesky", cwd=tmp_path, **environment) as daemon:
+        wait_until(lambda: daemon.text().count("retrying in") >= 2, "two attempts")
+        assert daemon.end(signal.SIGINT) == 0
+    assert "Traceback" not in daemon.text()
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, redis: RedisServer) -> None:
+    monkeypatch.setattr(ingest, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"feedmill\[bluesky\]"):
+        ingest.bluesky(flags=MessageFlags(), redis_url=redis.url)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bluesky", "--languages", "english"), "--bluesky-languages"),
+        (("bluesky", "--min-characters", "0"), "--bluesky-min-characters"),
+        (("live",), "--live-source"),
+        (("live", "--live-source", "nosuchmodule:Thing"), "nosuchmodule"),
+        (("live", "--live-source", "json:Thing"), "Thing"),
+        (("live", "--live-source", "json"), "--live-source"),
+    ],
+)
+def test_mistakes_name_the_option(redis: RedisServer, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    said = feedmill("ingest", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr.startswith("feedmill: ")
+    assert words in said.stderr

@@ -1,0 +1,400 @@
+"""The daemon of `feedmill ingest bluesky` against a loopback Jetstream and a real Redis."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from producers.bluesky import OVERLAP_S, BlueskySource
+from producers.live import daemon, purges
+from producers.live.clock import Clock
+from producers.live.daemon import LiveDaemon
+from producers.live.state import LiveState, all_gaps
+from producers.push import Pusher
+from shared.broker import connect, make_app
+from shared.keys import DEAD_LETTERS, RESULTS_STREAM, earlier_result_key, find, tombstone_key
+from shared.messages import ClassifyOptions
+from shared.purge import tombstones
+from shared.results import ResultsStore, stored_ids
+from shared.settings import Settings
+from tests.fakes.jetstream import FAULTS, Jetstream
+from tests.integration.test_results import letter, result
+from tests.support import RedisServer, body_of, wait_until
+
+Make = Callable[..., LiveDaemon]
+
+
+@pytest.fixture
+def jetstream() -> Iterator[Jetstream]:
+    with Jetstream() as jetstream:
+        yield jetstream
+
+
+@pytest.fixture
+def make(redis: RedisServer, jetstream: Jetstream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Make daemons, each of which stands for a restarted process; with short batches, pauses and intervals."""
+    monkeypatch.setattr(daemon, "MAX_BATCH_S", 0.05)
+    monkeypatch.setattr("producers.bluesky.IDLE_S", 0.02)
+    monkeypatch.setattr("producers.bluesky.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(purges, "PURGE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(purges, "AUTHORS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(purges, "MAX_SHARE", 1e9)
+    for name in ("SOURCE_BACKOFF", "REDIS_BACKOFF"):
+        monkeypatch.setattr(daemon, name, type("NoBackoff", (), {"compute": lambda *_: 0.0})())
+    made: list[LiveDaemon] = []
+
+    def make(url: str = jetstream.url, options: ClassifyOptions | None = None, **chosen: Any) -> LiveDaemon:
+        settings = Settings.model_validate({"redis_url": redis.url, "bluesky_url": url, **chosen})
+        clock = Clock()
+        client = connect(settings)
+        pusher = Pusher(make_app(settings), client, settings, options or ClassifyOptions(), wait=clock.wait)
+        made.append(LiveDaemon(BlueskySource(settings, clock), client, pusher, settings, clock))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def start(daemon: LiveDaemon, jetstream: Jetstream) -> None:
+    """Run the daemon until it is connected, so that later posts are new ones."""
+    connected = len(jetstream.queries)
+    run(daemon, lambda: len(jetstream.queries) > connected, "the daemon is connected")
+    jetstream.account("did:plc:anyone", None)
+    run(daemon, lambda: daemon.read > 0, "the daemon reads")
+
+
+def run(daemon: LiveDaemon, holds: Callable[[], object], description: str) -> None:
+    def step() -> object:
+        daemon.step()
+        return holds()
+
+    wait_until(step, description, 30)
+
+
+def queued(redis: RedisServer) -> list[dict[str, Any]]:
+    """Return the posts in the queue in the order they were sent."""
+    messages: list[Any] = redis.client.lrange("feedmill", 0, -1)
+    return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
+
+
+def ids(redis: RedisServer) -> list[str]:
+    """Return the ids of the posts in the queue, without purged ones, which are reduced to their id."""
+    return [post["id"] for post in queued(redis) if "body" in post]
+
+
+def test_sends_new_posts_with_their_fields(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    jetstream.post("written before the first start")
+    daemon = make()
+    start(daemon, jetstream)
+    post_id = jetstream.post(
+        "a text about kettles", author="did:plc:bob",
+        langs=["en-GB"], embed={"$type": "app.bsky.embed.external", "external": {"uri": "https://example.org/kettle"}},
+        labels={"$type": "com.atproto.label.defs#selfLabels", "values": [{"val": "nudity"}]},
+    )  # fmt: skip
+    run(daemon, lambda: queued(redis), "the post is sent")
+    (post,) = queued(redis)
+    assert post == {
+        "id": post_id, "body": "a text about kettles", "url": "https://example.org/kettle", "nsfw": True,
+        "permalink": f"https://bsky.app/profile/did:plc:bob/post/{post_id.rpartition('/')[2]}",
+        "created_utc": 1793527200.0,
+    }  # fmt: skip
+    assert jetstream.queries[0]["wantedCollections"] == "app.bsky.feed.post"
+    assert "cursor" not in jetstream.queries[0]
+
+
+def test_filters_by_language_and_length(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make(bluesky_languages="en, PT", bluesky_min_characters=5)
+    start(daemon, jetstream)
+    wanted = [
+        jetstream.post("long enough", langs=["en"]),
+        jetstream.post("uma frase", langs=["de", "pt-BR"]),
+    ]
+    jetstream.post("kurz und gut", langs=["de"])
+    jetstream.post("no language")
+    jetstream.post("    ab    ", langs=["en"])
+    jetstream.post("odd languages", langs=5)
+    run(daemon, lambda: daemon.filtered == 4, "four posts are filtered")
+    assert ids(redis) == wanted
+    assert daemon.status()["filtered"] == 4
+
+
+def test_restart_resumes_without_loss_or_repetition(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    first = make()
+    start(first, jetstream)
+    sent = [jetstream.post(f"post {number}") for number in range(20)]
+    run(first, lambda: first.status()["sent"] == 20, "all posts are sent")
+    first.close()
+    sent += [jetstream.post(f"post {number}") for number in range(20, 40)]
+    position = LiveState(redis.client, "bluesky").position()
+    assert position
+    second = make()
+    run(second, lambda: second.status()["sent"] == 20, "the posts written meanwhile are sent")
+    assert int(jetstream.queries[-1]["cursor"]) == position.cursor - OVERLAP_S * 1_000_000
+    assert ids(redis) == sent
+    assert second.status()["skipped"] == 20, "the overlap is read again"
+    assert second.gaps == 0
+
+
+def test_crash_before_the_position_is_stored_sends_no_post_again(
+    redis: RedisServer, jetstream: Jetstream, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make()
+    start(first, jetstream)
+    monkeypatch.setattr(first._state, "advance", lambda _: None)  # the process ends before
+    sent = [jetstream.post(f"post {number}") for number in range(20)]
+    run(first, lambda: first.status()["sent"] == 20, "all posts are sent")
+    first.close()
+    second = make()
+    sent.append(jetstream.post("after the crash"))
+    run(second, lambda: second.status()["sent"], "the new post is sent")
+    assert ids(redis) == sent
+
+
+def test_edited_posts_are_sent_again(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    post_id = jetstream.post("frist")
+    run(daemon, lambda: queued(redis), "the post is sent")
+    jetstream.edit(post_id, "first")
+    run(daemon, lambda: len(queued(redis)) == 2, "the edited post is sent")
+    before, after = queued(redis)
+    assert (before["id"], after["id"]) == (post_id, post_id)
+    assert (before["body"], after["body"]) == ("frist", "first")
+    assert "edited_utc" not in before
+    assert after["edited_utc"] > after["created_utc"]
+
+
+def test_deleted_posts_are_purged_and_stay_away(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    gone, stays = jetstream.post("to be deleted"), jetstream.post("to stay")
+    run(daemon, lambda: len(queued(redis)) == 2, "both posts are sent")
+    jetstream.delete(gone)
+    jetstream.delete("at://did:plc:alice/app.bsky.feed.post/unknown")
+    run(daemon, lambda: daemon.status()["purged"], "the post is purged")
+    assert ids(redis) == [stays]
+    assert set(tombstones(redis.client, [gone])) == {gone}
+    assert list(redis.client.scan_iter(tombstone_key("*"))) == [tombstone_key(gone)], "only posts that were sent"
+    daemon.close()
+    again = make()  # reads the post once more
+    run(again, lambda: again.read >= 4, "the overlap is read again")
+    assert ids(redis) == [stays]
+    assert again.status()["sent"] == 0
+
+
+def test_post_deleted_within_its_batch_is_not_sent(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    daemon.close()
+    jetstream.delete(jetstream.post("gone at once"))
+    last = jetstream.post("the last one")
+    run(daemon, lambda: queued(redis), "the last post is sent")
+    assert ids(redis) == [last]
+
+
+def test_posts_of_deleted_accounts_are_purged(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    authors = {name: f"did:plc:{name}" for name in ("deleted", "takendown", "suspended", "deactivated")}
+    posts = {name: [jetstream.post(f"{name} {number}", did) for number in (1, 2)] for name, did in authors.items()}
+    run(daemon, lambda: len(queued(redis)) == 8, "all posts are sent")
+    for status, author in authors.items():
+        jetstream.account(author, status)
+    run(daemon, lambda: daemon.status()["purged"] == 4, "posts of two accounts are purged")
+    assert ids(redis) == posts["suspended"] + posts["deactivated"]
+
+
+def test_a_deleted_accounts_posts_are_found_wherever_they_are(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    waiting, others = jetstream.post("waiting"), jetstream.post("another author's", "did:plc:bob")
+    run(daemon, lambda: len(queued(redis)) == 2, "both posts are sent")
+    store = ResultsStore(redis.client, Settings(redis_url=redis.url))
+    author = "at://did:plc:alice/app.bsky.feed.post/"
+    stored, in_flight = [result(f"{author}{number}") for number in range(50)], result(f"{author}in flight")
+    stored.append(result("at://did:plc:bob/app.bsky.feed.post/0"))
+    store.write(stored, [letter(f"{author}dead")])
+    redis.client.hset(earlier_result_key(f"{author}earlier"), "0" * 32, "{}")
+    redis.client.xadd(RESULTS_STREAM, {"id": f"{author}only in the stream", "classification": "{}", "post": "{}"})
+    jetstream.account("did:plc:alice", "deleted")
+    run(daemon, lambda: daemon.status()["purged"], "the posts are purged")
+    assert daemon.status()["purged"] == 54
+    assert ids(redis) == [others]
+    purged = {waiting, f"{author}49", f"{author}dead"}
+    assert set(tombstones(redis.client, list(purged))) == purged
+    assert list(stored_ids(redis.client)) == ["at://did:plc:bob/app.bsky.feed.post/0"]
+    entries: Any = redis.client.xrange(RESULTS_STREAM)
+    assert [entry["id"] for _, entry in entries] == list(stored_ids(redis.client))
+    assert redis.client.xlen(DEAD_LETTERS) == 0
+    store.write([in_flight])
+    run(daemon, lambda: daemon.status()["purged"] == 55, "a post that was missed is purged by a later search")
+
+
+def test_a_deleted_accounts_posts_are_searched_for_a_day(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    state = LiveState(redis.client, "bluesky")
+    state.add_authors({"at://did:plc:long ago/"}, time.time() - purges.AUTHOR_KEPT_S - 1)
+    jetstream.account("did:plc:alice", "deleted")
+    author = "at://did:plc:alice/app.bsky.feed.post/"
+    run(daemon, lambda: state.deleted_authors() == {author}, "the account is remembered")
+    back = jetstream.post("back again")
+    run(daemon, lambda: queued(redis), "the post is sent")
+    run(daemon, lambda: not state.deleted_authors(), "an account that writes again is forgotten")
+    daemon.step()
+    assert ids(redis) == [back]
+
+
+def test_a_killed_daemons_deletions_are_purged_by_the_next(
+    redis: RedisServer, jetstream: Jetstream, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(purges.Purges, "run_if_due", lambda _: None)
+    first = make()
+    start(first, jetstream)
+    gone = jetstream.post("to be deleted")
+    run(first, lambda: queued(redis), "the post is sent")
+    jetstream.delete(gone)
+    run(first, lambda: LiveState(redis.client, "bluesky").deleted(), "the deletion is stored")
+    first.close()
+    monkeypatch.undo()
+    second = make()
+    second.step()
+    assert second.status()["purged"] == 1
+    assert ids(redis) == []
+
+
+def test_labels_and_options_are_sent_with_the_posts(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make(options=ClassifyOptions(labels={"praise": ("thanks",), "complaint": ("anger",)}))
+    start(daemon, jetstream)
+    jetstream.post("thank you")
+    run(daemon, lambda: queued(redis), "the post is sent")
+    (message,) = redis.client.lrange("feedmill", 0, -1)
+    assert body_of(message)[1]["labels"] == {"praise": ["thanks"], "complaint": ["anger"]}
+
+
+def test_full_queue_stops_reading(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make(queue_limit=4, queue_resume=1, posts_per_message=1)
+    start(daemon, jetstream)
+    sent = [jetstream.post(f"post {number}") for number in range(30)]
+    run(daemon, lambda: daemon.status()["paused"], "the queue is full")
+    read = daemon.read
+    for _ in range(5):
+        assert daemon.step() > 0
+    assert (daemon.read, len(queued(redis))) == (read, 4)
+    taken: list[str] = []
+
+    def take() -> bool:
+        taken.extend(ids(redis))
+        redis.client.delete("feedmill")
+        return len(taken) == 30
+
+    run(daemon, take, "all posts are sent")
+    assert taken == sent
+    assert daemon.connections == 1, "the connection stays open meanwhile"
+
+
+def test_exceeded_replay_window_is_a_gap(
+    redis: RedisServer, jetstream: Jetstream, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make()
+    start(first, jetstream)
+    jetstream.post("seen")
+    run(first, lambda: first.status()["sent"] == 1, "the post is sent")
+    first.close()
+    for number in range(10):
+        jetstream.post(f"post {number}")
+    jetstream.forget(keep=3)
+    second = make()
+    with caplog.at_level(logging.ERROR):
+        run(second, lambda: second.status()["sent"] == 3, "the remaining posts are sent")
+    (gap,) = all_gaps(redis.client)
+    assert gap.source == "bluesky"
+    assert gap.since < gap.until <= gap.noted
+    assert second.status()["gaps"] == 1
+    assert "gap in bluesky" in caplog.text
+    second.close()
+    third = make()
+    jetstream.post("after the gap")
+    run(third, lambda: third.status()["sent"] == 1, "reading continues")
+    assert len(all_gaps(redis.client)) == 1, "the gap is recorded once"
+
+
+def test_server_that_begins_too_early_repeats_nothing(redis: RedisServer, make: Make) -> None:
+    with Jetstream(early=100) as jetstream:
+        for number in range(100):
+            jetstream.raw({"did": "did:plc:x", "kind": "identity", "identity": {"number": number}})
+        first = make(jetstream.url)
+        start(first, jetstream)
+        sent = [jetstream.post(f"post {number}") for number in range(5)]
+        run(first, lambda: first.status()["sent"] == 5, "all posts are sent")
+        first.close()
+        sent.append(jetstream.post("the last one"))
+        second = make(jetstream.url)
+        run(second, lambda: second.status()["sent"] == 1, "the last post is sent")
+        assert ids(redis) == sent
+        assert second.gaps == 0
+
+
+def test_refused_handshakes_are_retried(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make()
+    jetstream.refusals = [503, 429]
+    start(daemon, jetstream)
+    assert daemon.faults == {"source": 2}
+    assert daemon.hindrance == ""
+    jetstream.post("after the failures")
+    run(daemon, lambda: queued(redis), "the post is sent")
+
+
+def test_unreadable_event_is_skipped_after_a_second_attempt(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    for broken in ('{"did": "did:plc:alice", "ki', "[]", '{"time_us": "x"}'):
+        jetstream.raw(broken)
+    jetstream.post("after it")
+    run(daemon, lambda: queued(redis), "the next post is sent")
+    assert daemon.connections == 2
+    assert daemon.gaps == 0
+
+
+def test_posts_that_cannot_be_classified_are_refused(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    jetstream.post("its id is too long", author=f"did:web:{'a' * 200}.example")
+    good = jetstream.post("a valid one")
+    run(daemon, lambda: queued(redis), "the valid post is sent")
+    assert ids(redis) == [good]
+    assert daemon.status()["refused"] == 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_lose_and_repeat_nothing(redis: RedisServer, jetstream: Jetstream, make: Make, fault: str) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    jetstream.faults_at({40: fault, 90: fault, 220: fault})
+    sent = [jetstream.post(f"post {number}") for number in range(100)]
+    run(daemon, lambda: daemon.status()["sent"] == 100, "all posts are sent")
+    sent += [jetstream.post(f"post {number}") for number in range(100, 200)]
+    run(daemon, lambda: daemon.status()["sent"] == 200, "all posts are sent")
+    assert jetstream.fault_counts[fault] >= 2
+    assert ids(redis) == sent
+    assert daemon.gaps == 0
+
+
+def test_every_key_is_in_the_table(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    gone = jetstream.post("to be deleted")
+    run(daemon, lambda: queued(redis), "the post is sent")
+    jetstream.delete(gone)
+    jetstream.account("did:plc:alice", "deleted")
+    run(daemon, lambda: daemon.read >= 4, "the deletions are read")
+    names = list(redis.client.scan_iter())
+    assert {"feedmill:live:status", "feedmill:live:position:bluesky"} <= set(names)
+    assert [name for name in names if not find(name)] == []
