@@ -15,10 +15,27 @@ from zlib import crc32
 ID_BYTES = 4
 #: Buckets of a new table; a power of two.
 MIN_BUCKETS = 16
+#: Arguments per Redis command of a script. Lua fails above 7,999.
+ARGUMENTS = 1000
 
 #: Functions of Lua on the buckets of a table, whose key is `name`.
 BUCKETS = f"""
 local find, sub, read = string.find, string.sub, struct.unpack
+-- Return the values that MGET or HMGET finds. key: the hash of HMGET.
+local function values_of(command, names, key)
+  local found, total = {{}}, #names
+  for start = 1, total, {ARGUMENTS} do
+    local last, part = math.min(start + {ARGUMENTS - 1}, total), nil
+    if key then
+      part = redis.call(command, key, unpack(names, start, last))
+    else
+      part = redis.call(command, unpack(names, start, last))
+    end
+    if total <= {ARGUMENTS} then return part end
+    for i, value in ipairs(part) do found[start + i - 1] = value end
+  end
+  return found
+end
 -- Return the number of buckets, and the largest power of two that is not above it.
 local function buckets_of(name)
   local count, half = tonumber(redis.call('GET', name) or {MIN_BUCKETS}), {MIN_BUCKETS}
@@ -48,9 +65,12 @@ local function bucket_of(name, id)
 end
 -- Return the numbers of those ids, from 1, of which a key with this prefix exists; nil if there are none.
 local function existing(prefix, ids)
-  local keys, found = {{}}, {{}}
+  local keys, found, count = {{}}, {{}}, 0
   for i, id in ipairs(ids) do keys[i] = prefix .. id end
-  if #ids == 0 or redis.call('EXISTS', unpack(keys)) == 0 then return nil end
+  for start = 1, #keys, {ARGUMENTS} do
+    count = count + redis.call('EXISTS', unpack(keys, start, math.min(start + {ARGUMENTS - 1}, #keys)))
+  end
+  if count == 0 then return nil end
   for i, key in ipairs(keys) do found[i] = redis.call('EXISTS', key) == 1 end
   return found
 end

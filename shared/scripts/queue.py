@@ -51,7 +51,7 @@ local ids, identities, hour = cjson.decode(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local count, half = buckets_of(KEYS[1])
 local names, found, unknown = {}, {}, {}
 for i = 1, #ids do names[i] = bucket_at(KEYS[1], identities, 1 + (i - 1) * IDENTITY, count, half) end
-local buckets, purged = redis.call('MGET', unpack(names)), existing(ARGV[2], ids)
+local buckets, purged = values_of('MGET', names), existing(ARGV[2], ids)
 for i, records in ipairs(buckets) do
   local at = records and find_mark(records, sub(identities, 1 + (i - 1) * IDENTITY, i * IDENTITY))
   if purged and purged[i] then
@@ -95,7 +95,7 @@ local purged, names, buckets, latests, new = existing(ARGV[6], ids), {{}}, {{}},
 -- A key lives an hour longer than its last mark, so that most writes need not extend its life.
 local ttl = ARGV[5] + 3600
 for i = 1, #ids do names[i] = bucket_at(KEYS[1], identities, 1 + (i - 1) * IDENTITY, count, half) end
-for i, records in ipairs(redis.call('MGET', unpack(names))) do
+for i, records in ipairs(values_of('MGET', names)) do
   buckets[names[i]], latests[names[i]] = records or '', records and sub(records, -2)
 end
 for i, name in ipairs(names) do

@@ -22,7 +22,7 @@ from shared.keys import (
 )
 from shared.result_records import fingerprint_key
 from shared.scripts import Script
-from shared.scripts.buckets import checksum
+from shared.scripts.buckets import ARGUMENTS, checksum
 from shared.scripts.records import RECORDS, SCORE_FIELD, SPLIT_BYTES
 from shared.scripts.runs import COUNT_PROGRESS
 from shared.settings import Settings
@@ -57,7 +57,8 @@ local function count(run, what)
 end
 local length, dead = redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[3])
 local ids, labelled, run_of, total = results[1], results[2], results[3], #results[1]
-local names, records, keys, buckets, changed = {{}}, {{}}, {{}}, {{}}, {{}}
+-- added: a bucket's old and new records. written: the records' checksums and keys.
+local names, records, keys, buckets, added, written = {{}}, {{}}, {{}}, {{}}, {{}}, {{}}
 local size, _
 if total > 0 then
   local count, half = buckets_of(KEYS[6])
@@ -66,18 +67,18 @@ if total > 0 then
     _, size, _, keys[i] = read('>c4I4I1c16', blob, at)
     records[i], at = sub(blob, at, at + size - 1), at + size
   end
-  for i, held in ipairs(redis.call('MGET', unpack(names))) do buckets[names[i]] = held or '' end
+  for i, held in ipairs(values_of('MGET', names)) do buckets[names[i]] = held or '' end
 end
 local purged, earlier = existing(ARGV[7], ids), existing(ARGV[6], ids)
 for i, record in ipairs(records) do
   if purged and purged[i] then
     gone = gone + 1
   else
-    local name, key = names[i], keys[i]
-    local held = buckets[name]
-    local known = find_record(held, sub(record, 1, 4), key)
-    if known and expires_at(held, known) <= now then
-      held, known = without_record(held, known), nil
+    local name, key, checksum = names[i], keys[i], sub(record, 1, 4)
+    local held, identity = buckets[name], checksum .. key
+    local known = written[identity] or find_record(held, checksum, key)
+    if known and known ~= true and expires_at(held, known) <= now then
+      buckets[name], known = without_record(held, known), nil
     end
     if earlier and earlier[i] and not known then
       local hex = string.gsub(key, '.', function(byte) return string.format('%02x', string.byte(byte)) end)
@@ -93,22 +94,23 @@ for i, record in ipairs(records) do
       new = new + 1
       labels[label] = (labels[label] or 0) + 1
       count(run_of[i], 'stored')
-      changed[name] = changed[name] or held == '' and 0 or read('>I4', held, #held - 3)
-      buckets[name] = held .. record
+      local bucket = added[name] or {{''}}
+      added[name], bucket[#bucket + 1], written[identity] = bucket, record, true
     end
   end
 end
 -- A key lives until `grain` seconds after the expiry of its last record, so that most writes need not extend its life.
 local grain = math.max(1, math.floor(ARGV[1] / 64))
 local ttl, period = ARGV[1] + grain, math.floor((now + ARGV[1]) / grain)
-for name, latest in pairs(changed) do
+for name, bucket in pairs(added) do
   local held, start = buckets[name], 1
-  while expires_at(held, start) <= now do start = start + length_at(held, start) end
-  if start > 1 then held = sub(held, start) end
+  local latest = held == '' and 0 or read('>I4', held, #held - 3)
+  while start <= #held and expires_at(held, start) <= now do start = start + length_at(held, start) end
+  bucket[1] = start > 1 and sub(held, start) or held
   if math.floor(latest / grain) == period then
-    redis.call('SET', name, held, 'KEEPTTL')
+    redis.call('SET', name, table.concat(bucket), 'KEEPTTL')
   else
-    redis.call('SET', name, held, 'EX', ttl)
+    redis.call('SET', name, table.concat(bucket), 'EX', ttl)
   end
 end
 for key, context in pairs(cjson.decode(ARGV[14])) do redis.call('SET', key, context, 'EX', ARGV[1] + 3600) end
@@ -118,14 +120,16 @@ end
 if new > 0 then
   local counted, sums, room = {{}}, {{}}, ARGV[5] - redis.call('HLEN', KEYS[4])
   for label in pairs(labels) do counted[#counted + 1] = label end
-  for i, sum in ipairs(redis.call('HMGET', KEYS[4], unpack(counted))) do
+  for i, sum in ipairs(values_of('HMGET', counted, KEYS[4])) do
     if not sum then room = room - 1 end
     if sum or room >= 0 then
       sums[#sums + 1] = counted[i]
       sums[#sums + 1] = (sum or 0) + labels[counted[i]]
     end
   end
-  if #sums > 0 then redis.call('HSET', KEYS[4], unpack(sums)) end
+  for start = 1, #sums, {ARGUMENTS} do
+    redis.call('HSET', KEYS[4], unpack(sums, start, math.min(start + {ARGUMENTS - 1}, #sums)))
+  end
   redis.call('EXPIRE', KEYS[4], ARGV[4])
 end
 local counts = {{stored = new, repeated = total - new - gone}}
@@ -167,7 +171,7 @@ local keys, now = ARGV[3], tonumber(ARGV[4])
 local kinds, names, found, texts, unknown, answered = {}, {}, {}, {}, 0, 0
 local count, half = buckets_of(KEYS[2])
 for i = 1, #keys / 20 do names[i] = bucket_at(KEYS[2], keys, 20 * i - 19, count, half) end
-for i, held in ipairs(redis.call('MGET', unpack(names))) do
+for i, held in ipairs(values_of('MGET', names)) do
   local at = held and find_record(held, sub(keys, 20 * i - 19, 20 * i - 16), sub(keys, 20 * i - 15, 20 * i))
   if at and expires_at(held, at) > now then
     kinds[i], answered = 1, answered + 1

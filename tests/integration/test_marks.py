@@ -44,6 +44,16 @@ def test_finds_every_mark_while_the_table_grows(server: RedisServer) -> None:
     assert int(server.client.get(MARKS) or 0) > 100
 
 
+def test_marks_and_finds_more_posts_than_lua_unpacks(server: RedisServer) -> None:
+    marks = marks_of(10_000)
+    server.client.set(tombstone_key(marks[-1].post_id), 1)
+    server.client.hset(earlier_mark_key("earlier"), digest("text"), 1)
+    everything = [*marks, Mark.of("earlier", digest("text"))]
+    assert lookup(server.client, everything) == [0] * 9_999 + [PURGED, SENT]
+    mark(server.client, marks, int(time.time()), DAY_S)
+    assert lookup(server.client, everything) == [SENT] * 9_999 + [PURGED, SENT]
+
+
 def test_a_mark_takes_at_most_24_bytes(server: RedisServer) -> None:
     write(server, marks_of(20_000))
     usage: list[Any] = [server.client.memory_usage(key) for key in server.client.scan_iter()]

@@ -7,7 +7,7 @@ import pytest
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, earlier_result_key, find, tombstone_key
 from shared.messages import Classification, DeadLetter, Post, digest
-from shared.results import SCORES_PER_CALL, Counters, Result, ResultsStore, Score
+from shared.results import MAX_LABELS_PER_HOUR, SCORES_PER_CALL, Counters, Result, ResultsStore, Score
 from shared.scripts.results import forget
 from shared.settings import Settings
 from tests.support import RedisServer, has_results, wait_until
@@ -52,6 +52,26 @@ def test_dead_letters_are_trimmed_with_a_warning(server: RedisServer, caplog: py
     counters = store.counters()
     assert counters.failed - counters.dead_trimmed == kept
     assert "FEEDMILL_DEAD_LETTERS_LENGTH" in caplog.text
+
+
+def test_writes_and_finds_more_results_than_lua_unpacks(store: ResultsStore, server: RedisServer) -> None:
+    results = [result(f"{number}", digest(f"{number}")) for number in range(10_000)]
+    assert store.write(results) == 10_000
+    assert store.write(results) == 0
+    wanted = [(post.id, found.fingerprint) for post, found in results]
+    found = store.find([*wanted, ("10000", "0" * 32)])
+    assert [each and each.id for each in found] == [*(post_id for post_id, _ in wanted), None]
+    assert forget(server.client, [post_id for post_id, _ in wanted]) == 10_000
+    server.client.set(tombstone_key("9999"), 1)
+    assert store.write(results) == 9_999
+
+
+def test_writes_more_labels_than_lua_unpacks(store: ResultsStore) -> None:
+    results = [result(f"{number}", label=f"label {number}") for number in range(9_000)]
+    assert store.write(results) == 9_000
+    (counts,) = store.labels(hours=1).values()
+    assert len(counts) == MAX_LABELS_PER_HOUR
+    assert store.write([result("again", label=label) for label in counts][:1]) == 1
 
 
 def test_writes_more_dead_letters_than_the_recursion_limit_allows_calls(
