@@ -13,12 +13,12 @@ from redis import Redis
 
 from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
-from feedmill.cli.run_filter import check_run, unknown_run
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.groups import CLAIM_AFTER_S
 from feedmill.reading.results import Reader, batches, open_reader
 from feedmill.reading.rows import RowReader
+from feedmill.reading.runs import check_run, unknown_run
 from feedmill.reading.stream import Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
 from shared.errors import UserError, json_line, printable, similar_name
