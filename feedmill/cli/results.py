@@ -247,7 +247,7 @@ def get(
             found = [each for each in found if wanted is None or (each[1] is not None and each[1].run == wanted)]
             if not found:
                 missing += 1
-                typer.echo(f"No result for post {_named(post_id)}: not classified yet, or expired.", err=True)
+                typer.echo(f"No result for post {_named(post_id)}: not classified yet, purged or expired.", err=True)
                 continue
             _show_post(found, store.score(post_id), as_json)
     raise typer.Exit(1 if missing else 0)
