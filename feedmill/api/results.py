@@ -5,6 +5,7 @@ from collections.abc import Generator
 from redis import Redis
 
 from feedmill.reading.results import Reader, items, open_reader
+from feedmill.reading.runs import check_run
 from feedmill.reading.stream import Missed, ResultFilter
 from shared.broker import connect, user_errors
 from shared.results import Result
@@ -51,7 +52,8 @@ def results(
 
     Raises:
         feedmill.UserError: At the call, for an invalid argument or setting. At the first item, if Redis cannot be
-            reached or refuses the connection. Later, only if Redis refuses a command.
+            reached or refuses the connection, or has no such run and `follow` is False. Later, only if Redis refuses a
+            command.
 
     Example:
         import feedmill
@@ -69,13 +71,17 @@ def results(
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, run)
     reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
-    return _items(reader, follow, settings, redis)
+    return _items(reader, follow, None if follow else run, settings, redis)
 
 
-def _items(reader: Reader, follow: bool, settings: Settings, redis: Redis) -> Generator[Result | Missed]:
-    """Yield the reader's items, and close the connection when the generator ends."""
+def _items(
+    reader: Reader, follow: bool, run: str | None, settings: Settings, redis: Redis
+) -> Generator[Result | Missed]:
+    """Yield the reader's items, and close the connection when the generator ends. run: must exist."""
     try:
         with user_errors(settings):
+            if run is not None:
+                check_run(redis, run)
             yield from items(reader, follow)
     finally:
         redis.close()

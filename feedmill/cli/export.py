@@ -20,12 +20,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from feedmill.cli.dates import parse_period
 from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
-from feedmill.cli.run_filter import check_run, unknown_run
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
 from feedmill.export.writer import ExportFilter, Folder, Target
 from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.rows import Chunk, RowReader
+from feedmill.reading.runs import check_run, unknown_run
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from shared.broker import connect, user_errors
 from shared.errors import UserError, printable

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from feedmill.cli.options import RedisUrl, RunFilter, settings_of
-from feedmill.cli.run_filter import check_run
 from feedmill.export import text
+from feedmill.reading.runs import check_run
 from feedmill.report import charts
 from feedmill.report.data import Report, gather
 from feedmill.report.page import page

@@ -13,12 +13,12 @@ from redis import Redis
 
 from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
-from feedmill.cli.run_filter import check_run, unknown_run
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.groups import CLAIM_AFTER_S
 from feedmill.reading.results import Reader, batches, open_reader
 from feedmill.reading.rows import RowReader
+from feedmill.reading.runs import check_run, unknown_run
 from feedmill.reading.stream import Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
 from shared.errors import UserError, json_line, printable, similar_name
@@ -247,7 +247,7 @@ def get(
             found = [each for each in found if wanted is None or (each[1] is not None and each[1].run == wanted)]
             if not found:
                 missing += 1
-                typer.echo(f"No result for post {_named(post_id)}: not classified yet, or expired.", err=True)
+                typer.echo(f"No result for post {_named(post_id)}: not classified yet, purged or expired.", err=True)
                 continue
             _show_post(found, store.score(post_id), as_json)
     raise typer.Exit(1 if missing else 0)

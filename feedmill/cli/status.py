@@ -16,10 +16,10 @@ from rich.text import Text
 
 from feedmill.cli import ingest, run_progress
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
-from feedmill.cli.run_filter import unknown_run
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import span
 from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
+from feedmill.reading.runs import unknown_run
 from feedmill.stack.signals import exit_on_signals
 from shared import runs
 from shared.broker import user_errors

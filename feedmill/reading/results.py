@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from numbers import Real
 
 from redis import Redis
 from redis.exceptions import AuthenticationError
@@ -18,7 +19,7 @@ from redis.exceptions import TimeoutError as TimeoutFault
 
 from feedmill.reading.groups import CLAIM_AFTER_S, GroupReader
 from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, normalize
-from shared.errors import UserError, printable
+from shared.errors import UserError, printable, truncate
 from shared.results import Result
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,9 @@ def open_reader(
 
     consumer: the member's name; default: host name and process id.
     """
-    if wanted.min_score is not None and not math.isfinite(wanted.min_score):
-        raise UserError(f"min_score must be a finite number, not {wanted.min_score}.")
+    least: object = wanted.min_score
+    if least is not None and not (isinstance(least, Real) and math.isfinite(least)):
+        raise UserError(f"min_score must be a finite number, not {truncate(repr(least))}.")
     if wanted.subreddit is not None and not normalize(wanted.subreddit):
         raise UserError(f"{printable(wanted.subreddit)!r:.80} is not a subreddit's name; write python, or r/python.")
     if since is not None and not 0 <= since < MAX_UNIX_TIME:

@@ -543,6 +543,7 @@ def test_python_api_generates_a_consumer_name(store: ResultsStore, server: Redis
         ({"group": ""}, "''"),
         ({"group": "g", "consumer": "\x1b"}, r"'\x1b'"),
         ({"min_score": float("nan")}, "nan"),
+        ({"min_score": "high"}, "'high'"),
         ({"subreddit": "r/"}, "'r/'"),
         ({"since": -1.0}, "-1.0"),
         ({"group": "g", "claim_after": 0.0}, "0.0"),

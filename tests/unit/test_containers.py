@@ -103,8 +103,9 @@ def test_serves_only_pips_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         with urlopen(f"{address}/one.whl") as answer:  # noqa: S310 - http
             assert answer.read() == b"content"
         for path in ("/../other/one.whl", "/link/one.whl"):
-            with pytest.raises(HTTPError, match="404"):
+            with pytest.raises(HTTPError, match="404") as refused:
                 urlopen(address + path)  # noqa: S310
+            refused.value.close()
 
 
 def test_slow_link_delays_packets_in_order_and_drops_a_share() -> None:

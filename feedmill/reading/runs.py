@@ -1,4 +1,4 @@
-"""Check the run that `--run` names."""
+"""Check that a run exists."""
 
 from redis import Redis
 
