@@ -7,9 +7,10 @@ does not fit this form, for example with scores above 1, is stored as JSON.
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b, sha1
 from math import isnan, nan
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from shared.messages import Classification
@@ -61,6 +62,11 @@ class KnownContext:
         self.key = self.id.hex()
         self.numbers = {label: number for number, label in enumerate(self.labels)}
         self.scores = struct.Struct(f">{len(self.labels)}H")
+        #: Returns the values of a mapping from labels, in the order of `labels`. With a single one, itemgetter would
+        #: not return a tuple.
+        self.in_order: Callable[[Mapping[str, float]], Sequence[float]] = (
+            itemgetter(*self.labels) if len(self.labels) > 1 else lambda scores: [scores[each] for each in self.labels]
+        )
 
 
 class Contexts:
@@ -71,19 +77,19 @@ class Contexts:
         self._by_id: dict[bytes, KnownContext] = {}
         self._latest: KnownContext | None = None
 
-    def of(self, found: Classification) -> tuple[KnownContext, list[float]]:
+    def of(self, found: Classification) -> tuple[KnownContext, Sequence[float]]:
         """Return the context of a result, and its scores in the order of the context's labels."""
         latest, scores = self._latest, found.scores
         others = (found.model, found.revision, found.weights, found.worker, found.device)
         if latest and latest.others == others and len(latest.labels) == len(scores):
             try:
-                return latest, [scores[label] for label in latest.labels]
+                return latest, latest.in_order(scores)
             except KeyError:
                 pass
         context = Context(tuple(sorted(scores)), *others)
         known = self._by_content.get(context) or self.add(context)
         self._latest = known
-        return known, [scores[label] for label in known.labels]
+        return known, known.in_order(scores)
 
     def get(self, identity: bytes) -> KnownContext | None:
         return self._by_id.get(identity)

@@ -24,7 +24,7 @@ from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Sco
 from workers.models.device import Device
 from workers.models.engines.factory import create_engine
 from workers.models.engines.network import LOGITS, read_config
-from workers.models.engines.outputs import TensorOutputs, device_errors
+from workers.models.engines.outputs import TensorOutputs, device_errors, rounded
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 
@@ -150,7 +150,7 @@ class Entailment(Classifier):
         label_set, logits = row.label_set, torch.from_numpy(row.pairs.logits)
         independent = label_set.multi_label or len(label_set.labels) == 1
         scores = logits.softmax(1)[:, 1] if independent else logits[:, 1].softmax(0)
-        return dict(zip(label_set.labels, scores.tolist(), strict=True))
+        return dict(zip(label_set.labels, rounded(scores), strict=True))
 
 
 def entailment_class(label2id: dict[str, int]) -> int | None:

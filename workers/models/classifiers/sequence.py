@@ -95,8 +95,7 @@ class SequenceClassifier(Classifier):
     def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         labels = self._label_set.labels
         return [
-            (row, dict(zip(labels, scores, strict=True)))
-            for row, scores in zip(rows, outputs.wait().tolist(), strict=True)
+            (row, dict(zip(labels, scores, strict=True))) for row, scores in zip(rows, outputs.scores(), strict=True)
         ]
 
 

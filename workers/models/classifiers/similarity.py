@@ -107,5 +107,5 @@ class Similarity(Classifier):
     def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         return [
             (row, dict(zip(row.label_set.labels, scores, strict=False)))
-            for row, scores in zip(rows, outputs.wait().tolist(), strict=True)
+            for row, scores in zip(rows, outputs.scores(), strict=True)
         ]

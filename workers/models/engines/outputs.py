@@ -12,6 +12,9 @@ from shared.errors import DeviceFull, DeviceLost
 #: Out-of-memory messages of torch, its CPU allocator, cuBLAS and ONNX Runtime.
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate memory")
 
+#: Decimals of scores. A float32 has seven digits; as a Python float it would be written with up to seventeen.
+SCORE_DECIMALS = 7
+
 
 class TensorOutputs:
     """One micro-batch's outputs, copied from the device to the host in a single asynchronous transfer."""
@@ -39,10 +42,19 @@ class TensorOutputs:
                 self._done.synchronize()
         return self._tensor
 
+    def scores(self) -> list[list[float]]:
+        """Wait for the outputs and return them as rounded scores."""
+        return rounded(self.wait())
+
     @property
     def seconds(self) -> float:
         """Seconds of device time. Valid after `wait`."""
         return self._seconds if self._done is None else float(self._began.elapsed_time(self._done)) / 1000
+
+
+def rounded(scores: torch.Tensor) -> Any:
+    """Return scores as Python floats, rounded to SCORE_DECIMALS, in lists of the tensor's shape."""
+    return scores.double().round(decimals=SCORE_DECIMALS).tolist()
 
 
 @contextmanager
