@@ -1,8 +1,8 @@
 """Pack results into records of about 100 bytes, and unpack them.
 
 What many results share (labels, model, worker, device) is their context. It is stored once, under a digest of its
-content. Scores are stored as 16-bit fractions, so they differ from the computed ones by at most 8e-6. A result that
-does not fit this form, for example with scores above 1, is stored as JSON.
+content. Scores are stored in 16 bits, in steps of 0.00002, so they differ from the computed ones by at most 1e-5. A
+result that does not fit this form, with scores below -0.31 or above 1, is stored as JSON.
 """
 
 import json
@@ -26,8 +26,9 @@ BODY = struct.Struct(">8sddH")
 PACKED, JSON, SCORE = range(3)
 #: Bytes of a fingerprint's key.
 KEY_BYTES = 16
-#: A score of 1.
-ONE: Final = 2**16 - 1
+#: Stored steps per 1, and the stored value of 0. Scores are probabilities, or cosines, which can be negative.
+STEPS: Final = 50_000
+ZERO: Final = 2**16 - 1 - STEPS
 #: Maximum contexts kept in memory. Applications can send any number of label sets.
 MAX_CONTEXTS = 1000
 
@@ -120,11 +121,12 @@ def pack(post_id: str, found: Classification, contexts: Contexts, expires: int) 
     """Return a result as a record, and the context that it refers to; None if none. expires: seconds since 1970."""
     known, scores = contexts.of(found)
     try:
-        # Values outside of 0 to 1 do not fit 16 bits.
-        fractions = [int(score * ONE + 0.5) for score in scores]
+        steps = [int(score * STEPS + (ZERO + 0.5)) for score in scores]
+        if 0 in steps:  # maybe less: `int` rounds towards 0. Other values that do not fit raise struct.error
+            raise ValueError("a score is below -0.31")
         queued = nan if found.queued_seconds is None else found.queued_seconds
         body = BODY.pack(known.id, found.classified_at, queued, known.numbers[found.label])
-        body += known.scores.pack(*fractions)
+        body += known.scores.pack(*steps)
         key = bytes.fromhex(found.fingerprint)
         if key.hex() == found.fingerprint and len(key) == KEY_BYTES:
             return _record(post_id, PACKED, expires, key, body), known
@@ -174,8 +176,8 @@ def unpack(record: Record, context_of: Callable[[bytes], KnownContext | None]) -
     if (known := context_of(identity)) is None:
         return None
     labels, (model, revision, weights, worker, device) = known.labels, known.others
-    fractions = known.scores.unpack_from(record.content, BODY.size)
-    order = sorted(range(len(labels)), key=fractions.__getitem__, reverse=True)
+    steps = known.scores.unpack_from(record.content, BODY.size)
+    order = sorted(range(len(labels)), key=steps.__getitem__, reverse=True)
     if order[0] != best:  # several labels have this score
         order.remove(best)
         order.insert(0, best)
@@ -184,7 +186,7 @@ def unpack(record: Record, context_of: Callable[[bytes], KnownContext | None]) -
     content = {
         "id": record.post_id.decode(),
         "label": labels[best],
-        "scores": {labels[number]: fractions[number] / ONE for number in order},
+        "scores": {labels[number]: (steps[number] - ZERO) / STEPS for number in order},
         "model": model,
         "revision": revision,
         "weights": weights,

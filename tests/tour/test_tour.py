@@ -168,5 +168,7 @@ def test_11_a_reader_finds_the_result(classifier: Similarity, settings: Settings
         wait_until(lambda: owner.recorded_messages, "the message is finished")
     assert isinstance(found, Result)
     assert found.classification.label == "tea"
-    assert ResultsStore(connect(settings), settings).get(post.id) == [found.classification]
+    (stored,) = ResultsStore(connect(settings), settings).get(post.id)
+    assert stored.scores == pytest.approx(found.classification.scores, abs=1e-5), "stored in 16 bits"
+    assert stored.model_copy(update={"scores": found.classification.scores}) == found.classification
     assert owner.recorded_messages[0].result() == [found.classification.model_dump()]

@@ -46,7 +46,7 @@ def test_unpacks_what_was_packed() -> None:
     unpacked = unpack(read, contexts.get)
     assert unpacked
     assert list(unpacked.scores) == ["food", "travel", "art"]
-    assert unpacked.scores == pytest.approx(found.scores, abs=8e-6)
+    assert unpacked.scores == pytest.approx(found.scores, abs=1e-5)
     assert unpacked.model_copy(update={"scores": found.scores}) == found
     assert Classification.model_validate_json(unpacked.model_dump_json()) == unpacked
     assert context
@@ -61,6 +61,17 @@ def test_packing_again_changes_no_score() -> None:
     unpacked = unpack(read, contexts.get)
     assert unpacked
     assert pack("t3_x", unpacked, contexts, 1)[0] == record
+
+
+def test_packs_negative_cosines_and_writes_few_digits() -> None:
+    contexts = Contexts()
+    scores = {"food": 1.0, "art": -0.0512345, "tea": -0.3106, "travel": 0.0}
+    (read,) = split(pack("t3_x", classification(scores=scores), contexts, 1)[0])
+    unpacked = unpack(read, contexts.get)
+    assert unpacked
+    assert read.kind == PACKED
+    assert unpacked.scores == pytest.approx(scores, abs=1e-5)
+    assert [str(score) for score in unpacked.scores.values()] == ["1.0", "0.0", "-0.05124", "-0.3106"]
 
 
 @pytest.mark.parametrize("scores", [{"food": 0.5, "art": 0.5}, {"food": 1.0, "art": 1.0}, {"food": 0.0, "art": 0.0}])
