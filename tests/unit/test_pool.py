@@ -1,6 +1,7 @@
 """workers/runtime/pool.py: the prefetch limits. tests/e2e covers message handling with whole workers."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -63,8 +64,8 @@ def test_new_connection_first_rewrites_results(pool: DevicePool) -> None:
 
 def test_acknowledges_without_waiting_for_the_event_loop() -> None:
     """A closing worker's event loop no longer runs, and an idle one sleeps."""
-    consumer, acknowledge = Consumer.__new__(Consumer), Mock()
-    consumer.hub = Mock()
+    consumer: Any = Consumer.__new__(Consumer)
+    consumer.hub, acknowledge = Mock(), Mock()
     consumer.call_soon_ack(acknowledge, "logger", ())
     acknowledge.assert_called_once_with("logger", ())
     consumer.hub.call_soon.assert_not_called()
