@@ -15,6 +15,9 @@ DEAD_LETTERS = "feedmill:dead"
 #: letters), `gone` (posts purged before they could be stored), `answered` (requests answered with a stored result),
 #: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams).
 COUNTERS = "feedmill:counters"
+#: "packed", or "mixed" if the Redis had keys of an earlier version when this version first used it: results and marks
+#: outside of buckets.
+FORMAT = "feedmill:format"
 #: Number of buckets of marks: records of sent posts (shared/scripts/queue.py). `feedmill:marks:NUMBER` is a bucket.
 MARKS = "feedmill:marks"
 #: Number of buckets of stored results (shared/scripts/results.py). `feedmill:stored:NUMBER` is a bucket.
@@ -169,6 +172,7 @@ TABLE: tuple[Key, ...] = (
         "workers/pipeline/poison.py",
         "ttl NOTE_TTL_S; deleted when the message is finished",
     ),
+    Key(FORMAT, "string", "shared/scripts/buckets.py", "one word"),
     Key(STORED, "string", "shared/results.py", "one number; ttl results_ttl"),
     Key("feedmill:stored:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:context:*", "string", "shared/results.py", "ttl results_ttl and an hour"),

@@ -104,15 +104,12 @@ class ResultsStore:
         if not wanted:
             return []
         found = scripts.find(self._redis, wanted, int(time.time()))
-        records, texts = split(found.records), iter(found.texts)
-        return [
-            unpack(next(records), self._context)
-            if kind == scripts.RECORD
-            else Classification.model_validate_json(next(texts))
-            if kind == scripts.EARLIER
-            else None
-            for kind in found.kinds
-        ]
+        results: list[Classification | None] = [None] * len(wanted)
+        for number, record in zip(found.numbers, split(found.records), strict=True):
+            results[number] = unpack(record, self._context)
+        for number, text in found.texts.items():
+            results[number] = Classification.model_validate_json(text)
+        return results
 
     def _context(self, identity: bytes) -> KnownContext | None:
         """Return the context with this id; None if it is lost."""

@@ -11,12 +11,16 @@ after its last record.
 
 from zlib import crc32
 
+from shared.keys import FORMAT
+
 #: Bytes of an id's checksum in records: CRC-32, which takes Python a fourth of SHA-1's time, and can be written in Lua.
 ID_BYTES = 4
 #: Buckets of a new table; a power of two.
 MIN_BUCKETS = 16
 #: Arguments per Redis command of a script. Lua fails above 7,999.
 ARGUMENTS = 1000
+#: Calls of SCAN with 100 keys each that look for an earlier version's keys: at most some 20 ms, once per Redis.
+SCANS = 1000
 
 #: Functions of Lua on the buckets of a table, whose key is `name`.
 BUCKETS = f"""
@@ -73,6 +77,28 @@ local function existing(prefix, ids)
   if count == 0 then return nil end
   for i, key in ipairs(keys) do found[i] = redis.call('EXISTS', key) == 1 end
   return found
+end
+-- Return false if this Redis has no keys of an earlier version. search: look for them, the first time. Only workers may.
+local function may_be_mixed(search)
+  local format = redis.call('GET', '{FORMAT}')
+  if format or not search then return format ~= 'packed' end
+  local cursor = '0'
+  for _ = 1, {SCANS} do
+    local found = redis.pcall('SCAN', cursor, 'COUNT', 100)
+    if found.err then return true end
+    for _, key in ipairs(found[2]) do
+      if find(key, '^feedmill:sent:') or find(key, '^feedmill:result:') then format = 'mixed' end
+    end
+    cursor = found[1]
+    if format or cursor == '0' then break end
+  end
+  format = format or cursor == '0' and 'packed' or 'mixed'
+  redis.pcall('SET', '{FORMAT}', format) -- pcall: a full Redis refuses it
+  return format == 'mixed'
+end
+-- Return what `existing` returns for keys of an earlier version.
+local function existing_earlier(prefix, ids, search)
+  return may_be_mixed(search) and existing(prefix, ids) or nil
 end
 -- Store what is left of a bucket. Call after a deletion, so that it works at maxmemory.
 local function shrink_bucket(key, records)

@@ -63,7 +63,7 @@ for i, records in ipairs(buckets) do
     unknown[#unknown + 1] = ids[i]
   end
 end
-local earlier, at = existing(ARGV[1], unknown), 0
+local earlier, at = existing_earlier(ARGV[1], unknown), 0
 if earlier then
   for i, status in ipairs(found) do
     if status == 0 then

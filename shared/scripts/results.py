@@ -69,7 +69,7 @@ if total > 0 then
   end
   for i, held in ipairs(values_of('MGET', names)) do buckets[names[i]] = held or '' end
 end
-local purged, earlier = existing(ARGV[7], ids), existing(ARGV[6], ids)
+local purged, earlier = existing(ARGV[7], ids), existing_earlier(ARGV[6], ids, true)
 for i, record in ipairs(records) do
   if purged and purged[i] then
     gone = gone + 1
@@ -158,39 +158,43 @@ return {{new, counts.dead_trimmed}}
 """
 )
 #:   KEYS[1]  feedmill:counters  hash     KEYS[2]  feedmill:stored  string, and its buckets
-#:   ARGV[1]  prefix of the names of an earlier version's results
-#:   ARGV[2]  id and fingerprint of each post, as one JSON text: redis-py is slow with many arguments
-#:   ARGV[3]  checksum of the id and key of the fingerprint of each post    ARGV[4] time, seconds since 1970
+#:   ARGV[1]  checksum of the id and key of the fingerprint of each post    ARGV[2] time, seconds since 1970
 #:
-#: Returns the kind of each post's result (0 for none, 1 for a record, 2 for an earlier version's JSON), the records,
-#: and the JSON texts.
+#: Returns 1 or 0 for each post, as text; the records of those with 1; and 1 if others may have an earlier version's
+#: result.
 _FIND: Script[Any] = Script(
     RECORDS
     + """
-local keys, now = ARGV[3], tonumber(ARGV[4])
-local kinds, names, found, texts, unknown, answered = {}, {}, {}, {}, 0, 0
+local keys, now = ARGV[1], tonumber(ARGV[2])
+local known, names, found, unknown = {}, {}, {}, false
 local count, half = buckets_of(KEYS[2])
 for i = 1, #keys / 20 do names[i] = bucket_at(KEYS[2], keys, 20 * i - 19, count, half) end
 for i, held in ipairs(values_of('MGET', names)) do
   local at = held and find_record(held, sub(keys, 20 * i - 19, 20 * i - 16), sub(keys, 20 * i - 15, 20 * i))
   if at and expires_at(held, at) > now then
-    kinds[i], answered = 1, answered + 1
-    found[answered] = sub(held, at, at + length_at(held, at) - 1)
+    known[i], found[#found + 1] = 1, sub(held, at, at + length_at(held, at) - 1)
   else
-    kinds[i], unknown = 0, unknown + 1
+    known[i], unknown = 0, true
   end
 end
-if unknown > 0 then
-  local wanted, ids = cjson.decode(ARGV[2]), {}
-  for i, post in ipairs(wanted) do ids[i] = post[1] end
-  local earlier = existing(ARGV[1], ids)
-  for i, post in ipairs(wanted) do
-    local text = kinds[i] == 0 and earlier and earlier[i] and redis.call('HGET', ARGV[1] .. post[1], post[2])
-    if text then kinds[i], answered, texts[#texts + 1] = 2, answered + 1, text end
-  end
+-- pcall: a full Redis refuses it.
+if #found > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', #found) end
+return {table.concat(known), table.concat(found), unknown and may_be_mixed(true) and 1 or 0}
+"""
+)
+#:   KEYS[1]  feedmill:counters  hash    KEYS[2+]  an earlier version's results, hash, of each post
+#:   ARGV     the fingerprint of each post
+#:
+#: Returns each post's result as JSON; "" for none.
+_FIND_EARLIER: Script[list[str | bytes]] = Script(
+    """
+local found, answered = {}, 0
+for i, fingerprint in ipairs(ARGV) do
+  found[i] = redis.call('HGET', KEYS[i + 1], fingerprint) or ''
+  if found[i] ~= '' then answered = answered + 1 end
 end
-if answered > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', answered) end -- pcall: a full Redis refuses it
-return {table.concat(kinds), table.concat(found), texts}
+if answered > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', answered) end
+return found
 """
 )
 #:   KEYS[1]  feedmill:stored  string, and its buckets    KEYS[2]  an earlier version's results  hash    ARGV[1]  the id
@@ -319,25 +323,28 @@ def prepare_write(
     return partial(_WRITE, redis, keys, arguments), size
 
 
-#: Kinds of what is found.
-RECORD, EARLIER = 1, 2
-
-
 class Found(NamedTuple):
     """Stored results, in the order of the posts that have one."""
 
-    #: RECORD, EARLIER for JSON, or 0; of each post.
-    kinds: list[int]
+    #: Numbers of these posts, from 0.
+    numbers: list[int]
     records: bytes
-    texts: list[bytes]
+    #: Earlier version's results as JSON, by the number of the post.
+    texts: dict[int, str | bytes]
 
 
 def find(redis: Redis, wanted: Sequence[tuple[str, str]], now: int) -> Found:
     """Return the stored result of each (post id, fingerprint). now: seconds since 1970."""
     keys = b"".join([checksum(post_id) + fingerprint_key(fingerprint) for post_id, fingerprint in wanted])
-    arguments = [earlier_result_key(""), json.dumps(wanted), keys, now]
-    kinds, records, texts = _FIND.raw(redis, [COUNTERS, STORED], arguments)
-    return Found([kind - ord("0") for kind in kinds], records, texts)
+    known, records, mixed = _FIND.raw(redis, [COUNTERS, STORED], [keys, now])
+    numbers = [number for number, digit in enumerate(known) if digit == ord("1")]
+    texts: dict[int, str | bytes] = {}
+    if mixed:
+        unknown = [number for number, digit in enumerate(known) if digit == ord("0")]
+        names = [COUNTERS, *(earlier_result_key(wanted[number][0]) for number in unknown)]
+        found = _FIND_EARLIER(redis, names, [wanted[number][1] for number in unknown])
+        texts = {number: text for number, text in zip(unknown, found, strict=True) if text}
+    return Found(numbers, records, texts)
 
 
 def get(redis: Redis, post_id: str) -> tuple[bytes, dict[bytes, bytes]]:

@@ -217,7 +217,7 @@ _CHECK: Script[str] = Script(
     RECORDS
     + """
 local ids, said = cjson.decode(ARGV[4]), {}
-local purged, earlier = existing(ARGV[1], ids), existing(ARGV[2], ids)
+local purged, earlier = existing(ARGV[1], ids), existing_earlier(ARGV[2], ids)
 local count, half = buckets_of(KEYS[1])
 for i, id in ipairs(ids) do
   local key = sub(ARGV[5], 20 * i - 19, 20 * i)

@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, earlier_result_key, find, tombstone_key
+from shared.keys import DEAD_LETTERS, FORMAT, RESULTS_STREAM, STORED, earlier_result_key, find, tombstone_key
 from shared.messages import Classification, DeadLetter, Post, digest
 from shared.results import MAX_LABELS_PER_HOUR, SCORES_PER_CALL, Counters, Result, ResultsStore, Score
 from shared.scripts.results import forget
@@ -287,6 +288,33 @@ def test_reads_results_of_the_version_before(store: ResultsStore, server: RedisS
     assert [each.fingerprint for each in store.get("1")] == [digest("old"), digest("new")]
     assert forget(server.client, ["1", "2"]) == 1
     assert not has_results(server.client, "1")
+
+
+def test_searches_for_keys_of_the_version_before_once(store: ResultsStore, server: RedisServer) -> None:
+    old = result("1", digest("old")).classification
+    found_as = earlier_result_key("1"), old.fingerprint, old.model_dump_json()
+    assert store.find([("1", old.fingerprint)]) == [None]
+    assert server.client.get(FORMAT) == "packed"
+    server.client.hset(*found_as)
+    assert store.find([("1", old.fingerprint)]) == [None], "nothing is looked for that was not there at first"
+    server.client.flushall()
+    server.client.hset(*found_as)
+    assert store.find([("1", old.fingerprint)]) == [old]
+    assert server.client.get(FORMAT) == "mixed"
+
+
+def test_looks_for_keys_of_the_version_before_without_permission_to_search(server: RedisServer) -> None:
+    old = result("1", digest("old")).classification
+    server.client.hset(earlier_result_key("1"), old.fingerprint, old.model_dump_json())
+    server.client.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-scan"])
+    limited = Redis.from_url(server.url, decode_responses=True)
+    limited.connection_pool.connection_kwargs |= {"username": "limited", "password": "any"}
+    try:
+        assert ResultsStore(limited, Settings()).find([("1", old.fingerprint)]) == [old]
+        assert server.client.get(FORMAT) is None
+    finally:
+        limited.close()
+        server.client.acl_deluser("limited")
 
 
 def test_expired_results_are_unknown_and_can_be_stored_again(server: RedisServer) -> None:

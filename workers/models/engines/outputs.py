@@ -44,7 +44,8 @@ class TensorOutputs:
 
     def scores(self) -> list[list[float]]:
         """Wait for the outputs and return them as rounded scores."""
-        return rounded(self.wait())
+        scores: list[list[float]] = rounded(self.wait())
+        return scores
 
     @property
     def seconds(self) -> float:
