@@ -181,8 +181,8 @@ class Settings(BaseSettings):
     #: Devices of `feedmill worker`, which starts one process for each: all; GPU numbers, such as 0,2; cpu; or cpu:N for
     #: N workers that share the CPU's cores. Unset: the one in `device`.
     devices: Annotated[str, _form(DEVICES_PATTERN, "all, GPU numbers such as 0,2, cpu or cpu:N")] | None = None
-    #: Precision. auto: float16 on a GPU, bfloat16 on a CPU with hardware support (engine torch only), else float32.
-    #: int8: dynamic quantization, for engine onnx on a CPU.
+    #: Precision. auto: float16 on a GPU, or bfloat16 if the model needs it; bfloat16 on a CPU with hardware support
+    #: (engine torch only), else float32. int8: dynamic quantization, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     #: Default labels for messages without any: a comma-separated list, a JSON list, or a JSON object that maps each
     #: label to its description or a list of descriptions; or a file of labels: labels.json, labels.csv, labels.txt or

@@ -119,8 +119,8 @@ class Classifier(Protocol):
     packed: bool
 
     def warm_up(self) -> None:
-        """Run one forward pass, so that the first message does not pay for one-time setup."""
-        self.forward(self.prepare(["A first post."], self.label_set(ClassifyOptions()))[0])
+        """Prepare for the first forward pass, if it needs more than loading the model."""
+        return
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         """Return the message's label set, cached. Raises RequestRefused if the model cannot serve it."""
