@@ -166,10 +166,14 @@ class Settings(BaseSettings):
     offline: bool = False
     #: Run Python code from the model's repository, with all rights of the worker's user. Review it and pin `revision`.
     trust_remote_code: bool = False
-    #: Classifier: nli, sequence or similarity (docs/models.md). auto selects one from the model's files. module:Class
-    #: loads a plug-in (docs/extending.md).
+    #: Classifier: nli, rerank, sequence or similarity (docs/models.md). auto selects one from the model's files.
+    #: module:Class loads a plug-in (docs/extending.md).
     classifier: Annotated[
-        str, _form(rf"auto|nli|sequence|similarity|{PLUGIN_PATTERN}", "auto, nli, sequence, similarity or module:Class")
+        str,
+        _form(
+            rf"auto|nli|rerank|sequence|similarity|{PLUGIN_PATTERN}",
+            "auto, nli, rerank, sequence, similarity or module:Class",
+        ),
     ] = "auto"
     #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.
     #: module:Class loads a plug-in.
@@ -189,7 +193,7 @@ class Settings(BaseSettings):
     #: @FILE. Unset: the sixteen topics of shared/topics.py.
     labels: Annotated[Labels | None, NoDecode] = None
     #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli, as in transformers'
-    #: pipeline; "This post is about {}." for similarity.
+    #: pipeline; "This post is about {}." for rerank and similarity.
     template: Template | None = None
     #: Maximum tokens per post. The model's own limit applies if it is lower.
     max_tokens: Annotated[int, Field(ge=8)] = 256

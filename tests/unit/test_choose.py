@@ -26,6 +26,10 @@ def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:
         make_model("bart", tmp_path / "a", NLI): "nli",
         make_model("bert", tmp_path / "b", {0: "entailment", 1: "not_entailment"}): "nli",
         make_model("distilbert", tmp_path / "c", {0: "NEGATIVE", 1: "POSITIVE"}): "sequence",
+        make_model("bert", tmp_path / "e", {0: "LABEL_0"}): "rerank",
+        make_model("bert", tmp_path / "f", {0: "toxic"}): "sequence",
+        make_model("bert", tmp_path / "g", {0: "LABEL_0"}, problem_type="regression"): "sequence",
+        make_model("bert", tmp_path / "h", {0: "relevant"}, sentence_transformers={"version": "4.0.1"}): "rerank",
         make_sentence_model(tmp_path / "d"): "similarity",
     }
     for folder, kind in kinds.items():
@@ -49,6 +53,16 @@ def test_rejects_a_tokenizer_with_another_end_token(tmp_path: Path) -> None:
 def test_rejects_a_bare_encoder(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path)
     with pytest.raises(ModelError, match="BertModel"):
+        load_classifier(Settings(model=str(folder)), FP32)
+
+
+def test_rejects_a_generative_reranker(tmp_path: Path) -> None:
+    folder = make_model("gpt2", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
+    (folder / "modules.json").write_text("[]")
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
+    with pytest.raises(ModelError, match=naming(folder, "Qwen3ForCausalLM", "ForSequenceClassification")):
         load_classifier(Settings(model=str(folder)), FP32)
 
 

@@ -38,6 +38,18 @@ LEGACY_POOLING_KEYS = {
 }
 
 
+class TextSettings(NamedTuple):
+    """How a sentence-transformers model reads a text."""
+
+    #: Maximum tokens per text; None if the folder sets no limit.
+    max_tokens: int | None
+    lower_case: bool
+    #: Prefix of each text: the default prompt.
+    prompt: str
+    #: Content of config_sentence_transformers.json; empty if there is none.
+    config: dict[str, Any]
+
+
 class Layout(NamedTuple):
     """The parts of a sentence-transformers model besides its transformer.
 
@@ -46,11 +58,7 @@ class Layout(NamedTuple):
 
     pooling: tuple[str, ...]
     dense: tuple[torch.nn.Module, ...]
-    #: Maximum tokens per text; None if the folder sets no limit.
-    max_tokens: int | None
-    lower_case: bool
-    #: Prefix of each text.
-    prompt: str
+    texts: TextSettings
     #: Digest of the fields above and the dense weights: of all that determines an embedding, except the transformer.
     digest: str
 
@@ -76,19 +84,30 @@ def read_layout(weights: Weights) -> Layout:
             f"{modules_file} has {len(poolings)} pooling modules; exactly one is supported. Use another model."
         )
     pooling, with_prompt = _pooling(folder / poolings[0] / "config.json")
-    text_config = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
-    prompt_config = _json_if_there(folder / "config_sentence_transformers.json")
-    prompt = (prompt_config.get("prompts") or {}).get(prompt_config.get("default_prompt_name") or "") or ""
-    if prompt and not with_prompt:
+    texts = read_text_settings(weights)
+    if texts.prompt and not with_prompt:
         raise ModelError(
             f"{folder} has include_prompt=false in its pooling, which is not supported. Use another model."
         )
+    dense = [_dense(folder / path) for kind, path in modules if kind == "Dense"]
+    parts = [*pooling, str(texts.max_tokens), str(texts.lower_case), texts.prompt, *(written for _, written in dense)]
+    return Layout(pooling, tuple(layer for layer, _ in dense), texts, digest(*parts))
+
+
+def read_text_settings(weights: Weights) -> TextSettings:
+    """Read how the model reads a text. A folder without the files of sentence-transformers has the defaults."""
+    folder = weights.folder
+    text_config = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
+    config = read_sentence_config(folder)
+    prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name") or "") or ""
     limit = text_config.get("max_seq_length")
     limit = limit if isinstance(limit, int) and limit > 0 else None
-    lower_case = bool(text_config.get("do_lower_case"))
-    dense = [_dense(folder / path) for kind, path in modules if kind == "Dense"]
-    parts = [*pooling, str(limit), str(lower_case), prompt, *(digest_of for _, digest_of in dense)]
-    return Layout(pooling, tuple(layer for layer, _ in dense), limit, lower_case, prompt, digest(*parts))
+    return TextSettings(limit, bool(text_config.get("do_lower_case")), prompt, config)
+
+
+def read_sentence_config(folder: Path) -> dict[str, Any]:
+    """Return the content of config_sentence_transformers.json; empty if there is none. Raises ModelError."""
+    return _json_if_there(folder / "config_sentence_transformers.json")
 
 
 def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:

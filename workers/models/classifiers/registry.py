@@ -12,7 +12,9 @@ import torch
 from shared.errors import ModelError, RequestRefused, SettingsError, clause
 from shared.settings import Settings
 from workers.models.classifiers import Classifier, canary
+from workers.models.classifiers.layout import read_sentence_config
 from workers.models.classifiers.nli import Entailment, entailment_class
+from workers.models.classifiers.rerank import Reranker, is_reranker
 from workers.models.classifiers.sequence import SequenceClassifier
 from workers.models.classifiers.similarity import Similarity
 from workers.models.device import Device, proc_field
@@ -21,8 +23,8 @@ from workers.models.weights import CONFIG_FILE, Weights, locate, parameters
 
 #: Memory that a forward pass needs in addition, as a share of the weights' memory (a lower bound).
 MEMORY_MARGIN = 0.1
-CLASSIFIERS: dict[str, type[Similarity] | type[Entailment] | type[SequenceClassifier]] = {
-    classifier.kind: classifier for classifier in (Entailment, SequenceClassifier, Similarity)
+CLASSIFIERS: dict[str, type[Entailment] | type[Reranker] | type[SequenceClassifier] | type[Similarity]] = {
+    classifier.kind: classifier for classifier in (Entailment, Reranker, SequenceClassifier, Similarity)
 }
 
 
@@ -68,17 +70,27 @@ def _in_float32(make: Callable[..., Classifier], weights: Weights, settings: Set
 
 
 def classifier_kind(weights: Weights) -> str:
-    """Return nli, sequence or similarity. Raises ModelError if the files match none of them."""
+    """Return nli, rerank, sequence or similarity. Raises ModelError if the files match none of them."""
     config = _config(weights)
     try:
         names = [str(name) for name in config.get("architectures") or ()]
         labels = {str(name): int(place) for name, place in (config.get("label2id") or {}).items()}
+        sentence_config = read_sentence_config(weights.folder)
+        reranks = is_reranker(config, sentence_config)
     except (ValueError, AttributeError, TypeError) as error:
         raise _unreadable(weights, error) from None
     if any(name.endswith("ForSequenceClassification") for name in names):
-        return "sequence" if entailment_class(labels) is None else "nli"
-    if (weights.folder / "modules.json").is_file():
+        if entailment_class(labels) is not None:
+            return "nli"
+        return "rerank" if reranks else "sequence"
+    embeds = sentence_config.get("model_type", "SentenceTransformer") == "SentenceTransformer"
+    if embeds and (weights.folder / "modules.json").is_file():
         return "similarity"
+    if any(name.endswith("ForCausalLM") for name in names):
+        raise ModelError(
+            f"{weights.name} is a language model ({', '.join(names)}). Rerankers that answer yes or no as text are not "
+            "supported: use one that was converted to …ForSequenceClassification with one label, or another model."
+        )
     raise ModelError(
         f"{weights.name} is not a classification model: config.json lists {', '.join(names) or 'no architecture'}, "
         "but a …ForSequenceClassification architecture or a sentence-transformers model is required. Choose another "

@@ -40,7 +40,8 @@ class Similarity(Classifier):
         self.weights = weights
         self.device = device
         self._layout = read_layout(weights)
-        max_tokens = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
+        self._texts = self._layout.texts
+        max_tokens = min(settings.max_tokens, self._texts.max_tokens or settings.max_tokens)
         self._engine, self._tokenizer = create_engine(weights, device, settings, self._layout.pooling, max_tokens)
         self.packed = self._engine.packed
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
@@ -59,8 +60,8 @@ class Similarity(Classifier):
         return [[Row(tokens, label_set)] for tokens in self._tokenize(texts)]
 
     def _tokenize(self, texts: Sequence[str]) -> list[Tokens]:
-        read = [self._layout.prompt + text for text in texts]
-        return self._tokenizer.encode([text.lower() for text in read] if self._layout.lower_case else read)
+        read = [self._texts.prompt + text for text in texts]
+        return self._tokenizer.encode([text.lower() for text in read] if self._texts.lower_case else read)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
