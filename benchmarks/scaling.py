@@ -11,6 +11,7 @@ Parts:
               uncompressed, and of a single producer, which waits for Redis a third of its time
     worker    posts/s of one worker whose device takes no time, and its CPU time per post, by posts per message; with
               --against, alternating with the worker of another checkout. Microseconds per Redis command
+    sharing   posts/s and CPU time per post of one worker whose device takes no time, and of two that share it
     stages    cost of a post by posts per message: CPU time of the producer, of Redis, of a worker whose device takes no
               time, and of the real tokenizer; bytes over the network and in Redis
     memory    bytes in Redis per waiting post, relative to its JSON, by posts per message
@@ -57,7 +58,7 @@ from shared.settings import PREFIX, Settings, variables
 
 #: This checkout.
 ROOT = Path(__file__).parent.parent
-PARTS = ("publish", "worker", "stages", "memory", "speedup", "fairness", "backlog", "first")
+PARTS = ("publish", "worker", "sharing", "stages", "memory", "speedup", "fairness", "backlog", "first")
 #: Posts per message for maximum throughput, and by default.
 LARGE, USUAL = 64, 32
 #: Posts per message for which `stages` measures, and the number of messages for each.
@@ -315,6 +316,24 @@ def measure_worker(house: Installation, given: argparse.Namespace) -> dict[str, 
         found[f"{name}worker_posts_s"] = {size: _median(each, "posts_per_s", 0) for size, each in of_sizes.items()}
         found[f"{name}worker_cpu_us"] = {size: _median(each, "worker_us", 1) for size, each in of_sizes.items()}
     return found
+
+
+def measure_sharing(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
+    paces: dict[tuple[int, int], list[Pace]] = {(size, workers): [] for size in (1, USUAL, LARGE) for workers in (1, 2)}
+    for number in range(given.rounds):
+        for size, workers in list(paces)[:: -1 if number % 2 else 1]:
+            count = min(given.published, STAGED * size)
+            house.clear()
+            house.fill(count, size)
+            with house.workers([0.0] * workers) as children:
+                house.begin()
+                paces[size, workers].append(house.pace(count, children))
+                house.wait_for(count)
+            console.print(f"sharing: {size} per message, {workers} workers: {paces[size, workers][-1]}")
+    return {
+        f"sharing_{what}": {f"{size}x{workers}": _median(each, field, digits) for (size, workers), each in paces.items()}
+        for what, field, digits in (("posts_s", "posts_per_s", 0), ("cpu_us", "worker_us", 1), ("cores", "workers", 2))
+    }
 
 
 def _median(paces: Sequence[Pace], field: str, digits: int) -> float:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import ssl
-from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -182,9 +181,12 @@ class Settings(BaseSettings):
     models_folder: Path | None = None
     #: Device that runs the model. auto selects one of this machine's.
     device: Annotated[str, _form(r"auto|cpu|mps|cuda(:[0-9]+)?", "auto, cpu, cuda, cuda:N or mps")] = "auto"
-    #: Devices of `feedmill worker`, which starts one process for each: all; GPU numbers, such as 0,2; cpu; or cpu:N for
-    #: N workers that share the CPU's cores. Unset: the one in `device`.
+    #: Devices of `feedmill worker`, which starts one process for each: all; GPU numbers, such as 0,2, or 0,0 for two
+    #: workers that share a GPU; cpu; or cpu:N for N workers that share the CPU's cores. Unset: the one in `device`.
     devices: Annotated[str, _form(DEVICES_PATTERN, "all, GPU numbers such as 0,2, cpu or cpu:N")] | None = None
+    #: Share of the GPU's memory that the worker may use, above 0 and up to 1. `devices` sets it for workers that share
+    #: a GPU. Engine torch only.
+    device_memory: Annotated[float, Field(gt=0, le=1)] = 1.0
     #: Precision. auto: float16 on a GPU, or bfloat16 if the model needs it; bfloat16 on a CPU with hardware support
     #: (engine torch only), else float32. int8: dynamic quantization, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
@@ -297,14 +299,9 @@ class Settings(BaseSettings):
     @field_validator("devices")
     @classmethod
     def _is_one_way(cls, value: str | None, info: ValidationInfo) -> str | None:
-        """Reject duplicate devices, and a conflicting setting `device`."""
-        if value is None:
-            return None
-        if info.data.get("device", "auto") != "auto":
+        """Reject a conflicting setting `device`."""
+        if value is not None and info.data.get("device", "auto") != "auto":
             raise ValueError(f"cannot be combined with {PREFIX}DEVICE or --device; set only one of them")
-        twice = [number for number, times in Counter(value.split(",")).items() if times > 1]
-        if twice:
-            raise ValueError(f"lists GPU {twice[0]} more than once; list each device once, because each has one worker")
         return value
 
     @field_validator("flower_password")

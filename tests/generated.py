@@ -183,6 +183,8 @@ def bounds(field: FieldInfo) -> str:
             return f"{least} or more"
         case [Ge(ge=least), Le(le=most)]:
             return f"{least} to {most}"
+        case [Gt(gt=above), Le(le=most)]:
+            return f"more than {above}, up to {most}"
     raise AssertionError(f"describe {field.metadata} here")
 
 

@@ -24,13 +24,17 @@ COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 #: Environment variables for the number of compute threads (torch, ONNX Runtime) and of tokenizer threads.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+#: Part of a GPU's memory that the workers on it divide among themselves. The rest is for their CUDA contexts, which
+#: torch's limit does not include.
+SHARED_MEMORY = 0.9
 
 
 class Share(NamedTuple):
     """One worker's share of the machine.
 
-    device: value for the setting `device`. name: part of the node name, such as cuda:2 or cpu:0. environment:
-    variables that must be set before torch is imported. processors: CPU numbers; empty if the worker may use any.
+    device: value for the setting `device`. name: part of the node name, such as cuda:2, cpu:0, or cuda:2-1 for the
+    second worker on a GPU. environment: variables that must be set before torch is imported. processors: CPU numbers;
+    empty if the worker may use any.
     """
 
     device: str
@@ -80,7 +84,13 @@ def _gpus(wanted: str) -> list[Share]:
                 "numbered from 0. Set existing ones, or all."
             )
         chosen = [there[index] for index in indices]
-    return [Share("cuda", f"cuda:{gpu}", {VISIBLE_DEVICES: gpu}) for gpu in chosen]
+    found: list[Share] = []
+    for number, gpu in enumerate(chosen):
+        environment, before = {VISIBLE_DEVICES: gpu}, chosen[:number].count(gpu)
+        if (workers := chosen.count(gpu)) > 1:
+            environment[f"{PREFIX}DEVICE_MEMORY"] = f"{SHARED_MEMORY / workers:.3f}"
+        found.append(Share("cuda", f"cuda:{gpu}" + (f"-{before}" if before else ""), environment))
+    return found
 
 
 def _visible() -> list[str]:

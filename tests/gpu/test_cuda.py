@@ -18,7 +18,7 @@ from tests.fakes.models import NLI, make_model, make_sentence_model
 from tests.unit.test_canary import overflowing
 from workers.models.classifiers import Row
 from workers.models.classifiers.registry import load_classifier
-from workers.models.device import Device, select_device
+from workers.models.device import Device, limit_memory, select_device
 from workers.models.engines.onnx_engine import PROVIDERS
 from workers.models.engines.outputs import device_errors
 from workers.models.shapes import FEW
@@ -104,6 +104,17 @@ def test_pads_to_few_shapes_and_needs_no_plans(folder: Path) -> None:
     longest = max(row.length for row in batch)
     assert gpu.forward(batch).wait().shape[0] == len(batch)
     assert computed[-1] == torch.Size((FEW.rows(len(batch)), min(FEW.length(longest), gpu._engine._most)))
+
+
+def test_a_worker_stays_within_its_share_of_the_memory() -> None:
+    device = torch.device("cuda", 0)
+    half = torch.cuda.get_device_properties(device).total_memory // 2
+    limit_memory(device, 0.4)
+    try:
+        with pytest.raises(DeviceFull), device_errors():
+            torch.empty(half, dtype=torch.uint8, device=device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def test_survives_out_of_memory(folder: Path) -> None:

@@ -622,6 +622,20 @@ def test_orderly_close_sends_pending_acknowledgements(redis: RedisServer, monkey
     assert held(redis) == (0, 0)
 
 
+def test_renews_leases_until_acknowledgements_are_sent(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose device thread hangs ends its threads first, which takes seconds."""
+    publish(redis, 1)
+    with consuming(redis, options=SHORT) as consumer, consuming(redis, options=SHORT) as other:
+        tag = consumer.until(1)[0].delivery_tag or ""
+        monkeypatch.setattr(consumer.channel.connection.cycle, "evented", True)
+        monkeypatch.setattr(consumer.channel.leases, "evented", True)
+        consumer.acknowledge()
+        first = ends(redis, tag)
+        wait_until(lambda: held(redis) == (1, 1) and ends(redis, tag) > first + 1, "the lease is renewed")
+        other.drain()
+        assert not other.got
+
+
 def test_returns_unclaimed_messages_after_a_lost_connection(redis: RedisServer) -> None:
     publish(redis, "for later", "begun")
     with consuming(redis, options=SHORT) as consumer:

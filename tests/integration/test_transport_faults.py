@@ -54,10 +54,18 @@ def note(key, run):
         except (OSError, RedisError):
             time.sleep(0.1)
 
+def held():
+    try:
+        return redis.exists("hold")
+    except (OSError, RedisError):
+        return True
+
 @app.task(name="count")
 def count(name, seconds=0.0):
     run = uuid.uuid4().hex
     note("began:" + name, run)
+    while held():
+        time.sleep(0.1)
     time.sleep(seconds)
     note("ended:" + name, run)
     return name
@@ -254,8 +262,10 @@ def test_worker_survives_a_redis_crash_and_restart(durable: Restartable, tmp_pat
 def test_cut_connections_do_not_rerun_tasks_in_flight(durable: Restartable, tmp_path: Path) -> None:
     names = [str(number) for number in range(12)]
     with working(durable.url, tmp_path) as worker:
+        durable.client.set("hold", 1)
         send(application(durable.url), names, 0.5)
         wait_until(lambda: durable.client.hlen("reserved") == 12, "the worker has reserved all tasks")
+        durable.client.delete("hold")
         for kind in ("normal", "pubsub"):
             durable.client.client_kill_filter(_type=kind, skipme=True)
         wait_until(lambda: idle(durable.client), "all tasks are done")
@@ -266,8 +276,10 @@ def test_cut_connections_do_not_rerun_tasks_in_flight(durable: Restartable, tmp_
 def test_redis_frozen_past_the_leases_does_not_rerun_tasks(durable: Restartable, tmp_path: Path) -> None:
     names = [str(number) for number in range(12)]
     with working(durable.url, tmp_path) as worker, working(durable.url, tmp_path, "beside"):
+        durable.client.set("hold", 1)
         send(application(durable.url), names, 0.7)
         wait_until(lambda: durable.client.hlen("reserved") == 12, "the workers have reserved all tasks")
+        durable.client.delete("hold")
         durable.signal(signal.SIGSTOP)
         until = time.monotonic() + 3
         wait_until(lambda: time.monotonic() > until, "every lease has expired")

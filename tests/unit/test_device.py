@@ -10,7 +10,7 @@ import torch
 
 from shared.errors import SettingsError
 from tests.support import naming
-from workers.models.device import Device, for_training, select_device
+from workers.models.device import Device, for_training, limit_memory, select_device
 
 
 def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
@@ -100,6 +100,15 @@ def test_cpu_precision_suits_every_model(monkeypatch: pytest.MonkeyPatch) -> Non
         capabilities(monkeypatch, **found)
         for stored in ("float16", "bfloat16", "float32"):
             assert select_device("cpu").for_model({"dtype": stored}, "torch").dtype == dtype
+
+
+def test_limits_the_memory_of_workers_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limited.append(limit))
+    for kind in ("cuda", "cpu"):
+        limit_memory(torch.device(kind), 0.45)
+        limit_memory(torch.device(kind), 1.0)
+    assert limited == [(0.45, torch.device("cuda"))]
 
 
 def test_gpu_names_follow_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:

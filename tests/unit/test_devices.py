@@ -101,6 +101,15 @@ def test_selects_from_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         shares("0,3")
 
 
+@pytest.mark.usefixtures("gpus")
+def test_workers_on_one_gpu_have_names_and_a_share_of_its_memory() -> None:
+    found = shares("1,0,1")
+    assert [share.name for share in found] == ["cuda:1", "cuda:0", "cuda:1-1"]
+    assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in found] == ["1", "0", "1"]
+    assert [share.environment.get("FEEDMILL_DEVICE_MEMORY") for share in found] == ["0.450", None, "0.450"]
+    assert len({share.node(None) for share in found}) == 3
+
+
 def test_all_means_the_cpu_without_gpus(gpus: Path) -> None:
     gpus.write_text(TORCH.format(gpus=0))
     assert shares("all") == shares("cpu") == [Share("cpu", "cpu:0", {})]

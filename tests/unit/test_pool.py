@@ -1,14 +1,15 @@
 """workers/runtime/pool.py: the prefetch limits. tests/e2e covers message handling with whole workers."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from celery import Celery
 from celery.exceptions import WorkerShutdown
-from kombu.asynchronous import Hub
 from redis.exceptions import RedisError
 
+from workers.runtime.consumer import Consumer
 from workers.runtime.in_flight import InFlight
 from workers.runtime.pending import PendingTask
 from workers.runtime.pool import FIRST_POST_BYTES, DevicePool
@@ -61,13 +62,13 @@ def test_new_connection_first_rewrites_results(pool: DevicePool) -> None:
     assert request.eventer == "its events"
 
 
-def test_drain_sends_acknowledgements_of_requests_that_had_ended() -> None:
-    """A closing worker's event loop no longer runs, and unacknowledged messages return to the queue."""
-    in_flight, acknowledge = InFlight(Celery(), (None, None)), Mock()  # type: ignore[arg-type]
-    in_flight.hub = Hub()
-    in_flight.hub.call_soon(acknowledge)
-    in_flight.drain(lambda: True)
-    acknowledge.assert_called_once_with()
+def test_acknowledges_without_waiting_for_the_event_loop() -> None:
+    """A closing worker's event loop no longer runs, and an idle one sleeps."""
+    consumer: Any = Consumer.__new__(Consumer)
+    consumer.hub, acknowledge = Mock(), Mock()
+    consumer.call_soon_ack(acknowledge, "logger", ())
+    acknowledge.assert_called_once_with("logger", ())
+    consumer.hub.call_soon.assert_not_called()
 
 
 def test_an_error_of_one_callback_leaves_later_ones_scheduled() -> None:

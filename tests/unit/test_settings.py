@@ -25,7 +25,7 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("FEEDMILL_DEVICE", "gpu", ("cuda:N", "'gpu'")),
         ("FEEDMILL_DEVICE", "cuda:", ("cuda:N",)),
         ("FEEDMILL_DEVICES", "0,", ("cpu:N", "'0,'")),
-        ("FEEDMILL_DEVICES", "1,1", ("1",)),
+        ("FEEDMILL_DEVICE_MEMORY", "1.5", ("1",)),
         ("FEEDMILL_QUEUE", "my queue", ("64",)),
         ("FEEDMILL_REVISION", "a b", ("'a b'",)),
         ("FEEDMILL_LABELS", "a,a", ("'a'",)),

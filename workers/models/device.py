@@ -162,6 +162,12 @@ def _device(wanted: str) -> tuple[torch.device, str]:
     return torch.device("cpu"), "as set" if wanted == "cpu" else "no GPU found"
 
 
+def limit_memory(device: torch.device, share: float) -> None:
+    """Let this process use at most a share of the GPU's memory. Beyond it, torch raises OutOfMemoryError."""
+    if device.type == "cuda" and share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
 def proc_field(path: Path, name: str) -> str | None:
     """Return the first field of this name in a file of Linux's /proc, such as "1024 kB"; None if absent."""
     lines = path.read_text().splitlines() if path.is_file() else ()

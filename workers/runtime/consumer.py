@@ -12,6 +12,7 @@ Relies on these internals of Celery 5.7 and kombu 5.7:
   new connection may solve. `create_task_handler` returns the callback for incoming messages. `on_decode_error`,
   `on_unknown_message`, `on_unknown_task` and `on_invalid_task` receive each message that Celery discards, and log it in
   a format such as UNKNOWN_FORMAT (celery/worker/consumer/consumer.py).
+- `call_soon_ack` calls what acknowledges or rejects a message.
 - `Mingle.send_hello` asks every other worker for its state, and drops the answer under its own node name. Before
   Control has started, such an answer comes from another worker (celery/worker/consumer/mingle.py).
 - The `info` of a bootstep goes into `inspect stats` and overrides that of earlier steps (celery/bootsteps.py).
@@ -102,6 +103,13 @@ class Consumer(consumer.Consumer):
         for step in self.steps:  # type: ignore[attr-defined]  # not in the stub
             if isinstance(step, Mingle):
                 step.send_hello = self._greet_workers  # type: ignore[method-assign, assignment]  # the stub's returns nothing
+
+    def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Acknowledge or reject a message now. All calls are on the event loop's thread (workers/runtime/in_flight.py).
+
+        Celery's method waits for the next turn of the event loop: a tenth of a second, while the worker is idle.
+        """
+        p(*args, **kwargs)
 
     def ensure_connected(self, conn: Any) -> Any:
         """Wait until Redis is reachable. Log each distinct error once."""

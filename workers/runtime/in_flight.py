@@ -4,7 +4,6 @@ Relies on these internals of Celery 5.7 and kombu 5.7:
 
 - `Hub.call_soon` is thread-safe since kombu 5.7. Callbacks must run on the consumer's thread: on another
   thread, Celery loses events, and Flower shows tasks that never end.
-- `Hub._pop_ready` returns the acknowledgements that a closing worker has yet to send.
 - `state.should_stop` ends the worker with the given exit status.
 """
 
@@ -33,7 +32,7 @@ from workers.runtime.message_metadata import delivery_count, source_queue
 from workers.runtime.pending import BACKEND_ERRORS, PendingTask, is_permanent
 from workers.runtime.request import announce_withdrawn, withdrawn
 from workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
-from workers.transport.held import end_isolation, is_isolated, unclaim
+from workers.transport.held import end_isolation, unclaim
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +129,9 @@ class InFlight(Owner):
     def drain(self, goes_on: Callable[[], bool]) -> None:
         """Finish requests in flight for as long as `goes_on()` is true. Unfinished requests need `return_to_queue`."""
         while len(self._held) > len(self._unended) and goes_on():
-            try:
+            with suppress(queue.Empty):
                 self._deliveries.get(timeout=0.1)()
-            except queue.Empty:
-                continue
-            self._acknowledge()
         self.retry_unended()
-        self._acknowledge()  # also of requests that had ended before the drain began
 
     def return_to_queue(self) -> None:
         """Unclaim the requests still in flight, so that they return to the queue when the connection closes."""
@@ -266,7 +261,6 @@ class InFlight(Owner):
         """Finish a request. If Redis fails, retry later. If Celery fails for another reason, requeue the message."""
         for timer in pending.timers:
             timer.cancel()
-        alone = is_isolated(pending.request.message)
         try:
             try:
                 ending()
@@ -283,8 +277,6 @@ class InFlight(Owner):
             self._finish_later(pending, ending)
         else:
             self._held.discard(pending)
-            if alone:  # the next message waits for this acknowledgement, and the event loop may sleep for seconds
-                self._acknowledge()
 
     def _finish_later(self, pending: PendingTask, ending: Callable[[], None]) -> None:
         self._unended.append((pending, ending))
@@ -294,12 +286,7 @@ class InFlight(Owner):
 
         The message's results and dead letters are already stored.
         """
-        if not request.acknowledged:  # set before the message's own flag, which waits for the event loop
+        if not request.acknowledged:
             message = request.message
             (message.requeue if delivery_count(message) < self._app.settings.max_deliveries else message.ack)()
             request.acknowledged = True
-
-    def _acknowledge(self) -> None:
-        """Run the acknowledgements that are queued on the event loop."""
-        for todo in self.hub._pop_ready() if self.hub else ():
-            todo()

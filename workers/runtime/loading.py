@@ -7,8 +7,9 @@ from typing import NamedTuple
 from redis import Redis
 from redis.exceptions import RedisError
 
+from shared.errors import SettingsError
 from shared.model_routing import RequestedModel, requested_model
-from shared.settings import Settings
+from shared.settings import PREFIX, Settings
 from workers.models import device
 from workers.models.classifiers import Classifier
 from workers.pipeline.calibration import TokenBudget, calibrate
@@ -28,6 +29,12 @@ class LoadedModel(NamedTuple):
 def load(settings: Settings, redis: Redis) -> LoadedModel:
     """Load the model deployed to the queue, else the one in the settings. Raises UserError, DeviceFull, DeviceLost."""
     selected = device.select_device(settings.device, settings.dtype, settings.engine)
+    if settings.engine == "onnx" and settings.device_memory < 1:
+        raise SettingsError(
+            f"{PREFIX}DEVICE_MEMORY: the memory of engine onnx cannot be limited. Start one worker per GPU, or set "
+            f"{PREFIX}ENGINE=torch."
+        )
+    device.limit_memory(selected.torch, settings.device_memory)
     began = time.monotonic()
     asked = _wanted(settings, redis)
     classifier = load_wanted(asked, settings, selected)

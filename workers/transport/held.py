@@ -50,12 +50,6 @@ def is_held(message: Any) -> bool:
     return leases is None or message.delivery_tag in leases.held
 
 
-def is_isolated(message: Any) -> bool:
-    """Return whether this message is the one delivered in isolation."""
-    leases = _leases(message)
-    return bool(leases and leases.is_isolated(message.delivery_tag))
-
-
 def end_isolation(message: Any) -> None:
     """Record that a message delivered in isolation proved harmless; do nothing for others. Raises redis-py's errors."""
     if leases := _leases(message):

@@ -309,7 +309,9 @@ class Leases:
         if monotonic() >= self._renew_at:
             self._renew_at = monotonic() + self.seconds / 3
             with self._lock:
-                held = list(self.held)
+                # Acknowledgements can wait: for the event loop, or for a worker whose threads are ending. A message
+                # whose lease expired meanwhile would be delivered again.
+                held = [*self.held, *self.acknowledged]
             for start in range(RENEWALS_PER_CALL, len(held), RENEWALS_PER_CALL):
                 self._renew(held[start : start + RENEWALS_PER_CALL], 0)
         settled = self._contact - self._since >= 1.5 * self._interval_s
