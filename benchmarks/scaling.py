@@ -331,7 +331,9 @@ def measure_sharing(house: Installation, given: argparse.Namespace) -> dict[str,
                 house.wait_for(count)
             console.print(f"sharing: {size} per message, {workers} workers: {paces[size, workers][-1]}")
     return {
-        f"sharing_{what}": {f"{size}x{workers}": _median(each, field, digits) for (size, workers), each in paces.items()}
+        f"sharing_{what}": {
+            f"{size}x{workers}": _median(each, field, digits) for (size, workers), each in paces.items()
+        }
         for what, field, digits in (("posts_s", "posts_per_s", 0), ("cpu_us", "worker_us", 1), ("cores", "workers", 2))
     }
 
