@@ -52,6 +52,9 @@ def _form(pattern: str, words: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+Prompt = Annotated[str, _form(r"(?s).{1,2000}", "1 to 2,000 characters")]
+
+
 class Settings(BaseSettings):
     """Settings of every process. Values come from flags, then environment variables, then these defaults."""
 
@@ -197,6 +200,14 @@ class Settings(BaseSettings):
     #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli, as in transformers'
     #: pipeline; "This post is about {}." for rerank and similarity.
     template: Template | None = None
+    #: Prompt before each post, for embedding models and rerankers: the name of one of the model's prompts, such as
+    #: query or classification; a text with its final space, such as "query: "; or none. Unset: the model's default.
+    post_prompt: Prompt | None = None
+    #: Prompt before each label's sentence, for embedding models: a name, a text or none, as in `post_prompt`.
+    label_prompt: Prompt | None = None
+    #: Dimensions to keep of each embedding, for models trained with a Matryoshka loss. Unset: as the model's
+    #: configuration says, else all.
+    truncate_dim: Count | None = None
     #: Maximum tokens per post. The model's own limit applies if it is lower.
     max_tokens: Annotated[int, Field(ge=8)] = 256
     #: Maximum tokens per micro-batch: rows times the longest row. Unset: measured on the first start.

@@ -87,6 +87,9 @@ def test_default_prompt_limit_and_case_match(tmp_path: Path) -> None:
     assert torch.allclose(found, theirs(folder, TEXTS, LABELS), atol=1e-5)
     without = scores(ours(loaded(made), TEXTS, labels=LABELS, multi_label=True))
     assert not torch.allclose(found, without, atol=1e-3)
+    for chosen, options in (("none", {"prompt": ""}), ("topic", {"prompt_name": "topic"}), ("A: ", {"prompt": "A: "})):
+        found = scores(ours(loaded(folder, post_prompt=chosen), TEXTS, labels=LABELS, multi_label=True))
+        assert torch.allclose(found, theirs(folder, TEXTS, LABELS, **options), atol=1e-5)
 
 
 def test_everything_that_changes_scores_is_part_of_the_recipe(tmp_path: Path) -> None:

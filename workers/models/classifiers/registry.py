@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shared.errors import ModelError, RequestRefused, SettingsError, clause
-from shared.settings import Settings
+from shared.settings import PREFIX, Settings
 from workers.models.classifiers import Classifier, canary
 from workers.models.classifiers.layout import read_sentence_config
 from workers.models.classifiers.nli import Entailment, entailment_class
@@ -26,6 +26,8 @@ MEMORY_MARGIN = 0.1
 CLASSIFIERS: dict[str, type[Entailment] | type[Reranker] | type[SequenceClassifier] | type[Similarity]] = {
     classifier.kind: classifier for classifier in (Entailment, Reranker, SequenceClassifier, Similarity)
 }
+#: Settings that only some built-in classifiers use.
+USED_BY = {"post_prompt": ("rerank", "similarity"), "label_prompt": ("similarity",), "truncate_dim": ("similarity",)}
 
 
 def load_classifier(settings: Settings, device: Device) -> Classifier:
@@ -37,6 +39,10 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     kind = classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
     device = device.for_model(_config(weights), settings.engine)
     check_size(weights, device)
+    for setting in unused_settings(kind):
+        if getattr(settings, setting) is not None:
+            name = f"{PREFIX}{setting.upper()}"
+            raise SettingsError(f"{name} is set, but has no effect on {weights.name}, a {kind} model: unset {name}.")
     make = CLASSIFIERS.get(kind)
     if make is None:  # a plug-in: its results must not be mistaken for a built-in classifier's
         make, weights = load_plugin(kind, "classifier"), weights._replace(name=kind)
@@ -60,6 +66,11 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     if kind in CLASSIFIERS:  # a plug-in's scores may be the same by design
         canary.check_differences(scores, classifier, partial(_in_float32, make, weights, settings))
     return classifier
+
+
+def unused_settings(kind: str) -> list[str]:
+    """Return the settings that must be unset for a classifier."""
+    return [setting for setting, kinds in USED_BY.items() if kind in CLASSIFIERS and kind not in kinds]
 
 
 def _in_float32(make: Callable[..., Classifier], weights: Weights, settings: Settings) -> Classifier:

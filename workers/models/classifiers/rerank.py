@@ -39,7 +39,7 @@ class Reranker(PairClassifier):
     default_template = "This post is about {}."
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
-        texts = read_text_settings(weights)
+        texts = read_text_settings(weights, settings)
         super().__init__(weights, device, settings, min(settings.max_tokens, texts.max_tokens or settings.max_tokens))
         config = read_config(weights, settings.trust_remote_code)
         if config.num_labels != 1:
@@ -51,7 +51,7 @@ class Reranker(PairClassifier):
             raise ModelError(
                 f"{weights.name} formats pairs with a chat template, which is not supported. Use another model."
             )
-        self.prompt, self.lower_case = texts.prompt, texts.lower_case
+        self.prompt, self.lower_case = texts.post_prompt, texts.lower_case
         name = _activation(texts.config, config.to_dict())
         if name not in ACTIVATIONS:
             raise ModelError(
@@ -59,7 +59,7 @@ class Reranker(PairClassifier):
                 f"{', '.join(ACTIVATIONS)}."
             )
         self._activate = ACTIVATIONS[name]
-        self._serve(settings, name, texts.lower_case, repr(texts.prompt))
+        self._serve(settings, name, texts.lower_case, repr(texts.post_prompt))
 
     def _scores(self, logits: torch.Tensor, independent: bool) -> torch.Tensor:
         return self._activate(logits[:, 0]) if independent else logits[:, 0].softmax(0)
