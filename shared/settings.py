@@ -52,6 +52,9 @@ def _form(pattern: str, words: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+Prompt = Annotated[str, _form(r"(?s).{1,2000}", "1 to 2,000 characters")]
+
+
 class Settings(BaseSettings):
     """Settings of every process. Values come from flags, then environment variables, then these defaults."""
 
@@ -165,10 +168,14 @@ class Settings(BaseSettings):
     offline: bool = False
     #: Run Python code from the model's repository, with all rights of the worker's user. Review it and pin `revision`.
     trust_remote_code: bool = False
-    #: Classifier: nli, sequence or similarity (docs/models.md). auto selects one from the model's files. module:Class
-    #: loads a plug-in (docs/extending.md).
+    #: Classifier: nli, rerank, sequence or similarity (docs/models.md). auto selects one from the model's files.
+    #: module:Class loads a plug-in (docs/extending.md).
     classifier: Annotated[
-        str, _form(rf"auto|nli|sequence|similarity|{PLUGIN_PATTERN}", "auto, nli, sequence, similarity or module:Class")
+        str,
+        _form(
+            rf"auto|nli|rerank|sequence|similarity|{PLUGIN_PATTERN}",
+            "auto, nli, rerank, sequence, similarity or module:Class",
+        ),
     ] = "auto"
     #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.
     #: module:Class loads a plug-in.
@@ -183,16 +190,24 @@ class Settings(BaseSettings):
     #: Share of the GPU's memory that the worker may use, above 0 and up to 1. `devices` sets it for workers that share
     #: a GPU. Engine torch only.
     device_memory: Annotated[float, Field(gt=0, le=1)] = 1.0
-    #: Precision. auto: float16 on a GPU, bfloat16 on a CPU with hardware support (engine torch only), else float32.
-    #: int8: dynamic quantization, for engine onnx on a CPU.
+    #: Precision. auto: float16 on a GPU, or bfloat16 if the model needs it; bfloat16 on a CPU with hardware support
+    #: (engine torch only), else float32. int8: dynamic quantization, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     #: Default labels for messages without any: a comma-separated list, a JSON list, or a JSON object that maps each
     #: label to its description or a list of descriptions; or a file of labels: labels.json, labels.csv, labels.txt or
     #: @FILE. Unset: the sixteen topics of shared/topics.py.
     labels: Annotated[Labels | None, NoDecode] = None
     #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli, as in transformers'
-    #: pipeline; "This post is about {}." for similarity.
+    #: pipeline; "This post is about {}." for rerank and similarity.
     template: Template | None = None
+    #: Prompt before each post, for embedding models and rerankers: the name of one of the model's prompts, such as
+    #: query or classification; a text with its final space, such as "query: "; or none. Unset: the model's default.
+    post_prompt: Prompt | None = None
+    #: Prompt before each label's sentence, for embedding models: a name, a text or none, as in `post_prompt`.
+    label_prompt: Prompt | None = None
+    #: Dimensions to keep of each embedding, for models trained with a Matryoshka loss. Unset: as the model's
+    #: configuration says, else all.
+    truncate_dim: Count | None = None
     #: Maximum tokens per post. The model's own limit applies if it is lower.
     max_tokens: Annotated[int, Field(ge=8)] = 256
     #: Maximum tokens per micro-batch: rows times the longest row. Unset: measured on the first start.

@@ -106,7 +106,7 @@ def _summary(seen: watch.Status) -> str:
     for node, pool in seen.workers.items():
         recent = pool["recent"]
         facts += [
-            ("worker", f"{node} on {_device(pool)}"),
+            ("worker", f"{node} on {pool['device']}"),
             ("", f"{pool['model']}, queue {', '.join(pool['queues'])}"),
             ("", f"{pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting"),
             (

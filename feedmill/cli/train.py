@@ -159,11 +159,13 @@ def _tested(
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
     from feedmill.evaluation.run import measure  # noqa: PLC0415 - needs torch, which only workers have
+    from workers.models.classifiers.registry import unused_settings  # noqa: PLC0415
 
     if not dataset.test:
         return None, None
     known = [(example.post, example.label) for example in dataset.test]
-    own = {"model": str(folder), "revision": None, "classifier": "sequence", "labels": None, "template": None}
+    unset = dict.fromkeys(("revision", "labels", "template", *unused_settings("sequence")))
+    own = {"model": str(folder), "classifier": "sequence", **unset}
     summaries: list[dict[str, Any] | None] = []
     for what, each in (
         ("the trained model", settings.model_copy(update=own)),
@@ -184,7 +186,10 @@ def _tested(
 
 def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) -> Settings | None:
     """Return the settings to test the untrained base with, or None if it cannot classify or is not compared."""
-    from workers.models.classifiers.registry import classifier_kind  # noqa: PLC0415 - needs torch, which only workers have
+    from workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
+        classifier_kind,
+        unused_settings,
+    )
     from workers.models.weights import locate  # noqa: PLC0415
 
     if not options.compare:
@@ -197,4 +202,5 @@ def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) ->
         return None
     described = settings.labels or (DESCRIBED_TOPICS if kind == "similarity" else {})
     labels = {label: described.get(label, (label,)) for label in dataset.labels}
-    return settings.model_copy(update={"model": options.base, "classifier": kind, "labels": labels})
+    own = {"model": options.base, "classifier": kind, "labels": labels}
+    return settings.model_copy(update=dict.fromkeys(unused_settings(kind)) | own)

@@ -48,18 +48,23 @@ class ModelMeasurement(NamedTuple):
 
 
 def settings_for_comparison(settings: Settings) -> Settings:
-    """Return the settings for one of several compared models: without labels and template if it has fixed labels.
+    """Return the settings for one of several compared models, without those that this model cannot use.
 
     Raises ModelError.
     """
-    from workers.models.classifiers.registry import classifier_kind  # noqa: PLC0415 - torch, which only workers have
+    from workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
+        USED_BY,
+        classifier_kind,
+        unused_settings,
+    )
     from workers.models.weights import locate  # noqa: PLC0415
 
-    if not settings.labels and not settings.template:
+    if not any(getattr(settings, name) for name in ("labels", "template", *USED_BY)):
         return settings
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
-    own = (classifier_kind(weights) if settings.classifier == "auto" else settings.classifier) == "sequence"
-    return settings.model_copy(update={"labels": None, "template": None}) if own else settings
+    kind = classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
+    unused = [*unused_settings(kind), *(("labels", "template") if kind == "sequence" else ())]
+    return settings.model_copy(update=dict.fromkeys(unused))
 
 
 def measure(

@@ -78,7 +78,7 @@ local function existing(prefix, ids)
   for i, key in ipairs(keys) do found[i] = redis.call('EXISTS', key) == 1 end
   return found
 end
--- Return false if this Redis has no keys of an earlier version. search: look for them, the first time. Only workers may.
+-- Return false if this Redis has no keys of an earlier version. search: look for them the first time; only workers may.
 local function may_be_mixed(search)
   local format = redis.call('GET', '{FORMAT}')
   if format or not search then return format ~= 'packed' end

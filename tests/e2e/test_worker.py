@@ -21,6 +21,7 @@ from shared.messages import ClassifyOptions, Post
 from shared.results import Counters, ResultsStore
 from shared.settings import Settings
 from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, run, start, wait_until, working
+from tests.unit.test_canary import overflowing
 
 POSTS: list[dict[str, Any]] = [
     {"id": "1", "title": "The keeper saved two penalties in the final"},
@@ -331,6 +332,23 @@ def test_a_worker_that_cannot_start_takes_no_message(
     ended = feedmill("worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, **environment)
     assert ended.returncode != 0
     assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert redis.client.lrange("feedmill", 0, -1) == ["untouched"]
+
+
+def test_a_worker_whose_model_overflows_takes_no_message(redis: RedisServer, tmp_path: Path) -> None:
+    redis.client.lpush("feedmill", "untouched")
+    ended = feedmill(
+        "worker",
+        cwd=tmp_path,
+        FEEDMILL_REDIS_URL=redis.url,
+        FEEDMILL_MODEL=str(overflowing(tmp_path / "model")),
+        FEEDMILL_DEVICE="cpu",
+        FEEDMILL_DTYPE="float16",
+    )
+    assert ended.returncode != 0
+    (line,) = [line for line in ended.stderr.splitlines() if "CRITICAL" in line]
+    assert re.search("float16.*FEEDMILL_DTYPE=(bfloat16|float32)", line)
     assert "Traceback" not in ended.stderr
     assert redis.client.lrange("feedmill", 0, -1) == ["untouched"]
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -37,6 +38,7 @@ class Device:
     name = hardware = "stand-in"
     lanes = 1
     shapes = EXACT
+    torch = SimpleNamespace(type="stand-in")
 
     def take_share(self, passes: int) -> None: ...
 

@@ -3,6 +3,7 @@
 `make test-gpu` runs these tests; `make test` excludes them. The models are small, with random weights.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import onnxruntime
 import pytest
 import torch
 
-from shared.errors import DeviceFull
+from shared.errors import DeviceFull, ModelError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model, make_sentence_model
+from tests.unit.test_canary import overflowing
 from workers.models.classifiers import Row
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import Device, limit_memory, select_device
@@ -55,6 +57,16 @@ def test_scores_match_the_cpu(folder: Path, dtype: str, tolerance: float) -> Non
     assert found[0].keys() == found[1].keys() == set(range(5))
     for number, exact in found[1].items():
         assert found[0][number] == pytest.approx(exact, abs=tolerance)
+
+
+def test_models_run_in_the_precision_that_they_need(tmp_path: Path) -> None:
+    """The model's activations exceed float16."""
+    settings = Settings(model=str(overflowing(tmp_path)))
+    with pytest.raises(ModelError, match="float16.*FEEDMILL_DTYPE="):
+        load_classifier(settings, select_device("cuda"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert load_classifier(settings, select_device("cuda")).device.dtype in (torch.bfloat16, torch.float32)
 
 
 def test_forward_does_not_synchronise(folder: Path) -> None:

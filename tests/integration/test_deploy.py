@@ -227,11 +227,10 @@ def full(_: Any) -> Any:
     [
         (fails(ModelError("There is none.")), "There is none."),
         (fails(RuntimeError("a bug\x1b")), "RuntimeError: a bug\\x1b"),
-        (wrong(score=float("nan")), "{'new yes': nan"),
         (wrong(forward=fails(ValueError("cannot"))), "TypeError"),
         (wrong(forward=full), "meta"),
     ],
-    ids=["no model", "bug", "not finite", "cannot compute", "no memory"],
+    ids=["no model", "bug", "cannot compute", "no memory"],
 )
 def test_a_failed_deployment_keeps_the_active_model(house: House, load: Callable[[], Model], words: str) -> None:
     report = house.report(house.deploy("/new", load))

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from feedmill.evaluation.run import settings_for_comparison
 from shared.errors import DeviceFull, ModelError, SettingsError
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model, make_sentence_model
@@ -26,6 +27,10 @@ def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:
         make_model("bart", tmp_path / "a", NLI): "nli",
         make_model("bert", tmp_path / "b", {0: "entailment", 1: "not_entailment"}): "nli",
         make_model("distilbert", tmp_path / "c", {0: "NEGATIVE", 1: "POSITIVE"}): "sequence",
+        make_model("bert", tmp_path / "e", {0: "LABEL_0"}): "rerank",
+        make_model("bert", tmp_path / "f", {0: "toxic"}): "sequence",
+        make_model("bert", tmp_path / "g", {0: "LABEL_0"}, problem_type="regression"): "sequence",
+        make_model("bert", tmp_path / "h", {0: "relevant"}, sentence_transformers={"version": "4.0.1"}): "rerank",
         make_sentence_model(tmp_path / "d"): "similarity",
     }
     for folder, kind in kinds.items():
@@ -36,6 +41,37 @@ def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:
 def test_classifier_setting_overrides_detection(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path, NLI)
     assert load_classifier(Settings(model=str(folder), classifier="sequence"), FP32).kind == "sequence"
+
+
+def test_rejects_settings_without_effect(tmp_path: Path) -> None:
+    folders = {
+        "nli": make_model("bert", tmp_path / "a", NLI),
+        "rerank": make_model("bert", tmp_path / "b", {0: "LABEL_0"}),
+        "sequence": make_model("bert", tmp_path / "c", {0: "NEGATIVE", 1: "POSITIVE"}),
+    }
+    values: dict[str, str | int] = {"post_prompt": "query: ", "label_prompt": "none", "truncate_dim": 8}
+    for kind, folder in folders.items():
+        for setting, value in values.items():
+            settings = Settings.model_validate({"model": str(folder), setting: value})
+            if (kind, setting) == ("rerank", "post_prompt"):
+                load_classifier(settings, FP32)
+                continue
+            with pytest.raises(SettingsError, match=naming(f"FEEDMILL_{setting.upper()}", kind)):
+                load_classifier(settings, FP32)
+
+
+def test_comparison_leaves_out_settings_without_effect(tmp_path: Path) -> None:
+    settings = Settings(post_prompt="query: ", label_prompt="none", truncate_dim=8, labels="a,b", template="{}")
+    own = make_model("bert", tmp_path / "a", {0: "NEGATIVE", 1: "POSITIVE"})
+    found = settings_for_comparison(settings.model_copy(update={"model": str(own)}))
+    unset = (found.post_prompt, found.label_prompt, found.truncate_dim, found.labels, found.template)
+    assert unset == (None,) * 5
+    reranker = make_model("bert", tmp_path / "b", {0: "LABEL_0"})
+    found = settings_for_comparison(settings.model_copy(update={"model": str(reranker)}))
+    assert (found.post_prompt, found.label_prompt, found.truncate_dim) == ("query: ", None, None)
+    assert found.labels == settings.labels
+    embedder = settings.model_copy(update={"model": str(make_sentence_model(tmp_path / "c"))})
+    assert settings_for_comparison(embedder) == embedder
 
 
 def test_rejects_a_tokenizer_with_another_end_token(tmp_path: Path) -> None:
@@ -49,6 +85,16 @@ def test_rejects_a_tokenizer_with_another_end_token(tmp_path: Path) -> None:
 def test_rejects_a_bare_encoder(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path)
     with pytest.raises(ModelError, match="BertModel"):
+        load_classifier(Settings(model=str(folder)), FP32)
+
+
+def test_rejects_a_generative_reranker(tmp_path: Path) -> None:
+    folder = make_model("gpt2", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
+    (folder / "modules.json").write_text("[]")
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
+    with pytest.raises(ModelError, match=naming(folder, "Qwen3ForCausalLM", "ForSequenceClassification")):
         load_classifier(Settings(model=str(folder)), FP32)
 
 

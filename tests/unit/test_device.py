@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def test_chooses_bfloat16_if_the_cpu_supports_it(monkeypatch: pytest.MonkeyPatch
     chosen = select_device()
     assert chosen.dtype == torch.bfloat16
     assert str(chosen).startswith("cpu in bfloat16")
-    assert feature in chosen.reason
+    assert feature in str(chosen)
 
 
 def test_chooses_float32_without_bfloat16_support(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +65,41 @@ def test_chooses_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert select_device("cuda:1").name == "cuda:1"
     with pytest.raises(SettingsError, match="cuda:2"):
         select_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "dtype"),
+    [
+        ({}, (9, 0), torch.float16),
+        ({"dtype": "float32"}, (9, 0), torch.float16),
+        ({"torch_dtype": "float16"}, (9, 0), torch.float16),
+        ({"dtype": "bfloat16"}, (9, 0), torch.bfloat16),
+        ({"torch_dtype": "torch.bfloat16"}, (8, 0), torch.bfloat16),
+        ({"dtype": "bfloat16"}, (7, 5), torch.float32),
+        ({"model_type": "gemma3", "text_config": {"torch_dtype": "bfloat16"}}, (9, 0), torch.bfloat16),
+        ({"model_type": "gemma3_text", "dtype": "float32"}, (9, 0), torch.bfloat16),
+    ],
+)
+def test_gpu_precision_follows_the_models_configuration(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    default = Device(torch.device("cuda", 0), torch.float16, "a GPU", automatic=True)
+    chosen = default.for_model(config, "torch")
+    assert chosen.dtype == dtype
+    assert chosen.for_model({}, "torch").dtype == torch.float16, "the next model gets the default again"
+    if dtype != torch.float16:
+        assert "bfloat16" in str(chosen).partition("; ")[2]
+        assert default.for_model(config, "onnx").dtype == torch.float32
+    as_set = Device(torch.device("cuda", 0), torch.float16, "a GPU")
+    assert as_set.for_model(config, "torch") == as_set
+
+
+def test_cpu_precision_suits_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, dtype in (({"amx_bf16": True}, torch.bfloat16), ({}, torch.float32)):
+        capabilities(monkeypatch, **found)
+        for stored in ("float16", "bfloat16", "float32"):
+            assert select_device("cpu").for_model({"dtype": stored}, "torch").dtype == dtype
 
 
 def test_limits_the_memory_of_workers_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

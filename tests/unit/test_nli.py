@@ -14,6 +14,7 @@ from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model
 from workers.models.classifiers.nli import Entailment
+from workers.models.classifiers.pairs import PairClassifier
 from workers.models.device import Device
 from workers.models.weights import Weights
 
@@ -34,7 +35,7 @@ def fp(dtype: torch.dtype = torch.float32) -> Device:
     return Device(torch.device("cpu"), dtype, "for a test")
 
 
-def ours(classifier: Entailment, texts: Sequence[str], **options: Any) -> list[dict[str, float]]:
+def ours(classifier: PairClassifier, texts: Sequence[str], **options: Any) -> list[dict[str, float]]:
     """Return the scores of all texts from one forward pass of rows sorted by length."""
     label_set = classifier.label_set(ClassifyOptions.parse(options))
     prepared = classifier.prepare(texts, label_set)

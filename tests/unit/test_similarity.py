@@ -8,12 +8,13 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-from shared.errors import ModelError
+from shared.errors import ModelError, SettingsError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import make_sentence_model
 from tests.support import naming
 from workers.models.classifiers import MAX_LABEL_SETS
+from workers.models.classifiers.registry import load_classifier
 from workers.models.classifiers.similarity import COSINE_SCALE, Similarity
 from workers.models.device import Device
 from workers.models.weights import EMBEDDED_MODEL, Weights, locate
@@ -151,6 +152,94 @@ def test_embeddings_match_sentence_transformers(tmp_path: Path, way: str) -> Non
         library = SentenceTransformer(str(folder), device="cpu")
         expected = library.encode(TEXTS, convert_to_tensor=True, normalize_embeddings=True)
         assert torch.allclose(found, expected, atol=1e-5)
+
+
+PROMPTS = {
+    "query": "search this: ",
+    "document": None,
+    "Retrieval-passage": "The match ended. ",
+    "classification": "food ",
+}
+
+
+def prompted(folder: Path, **config: object) -> Path:
+    """Save a model with prompts, a dense layer and a truncating configuration."""
+    made = make_sentence_model(folder, dense=16)
+    written = {"prompts": PROMPTS, "default_prompt_name": "query"} | config
+    (made / "config_sentence_transformers.json").write_text(json.dumps(written))
+    return made
+
+
+@pytest.mark.parametrize("name", [*PROMPTS, None])
+def test_prompts_by_name_match_sentence_transformers(tmp_path: Path, name: str | None) -> None:
+    """Compare the scores of prompts for posts and labels with the cosines of `encode(prompt_name=…)`."""
+    folder, label_prompt = prompted(tmp_path), "I baked "
+    ours = Similarity(
+        Weights("m", folder, None, "00"), FP32, Settings(post_prompt=name, label_prompt=label_prompt, truncate_dim=8)
+    )
+    library = SentenceTransformer(str(folder), device="cpu", truncate_dim=8)
+    of_posts = library.encode(TEXTS, prompt_name=name, convert_to_tensor=True, normalize_embeddings=True)
+    sentences = [f"This post is about {label}." for label in ("sports", "food")]
+    of_labels = library.encode(sentences, prompt=label_prompt, convert_to_tensor=True, normalize_embeddings=True)
+    found = scores(ours, TEXTS, labels="sports,food", multi_label=True)
+    assert of_posts.shape[1] == 8
+    assert torch.allclose(torch.tensor([list(each.values()) for each in found]), of_posts @ of_labels.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("dimensions", [1, 5, 16])
+def test_truncated_embeddings_match_sentence_transformers(tmp_path: Path, dimensions: int) -> None:
+    """The dimensions come from the setting, or else from the model's configuration."""
+    by_setting = Settings(truncate_dim=dimensions), prompted(tmp_path / "setting", truncate_dim=3)
+    by_config = Settings(), prompted(tmp_path / "config", truncate_dim=dimensions)
+    for settings, folder in (by_setting, by_config):
+        ours = Similarity(Weights("m", folder, None, "00"), FP32, settings)
+        with torch.inference_mode():
+            found = ours.embed([rows[0].tokens for rows in ours.prepare(TEXTS, ours.label_set(ClassifyOptions()))])
+        library = SentenceTransformer(str(folder), device="cpu", truncate_dim=settings.truncate_dim)
+        expected = library.encode(TEXTS, convert_to_tensor=True, normalize_embeddings=True)
+        assert found.shape == (len(TEXTS), dimensions)
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_no_prompt_replaces_the_default(tmp_path: Path) -> None:
+    folder = prompted(tmp_path)
+    library = SentenceTransformer(str(folder), device="cpu")
+    expected = library.encode(TEXTS, prompt="", convert_to_tensor=True, normalize_embeddings=True)
+    ours = Similarity(Weights("m", folder, None, "00"), FP32, Settings(post_prompt="none"))
+    with torch.inference_mode():
+        found = ours.embed([rows[0].tokens for rows in ours.prepare(TEXTS, ours.label_set(ClassifyOptions()))])
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_rejects_an_unknown_prompt_name(tmp_path: Path) -> None:
+    weights = Weights("m", prompted(tmp_path), None, "00")
+    with pytest.raises(SettingsError, match=naming("FEEDMILL_LABEL_PROMPT", "passage", "Retrieval-passage")):
+        Similarity(weights, FP32, Settings(label_prompt="passage"))
+
+
+def test_rejects_more_dimensions_than_the_model_has(tmp_path: Path) -> None:
+    settings = Settings(model=str(prompted(tmp_path)), truncate_dim=17)
+    with pytest.raises(ModelError, match=naming("16", "17", "FEEDMILL_TRUNCATE_DIM")):
+        load_classifier(settings, FP32)
+
+
+def test_recipe_depends_on_prompts_and_dimensions(tmp_path: Path) -> None:
+    weights = Weights("m", prompted(tmp_path), None, "00")
+    recipes = {}
+    for name, options in {
+        "default": {}, "named": {"post_prompt": "query"}, "written": {"post_prompt": "search this: "},
+        "both": {"post_prompt": "search this: ", "label_prompt": "query"}, "none": {"post_prompt": "none"},
+        "label": {"label_prompt": "none"}, "other": {"post_prompt": "classification"}, "short": {"truncate_dim": 8},
+        "shorter": {"truncate_dim": 4},
+    }.items():  # fmt: skip
+        recipes[name] = Similarity(weights, FP32, Settings(**options)).label_set(ClassifyOptions()).recipe  # type: ignore[arg-type]
+    assert recipes["default"] == recipes["named"] == recipes["written"] == recipes["both"]
+    assert len(set(recipes.values())) == len(recipes) - 3
+
+
+def test_recipe_of_the_default_settings_is_stable(classifier: Similarity) -> None:
+    """Stored results are found again by their recipe, so a default must not change it."""
+    assert classifier.label_set(ClassifyOptions()).recipe == "2cbd59be497812017a0c67b09a8a449c"
 
 
 def test_embedded_model_matches_sentence_transformers(classifier: Similarity) -> None:

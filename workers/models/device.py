@@ -2,8 +2,9 @@
 
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,16 +16,22 @@ TORCH_THREADS = torch.get_num_threads()
 #: Maximum parallel forward passes on a CPU. Each needs Python's global interpreter lock between operations.
 MAX_LANES = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+#: Model types that overflow in float16 whatever their configuration says: gte-Qwen2 and EmbeddingGemma are stored in
+#: float32, but their base models were trained in bfloat16. vLLM refuses all of these but qwen2 in float16.
+BFLOAT16_TYPES = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2", "qwen2"})
 #: Precisions that ONNX Runtime supports, by device type; the default first.
 ONNX_DTYPES = {"cpu": ("float32", "int8"), "cuda": ("float16", "float32")}
 
 
 class Device(NamedTuple):
-    """A torch device and its precision. `reason` says how both were chosen."""
+    """A torch device and its precision. `reason` and `dtype_reason` say how they were chosen."""
 
     torch: torch.device
     dtype: torch.dtype
     reason: str
+    dtype_reason: str = "precision as set"
+    #: True if the setting `dtype` is auto, so that the model may need another precision.
+    automatic: bool = False
 
     @property
     def name(self) -> str:
@@ -75,8 +82,31 @@ class Device(NamedTuple):
         processor = proc_field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
         return f"{processor}, {TORCH_THREADS} threads"
 
+    @property
+    def precision(self) -> str:
+        """The name of the precision, as in the setting `dtype`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def for_model(self, config: Mapping[str, Any], engine: str) -> "Device":
+        """Return this device in the precision that a model needs, unless the setting `dtype` determines it.
+
+        config: the model's config.json. Values of a model that was trained in bfloat16 may exceed 65,504, the maximum
+        of float16; scores can then be wrong without being infinite. Every other default suits every model.
+        """
+        if not self.automatic:
+            return self
+        default, why = _default_precision(self.torch, engine)
+        needed = _bfloat16_reason(config) if default == torch.float16 else None
+        if needed is None:
+            return self._replace(dtype=default, dtype_reason=why)
+        if engine == "onnx":
+            return self._replace(dtype=torch.float32, dtype_reason=f"{needed}, which ONNX Runtime lacks")
+        if not has_bfloat16(self.torch):
+            return self._replace(dtype=torch.float32, dtype_reason=f"{needed}, which this GPU lacks")
+        return self._replace(dtype=torch.bfloat16, dtype_reason=needed)
+
     def __str__(self) -> str:
-        return f"{self.name} in {str(self.dtype).removeprefix('torch.')}: {self.reason}"
+        return f"{self.name} in {self.precision}: {self.reason}; {self.dtype_reason}"
 
 
 def select_device(device: str = "auto", dtype: str = "auto", engine: str = "torch") -> Device:
@@ -84,18 +114,17 @@ def select_device(device: str = "auto", dtype: str = "auto", engine: str = "torc
 
     Raises SettingsError if the machine lacks the device, or the engine does not support the precision.
     """
-    found, why_device = _device(device)
+    found, reason = _device(device)
     if engine == "onnx":
-        precision, why_dtype = _onnx_precision(found, dtype)
+        _check_onnx(found, dtype)
     elif dtype == "int8":
         raise SettingsError(
             "FEEDMILL_DTYPE: int8 requires ONNX Runtime on a CPU. Set FEEDMILL_ENGINE=onnx and FEEDMILL_DEVICE=cpu."
         )
-    elif dtype == "auto":
-        precision, why_dtype = _half_precision(found)
-    else:
-        precision, why_dtype = DTYPES[dtype], "precision as set"
-    return Device(found, precision, f"{why_device}; {why_dtype}")
+    if dtype == "auto":
+        precision, why = _default_precision(found, engine)
+        return Device(found, precision, reason, why, automatic=True)
+    return Device(found, DTYPES[dtype], reason)
 
 
 def for_training(device: Device, wanted: str = "auto") -> tuple[torch.dtype, str]:
@@ -109,7 +138,7 @@ def for_training(device: Device, wanted: str = "auto") -> tuple[torch.dtype, str
     if wanted != "auto":
         return DTYPES[wanted], "precision as set"
     if device.torch.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
+        if has_bfloat16(device.torch):
             return torch.bfloat16, "this GPU has bfloat16 in hardware"
         return torch.float16, "this GPU has no bfloat16; the loss is scaled"
     if device.torch.type == "cpu":
@@ -145,7 +174,7 @@ def proc_field(path: Path, name: str) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
-def _onnx_precision(device: torch.device, dtype: str) -> tuple[torch.dtype, str]:
+def _check_onnx(device: torch.device, dtype: str) -> None:
     possible = ONNX_DTYPES.get(device.type)
     if possible is None:
         raise SettingsError(
@@ -155,7 +184,33 @@ def _onnx_precision(device: torch.device, dtype: str) -> tuple[torch.dtype, str]
         raise SettingsError(
             f"FEEDMILL_DTYPE: ONNX Runtime does not support {dtype} on {device}. Set {' or '.join(possible)}."
         )
-    return (DTYPES[possible[0]], "ONNX Runtime") if dtype == "auto" else (DTYPES[dtype], "precision as set")
+
+
+def _default_precision(device: torch.device, engine: str) -> tuple[torch.dtype, str]:
+    """Return the precision that suits most models, and the reason."""
+    return (DTYPES[ONNX_DTYPES[device.type][0]], "ONNX Runtime") if engine == "onnx" else _half_precision(device)
+
+
+def _bfloat16_reason(config: Mapping[str, Any]) -> str | None:
+    """Return why a model needs bfloat16's range, by its config.json; None if float16 suffices."""
+    text = config.get("text_config")  # of a model that reads images, too
+    parts = [config, text] if isinstance(text, Mapping) else [config]
+    for part in parts:
+        stored = part.get("dtype") or part.get("torch_dtype")
+        if str(stored).removeprefix("torch.") == "bfloat16":
+            return "the model's configuration asks for bfloat16"
+        if part.get("model_type") in BFLOAT16_TYPES:
+            return f"{part['model_type']} models need bfloat16"
+    return None
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether the hardware computes in bfloat16, without emulation."""
+    if device.type == "cuda":
+        return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "mps":
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+    return _half_precision(device)[0] == torch.bfloat16
 
 
 def _half_precision(device: torch.device) -> tuple[torch.dtype, str]:

@@ -97,6 +97,7 @@ class Tokenizer:
         self.max_tokens = min(max_tokens, own_limit) if own_limit < UNSET_LENGTH else max_tokens
         known = (token for token in (loaded.pad_token_id, loaded.eos_token_id) if token is not None)
         self.pad_id: int = next(known, 0)
+        self.has_chat_template = bool(loaded.chat_template)
         self._cuts_left = loaded.truncation_side == "left"
         # A tokenizer.json may set its own padding and truncation.
         self._rust.no_padding()

@@ -28,25 +28,17 @@ from shared.errors import DeviceFull, ModelError, UserError, printable
 from shared.messages import ClassifyOptions
 from shared.model_routing import DeploymentReport, RequestedModel, Stage, requested_model
 from shared.settings import PREFIX, Settings
-from workers.models.classifiers import Classifier, Row, Scores
+from workers.models.classifiers import Classifier, Row
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import Device
 from workers.pipeline.calibration import TokenBudget, known_budget
 from workers.pipeline.message import traceback_of
 from workers.pipeline.pipeline import Pipeline
-from workers.pipeline.window import Window
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Test posts: short and long, plain and unusual. A model must score every label of each before it is activated.
-CANARY_POSTS = (
-    "A first post.",
-    "The keeper saved two penalties\n\nand nobody in the stadium could believe it",
-    "¿Qué? 🙂 <b>&amp;</b> https://example.org/?a=b " + "x" * 200,
-    "no",
-)
 #: A post beyond every truncation length, for building the largest possible micro-batch.
 LONG_POST = "post " * 10_000
 #: Seconds that `stop` waits for the thread.
@@ -155,8 +147,9 @@ class Deployer:
             self._report(asked, Stage.LOADING, f"{name} beside {before}")
             device.take_share(device.lanes)
             classifier = load_wanted(asked, self._settings, device)
-            self._report(asked, Stage.TRYING, f"{name}, loaded in {time.monotonic() - began:.1f} s")
-            budget = self._validate(classifier)
+            took = time.monotonic() - began
+            self._report(asked, Stage.TRYING, f"{name}, loaded in {took:.1f} s on {classifier.device}")
+            budget = self._fit(classifier)
             if self._read_wanted() != asked:
                 self._wake.set()
                 raise UserError("another model was deployed meanwhile.")
@@ -178,14 +171,16 @@ class Deployer:
             self._report(asked, Stage.DONE, f"{name} is active after {time.monotonic() - began:.1f} s")
             self._on_replaced()
 
-    def _validate(self, classifier: Classifier) -> TokenBudget:
-        """Test the model on the device thread, between micro-batches of the active model, and return its token budget.
+    def _fit(self, classifier: Classifier) -> TokenBudget:
+        """Run the largest micro-batch between those of the active model, and return the token budget.
 
         The budget is the configured or previously measured one, else the active model's: a measurement would
         block the device for ten seconds and is left to the next start. The returned budget is shared (see
         TokenBudget.share), and lowered until both models fit in memory. Raises ModelError.
+
+        Loading has tested the scores.
         """
-        name, label_set = classifier.weights.name, classifier.label_set(ClassifyOptions())
+        name = classifier.weights.name
         budget = known_budget(classifier, self._settings) or TokenBudget(self._pipeline.budget.unshared)
         tokens = budget.tokens
         while True:
@@ -201,16 +196,6 @@ class Deployer:
                     ) from None
                 tokens = len(rows) * rows[0].length // 2
                 logger.warning("micro-batches of %s hold at most %d tokens beside the active model", name, tokens)
-        window: Window[Row] = Window(time.monotonic, classifier.device.shapes)
-        for rows in classifier.prepare(CANARY_POSTS, label_set):
-            for row in rows:
-                window.add(row)
-        while rows := window.take(tokens, self._settings.batch_rows):
-            for _, scores in self._compute(classifier, rows):
-                if set(scores) != set(label_set.labels) or not all(map(math.isfinite, scores.values())):
-                    raise ModelError(
-                        f"{name} gives invalid scores for {len(scores)} labels: {scores!r:.200}. Deploy another model."
-                    )
         budget.share(tokens)
         return budget
 
@@ -222,19 +207,20 @@ class Deployer:
         posts = classifier.prepare([LONG_POST] * math.ceil(count / label_set.rows), label_set)
         return [row for of_post in posts for row in of_post][:count]
 
-    def _compute(self, classifier: Classifier, rows: Sequence[Row]) -> list[tuple[Row, Scores]]:
-        """Run rows on the device thread. Return the scores of each post whose last row is among them."""
-        computed: Future[list[tuple[Row, Scores]]] = Future()
+    def _compute(self, classifier: Classifier, rows: Sequence[Row]) -> None:
+        """Run a micro-batch on the device thread."""
+        computed: Future[None] = Future()
 
         def compute() -> None:
             try:
-                computed.set_result(classifier.finish(rows, classifier.forward(rows)))
+                classifier.finish(rows, classifier.forward(rows))
+                computed.set_result(None)
             except BaseException as error:  # raised again on the waiting thread
                 computed.set_exception(error)
 
         what = f"the test of {classifier.weights.name}"
         self._pipeline.run_on_device_thread(compute, what, self._settings.forward_timeout)
-        return self._wait(computed)
+        self._wait(computed)
 
     def _wait(self, future: Future[T]) -> T:
         while not wait([future], timeout=1).done:

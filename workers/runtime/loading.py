@@ -29,7 +29,6 @@ class LoadedModel(NamedTuple):
 def load(settings: Settings, redis: Redis) -> LoadedModel:
     """Load the model deployed to the queue, else the one in the settings. Raises UserError, DeviceFull, DeviceLost."""
     selected = device.select_device(settings.device, settings.dtype, settings.engine)
-    logger.info("device %s", selected)
     if settings.engine == "onnx" and settings.device_memory < 1:
         raise SettingsError(
             f"{PREFIX}DEVICE_MEMORY: the memory of engine onnx cannot be limited. Start one worker per GPU, or set "
@@ -39,6 +38,7 @@ def load(settings: Settings, redis: Redis) -> LoadedModel:
     began = time.monotonic()
     asked = _wanted(settings, redis)
     classifier = load_wanted(asked, settings, selected)
+    logger.info("device %s", classifier.device)
     budget = calibrate(classifier, settings)
     logger.info(
         "model %s (%s) loaded in %.1f s; token budget %d",

@@ -1,6 +1,7 @@
 """Classifiers: prepare texts, run the forward pass, turn outputs into scores.
 
-`similarity.py`, `nli.py` and `sequence.py` implement the protocol below; `registry.py` picks one by the model's files.
+`nli.py`, `rerank.py`, `sequence.py` and `similarity.py` implement the protocol below; `registry.py` picks one by the
+model's files.
 
 `prepare` turns texts into token rows (tokenizer thread), `forward` runs one micro-batch of rows from any posts and
 label sets (device thread), and `finish` turns the outputs into scores (writer thread). A classifier does not
@@ -111,7 +112,7 @@ class Outputs(Protocol):
 class Classifier(Protocol):
     """The interface between the pipeline and a classifier."""
 
-    #: nli, sequence, similarity, or the name of a plug-in.
+    #: nli, rerank, sequence, similarity, or the name of a plug-in.
     kind: str
     weights: Weights
     device: Device
@@ -119,8 +120,8 @@ class Classifier(Protocol):
     packed: bool
 
     def warm_up(self) -> None:
-        """Run one forward pass, so that the first message does not pay for one-time setup."""
-        self.forward(self.prepare(["A first post."], self.label_set(ClassifyOptions()))[0])
+        """Prepare for the first forward pass, if it needs more than loading the model."""
+        return
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         """Return the message's label set, cached. Raises RequestRefused if the model cannot serve it."""

@@ -5,6 +5,7 @@ sentence-transformers library is not used, because the worker runs the transform
 """
 
 import json
+import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from shared.errors import ModelError, clause
+from shared.errors import ModelError, SettingsError, clause
 from shared.messages import digest
+from shared.settings import PREFIX, Settings
 from workers.models.engines.network import POOLINGS
 from workers.models.weights import Weights
 
@@ -27,6 +29,10 @@ TEXT_CONFIGS = tuple(
 SUPPORTED_MODULES = frozenset({"Transformer", "Pooling", "Dense", "Normalize"})
 #: Supported activations of dense layers, as in torch.nn.
 ACTIVATIONS = frozenset({"Identity", "Tanh", "ReLU", "GELU"})
+#: Value of the prompt settings for no prompt.
+NO_PROMPT = "none"
+#: Values of the prompt settings that are names, not texts.
+PROMPT_NAME = re.compile(r"[\w.-]+")
 #: Pooling mode by the boolean key that selects it in older configurations, which have no `pooling_mode`.
 LEGACY_POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
@@ -38,6 +44,20 @@ LEGACY_POOLING_KEYS = {
 }
 
 
+class TextSettings(NamedTuple):
+    """How a sentence-transformers model reads a text."""
+
+    #: Maximum tokens per text; None if the folder sets no limit.
+    max_tokens: int | None
+    lower_case: bool
+    #: Prefix of each post.
+    post_prompt: str
+    #: Prefix of each label's sentence.
+    label_prompt: str
+    #: Content of config_sentence_transformers.json; empty if there is none.
+    config: dict[str, Any]
+
+
 class Layout(NamedTuple):
     """The parts of a sentence-transformers model besides its transformer.
 
@@ -46,17 +66,18 @@ class Layout(NamedTuple):
 
     pooling: tuple[str, ...]
     dense: tuple[torch.nn.Module, ...]
-    #: Maximum tokens per text; None if the folder sets no limit.
-    max_tokens: int | None
-    lower_case: bool
-    #: Prefix of each text.
-    prompt: str
+    texts: TextSettings
+    #: Dimensions to keep of each embedding; None for all.
+    truncate_dim: int | None
     #: Digest of the fields above and the dense weights: of all that determines an embedding, except the transformer.
     digest: str
 
 
-def read_layout(weights: Weights) -> Layout:
-    """Read the folder's layout. Raises ModelError if a part is missing, invalid or unsupported."""
+def read_layout(weights: Weights, settings: Settings) -> Layout:
+    """Read the folder's layout. Raises ModelError if a part is missing, invalid or unsupported.
+
+    Raises SettingsError if the model lacks a prompt that the settings name.
+    """
     folder = weights.folder
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
@@ -76,19 +97,63 @@ def read_layout(weights: Weights) -> Layout:
             f"{modules_file} has {len(poolings)} pooling modules; exactly one is supported. Use another model."
         )
     pooling, with_prompt = _pooling(folder / poolings[0] / "config.json")
-    text_config = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
-    prompt_config = _json_if_there(folder / "config_sentence_transformers.json")
-    prompt = (prompt_config.get("prompts") or {}).get(prompt_config.get("default_prompt_name") or "") or ""
-    if prompt and not with_prompt:
+    texts = read_text_settings(weights, settings)
+    if (texts.post_prompt or texts.label_prompt) and not with_prompt:
         raise ModelError(
             f"{folder} has include_prompt=false in its pooling, which is not supported. Use another model."
         )
+    dense = [_dense(folder / path) for kind, path in modules if kind == "Dense"]
+    truncate_dim = _truncate_dim(texts.config, settings)
+    parts = [*pooling, str(texts.max_tokens), str(texts.lower_case), texts.post_prompt]
+    parts += [written for _, written in dense]
+    # Only where they differ from the defaults, so that they leave the identity of earlier results as it was.
+    parts += [f"label_prompt={texts.label_prompt}"] if texts.label_prompt != texts.post_prompt else []
+    parts += [f"truncate_dim={truncate_dim}"] if truncate_dim else []
+    return Layout(pooling, tuple(layer for layer, _ in dense), texts, truncate_dim, digest(*parts))
+
+
+def read_text_settings(weights: Weights, settings: Settings) -> TextSettings:
+    """Read how the model reads a text. A folder without the files of sentence-transformers has the defaults.
+
+    Raises ModelError, or SettingsError if the model lacks a prompt that the settings name.
+    """
+    folder = weights.folder
+    text_config = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
+    config = read_sentence_config(folder)
     limit = text_config.get("max_seq_length")
     limit = limit if isinstance(limit, int) and limit > 0 else None
-    lower_case = bool(text_config.get("do_lower_case"))
-    dense = [_dense(folder / path) for kind, path in modules if kind == "Dense"]
-    parts = [*pooling, str(limit), str(lower_case), prompt, *(digest_of for _, digest_of in dense)]
-    return Layout(pooling, tuple(layer for layer, _ in dense), limit, lower_case, prompt, digest(*parts))
+    of_posts = _prompt("post_prompt", settings.post_prompt, config)
+    of_labels = _prompt("label_prompt", settings.label_prompt, config)
+    return TextSettings(limit, bool(text_config.get("do_lower_case")), of_posts, of_labels, config)
+
+
+def _prompt(setting: str, chosen: str | None, config: dict[str, Any]) -> str:
+    """Return the text of the chosen prompt, or of the model's default if none is chosen. Raises SettingsError."""
+    prompts = config.get("prompts") or {}
+    if chosen is None:
+        return str(prompts.get(config.get("default_prompt_name") or "") or "")
+    if chosen in prompts:
+        return str(prompts[chosen] or "")
+    if chosen == NO_PROMPT:
+        return ""
+    if PROMPT_NAME.fullmatch(chosen):
+        known = f"it has {', '.join(prompts)}" if prompts else "it has none"
+        raise SettingsError(
+            f"{PREFIX}{setting.upper()}: the model has no prompt named {chosen!r}; {known}. Set a name that it has, or "
+            f"a text with its final space, such as {chosen + ': '!r}."
+        )
+    return chosen
+
+
+def _truncate_dim(config: dict[str, Any], settings: Settings) -> int | None:
+    """Return the dimensions to keep: as set, else as in the model's configuration."""
+    found = settings.truncate_dim or config.get("truncate_dim")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def read_sentence_config(folder: Path) -> dict[str, Any]:
+    """Return the content of config_sentence_transformers.json; empty if there is none. Raises ModelError."""
+    return _json_if_there(folder / "config_sentence_transformers.json")
 
 
 def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:

@@ -2,39 +2,56 @@
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shared.errors import ModelError, RequestRefused, SettingsError, clause
-from shared.settings import Settings
-from workers.models.classifiers import Classifier
+from shared.settings import PREFIX, Settings
+from workers.models.classifiers import Classifier, canary
+from workers.models.classifiers.layout import read_sentence_config
 from workers.models.classifiers.nli import Entailment, entailment_class
+from workers.models.classifiers.rerank import Reranker, is_reranker
 from workers.models.classifiers.sequence import SequenceClassifier
 from workers.models.classifiers.similarity import Similarity
 from workers.models.device import Device, proc_field
 from workers.models.plugins import load_plugin
-from workers.models.weights import Weights, locate, parameters
+from workers.models.weights import CONFIG_FILE, Weights, locate, parameters
 
 #: Memory that a forward pass needs in addition, as a share of the weights' memory (a lower bound).
 MEMORY_MARGIN = 0.1
-CLASSIFIERS: dict[str, type[Similarity] | type[Entailment] | type[SequenceClassifier]] = {
-    classifier.kind: classifier for classifier in (Entailment, SequenceClassifier, Similarity)
+CLASSIFIERS: dict[str, type[Entailment] | type[Reranker] | type[SequenceClassifier] | type[Similarity]] = {
+    classifier.kind: classifier for classifier in (Entailment, Reranker, SequenceClassifier, Similarity)
 }
+#: Settings that only some built-in classifiers use.
+USED_BY = {"post_prompt": ("rerank", "similarity"), "label_prompt": ("similarity",), "truncate_dim": ("similarity",)}
 
 
 def load_classifier(settings: Settings, device: Device) -> Classifier:
-    """Load the configured model's classifier and run a trial forward pass. Raises ModelError or SettingsError."""
+    """Load the configured model's classifier, in the precision that the model needs, and score the canary posts.
+
+    Raises ModelError or SettingsError.
+    """
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
     kind = classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
+    device = device.for_model(_config(weights), settings.engine)
     check_size(weights, device)
+    for setting in unused_settings(kind):
+        if getattr(settings, setting) is not None:
+            name = f"{PREFIX}{setting.upper()}"
+            raise SettingsError(f"{name} is set, but has no effect on {weights.name}, a {kind} model: unset {name}.")
     make = CLASSIFIERS.get(kind)
     if make is None:  # a plug-in: its results must not be mistaken for a built-in classifier's
         make, weights = load_plugin(kind, "classifier"), weights._replace(name=kind)
     classifier: Classifier = make(weights, device, settings)
     try:
         classifier.warm_up()
+        scores = canary.check_scores(classifier)
+    except ModelError:
+        raise
     except RequestRefused as refused:
         raise SettingsError(
             f"{weights.name} cannot serve the configured labels or template: {refused}. Change "
@@ -46,27 +63,65 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
             f"{weights.name} does not run on {device.name} ({type(error).__name__}: {first:.300}). Use another model, "
             "FEEDMILL_DEVICE or FEEDMILL_DTYPE."
         ) from error
+    if kind in CLASSIFIERS:  # a plug-in's scores may be the same by design
+        canary.check_differences(scores, classifier, partial(_in_float32, make, weights, settings))
     return classifier
 
 
+def unused_settings(kind: str) -> list[str]:
+    """Return the settings that must be unset for a classifier."""
+    return [setting for setting, kinds in USED_BY.items() if kind in CLASSIFIERS and kind not in kinds]
+
+
+def _in_float32(make: Callable[..., Classifier], weights: Weights, settings: Settings) -> Classifier:
+    """Load the model a second time, in float32 and in the machine's memory, where there is more of it."""
+    device = Device(torch.device("cpu"), torch.float32, "for comparison")
+    check_size(weights, device)
+    return make(weights, device, settings)
+
+
 def classifier_kind(weights: Weights) -> str:
-    """Return nli, sequence or similarity. Raises ModelError if the files match none of them."""
-    path = weights.folder / "config.json"
+    """Return nli, rerank, sequence or similarity. Raises ModelError if the files match none of them."""
+    config = _config(weights)
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
         names = [str(name) for name in config.get("architectures") or ()]
         labels = {str(name): int(place) for name, place in (config.get("label2id") or {}).items()}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ModelError(f"Cannot read {path}: {clause(error)}. Download the model again.") from None
+        sentence_config = read_sentence_config(weights.folder)
+        reranks = is_reranker(config, sentence_config)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise _unreadable(weights, error) from None
     if any(name.endswith("ForSequenceClassification") for name in names):
-        return "sequence" if entailment_class(labels) is None else "nli"
-    if (weights.folder / "modules.json").is_file():
+        if entailment_class(labels) is not None:
+            return "nli"
+        return "rerank" if reranks else "sequence"
+    embeds = sentence_config.get("model_type", "SentenceTransformer") == "SentenceTransformer"
+    if embeds and (weights.folder / "modules.json").is_file():
         return "similarity"
+    if any(name.endswith("ForCausalLM") for name in names):
+        raise ModelError(
+            f"{weights.name} is a language model ({', '.join(names)}). Rerankers that answer yes or no as text are not "
+            "supported: use one that was converted to …ForSequenceClassification with one label, or another model."
+        )
     raise ModelError(
         f"{weights.name} is not a classification model: config.json lists {', '.join(names) or 'no architecture'}, "
         "but a …ForSequenceClassification architecture or a sentence-transformers model is required. Choose another "
         "model, or set FEEDMILL_CLASSIFIER."
     )
+
+
+def _config(weights: Weights) -> dict[str, Any]:
+    """Return the content of config.json. Raises ModelError."""
+    try:
+        config = json.loads((weights.folder / CONFIG_FILE).read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it must contain an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(weights, error) from None
+    return config
+
+
+def _unreadable(weights: Weights, error: Exception) -> ModelError:
+    return ModelError(f"Cannot read {weights.folder / CONFIG_FILE}: {clause(error)}. Download the model again.")
 
 
 def check_size(weights: Weights, device: Device) -> None:
@@ -75,9 +130,8 @@ def check_size(weights: Weights, device: Device) -> None:
     needed = int(parameters(weights) * bytes_each * (1 + MEMORY_MARGIN))
     available = _memory(device)
     if needed > available:
-        precision = str(device.dtype).removeprefix("torch.")
         raise ModelError(
-            f"{weights.name} needs {needed / 1e9:.1f} GB in {precision}, but {device.name} has "
+            f"{weights.name} needs {needed / 1e9:.1f} GB in {device.precision}, but {device.name} has "
             f"{available / 1e9:.1f} GB free. Use a smaller model, or half precision (FEEDMILL_DTYPE)."
         )
 

@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch.nn.functional import normalize
 
+from shared.errors import ModelError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
@@ -39,8 +40,9 @@ class Similarity(Classifier):
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
         self.weights = weights
         self.device = device
-        self._layout = read_layout(weights)
-        max_tokens = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
+        self._layout = read_layout(weights, settings)
+        self._texts = self._layout.texts
+        max_tokens = min(settings.max_tokens, self._texts.max_tokens or settings.max_tokens)
         self._engine, self._tokenizer = create_engine(weights, device, settings, self._layout.pooling, max_tokens)
         self.packed = self._engine.packed
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
@@ -49,18 +51,18 @@ class Similarity(Classifier):
             f"{weights.sha256} {self._tokenizer.max_tokens} {self._layout.digest}",
             settings.labels or DESCRIBED_TOPICS,
             settings.template or DEFAULT_TEMPLATE,
-            lambda sentences: [self._tokenize(described) for described in sentences],
+            lambda sentences: [self._tokenize(described, self._texts.label_prompt) for described in sentences],
         )
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         return self._label_sets.of(options)
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
-        return [[Row(tokens, label_set)] for tokens in self._tokenize(texts)]
+        return [[Row(tokens, label_set)] for tokens in self._tokenize(texts, self._texts.post_prompt)]
 
-    def _tokenize(self, texts: Sequence[str]) -> list[Tokens]:
-        read = [self._layout.prompt + text for text in texts]
-        return self._tokenizer.encode([text.lower() for text in read] if self._layout.lower_case else read)
+    def _tokenize(self, texts: Sequence[str], prompt: str) -> list[Tokens]:
+        read = [prompt + text for text in texts]
+        return self._tokenizer.encode([text.lower() for text in read] if self._texts.lower_case else read)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
@@ -98,11 +100,17 @@ class Similarity(Classifier):
         return cosines if independent else (COSINE_SCALE * cosines).softmax(-1)
 
     def embed(self, rows: Sequence[Tokens]) -> torch.Tensor:
-        """Embed rows as unit vectors: [rows, dimensions] in float32."""
+        """Embed rows as unit vectors: [rows, dimensions] in float32. Raises ModelError if it has too few dimensions."""
         vectors = self._engine.forward(rows)
         for layer in self._dense:
             vectors = layer(vectors)
-        return normalize(vectors, dim=-1)
+        kept, dimensions = self._layout.truncate_dim, vectors.shape[-1]
+        if kept and kept > dimensions:
+            raise ModelError(
+                f"{self.weights.name} has {dimensions} dimensions, but {kept} are to be kept. Set "
+                f"FEEDMILL_TRUNCATE_DIM to {dimensions} or less."
+            )
+        return normalize(vectors[:, :kept], dim=-1)
 
     def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         return [
