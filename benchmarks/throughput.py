@@ -24,7 +24,7 @@ from benchmarks.hardware import describe, forward_flops, matrix_ceiling
 from benchmarks.ours import FeedmillVariant, Ideal
 from benchmarks.report import VariantResult, VariantResults, comparable, draw, middle, print_round, rates, summary
 from benchmarks.rivals import BenchmarkJob, NotInstalled, Variant
-from benchmarks.rivals.by_celery import celery_batches, plain_celery, plain_celery_prefork
+from benchmarks.rivals.by_celery import celery_batches, plain_celery, plain_celery_prefork, ray_consumer
 from benchmarks.rivals.by_http import litserve, ray_serve
 from benchmarks.rivals.offline_libraries import Pipeline32, SentenceTransformers
 from benchmarks.running import run_folder
@@ -46,6 +46,7 @@ VARIANTS: dict[str, Callable[[BenchmarkJob], Variant]] = {
     "pipeline_32": Pipeline32,
     "sentence_transformers": SentenceTransformers,
     "ray_serve": ray_serve,
+    "ray_consumer": ray_consumer,
     "litserve": litserve,
 }
 #: Variants whose failure aborts the benchmark.

@@ -181,23 +181,16 @@ def unpack(record: Record, context_of: Callable[[bytes], KnownContext | None]) -
     if order[0] != best:  # several labels have this score
         order.remove(best)
         order.insert(0, best)
-    # Without validation, which takes as long as everything else here; `model_construct` takes longer.
-    found = Classification.__new__(Classification)
-    content = {
-        "id": record.post_id.decode(),
-        "label": labels[best],
-        "scores": {labels[number]: (steps[number] - ZERO) / STEPS for number in order},
-        "model": model,
-        "revision": revision,
-        "weights": weights,
-        "fingerprint": record.key.hex(),
-        "classified_at": classified_at,
-        "worker": worker,
-        "device": device,
-        "queued_seconds": None if isnan(queued) else queued,
-    }
-    object.__setattr__(found, "__dict__", content)
-    object.__setattr__(found, "__pydantic_fields_set__", set(content))
-    object.__setattr__(found, "__pydantic_extra__", None)
-    object.__setattr__(found, "__pydantic_private__", None)
-    return found
+    return Classification.trusted(
+        id=record.post_id.decode(),
+        label=labels[best],
+        scores={labels[number]: (steps[number] - ZERO) / STEPS for number in order},
+        model=model,
+        revision=revision,
+        weights=weights,
+        fingerprint=record.key.hex(),
+        classified_at=classified_at,
+        worker=worker,
+        device=device,
+        queued_seconds=None if isnan(queued) else queued,
+    )

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,10 @@ def celery_batches(job: BenchmarkJob) -> OnCelery:
             "Left out: celery_batches. `make rivals` installs celery-batches with the Celery version it requires."
         )
     return OnCelery("benchmarks.rivals.celery_batches_worker", job.folder / "celery_batches", shadow=CELERY_BATCHES)
+
+
+def ray_consumer(job: BenchmarkJob) -> OnCelery:
+    """Ray Serve's task consumer. Raises NotInstalled."""
+    if not find_spec("ray"):
+        raise NotInstalled("Left out: ray_consumer. Install it with `make rivals`.")
+    return OnCelery("benchmarks.rivals.ray_consumer", job.folder / "ray_consumer", str(free_port()))

@@ -28,8 +28,7 @@ class OverHttp:
     def start(self) -> None:
         port = free_port()
         self._url = f"http://127.0.0.1:{port}/predict"
-        # Disables Ray's usage reports, which are on by default.
-        server = self._processes.start_module(self._module, str(port), RAY_USAGE_STATS_ENABLED="0")
+        server = self._processes.start_module(self._module, str(port))
         server.wait_until(self._answers)
 
     def _answers(self) -> bool:

@@ -4,8 +4,10 @@ python -m benchmarks.rivals.ray_serve PORT
 """
 
 import asyncio
+import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +43,33 @@ class RayClassifier:
         return await self.classify((await request.json())["text"])
 
 
-def main() -> None:
-    settings = load()
+def start(port: int, settings: Settings) -> Any:
+    """Start Ray and its HTTP proxy on this port. Return the deployment of the model."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # usage reports are on by default
     gpus = int(device.select_device(settings.device, settings.dtype).torch.type == "cuda")
+    # Keeps sockets and logs in the working directory, which is deleted after the run, instead of /tmp/ray.
+    ray.init(
+        num_cpus=cores(),
+        num_gpus=gpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(Path.cwd() / "ray"),
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    return serve.deployment(
+        num_replicas=1,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options={"num_cpus": cores(), "num_gpus": gpus},
+        logging_config={"enable_access_log": False},
+    )(RayClassifier).bind(settings)
+
+
+def run_until_sigterm(deploy: Callable[[], None]) -> None:
+    """Call `deploy`, and shut Ray down on SIGTERM."""
     # SIGTERM acts like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        # Keeps sockets and logs in the working directory, which is deleted after the run, instead of /tmp/ray.
-        ray.init(
-            num_cpus=cores(),
-            num_gpus=gpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(Path.cwd() / "ray"),
-        )
-        serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-        replica = serve.deployment(
-            num_replicas=1,
-            max_ongoing_requests=MAX_ONGOING,
-            ray_actor_options={"num_cpus": cores(), "num_gpus": gpus},
-            logging_config={"enable_access_log": False},
-        )(RayClassifier)
-        serve.run(replica.bind(settings), route_prefix="/predict")
+        deploy()
         signal.pause()
     except KeyboardInterrupt:
         serve.shutdown()
@@ -71,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_until_sigterm(lambda: serve.run(start(int(sys.argv[1]), load()), route_prefix="/predict"))

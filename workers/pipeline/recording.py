@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 
 from redis.exceptions import RedisError
 
@@ -20,7 +21,8 @@ from shared.errors import RedisUnavailable, printable
 from shared.messages import Classification, DeadLetter, Outcome, PostError
 from shared.redis_errors import permanent_reason
 from shared.results import Result
-from workers.models.classifiers import Classifier, Row, Scores
+from workers.models.classifiers import Scores
+from workers.models.weights import Weights
 from workers.pipeline.backlog import Backlog
 from workers.pipeline.batch_loop import Computed
 from workers.pipeline.context import Context
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 MAX_UNWRITTEN_BATCHES, MAX_UNWRITTEN_POSTS = 4, 256
 #: Maximum posts of several micro-batches that one script stores. A larger micro-batch is stored alone.
 POSTS_TOGETHER = 256
+#: The type of scores that need no validation.
+FLOAT = frozenset({float})
 #: Maximum seconds between two attempts to write to Redis.
 MAX_RETRY_DELAY_S = 5.0
 
@@ -153,7 +157,11 @@ class Recording:
             with self._context.watch.step("the scoring of a micro-batch", self._context.timeout):
                 scored = loaded.classifier.finish(rows, outputs)
             self._context.statistics.count(rows, outputs.seconds, share)
-            outcomes = [(row.owner, self._outcome(row, scores, loaded.classifier)) for row, scores in scored]
+            device = loaded.classifier.device.name
+            outcomes = [
+                (row.owner, self._outcome(row.owner, scores, loaded.classifier.weights, device))
+                for row, scores in scored
+            ]
         results, complete = [], []
         for work, outcome in outcomes:
             if work.message.fault:
@@ -164,17 +172,17 @@ class Recording:
                 complete.append(work.message)
         return results, complete
 
-    def _outcome(self, row: Row, scores: Scores, classifier: Classifier) -> Outcome:
-        work: PendingPost = row.owner
-        if not all(map(math.isfinite, scores.values())):
+    def _outcome(self, work: PendingPost, scores: Scores, weights: Weights, device: str) -> Outcome:
+        if not math.isfinite(sum(scores.values())):
             return PostError(
                 id=work.post.id,
                 error="the scores are not finite, because the precision overflowed; set FEEDMILL_DTYPE=float32",
             )
-        weights = classifier.weights
-        best_first = dict(sorted(scores.items(), key=lambda item: -item[1]))
+        best_first = dict(sorted(scores.items(), key=itemgetter(1), reverse=True))
         now = time.time()
-        return Classification(
+        # Scores of plug-ins can be of other types.
+        create = Classification.trusted if FLOAT.issuperset(map(type, scores.values())) else Classification
+        return create(
             id=work.post.id,
             label=next(iter(best_first)),
             scores=best_first,
@@ -184,7 +192,7 @@ class Recording:
             fingerprint=work.fingerprint,
             classified_at=now,
             worker=self._context.worker,
-            device=classifier.device.name,
+            device=device,
             queued_seconds=None if work.message.sent_at is None else max(0.0, now - work.message.sent_at),
         )
 
