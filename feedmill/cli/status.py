@@ -106,7 +106,8 @@ def _summary(seen: watch.Status) -> str:
     for node, pool in seen.workers.items():
         recent = pool["recent"]
         facts += [
-            ("worker", f"{node} on {pool['device']}"),
+            ("worker", node),
+            ("", pool["device"]),
             ("", f"{pool['model']}, queue {', '.join(pool['queues'])}"),
             ("", f"{pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting"),
             (

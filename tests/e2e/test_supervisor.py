@@ -190,7 +190,7 @@ def test_one_device_needs_no_supervisor(redis: RedisServer, tmp_path: Path) -> N
     [
         (["--devices", "cpu:0"], "--devices: .*'cpu:0'"),
         (["--devices", "cpu:9999"], "FEEDMILL_DEVICES: .*cpu:9999"),
-        (["--devices", "2,0,2"], r"--devices: .*GPU 2\b"),
+        (["--devices", "2,"], "--devices: .*'2,'"),
         (["--devices", "cpu", "--device", "cpu"], "--devices: .*FEEDMILL_DEVICE"),
     ],
 )
