@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -132,11 +133,11 @@ def described(command: Any, name: str, parent: Any = None) -> Iterator[Command]:
         flags = []
         for record in filter(None, records):
             text, _, limits = record[1].replace("\\[", "[").partition("  [")
-            shown = re.sub(r" <(list\[)?(.*?)\]?( range)?>", r" <\2>", record[0])
-            flags.append(Flag(f"`{shown}`", f"{text} ({limits.removesuffix(']')})" if limits else text))
-        yield Command(name, command.help, flags)
-        for word, below in getattr(command, "commands", {}).items():
-            yield from described(below, f"{name} {word}", context)
+            flags.append(Flag(f"`{record[0].strip()}`", f"{text} ({limits.removesuffix(']')})" if limits else text))
+        paragraphs = (fill(each, 116, break_on_hyphens=False) for each in command.help.split("\n\n"))
+        yield Command(name, "\n\n".join(paragraphs), flags)
+        for word in getattr(command, "commands", {}):
+            yield from described(command.get_command(context, word), f"{name} {word}", context)
 
 
 def settings() -> str:

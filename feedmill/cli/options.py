@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 RedisUrl = Annotated[
     str | None,
-    typer.Option(help="Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost)."),
+    typer.Option(
+        metavar="URL",
+        help="Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost).",
+    ),
 ]
 DataFolder = Annotated[
     Path | None, typer.Option(help="Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).")

@@ -1,5 +1,7 @@
 """The help of the commands: grouped by purpose, and readable in a narrow terminal."""
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +30,24 @@ def test_help_is_readable_at_80_columns(command: str) -> None:
     (line,) = [line for line in said.splitlines() if "--template" in line]
     description = line.index("Sentence")
     assert line.rindex("│") - description >= 35, said
+
+
+def test_help_shows_words_instead_of_types() -> None:
+    root: Any = get_command(app)
+    for path in paths(root, []):
+        said = CliRunner().invoke(app, [*path, "-h"], env={"COLUMNS": "120", "TERM": "dumb"}).output
+        assert not re.search(r"<\w|[{}]\w|\w[{}]", said), said
+    said = CliRunner().invoke(app, ["dead", "retry", "-h"], env={"COLUMNS": "120", "TERM": "dumb"}).output
+    assert "feedmill dead retry [OPTIONS] [ID...]".removeprefix("feedmill ") in said
+    said = CliRunner().invoke(app, ["health", "-h"], env={"COLUMNS": "120", "TERM": "dumb"}).output
+    assert re.search(r"--check +redis\|memory\|", said)
+
+
+def paths(command: Any, path: list[str]) -> Iterator[list[str]]:
+    """Yield the words of a command and of its subcommands."""
+    yield path
+    for name, each in getattr(command, "commands", {}).items():
+        yield from paths(each, [*path, name])
 
 
 def test_help_joins_lines_and_shows_no_type_for_flags() -> None:
