@@ -17,6 +17,7 @@ from feedmill.cli.file_reading import FileReading
 from feedmill.cli.labelling import Labelling, OutFlags
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import AsJson, FileFlags, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
+from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
 from feedmill.labelling.rows import Classify
 from feedmill.local_model import explain_refusals, load_calibrated
 from producers.files import Place, Source
@@ -30,8 +31,6 @@ app = typer.Typer()
 FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
 #: Labels shown per post of a file, and for a single text.
 POST_LABELS, TEXT_LABELS = 3, 16
-#: Width of the id column in characters: at least, and at most when long ids widen it.
-MIN_ID_WIDTH, MAX_ID_WIDTH = 12, 40
 #: Width of the longest bar in characters.
 BAR_WIDTH = 30
 
@@ -186,13 +185,12 @@ def _show_posts(outcomes: Iterable[tuple[Post, Outcome]], as_json: bool, places:
     for post, outcome in outcomes:
         failed += isinstance(outcome, PostError)
         name = post.id if places is None else f"line {places.popleft()}"
-        width = max(width, min(len(name), MAX_ID_WIDTH))
+        width = id_width([name], width)
         if as_json:
             typer.echo(_as_json(post, outcome))
         elif isinstance(outcome, Classification):
             best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:POST_LABELS])
-            title = " ".join((post.title or post.body).split())
-            typer.echo(printable(f"{name:<{width}} {best:<48} {title:.60}"))
+            typer.echo(with_title(printable(f"{name:<{width}} {best:<48} "), post))
         else:
             typer.echo(printable(f"{name:<{width}} failed: {outcome.error}"))
     return failed

@@ -6,13 +6,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from redis import Redis
 
 from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
+from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.groups import CLAIM_AFTER_S
@@ -93,35 +94,60 @@ def results(
     shown = DEFAULT_LIMIT if limit is None else limit
     since, after = 0.0 if from_start else None, CLAIM_AFTER_S if claim_after is None else claim_after
     reader = open_reader(redis, group, consumer, filters, since, shown, after)
+    lines = _Lines(as_json)
     with _exiting_on_interrupt(), user_errors(settings):
         if follow or group is not None:
             if filters.run is not None and progress(redis, filters.run) is None:  # it may be about to be sent
                 typer.echo(f"feedmill: {unknown_run(redis, filters.run)}", err=True)
             _explain_label(redis, filters)
-            _show(reader, follow, as_json)
+            _show(reader, follow, lines)
         else:
-            _list(redis, filters, failed, limit, as_json)
+            _list(redis, filters, failed, limit, lines)
 
 
-def _list(redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, as_json: bool) -> None:
+class _Lines:
+    """Formats results as lines of JSON, or of a table whose first column grows with the longest id."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self._width = MIN_ID_WIDTH
+
+    def of(self, results: Sequence[Result]) -> list[str]:
+        if self.as_json:
+            return [json_line(_as_json(found, post)) for post, found in results]
+        self._width = id_width((post.id for post, _ in results), self._width)
+        return [self._line(post, found) for post, found in results]
+
+    def _line(self, post: Post, found: Classification) -> str:
+        start = f"{printable(post.id):<{self._width}} {printable(found.label):<16} {found.scores[found.label]:.2f}  "
+        return with_title(start, post)
+
+
+def _as_json(found: Classification, post: Post | None) -> dict[str, Any]:
+    """Return a result as an object: its post (None once the stream has dropped it), then the classification."""
+    shown = None if post is None else post.model_dump(mode="json", exclude_defaults=True)
+    return {"post": shown, **found.model_dump(mode="json")}
+
+
+def _list(redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, shown: _Lines) -> None:
     """Print the newest results, or dead letters if `failed`."""
     if filters.run is not None:
         check_run(redis, filters.run)
     count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
     if failed:
-        failures = (_failure(each.letter, as_json) for each in DeadLetters(redis).letters(count, filters.run))
+        failures = (_failure(each.letter, shown.as_json) for each in DeadLetters(redis).letters(count, filters.run))
         if limit is not None:
             for line in failures:  # one by one: a dead letter may have half a megabyte
                 _print([line])
             return
         lines = list(failures)
     else:
-        lines = [_line(result, as_json) for result in newest(redis, count, filters)]
+        lines = shown.of(list(newest(redis, count, filters)))
         if not lines:
             _explain_label(redis, filters)
     more = limit is None and len(lines) > DEFAULT_LIMIT
     _print(lines[1:] if more else lines)
-    if more and not as_json:
+    if more and not shown.as_json:
         typer.echo(f"showing the newest {DEFAULT_LIMIT}; use --limit N for more", err=True)
 
 
@@ -159,23 +185,23 @@ def _exiting_on_interrupt() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _show(reader: Reader, follow: bool, as_json: bool) -> None:
+def _show(reader: Reader, follow: bool, lines: _Lines) -> None:
     """Show batch by batch; acknowledge each batch after it is written and flushed."""
     for batch in batches(reader, follow):
-        _show_batch(batch, as_json)
+        _show_batch(batch, lines)
         reader.acknowledge([entry_id for _, ids in batch for entry_id in ids])
         if not batch and _is_pipe_closed():
             return
 
 
-def _show_batch(batch: Sequence[Read], as_json: bool) -> None:
-    lines = []
+def _show_batch(batch: Sequence[Read], lines: _Lines) -> None:
+    results = []
     for item, _ in batch:
         if isinstance(item, Missed):
-            typer.echo(json.dumps(_missed(item)) if as_json else f"feedmill: {_missed_message(item)}", err=True)
+            typer.echo(json.dumps(_missed(item)) if lines.as_json else f"feedmill: {_missed_message(item)}", err=True)
         else:
-            lines.append(_line(item, as_json))
-    _print(lines)
+            results.append(item)
+    _print(lines.of(results))
 
 
 def _print(lines: Sequence[str]) -> None:
@@ -205,15 +231,6 @@ def _missed_message(missed: Missed) -> str:
         f"missed {how_many} between {utc(missed.since)} and {utc(missed.until)}: trimmed before they were read. "
         f"Raise {PREFIX}RESULTS_STREAM_LENGTH, or read faster."
     )
-
-
-def _line(result: Result, as_json: bool) -> str:
-    post, found = result
-    if as_json:
-        entry = {"post": post.model_dump(mode="json", exclude_defaults=True), **found.model_dump(mode="json")}
-        return json_line(entry)
-    title = printable(" ".join((post.title or post.body).split()))
-    return f"{printable(post.id):<12} {printable(found.label):<16} {found.scores[found.label]:.2f}  {title:.80}"
 
 
 def _failure(letter: DeadLetter, as_json: bool) -> str:
@@ -257,8 +274,7 @@ def _show_post(found: Sequence[tuple[Classification, Post | None]], score: Score
     for classification, post in found:
         if as_json:
             seen = {} if score is None else {"score": score.score, "score_seen_at": score.at}
-            of_post = {} if post is None else {"title": post.title, "run": post.run}
-            typer.echo(json_line(classification.model_dump(mode="json") | of_post | seen))
+            typer.echo(json_line(_as_json(classification, post) | seen))
         else:
             typer.echo(_described(classification, post))
     if score and not as_json:

@@ -276,7 +276,7 @@ def test_gets_several_posts_with_their_titles(redis: RedisServer, csv: Path) -> 
     assert found.returncode == 1
     assert "missing" in found.stderr
     assert all(words in found.stdout for words in ("first (run a)", "second (run a)"))
-    assert json.loads(ask("results", "get", "0", "--json").stdout)["title"] == "first"
+    assert json.loads(ask("results", "get", "0", "--json").stdout)["post"]["title"] == "first"
     assert ask("results", "get", "0", "--run", "b").returncode == 2
 
 

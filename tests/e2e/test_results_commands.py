@@ -399,5 +399,6 @@ def test_get_shows_the_posts_latest_score(redis: RedisServer, tmp_path: Path) ->
     assert "   0.900  food\n" in said
     assert re.search(r"123, .*2026-11-21 10:00:00\+00:00\n$", said)
     found = json.loads(feedmill(*get, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout)
-    of_post = {"title": "t", "run": None, "score": 123, "score_seen_at": 1_795_255_200.0}
-    assert found == store.get("a1")[0].model_dump() | of_post
+    (listed,) = feedmill("results", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout.splitlines()
+    assert json.loads(listed) == {"post": {"id": "a1", "title": "t"}} | store.get("a1")[0].model_dump()
+    assert found == json.loads(listed) | {"score": 123, "score_seen_at": 1_795_255_200.0}
