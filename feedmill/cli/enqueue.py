@@ -131,7 +131,7 @@ def enqueue(
                     pusher.push(islice(reading.posts(), limit))
         except KeyboardInterrupt:
             notes.print(_interrupted(pusher, run), markup=False)
-            raise typer.Exit(130) from None
+            raise SystemExit(130) from None  # not typer.Exit, which main.py explains
     if reading.has_content:
         typer.echo(_summary(reading, pusher, filters))
     reading.end()

@@ -3,11 +3,14 @@
 import gc
 import json
 import logging
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal, cast, get_args
 
 import typer
@@ -35,6 +38,8 @@ from shared.settings import PREFIX
 
 logger = logging.getLogger(__name__)
 
+#: OUT that stands for standard output.
+STANDARD = "-"
 #: Seconds after which `--follow` closes a part by default.
 DEFAULT_PART_S = 600.0
 #: Seconds that `--follow` waits for a new entry before it checks for a signal.
@@ -54,7 +59,8 @@ def export_results(
     out: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help="Output file, such as labels.parquet; with --follow, a folder of parts by day."
+            metavar="OUT",
+            help="Output file, such as labels.parquet; - prints it; with --follow, a folder of parts by day.",
         ),
     ],
     form: Annotated[
@@ -100,6 +106,12 @@ def export_results(
     run = None if run is None else parse_run(run)
     if purge and (follow or latest or any(other is not None for other in others)):
         raise UserError("--purge removes posts from OUT and exports nothing. Leave out the other export options.")
+    is_printed = str(out) == STANDARD
+    if is_printed and (form in (None, "parquet") or follow or purge or as_json):
+        raise UserError(
+            "OUT - prints CSV or JSONL to standard output: give --format csv or --format jsonl, without --follow, "
+            "--purge and --json. `feedmill results --follow --json` prints new results."
+        )
     if not purge and form is None:
         form = _form_of(out)
     if excel and (purge or form != "csv"):
@@ -151,13 +163,28 @@ def export_results(
         redis.ping()  # before any file is created
         with (
             _stop_on_signal() as stop,
-            writer.opened(out, writes, filters, reader, follow, part_rows or writer.PART_ROWS) as target,
+            _printed(writes.name) if is_printed else nullcontext(out) as path,
+            writer.opened(path, writes, filters, reader, follow, part_rows or writer.PART_ROWS) as target,
         ):
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
             gc.freeze()
             this = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
             this.all()
-    raise typer.Exit(this.report(out, as_json))
+    raise typer.Exit(this.report(None if is_printed else out, as_json))
+
+
+@contextmanager
+def _printed(form: str) -> Iterator[Path]:
+    """Yield the path of a temporary file, and print the file once it is complete.
+
+    Not streamed: `--latest` and purges remove rows at the end of an export.
+    """
+    with TemporaryDirectory(prefix="feedmill-export-") as folder:
+        path = Path(folder) / f"results.{form}"
+        yield path
+        if path.exists():
+            with path.open("rb") as file:
+                shutil.copyfileobj(file, sys.stdout.buffer)
 
 
 def _own_columns(redis: Redis, run: str, follow: bool, notes: Console) -> Sequence[str]:
@@ -227,7 +254,7 @@ def _explaining_write_errors() -> Iterator[None]:
     """Convert a failed write inside the block into UserError."""
     try:
         yield
-    except (ConnectionFault, TimeoutFault):  # from Redis; some are OSErrors too
+    except (ConnectionFault, TimeoutFault, BrokenPipeError):  # from Redis, some of them OSErrors; a closed pipe
         raise
     except OSError as error:
         raise UserError(f"Cannot write the export: {error}. Correct the cause, then run the command again.") from None
@@ -334,22 +361,22 @@ class _Run:
             f"{PREFIX}RESULTS_STREAM_LENGTH."
         )
 
-    def report(self, out: Path, as_json: bool) -> int:
-        """Print a summary; return the exit status."""
+    def report(self, out: Path | None, as_json: bool) -> int:
+        """Print a summary; return the exit status. out: None if the export was printed."""
         target = self._target
         rows = target.written - (self._before if isinstance(target, Folder) else 0)
         if as_json:
             summary = {"rows": rows, "removed": target.removed, "complete": self._complete}
             typer.echo(json.dumps(summary | {"missed": self._missed if self._any_missed else 0}))
         else:
-            again = "resume" if target.can_resume else "start over"
+            again = "resume" if target.can_resume and out else "start over"
             kind = "the folder " if isinstance(target, Folder) else ""
-            parts = [f"{_rows(rows)} written to {kind}{out}"]
+            parts = [f"{_rows(rows)} written" + (f" to {kind}{out}" if out else "")]
             if target.removed:
                 parts.append(f"{_rows(target.removed)} of purged posts removed")
             if not self._complete:
                 parts.append(f"stopped before the end; run the same command to {again}")
-            typer.echo(", ".join(parts))
+            typer.echo(", ".join(parts), err=out is None)
         nothing = not rows and not target.resumed and not self._follow
         return 1 if nothing or self._any_missed or not self._complete else 0
 

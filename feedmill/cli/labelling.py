@@ -194,7 +194,7 @@ class Labelling:
         except KeyboardInterrupt:
             kept = "" if self._out == STANDARD else f"; {printable(self._out)} was not written"
             self._notes.print(escape(f"interrupted after {self.tally.rows:,} rows{kept}"))
-            raise
+            raise SystemExit(130) from None  # not KeyboardInterrupt, which main.py explains
 
     def _layout(self, source: Source) -> CsvLayout:
         """Return the input's delimiter, line ends and mark, so that programs that read the input read the output."""

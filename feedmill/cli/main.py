@@ -55,7 +55,7 @@ from feedmill.stack.demo import run as run_demo
 from feedmill.stack.demo import run_own
 from feedmill.stack.devices import shares
 from feedmill.stack.down import stop_stack
-from feedmill.stack.embedded import Stack
+from feedmill.stack.embedded import Stack, flower_url
 from feedmill.stack.live_demo import run_live
 from feedmill.stack.processes import python_command
 from feedmill.stack.signals import exit_on_signals
@@ -70,6 +70,8 @@ OWN_TOKEN_BUDGET = 2048
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 #: Seconds that `feedmill down` waits longer than the worker may take to finish its messages.
 STOP_MARGIN_S = 30.0
+#: Exit status after Ctrl-C. Commands that explain the interruption themselves raise SystemExit instead.
+INTERRUPTED = 130
 #: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -202,12 +204,20 @@ def down(data_folder: DataFolder = None) -> None:
 
 
 @app.command()
-def url(data_folder: DataFolder = None) -> None:
+def url(
+    flower: Annotated[
+        bool, typer.Option("--flower", help="Print the URL of the Flower of `feedmill up`, with user and password.")
+    ] = False,
+    data_folder: DataFolder = None,
+) -> None:
     """Print the URL of the Redis that the commands use, including its password.
 
     Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`.
     """
     settings = settings_of(data_folder=data_folder)
+    if flower:
+        typer.echo(flower_url(settings.data_folder))
+        return
     if settings.redis_url is None and not is_stack_running(settings.data_folder):
         raise SettingsError(
             f"No `feedmill up` is running with data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set. "
@@ -283,15 +293,15 @@ def run() -> None:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         _end(0)
-    except KeyboardInterrupt:  # before or after the command; within it, typer reports it
-        _end(130)
+    except KeyboardInterrupt:  # before or after the command; within it, typer returns INTERRUPTED
+        _end(INTERRUPTED)
     except BrokenPipeError:
         _end(0)
     except OSError as error:
         if error.errno not in WRITE_ERRORS or error.filename is not None:
             raise
         _end(2, f"Cannot write the output: {error.strerror}.")
-    sys.exit(status or 0)
+    _end(status or 0, "Interrupted." if status == INTERRUPTED else "")
 
 
 def _usage_message(error: Any) -> str:

@@ -122,6 +122,8 @@ def evaluate(
     if len(each) > 1 and (png or csv_file):
         raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
     _check_writable(csv_file, png)
+    if png:
+        plots.require()
     console, notes = _consoles()
     reading = FileReading(
         file, notes, columns=columns.columns(), encoding=columns.encoding, shows_ids=csv_file is not None

@@ -10,7 +10,7 @@ from rich.console import Console
 from feedmill.cli.options import RedisUrl, RunFilter, settings_of
 from feedmill.export import text
 from feedmill.reading.runs import check_run
-from feedmill.report import charts
+from feedmill.report import charts, plots
 from feedmill.report.data import Report, gather
 from feedmill.report.page import page
 from shared.atomic_files import replacing
@@ -34,7 +34,7 @@ def report(
     run: RunFilter = None,
     label_set: Annotated[
         str | None,
-        typer.Option("--label-set", help="Only results of this label set: a,b,c (default: that of the newest result)."),
+        typer.Option("--label-set", help="Only results of this label set: a,b,c (default: that of the most results)."),
     ] = None,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("feedmill-report.html"),
     png: Annotated[
@@ -49,6 +49,8 @@ def report(
     report.
     """
     settings = settings_of(redis_url=redis_url)
+    if png:
+        plots.require()
     if out.is_dir():
         raise UserError(f"--out: {out} is a folder. Name a file in it, such as {out / 'report.html'}.")
     if not out.parent.is_dir():

@@ -182,7 +182,7 @@ def _exiting_on_interrupt() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None  # not typer.Exit, which main.py explains
 
 
 def _show(reader: Reader, follow: bool, lines: _Lines) -> None:

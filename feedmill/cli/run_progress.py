@@ -68,7 +68,7 @@ def wait_for_run(redis: Redis, settings: Settings, notes: Console, run: str, by_
                 time.sleep(POLL_INTERVAL_S)
     except KeyboardInterrupt:
         notes.print("interrupted: the posts stay in the queue; `feedmill status` shows their progress", markup=False)
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None  # not typer.Exit, which main.py explains
     summary = f"{found.stored:,} done, {found.failed:,} failed after {span(time.monotonic() - began)}"
     if found.pending:
         summary += f", {found.pending:,} without a result: purged, or cleared from the queue"

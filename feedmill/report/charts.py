@@ -14,15 +14,14 @@ from shared.results import HOUR_S
 
 
 def save(report: Report, folder: Path, notes: Console) -> list[Path]:
-    """Save the charts in a folder and return their paths; none without matplotlib."""
+    """Save the charts in a folder and return their paths. Needs matplotlib (`plots.require`)."""
     folder.mkdir(parents=True, exist_ok=True)
     drawings = {"posts.png": _draw_posts, "scores.png": _draw_scores, "waits.png": _draw_waits}
     if report.is_of_reddit:
         drawings["subreddits.png"] = _draw_subreddits
     saved = []
     for name, draw in drawings.items():
-        if not plots.save(folder / name, lambda figure, draw=draw: draw(figure, report), notes):  # type: ignore[misc]
-            break
+        plots.save(folder / name, lambda figure, draw=draw: draw(figure, report), notes)  # type: ignore[misc]
         saved.append(folder / name)
     return saved
 

@@ -129,7 +129,7 @@ def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None,
     """Gather the report of the last `hours` hours. Purged posts appear only in the hourly counts.
 
     run: only results of this run. labels: the label set, as feedmill.export.text.label_set names it; None selects that
-    of the newest result. Raises redis.exceptions.RedisError.
+    of the most results, the newer of two. Raises redis.exceptions.RedisError.
     """
     now = time.time()
     last = int(now // HOUR_S)
@@ -157,7 +157,7 @@ def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None,
                     report = report_of(name)
                     hour = int(seconds_of(row.entry) // HOUR_S)
                     _count(report, row, report.columns[min((hour - first) // width, len(report.columns) - 1)])
-    report = reports[next(reversed(reports))] if reports else report_of(labels or "")
+    report = max(reversed(reports.values()), key=lambda each: each.posts) if reports else report_of(labels or "")
     report.others = {name: count for name, count in others.most_common() if name != report.label_set}
     if run is None and labels is None:
         _count_trimmed(report, ResultsStore(redis, settings).labels(hours), first)

@@ -101,7 +101,8 @@ def _span(report: Report) -> str:
     by = f"; classified by {models}" if models else ""
     run = f"Run {_text(report.run)}. " if report.run is not None else ""
     labels = f" Labels: {_text(truncate(report.label_set, SHOWN_LABELS))}." if report.label_set else ""
-    others = " Results of other label sets are left out." if report.others else ""
+    left_out = sum(report.others.values())
+    others = f" {left_out:,} results of other label sets are left out." if left_out else ""
     return f"{run}{hours} until {_when(report.made_at)} UTC{by}.{labels}{others}"
 
 

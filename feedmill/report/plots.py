@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from shared.errors import explain_missing
+
 if TYPE_CHECKING:
     from feedmill.evaluation.measures import Evaluation
     from workers.pipeline.tuning import Curve
@@ -15,6 +17,12 @@ if TYPE_CHECKING:
 MAIN, OTHER = "#c2571a", "#b9bdc4"
 #: Width and height of a label's cell in a confusion matrix, in inches.
 CELL_INCHES = 0.42
+
+
+def require() -> None:
+    """Raise UserError if matplotlib is not installed, so that a requested chart fails before anything is written."""
+    with explain_missing("A chart", "charts"):
+        import matplotlib.figure  # noqa: F401, PLC0415 - an optional package
 
 
 def save(path: Path, draw: Callable[[Any], None], notes: Console) -> bool:

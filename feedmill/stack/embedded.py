@@ -15,6 +15,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
+from urllib.parse import quote
 
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
@@ -28,7 +29,7 @@ from shared.broker import make_app
 from shared.errors import StackError
 from shared.metrics import connect_for_monitoring
 from shared.model_routing import process_namespace
-from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, variables
+from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, is_stack_running, variables
 
 #: Log line of workers/pipeline/calibration.py while it measures at the first start.
 MEASURING = "measuring the token budget"
@@ -244,6 +245,16 @@ class Stack:
             self._redis.close()
             (self._folder / STACK_FILE).unlink(missing_ok=True)
             self._lock.close()
+
+
+def flower_url(folder: Path) -> str:
+    """Return the URL of a running stack's Flower, with user and password. Raises StackError if none is running."""
+    if is_stack_running(folder):
+        with suppress(FileNotFoundError):  # it stopped meanwhile
+            found = json.loads((folder / STACK_FILE).read_text())
+            login = ":".join(quote(found[name], safe="") for name in ("flower_user", "flower_password"))
+            return str(found["flower_url"]).replace("://", f"://{login}@", 1)
+    raise StackError(f"No `feedmill up` is running with data in {folder}. Start `feedmill up` first.")
 
 
 def _lock(folder: Path) -> IO[str]:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -247,20 +248,22 @@ def test_a_report_is_of_one_label_set_or_run(redis: RedisServer, tmp_path: Path)
     store.write([result(f"t{number}", "food", labels=topics, run="monday") for number in range(3)])
     store.write([result(f"m{number}", "sad", labels=moods, title="a mood", run="tuesday") for number in range(2)])
     settings = Settings()
-    newest = gather(redis.client, settings, hours=1)
-    assert (newest.labels, newest.others) == ({"sad": 2}, {"food, travel": 3})
+    largest = gather(redis.client, settings, hours=1)
+    assert (largest.labels, largest.others) == ({"food": 3}, {"happy, or so, sad": 2})
     assert gather(redis.client, settings, hours=1, run="monday").labels == {"food": 3}
     assert gather(redis.client, settings, hours=1, run="monday").others == {}
     assert gather(redis.client, settings, hours=1, labels="food, travel").labels == {"food": 3}
     assert gather(redis.client, settings, hours=1, run="none").posts == 0
     said = feedmill("report", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert re.match("2 posts", said.stdout)
-    assert all(words in said.stderr for words in ("3 posts: food, travel", "--label-set", "--run"))
+    assert re.match("3 posts", said.stdout)
+    assert all(words in said.stderr for words in ("2 posts: happy, or so, sad", "--label-set", "--run"))
     shown = (tmp_path / "r.html").read_text()
-    assert "a mood" in shown
-    assert "title of t0" not in shown
+    assert "title of t2" in shown
+    assert "a mood" not in shown
+    assert "2 results of other label sets are left out" in shown
     said = feedmill("report", "--label-set", "travel,food", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert re.match("3 posts", said.stdout)
+    assert gather(redis.client, settings, hours=1, labels="happy, or so, sad").labels == {"sad": 2}
     said = feedmill("report", "--run", "tuesday", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert re.match("2 posts", said.stdout)
     assert said.stderr == ""
@@ -286,3 +289,13 @@ def test_rates_leave_out_pauses(redis: RedisServer) -> None:
     report = gather(redis.client, Settings(), hours=2)
     assert report.used == pytest.approx(1 + 1)
     assert report.rate == pytest.approx(4 / 2)
+
+
+def test_charts_without_matplotlib_write_nothing(
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ResultsStore(redis.client, Settings()).write([result("a1")])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"feedmill\[charts\]"):
+        report(redis_url=redis.url, out=tmp_path / "r.html", png=tmp_path / "charts")
+    assert list(tmp_path.iterdir()) == []

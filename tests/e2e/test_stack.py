@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -82,6 +83,10 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         # The output goes to a file here, so the password must not appear in it.
         assert up.says(f"user feedmill, password in {kept}")
         assert json.loads(kept.read_text())["flower_password"] not in up.text()
+        flower = urlsplit(feedmill("url", "--flower", cwd=tmp_path, **data).stdout.strip())
+        announced = json.loads(kept.read_text())
+        assert (flower.username, flower.password) == ("feedmill", announced["flower_password"])
+        assert announced["flower_url"] == f"http://127.0.0.1:{flower.port}"
         # The command itself, redis-server, a worker and Flower.
         assert len(processes_in(tmp_path)) == 4, processes_in(tmp_path)
         before = json.loads(kept.read_text())

@@ -21,14 +21,14 @@ def test_tree_in_the_docstring_equals_the_classes() -> None:
 
 
 @pytest.mark.parametrize("then", ["raise ModuleNotFoundError('interrupted')", "raise ImportError('numpy')", "pass"])
-def test_interrupted_imports_end_quietly(tmp_path: Path, then: str) -> None:
+def test_interrupted_imports_end_without_a_traceback(tmp_path: Path, then: str) -> None:
     """C code of torch and NumPy replaces KeyboardInterrupt by another error, or ignores it."""
     (tmp_path / "torch.py").write_text(
         f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    {then}\n"
     )
     # PYTHONHASHSEED: a process of its own, because the fork server has imported torch.
     said = feedmill("classify", "two words", cwd=tmp_path, PYTHONPATH=str(tmp_path), PYTHONHASHSEED="0")
-    assert (said.returncode, said.stdout, said.stderr) == (130, "", "")
+    assert (said.returncode, said.stdout, said.stderr) == (130, "", "feedmill: Interrupted.\n")
 
 
 def test_missing_packages_are_explained_in_every_thread() -> None:
