@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared import address, label_files
@@ -39,6 +39,7 @@ PLUGIN_PATTERN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Size = Annotated[ByteSize, Field(ge=10_000_000)]
 
 
 def _form(pattern: str, words: str) -> AfterValidator:
@@ -254,6 +255,12 @@ class Settings(BaseSettings):
 
     #: Seconds for which results are kept.
     results_ttl: Count = 7 * DAY_S
+    #: Memory in Redis for results and their stream, which may take half of it. The oldest results are dropped when it
+    #: is reached, before results_ttl. Set it on workers; the lowest one applies.
+    results_memory: Size = ByteSize(10**9)
+    #: Memory in Redis for records of sent posts. The oldest ones are dropped when it is reached, before sent_ttl; those
+    #: posts can be sent twice. Set it on workers; the lowest one applies.
+    sent_memory: Size = ByteSize(500 * 10**6)
     #: Seconds for which hourly counts by label are kept.
     label_counts_ttl: Count = 30 * DAY_S
     #: Approximate maximum entries of the results stream. Redis trims whole nodes.

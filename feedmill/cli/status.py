@@ -17,7 +17,7 @@ from rich.text import Text
 from feedmill.cli import ingest, run_progress
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.monitoring import watch
-from feedmill.monitoring.capacity import span
+from feedmill.monitoring.capacity import size, span
 from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
 from feedmill.reading.runs import unknown_run
 from feedmill.stack.signals import exit_on_signals
@@ -88,7 +88,7 @@ def _summary(seen: watch.Status) -> str:
         ("results", _results(seen)),
         ("dead letters", _dead_letters(seen)),
         *((name, run_progress.line(found, time.time(), _has_worker(seen))) for name, found in _named_runs(seen)),
-        *zip(("memory", ""), str(seen.memory or MEMORY_UNKNOWN).split("; "), strict=False),
+        *zip(("memory", *[""] * 6), _memory(seen), strict=False),
     ]
     if not seen.asked:
         facts.append(("workers", WORKERS_UNKNOWN))
@@ -131,6 +131,32 @@ def _queue(seen: watch.Status) -> str:
 
 def _results(seen: watch.Status) -> str:
     return f"{seen.results.stored:,} stored · {seen.results.answered + seen.results.repeated:,} duplicates"
+
+
+def _memory(seen: watch.Status) -> list[str]:
+    """Return lines about Redis' memory, and about that of results and sent records."""
+    memory, kept, counts = seen.memory, seen.kept, seen.results
+    if not memory or not kept:
+        return [MEMORY_UNKNOWN]
+    lines = [
+        *str(memory).split("; "),
+        memory.warning,
+        f"results: {size(kept.results_bytes)} of {size(kept.results_limit)} · {kept.results:,} of "
+        f"{kept.result_bytes:,.0f} bytes, {kept.stream_entries:,} in the stream of {kept.stream_entry_bytes:,.0f}",
+        _dropping("results", memory.results_needed, memory.results_kept_seconds, counts.dropped),
+        f"sent records: {size(kept.sent_bytes)} of {size(kept.sent_limit)} · {kept.sent:,} of "
+        f"{kept.sent_record_bytes:,.0f} bytes",
+        _dropping("sent records", memory.sent_needed, memory.sent_kept_seconds, counts.sent_dropped),
+    ]
+    return [line for line in lines if line]
+
+
+def _dropping(what: str, needed: float, kept_seconds: float | None, dropped: int) -> str:
+    """Say how many records were dropped, and how long they are kept at the current rate; "" if all are."""
+    facts = [f"{dropped:,} {what} dropped"] if dropped else []
+    if kept_seconds is not None:
+        facts.append(f"{what} kept for about {span(kept_seconds)} at this rate; {size(needed)} would keep all")
+    return " · ".join(facts)
 
 
 def _queues(seen: watch.Status) -> list[str]:
@@ -219,7 +245,8 @@ def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
     for name, report in found.live.items():
         facts.add_row(printable(name), Text(printable(ingest.format_live_status(report))))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
-    facts.add_row("memory", str(found.memory or MEMORY_UNKNOWN))
+    for name, line in zip(("memory", *[""] * 6), _memory(found), strict=False):
+        facts.add_row(name, line)
     for node, age in found.missing.items():
         facts.add_row("worker", Text(_missing(node, age), style="red"))
     if not found.asked:
