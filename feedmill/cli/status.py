@@ -135,17 +135,27 @@ def _results(seen: watch.Status) -> str:
 
 def _memory(seen: watch.Status) -> list[str]:
     """Return lines about Redis' memory, and about that of results and sent records."""
-    memory, kept, counts = seen.memory, seen.kept, seen.results
-    if not memory or not kept:
+    if not seen.memory or not seen.kept:
         return [MEMORY_UNKNOWN]
-    lines = [
-        *str(memory).split("; "),
-        memory.warning,
+    kept = seen.kept
+    return [
+        *str(seen.memory).split("; "),
         f"results: {size(kept.results_bytes)} of {size(kept.results_limit)} · {kept.results:,} of "
         f"{kept.result_bytes:,.0f} bytes, {kept.stream_entries:,} in the stream of {kept.stream_entry_bytes:,.0f}",
-        _dropping("results", memory.results_needed, memory.results_kept_seconds, counts.dropped),
         f"sent records: {size(kept.sent_bytes)} of {size(kept.sent_limit)} · {kept.sent:,} of "
         f"{kept.sent_record_bytes:,.0f} bytes",
+        *_memory_warnings(seen),
+    ]
+
+
+def _memory_warnings(seen: watch.Status) -> list[str]:
+    """Return what the current rate needs, if it is more than there is, and what was dropped therefore."""
+    memory, counts = seen.memory, seen.results
+    if not memory:
+        return []
+    lines = [
+        memory.warning,
+        _dropping("results", memory.results_needed, memory.results_kept_seconds, counts.dropped),
         _dropping("sent records", memory.sent_needed, memory.sent_kept_seconds, counts.sent_dropped),
     ]
     return [line for line in lines if line]
@@ -245,8 +255,7 @@ def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
     for name, report in found.live.items():
         facts.add_row(printable(name), Text(printable(ingest.format_live_status(report))))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
-    for name, line in zip(("memory", *[""] * 6), _memory(found), strict=False):
-        facts.add_row(name, line)
+    facts.add_row("memory", "\n".join([str(found.memory or MEMORY_UNKNOWN), *_memory_warnings(found)]))
     for node, age in found.missing.items():
         facts.add_row("worker", Text(_missing(node, age), style="red"))
     if not found.asked:
