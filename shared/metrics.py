@@ -155,6 +155,12 @@ POST_BYTES = MetricSpec(
     "Mean memory of a result, of an entry of the results stream, and of a sent record, in Redis.",
     ("data",),
 )
+KEPT = MetricSpec(
+    "feedmill_memory_kept_seconds",
+    MetricType.GAUGE,
+    "Time for which results and sent records are kept at that rate, before they are dropped or expire.",
+    ("data",),
+)
 #: Metrics that every process reads from Redis. All processes report the same values: aggregate with max, not sum.
 REDIS_METRICS = (
     REDIS_UP,
@@ -166,6 +172,7 @@ REDIS_METRICS = (
     MEMORY_LIMIT,
     MEMORY_NEEDED,
     POST_BYTES,
+    KEPT,
 )
 
 
@@ -229,22 +236,21 @@ class RedisMetrics:
             return []
         needed = needs(kept, self._settings, self._store.rate())
         used, limit = info["used_memory"], info["maxmemory"] or info["total_system_memory"]
-        values = {
-            MEMORY: (kept.results_bytes, kept.sent_bytes, used),
-            MEMORY_LIMIT: (kept.results_limit, kept.sent_limit, limit),
-            MEMORY_NEEDED: (needed.results, needed.sent, needed.of_redis(kept, used)),
+        values: dict[MetricSpec, dict[str, float]] = {
+            MEMORY: {"results": kept.results_bytes, "sent": kept.sent_bytes, "redis": used},
+            MEMORY_LIMIT: {"results": kept.results_limit, "sent": kept.sent_limit, "redis": limit},
+            MEMORY_NEEDED: {"results": needed.results, "sent": needed.sent, "redis": needed.of_redis(kept, used)},
+            POST_BYTES: {
+                "results": kept.result_bytes,
+                "stream": kept.stream_entry_bytes,
+                "sent": kept.sent_record_bytes,
+            },
+            KEPT: {
+                "results": needed.results_kept_s or self._settings.results_ttl,
+                "sent": needed.sent_kept_s or self._settings.sent_ttl,
+            },
         }
-        sizes = {
-            "results": kept.result_bytes, "stream": kept.stream_entry_bytes, "sent": kept.sent_record_bytes
-        }  # fmt: skip
-        return [
-            *(
-                Sample(figure, value, (data,))
-                for figure, found in values.items()
-                for data, value in zip(("results", "sent", "redis"), found, strict=True)
-            ),
-            *(Sample(POST_BYTES, value, (data,)) for data, value in sizes.items()),
-        ]
+        return [Sample(figure, value, (data,)) for figure, found in values.items() for data, value in found.items()]
 
     def problems(self) -> list[str]:
         """Return a sentence if Redis is unreachable, else an empty list."""
