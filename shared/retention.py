@@ -26,6 +26,7 @@ from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREA
 from shared.redis_errors import rejects_writes
 from shared.result_records import HEAD, SCORE, TAIL, split
 from shared.scripts import retention as scripts
+from shared.scripts.buckets import MIN_BUCKETS
 from shared.scripts.marks import HOUR_BYTES, MARK_BYTES
 from shared.settings import PREFIX, Settings
 
@@ -38,6 +39,8 @@ CHECK_INTERVAL_S = 60.0
 DROP_ABOVE, DROP_TO = 0.93, 0.86
 #: Maximum share of records that one sweep drops, since it is estimated. Another one follows if it was too small.
 MAX_DROPPED = 0.5
+#: Usual bytes of records in a bucket.
+RESULT_BUCKET_BYTES, MARK_BUCKET_BYTES = 800, 20 * MARK_BYTES
 #: Share of `results_memory` that the results stream may take.
 STREAM_SHARE = 0.5
 #: A check follows each time this share of `results_memory` may have been written, at this many bytes per result.
@@ -61,11 +64,12 @@ HOURS = 2**16
 
 
 class Table(NamedTuple):
-    """Estimated size of a table of buckets: bytes of memory and of records, and number of records."""
+    """Size of a table of buckets, estimated: bytes of memory and of records, number of records and of buckets."""
 
     memory: float = 0.0
     content: float = 0.0
     records: float = 0.0
+    buckets: int = 0
 
     @property
     def record_bytes(self) -> float:
@@ -200,7 +204,7 @@ class MemoryBounds:
             pass
 
     def _drop_results(self, limit: float) -> int:
-        """Drop the oldest results if all exceed a limit, and return their number."""
+        """Drop some of the oldest results if all exceed a limit. Return how much was changed."""
         contexts = _contexts_bytes(self._redis)
         used = _sample(self._redis, STORED).memory + contexts
         # The share of the whole limit, since that of the stream is met already.
@@ -208,6 +212,8 @@ class MemoryBounds:
             return 0
         excess = used - limit + (1 - DROP_TO) * self._settings.results_memory
         table, times = _sampled(self._redis, STORED, _result_times, SAMPLED_BUCKETS)
+        if merged := self._merge(STORED, table, RESULT_BUCKET_BYTES, self._settings.results_ttl):
+            return merged
         before, share = _cut(times, excess, table.content + contexts)
         now = int(time.time())
         removed = self._sweep(lambda start: scripts.drop_results(self._redis, start, before, share, now))
@@ -216,16 +222,30 @@ class MemoryBounds:
         return removed
 
     def _drop_sent(self) -> int:
-        """Drop the oldest records of sent posts if all exceed their limit, and return their number."""
+        """Drop some of the oldest records of sent posts if all exceed their limit. Return how much was changed."""
         used, limit = _sample(self._redis, MARKS).memory, self._settings.sent_memory
         if used <= DROP_ABOVE * limit:
             return 0
         origin = (int(time.time()) // HOUR_S - HOURS // 2) % HOURS  # expired hours are below the middle of the range
         table, hours = _sampled(self._redis, MARKS, lambda bucket: _mark_times(bucket, origin), SAMPLED_BUCKETS)
+        if merged := self._merge(MARKS, table, MARK_BUCKET_BYTES, self._settings.sent_ttl):
+            return merged
         cut = _cut(hours, used - DROP_TO * limit, table.content)
         removed = self._sweep(lambda start: scripts.drop_marks(self._redis, start, *cut, HOURS // 2, origin))
         logger.info("dropped the %d oldest records of sent posts, which exceed %sSENT_MEMORY", removed, PREFIX)
         return removed
+
+    def _merge(self, name: str, table: Table, mean_bytes: int, ttl: int) -> int:
+        """Merge buckets if their mean content is less than half of a usual one, and return the number of merges.
+
+        A bucket takes 200 bytes besides its records. Many are left when the bound was lowered.
+        """
+        wanted = max(MIN_BUCKETS, int(table.content / mean_bytes))
+        if table.buckets <= 2 * wanted:
+            return 0
+        # Keys live a while longer than their last record (shared/scripts/results.py, queue.py).
+        scripts.merge(self._redis, name, table.buckets - wanted, ttl + max(HOUR_S, ttl // 32))
+        return table.buckets - wanted
 
     def _sweep(self, drop: Callable[[int], tuple[int, int]]) -> int:
         """Drop records of all buckets. Buckets that are added meanwhile are at the end."""
@@ -275,7 +295,7 @@ def _sampled(
             number += record.number
     scale = found.buckets / max(1, found.looked)
     memory = found.memory + KEY_BYTES * found.existing
-    return Table(memory * scale, sum(times.values()) * scale, number * scale), times
+    return Table(memory * scale, sum(times.values()) * scale, number * scale, found.buckets), times
 
 
 def _cut(times: Mapping[int, int], excess: float, content: float) -> tuple[int, float]:

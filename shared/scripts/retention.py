@@ -10,6 +10,7 @@ from redis import Redis
 
 from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED
 from shared.scripts import Script
+from shared.scripts.buckets import MIN_BUCKETS
 from shared.scripts.marks import MARK_RECORDS
 from shared.scripts.records import RECORDS
 
@@ -96,6 +97,26 @@ local function counts() return true end
 """
     + _DROP_OLDEST
 )
+#: Moves the records of the last bucket to the one from which it was split, repeatedly. Starts with a deletion, too.
+#:
+#:   KEYS[1]  feedmill:stored or feedmill:marks, string, and its buckets    KEYS[2]  feedmill:counters  hash
+#:   ARGV[1]  number of merges    ARGV[2]  ttl, seconds
+_MERGE: Script[None] = Script(f"""
+redis.call('HDEL', KEYS[2], '')
+local count, half = tonumber(redis.call('GET', KEYS[1]) or 0), {MIN_BUCKETS}
+while 2 * half < count do half = 2 * half end
+for _ = 1, math.min(ARGV[1], count - {MIN_BUCKETS}) do
+  count = count - 1
+  if count < half then half = half / 2 end
+  local target, source = KEYS[1] .. ':' .. (count - half), KEYS[1] .. ':' .. count
+  local records = redis.call('GET', source)
+  if records then
+    redis.call('DEL', source)
+    redis.call('SET', target, (redis.call('GET', target) or '') .. records, 'EX', ARGV[2])
+  end
+end
+if count > 0 then redis.call('SET', KEYS[1], count, 'KEEPTTL') end
+""")
 #:   KEYS[1]  feedmill:contexts  zset, and the keys that it lists    KEYS[2]  feedmill:counters  hash
 #:   ARGV[1]  the time               ARGV[2]  maximum contexts
 #:
@@ -154,6 +175,12 @@ def drop_marks(redis: Redis, start: int, before: int, share: float, now: int, or
     arguments = [start, BUCKETS_PER_CALL, before, share, "sent_dropped", now, origin]
     left, removed = _DROP_MARKS(redis, [MARKS, COUNTERS], arguments)
     return left, removed
+
+
+def merge(redis: Redis, table: str, merges: int, ttl: int) -> None:
+    """Remove some buckets of a table, and move their records to others. ttl: seconds, that of new records."""
+    for start in range(0, merges, BUCKETS_PER_CALL):
+        _MERGE(redis, [table, COUNTERS], [min(BUCKETS_PER_CALL, merges - start), ttl])
 
 
 def drop_contexts(redis: Redis, before: int) -> None:

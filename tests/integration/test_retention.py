@@ -69,6 +69,27 @@ def test_drops_the_oldest_results(server: RedisServer) -> None:
     assert store.counters() == counters
 
 
+def test_merges_buckets_when_the_bounds_are_lowered_far(server: RedisServer) -> None:
+    fill(server, 6000)
+    for start in range(0, 20_000, 500):
+        queue.mark(server.client, marks(start, 500), int(time.time()), HOUR_S)
+    server.client.delete(RESULTS_STREAM)
+    before = measure(server.client, settings())
+    low = settings(results_memory=int(before.results_bytes / 15), sent_memory=int(before.sent_bytes / 15))
+    MemoryBounds(server.client, low).check()
+    after = measure(server.client, low)
+    assert after.results_bytes < low.results_memory
+    assert after.sent_bytes < low.sent_memory
+    assert after.result_bytes < 2 * before.result_bytes
+    assert after.sent_record_bytes < 2 * before.sent_record_bytes
+    # Every record is in the bucket of its id.
+    left = set(stored_ids(server.client))
+    wanted = [(post.id, found.fingerprint) for post, found in results(0, 6000)]
+    assert {each.id for each in ResultsStore(server.client, low).find(wanted) if each} == left
+    found = [each for start in range(0, 20_000, 500) for each in lookup(server.client, marks(start, 500))]
+    assert sum(found) == len(sent_checksums(server.client)) > 200
+
+
 def test_trims_the_stream_to_half_and_tells_readers(server: RedisServer) -> None:
     store = ResultsStore(server.client, settings())
     store.write(results(0, 100))
