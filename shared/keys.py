@@ -27,6 +27,8 @@ STORED = "feedmill:stored"
 CONTEXTS = "feedmill:contexts"
 #: Position in the results stream, and bytes of all entries up to it, at several times (shared/retention.py).
 STREAM_SIZES = "feedmill:stream-sizes"
+#: Exists while a worker drops the oldest results or sent records.
+SWEEPER = "feedmill:sweeper"
 #: Runs, scored by the time of their latest activity, in seconds since 1970.
 RUNS = "feedmill:runs"
 #: Queue -> number of messages that `feedmill queue clear` removed. A change makes positions in files void.
@@ -183,6 +185,7 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:context:*", "string", "shared/results.py", "ttl results_ttl and an hour"),
     Key(CONTEXTS, "zset", "shared/results.py", "one member per context; ttl results_ttl and an hour"),
     Key(STREAM_SIZES, "list", "shared/retention.py", "MAX_SIZES entries"),
+    Key(SWEEPER, "string", "shared/retention.py", "ttl LOCK_S"),
     Key("feedmill:result:*", "hash", "shared/results.py of an earlier version", "ttl results_ttl"),
     Key("feedmill:run:*", "hash", "shared/runs.py", "seven fields; ttl sent_ttl"),
     Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES
+from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES, SWEEPER
 from shared.redis_errors import rejects_writes
 from shared.result_records import HEAD, SCORE, TAIL, split
 from shared.scripts import retention as scripts
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two checks by a worker that stores few results, such as after a bound was lowered.
 CHECK_INTERVAL_S = 60.0
+#: Seconds after which another worker may drop records, if the one that did so has vanished.
+LOCK_S = 30
 #: Shares of a bound above which the oldest records are dropped, and to which. The difference is dropped at once: a
 #: sweep reads all buckets.
 DROP_ABOVE, DROP_TO = 0.93, 0.86
@@ -165,6 +167,7 @@ class MemoryBounds:
         self._due, self._stopping = threading.Event(), threading.Event()
         self._due.set()  # check at the start: the bounds may be new
         self._warned = False
+        self._locked_at = 0.0
         self._thread = threading.Thread(target=self._loop, name="memory bounds", daemon=True)
 
     def start(self) -> None:
@@ -195,26 +198,53 @@ class MemoryBounds:
 
     def check(self) -> None:
         """Drop what exceeds the bounds. Raises redis.exceptions.RedisError."""
+        self._trim_stream()
+        scripts.drop_contexts(self._redis, int(time.time()))
+        if not (self._results_excess() or self._sent_excess()) or not self._lock(nx=True):
+            return
+        try:
+            while self._drop_results() or self._drop_sent():
+                pass
+        finally:
+            self._redis.delete(SWEEPER)
+
+    def _lock(self, nx: bool = False) -> bool:
+        """Have no other worker drop records for the next LOCK_S seconds: together they would drop too many.
+
+        nx: only if no other worker does.
+        """
+        self._locked_at = time.monotonic()
+        try:
+            return bool(self._redis.set(SWEEPER, 1, ex=LOCK_S, nx=nx))
+        except ResponseError as fault:
+            if not rejects_writes(fault):
+                raise
+            return True  # at maxmemory: the sweep makes room
+
+    def _trim_stream(self) -> None:
+        """Trim the results stream if it exceeds its share."""
         limit = self._settings.results_memory
         stream = _StreamSize.read(self._redis)
         stream.record(self._redis, SIZE_SHARE * limit)
-        stream_bytes = stream.trim(self._redis, STREAM_SHARE * limit)
-        scripts.drop_contexts(self._redis, int(time.time()))
-        while self._drop_results(limit - stream_bytes) or self._drop_sent():
-            pass
+        stream.trim(self._redis, STREAM_SHARE * limit)
 
-    def _drop_results(self, limit: float) -> int:
-        """Drop some of the oldest results if all exceed a limit. Return how much was changed."""
-        contexts = _contexts_bytes(self._redis)
-        used = _sample(self._redis, STORED).memory + contexts
-        # The share of the whole limit, since that of the stream is met already.
-        if used <= limit - (1 - DROP_ABOVE) * self._settings.results_memory:
+    def _results_excess(self) -> float:
+        """Return the bytes of results to drop; 0 if all are within their limit."""
+        results = _sample(self._redis, STORED).memory + _contexts_bytes(self._redis)
+        return _excess(results + _StreamSize.read(self._redis).bytes, self._settings.results_memory)
+
+    def _sent_excess(self) -> float:
+        """Return the bytes of sent records to drop; 0 if all are within their limit."""
+        return _excess(_sample(self._redis, MARKS).memory, self._settings.sent_memory)
+
+    def _drop_results(self) -> int:
+        """Drop some of the oldest results if all exceed their limit. Return how much was changed."""
+        if not (excess := self._results_excess()):
             return 0
-        excess = used - limit + (1 - DROP_TO) * self._settings.results_memory
         table, times = _sampled(self._redis, STORED, _result_times, SAMPLED_BUCKETS)
         if merged := self._merge(STORED, table, RESULT_BUCKET_BYTES, self._settings.results_ttl):
             return merged
-        before, share = _cut(times, excess, table.content + contexts)
+        before, share = _cut(times, excess, table.content + _contexts_bytes(self._redis))
         now = int(time.time())
         removed = self._sweep(lambda start: scripts.drop_results(self._redis, start, before, share, now))
         scripts.drop_contexts(self._redis, before)
@@ -223,14 +253,13 @@ class MemoryBounds:
 
     def _drop_sent(self) -> int:
         """Drop some of the oldest records of sent posts if all exceed their limit. Return how much was changed."""
-        used, limit = _sample(self._redis, MARKS).memory, self._settings.sent_memory
-        if used <= DROP_ABOVE * limit:
+        if not (excess := self._sent_excess()):
             return 0
         origin = (int(time.time()) // HOUR_S - HOURS // 2) % HOURS  # expired hours are below the middle of the range
         table, hours = _sampled(self._redis, MARKS, lambda bucket: _mark_times(bucket, origin), SAMPLED_BUCKETS)
         if merged := self._merge(MARKS, table, MARK_BUCKET_BYTES, self._settings.sent_ttl):
             return merged
-        cut = _cut(hours, used - DROP_TO * limit, table.content)
+        cut = _cut(hours, excess, table.content)
         removed = self._sweep(lambda start: scripts.drop_marks(self._redis, start, *cut, HOURS // 2, origin))
         logger.info("dropped the %d oldest records of sent posts, which exceed %sSENT_MEMORY", removed, PREFIX)
         return removed
@@ -244,16 +273,34 @@ class MemoryBounds:
         if table.buckets <= 2 * wanted:
             return 0
         # Keys live a while longer than their last record (shared/scripts/results.py, queue.py).
-        scripts.merge(self._redis, name, table.buckets - wanted, ttl + max(HOUR_S, ttl // 32))
+        ttl += max(HOUR_S, ttl // 32)
+        for done in range(0, table.buckets - wanted, scripts.BUCKETS_PER_CALL):
+            scripts.merge(self._redis, name, table.buckets - wanted - done, ttl)
+            if self._interrupted():
+                break
         return table.buckets - wanted
 
     def _sweep(self, drop: Callable[[int], tuple[int, int]]) -> int:
         """Drop records of all buckets. Buckets that are added meanwhile are at the end."""
         start, left, total = 0, 1, 0
-        while left and not self._stopping.is_set():
+        while left and not self._interrupted():
             left, removed = drop(start)
             start, total = start + scripts.BUCKETS_PER_CALL, total + removed
         return total
+
+    def _interrupted(self) -> bool:
+        """Do what cannot wait for a sweep to end, and return whether to stop."""
+        if self._due.is_set() and not self._stopping.is_set():
+            # The stream grows ten times as fast as what a sweep drops.
+            self._due.clear()
+            self._trim_stream()
+        if time.monotonic() - self._locked_at > LOCK_S / 3:
+            self._lock()
+        return self._stopping.is_set()
+
+
+def _excess(used: float, limit: float) -> float:
+    return used - DROP_TO * limit if used > DROP_ABOVE * limit else 0.0
 
 
 class _Record(NamedTuple):
@@ -379,14 +426,13 @@ class _StreamSize(NamedTuple):
             if not rejects_writes(fault):
                 raise
 
-    def trim(self, redis: Redis, limit: float) -> float:
-        """Trim the oldest entries if the stream exceeds a limit. Return its bytes."""
-        if self.bytes <= DROP_ABOVE * limit:
-            return self.bytes
+    def trim(self, redis: Redis, limit: float) -> None:
+        """Trim the oldest entries if the stream exceeds a limit."""
+        if not _excess(self.bytes, limit):
+            return
         ats, sizes = [at for at, _ in self.sizes], [size for _, size in self.sizes]
         first = _interpolate(sizes, ats, sizes[-1] - DROP_TO * limit)
         scripts.trim_stream(redis, int(first) - (ats[-1] - self.length))
-        return DROP_TO * limit
 
 
 def _interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:

@@ -178,9 +178,8 @@ def drop_marks(redis: Redis, start: int, before: int, share: float, now: int, or
 
 
 def merge(redis: Redis, table: str, merges: int, ttl: int) -> None:
-    """Remove some buckets of a table, and move their records to others. ttl: seconds, that of new records."""
-    for start in range(0, merges, BUCKETS_PER_CALL):
-        _MERGE(redis, [table, COUNTERS], [min(BUCKETS_PER_CALL, merges - start), ttl])
+    """Remove up to BUCKETS_PER_CALL buckets of a table, and move their records to others. ttl: seconds."""
+    _MERGE(redis, [table, COUNTERS], [min(merges, BUCKETS_PER_CALL), ttl])
 
 
 def drop_contexts(redis: Redis, before: int) -> None:
