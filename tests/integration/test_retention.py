@@ -2,14 +2,19 @@
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
+from feedmill.cli import status
+from feedmill.monitoring.capacity import estimate_memory, span
 from feedmill.reading.stream import Follower, Missed
 from shared import retention
-from shared.keys import CONTEXTS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES, find
+from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES, SWEEPER, find
 from shared.messages import digest
+from shared.metrics import RedisMetrics
 from shared.purge import purge
 from shared.results import Result, ResultsStore, stored_ids
 from shared.retention import MemoryBounds, check_interval, measure, needs
@@ -211,6 +216,38 @@ def test_one_of_several_workers_checks_after_an_interval(server: RedisServer) ->
     assert len(asked) == 3
 
 
+def test_one_worker_sweeps_at_a_time(server: RedisServer) -> None:
+    store = fill(server, 2000)
+    first, second = (MemoryBounds(server.client, settings(results_memory=100_000)) for _ in range(2))
+    assert first._lock(nx=True)
+    second.check()
+    assert store.counters().dropped == 0
+    assert store.counters().trimmed > 0
+    server.client.delete(SWEEPER)
+    second.check()
+    assert store.counters().dropped > 0
+    assert not server.client.exists(SWEEPER)
+
+
+def test_trims_the_stream_during_a_sweep(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = fill(server, 2000)
+    bounds = MemoryBounds(server.client, settings(results_memory=200_000))
+    drop, lengths = retention.scripts.drop_results, []
+
+    def drop_and_write(*arguments: Any) -> tuple[int, int]:
+        if not lengths:
+            for start in range(2000, 4000, 100):
+                store.write(results(start, 100))
+            bounds.check_soon()
+        lengths.append(server.client.xlen(RESULTS_STREAM))
+        return drop(*arguments)
+
+    monkeypatch.setattr(retention.scripts, "drop_results", drop_and_write)
+    bounds.check()
+    assert lengths[0] > 2000
+    assert lengths[1] < 1000
+
+
 def test_adds_up_with_purged_results(server: RedisServer) -> None:
     store = fill(server, 4000)
     bounds = MemoryBounds(server.client, settings(results_memory=300_000))
@@ -275,6 +312,25 @@ def test_needs_grow_with_the_rate_and_end_at_the_bounds(server: RedisServer) -> 
     assert 800 * slow.sent < fast.sent < 1200 * slow.sent
     assert fast.of_redis(kept, 10**8) < given.results_memory + given.sent_memory + 10**8 < fast.results
     assert needs(kept, given, 0.0)[2:] == (None, None)
+
+
+def test_status_and_metrics_say_what_is_kept_and_dropped(server: RedisServer) -> None:
+    given = settings(redis_url=SecretStr(server.url), results_memory=10**7)
+    store = fill(server, 1000)
+    server.client.hset(COUNTERS, "dropped", 1234)
+    memory, kept = estimate_memory(server.client, given, 1000.0)
+    lines = status._memory(SimpleNamespace(memory=memory, kept=kept, results=store.counters()))  # type: ignore[arg-type]
+    text = "\n".join(lines)
+    assert "1,234 results dropped" in text
+    assert memory
+    assert memory.results_kept_seconds
+    assert f"results kept for about {span(memory.results_kept_seconds)}" in text
+    assert "sent records dropped" not in text
+    found = {(each.figure.name, *each.labels): each.value for each in RedisMetrics(given).samples()}
+    assert found["feedmill_results_dropped_total",] == 1234
+    assert found["feedmill_memory_limit_bytes", "results"] == 10**7
+    assert 0 < found["feedmill_memory_bytes", "results"] < 10**6  # type: ignore[operator]
+    assert found["feedmill_memory_kept_seconds", "sent"] == given.sent_ttl
 
 
 def test_sizes_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
