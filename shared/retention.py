@@ -38,7 +38,7 @@ CHECK_INTERVAL_S = 60.0
 LOCK_S = 30
 #: Shares of a bound above which the oldest records are dropped, and to which. The difference is dropped at once: a
 #: sweep reads all buckets.
-DROP_ABOVE, DROP_TO = 0.93, 0.86
+DROP_ABOVE, DROP_TO = 0.9, 0.83
 #: Maximum share of records that one sweep drops, since it is estimated. Another one follows if it was too small.
 MAX_DROPPED = 0.5
 #: Usual bytes of records in a bucket.
