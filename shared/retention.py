@@ -369,7 +369,7 @@ def _contexts_bytes(redis: Redis) -> float:
     for key in keys:
         pipe.memory_usage(key)
     usage = [each for each in pipe.execute() if each] if keys else []
-    return number * (sum(usage) / max(1, len(usage)) + KEY_BYTES + CONTEXT_ENTRY_BYTES)
+    return float(number * (sum(usage) / max(1, len(usage)) + KEY_BYTES + CONTEXT_ENTRY_BYTES))
 
 
 class _StreamSize(NamedTuple):

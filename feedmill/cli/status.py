@@ -140,12 +140,17 @@ def _memory(seen: watch.Status) -> list[str]:
     kept = seen.kept
     return [
         *str(seen.memory).split("; "),
-        f"results: {size(kept.results_bytes)} of {size(kept.results_limit)} · {kept.results:,} of "
+        f"results: {size(kept.results_bytes)} of {size(kept.results_limit)} · {_about(kept.results)} of "
         f"{kept.result_bytes:,.0f} bytes, {kept.stream_entries:,} in the stream of {kept.stream_entry_bytes:,.0f}",
-        f"sent records: {size(kept.sent_bytes)} of {size(kept.sent_limit)} · {kept.sent:,} of "
+        f"sent records: {size(kept.sent_bytes)} of {size(kept.sent_limit)} · {_about(kept.sent)} of "
         f"{kept.sent_record_bytes:,.0f} bytes",
         *_memory_warnings(seen),
     ]
+
+
+def _about(count: int) -> str:
+    """Format an estimated number with three digits."""
+    return f"{round(count, 3 - len(str(count))) if count >= 1000 else count:,}"
 
 
 def _memory_warnings(seen: watch.Status) -> list[str]:

@@ -111,13 +111,13 @@ def _seconds_left(redis: Redis, settings: Settings, kept: Kept, room: float, pos
     stream_limit = min(settings.results_stream_length * kept.stream_entry_bytes, STREAM_SHARE * kept.results_limit)
     stream, sent = kept.stream_bytes, kept.sent_bytes
     results = kept.results_bytes - stream
-    ttls = settings.results_ttl, settings.sent_ttl
-    expiring = zip(*(_stored_by_hour(redis, time.time() - ttl) for ttl in ttls), strict=True)
-    for hour, (results_gone, sent_gone) in enumerate(expiring):
+    results_expiring = _stored_by_hour(redis, time.time() - settings.results_ttl)
+    sent_expiring = _stored_by_hour(redis, time.time() - settings.sent_ttl)
+    for hour in range(HORIZON_HOURS):
         before = results + stream + sent
         stream = max(stream, min(stream + stored * kept.stream_entry_bytes, stream_limit))
-        results = min(results + (stored - results_gone) * kept.result_bytes, kept.results_limit - stream)
-        sent = min(sent + (stored - sent_gone) * kept.sent_record_bytes, kept.sent_limit)
+        results = min(results + (stored - results_expiring[hour]) * kept.result_bytes, kept.results_limit - stream)
+        sent = min(sent + (stored - sent_expiring[hour]) * kept.sent_record_bytes, kept.sent_limit)
         grown = results + stream + sent - before
         if grown >= room:
             return HOUR_S * (hour + room / grown)
