@@ -349,6 +349,6 @@ def test_interpolates_between_known_values() -> None:
 def test_cut_drops_a_share_of_the_bytes() -> None:
     times = {3: 10, 1: 20, 2: 20}
     assert retention._cut(times, 400.0, 1000.0) == (1, 1.0)
-    assert retention._cut(times, 450.0, 1000.0) == (2, pytest.approx(2.5 / 20))
-    assert retention._cut(times, 9000.0, 1000.0) == (2, pytest.approx(5 / 20))
+    assert retention._cut(times, 450.0, 1000.0) == pytest.approx((2, 2.5 / 20))
+    assert retention._cut(times, 9000.0, 1000.0) == pytest.approx((2, 5 / 20))
     assert retention._cut({}, 1.0, 0.0) == (0, 0.0)
