@@ -98,7 +98,7 @@ class Kept(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Bytes needed at a rate until the times to live are met, and the seconds for which records are kept until then.
+    """Bytes needed at a rate until the times to live are met, and the minimum seconds for which records are kept.
 
     The seconds are None where the bound suffices for the time to live.
     """
@@ -150,8 +150,8 @@ def needs(kept: Kept, settings: Settings, posts_per_second: float) -> Needs:
     return Needs(
         results,
         sent,
-        (kept.results_limit - stream) / per_second if per_second and results > kept.results_limit else None,
-        kept.sent_limit / sent_per_second if sent_per_second and sent > kept.sent_limit else None,
+        (DROP_TO * kept.results_limit - stream) / per_second if per_second and results > kept.results_limit else None,
+        DROP_TO * kept.sent_limit / sent_per_second if sent_per_second and sent > kept.sent_limit else None,
     )
 
 
@@ -191,10 +191,13 @@ class MemoryBounds:
                 return
             try:
                 self.check()
+                self._warned = False
             except RedisError as fault:
                 level = logging.DEBUG if self._warned else logging.WARNING
                 logger.log(level, "cannot check the memory of results and sent records: %s", fault)
                 self._warned = True
+            except Exception:
+                logger.exception("cannot check the memory of results and sent records")
 
     def check(self) -> None:
         """Drop what exceeds the bounds. Raises redis.exceptions.RedisError."""
@@ -260,7 +263,7 @@ class MemoryBounds:
         if merged := self._merge(MARKS, table, MARK_BUCKET_BYTES, self._settings.sent_ttl):
             return merged
         cut = _cut(hours, excess, table.content)
-        removed = self._sweep(lambda start: scripts.drop_marks(self._redis, start, *cut, HOURS // 2, origin))
+        removed = self._sweep(lambda start: scripts.drop_marks(self._redis, start, *cut, HOURS // 2 - 1, origin))
         logger.info("dropped the %d oldest records of sent posts, which exceed %sSENT_MEMORY", removed, PREFIX)
         return removed
 
