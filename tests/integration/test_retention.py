@@ -19,6 +19,7 @@ from shared.purge import purge
 from shared.results import Result, ResultsStore, stored_ids
 from shared.retention import MemoryBounds, check_interval, measure, needs
 from shared.scripts import queue
+from shared.scripts import retention as scripts
 from shared.scripts.queue import SENT, Mark, lookup
 from shared.settings import Settings, load
 from tests.integration.test_results import result
@@ -232,7 +233,8 @@ def test_one_worker_sweeps_at_a_time(server: RedisServer) -> None:
 def test_trims_the_stream_during_a_sweep(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     store = fill(server, 2000)
     bounds = MemoryBounds(server.client, settings(results_memory=200_000))
-    drop, lengths = retention.scripts.drop_results, []
+    drop = scripts.drop_results
+    lengths: list[int] = []
 
     def drop_and_write(*arguments: Any) -> tuple[int, int]:
         if not lengths:
@@ -242,7 +244,7 @@ def test_trims_the_stream_during_a_sweep(server: RedisServer, monkeypatch: pytes
         lengths.append(server.client.xlen(RESULTS_STREAM))
         return drop(*arguments)
 
-    monkeypatch.setattr(retention.scripts, "drop_results", drop_and_write)
+    monkeypatch.setattr(scripts, "drop_results", drop_and_write)
     bounds.check()
     assert lengths[0] > 2000
     assert lengths[1] < 1000
