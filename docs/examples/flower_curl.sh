@@ -25,7 +25,7 @@ ask() {
 }
 
 if ! sent=$(ask --data "{\"kwargs\": $arguments, \"queue\": \"feedmill\"}" "$flower/api/task/send-task/feedmill.classify"); then
-  echo "Flower refused the message: $sent" >&2
+  echo "Flower refused the message: ${sent:-see the error above; 401 means a wrong user or password}" >&2
   exit 1
 fi
 id=$(sed -n 's/.*"task-id": *"\([^"]*\)".*/\1/p' <<<"$sent")
