@@ -1,8 +1,11 @@
 """Examples in the documentation, run unchanged."""
 
+import csv
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,7 +16,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from feedmill.stack.processes import free_port
-from tests.support import RedisServer, announced, feedmill, installed_redis, run, wait_until
+from tests.support import RedisServer, announced, feedmill, installed_redis, run, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -21,6 +24,60 @@ ROOT = Path(__file__).parent.parent.parent
 def blocks(page: str, language: str) -> list[str]:
     found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     return [text for marked, text in found if marked == language]
+
+
+#: Posts of the README's file `posts.csv`.
+POSTS = "title\nI love this shop\nIt broke after a day\nWhere can I return it?\n"
+#: `--json` commands whose objects docs/reference/json.md shows under these headings.
+SHOWN_AS_JSON = {
+    "Results": "results --run monday --limit 1 --json",
+    "Status": "status --json",
+    "Runs": "status --run monday --json",
+    "Health": "health --json",
+}
+#: Flags added to the documented training, which takes 75 seconds of CPU time without them.
+SHORT_TRAINING = ("--max-steps", "1", "--no-compare", "--no-fit-head")
+
+
+@pytest.mark.timeout(360)
+def test_readme_and_tutorial_commands_run(served: RedisServer, tmp_path: Path) -> None:
+    """In the order of the pages, as printed; only the training is shortened.
+
+    Instead of `feedmill up`, a server and a worker announce themselves as one.
+    """
+    (tmp_path / "posts.csv").write_text(POSTS)
+    (tmp_path / "feedmill").mkdir()
+    shutil.copy(ROOT / "feedmill" / "samples.jsonl", tmp_path / "feedmill")
+    here = {"HOME": str(tmp_path)}
+    with announced(tmp_path / ".local" / "share" / "feedmill", json.dumps({"redis_url": served.url})):
+        for command in [*commands("README.md", "Your own posts and labels"), *commands("docs/tutorial.md")]:
+            if command[-1] == "--follow":
+                with running(*command, cwd=tmp_path, **here) as following:
+                    wait_until(lambda: following.says("It broke after a day"), "the results are shown")
+            elif command != ["up"]:
+                shorter = SHORT_TRAINING if command[0] == "train" else ()
+                said = feedmill(*command, *shorter, cwd=tmp_path, **here)
+                assert said.returncode == 0, f"{command}: {said.stderr}"
+        for name in ("labelled.csv", "monday.csv"):
+            with (tmp_path / name).open(newline="") as file:
+                assert sum(1 for _ in csv.DictReader(file)) == 160
+        page = (ROOT / "docs" / "reference" / "json.md").read_text()
+        for heading, json_command in SHOWN_AS_JSON.items():
+            example = re.search(rf"^## {heading}\n.*?```json\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+            assert example, heading
+            printed = json.loads(feedmill(*json_command.split(), cwd=tmp_path, **here).stdout)
+            assert list(json.loads(example[1])) == list(printed), heading
+
+
+def commands(page: str, section: str = "") -> list[list[str]]:
+    """Return the arguments of each `feedmill` command in the blocks marked `sh` of a page, or of one section of it."""
+    text = (ROOT / page).read_text()
+    if section:
+        text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    lines = "".join(re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)).splitlines()
+    found = [words for program, *words in (shlex.split(line, comments=True) for line in lines) if program == "feedmill"]
+    assert found
+    return found
 
 
 @pytest.mark.parametrize("how", ["url", "environment"])
