@@ -302,7 +302,7 @@ def test_an_interrupt_leaves_the_output_unchanged(tmp_path: Path, capsys: pytest
         raise KeyboardInterrupt
 
     labelling = Labelling(Source, str(path), OutFlags(str(out)), None, alone=False)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="130"):
         labelling.run(lambda: (LABELS, interrupted))
     assert out.read_text() == "before"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in.csv", "out.csv"]
