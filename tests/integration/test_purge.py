@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from shared import purge as purging
 from shared.broker import make_app, publish
 from shared.errors import MessageFailed, RequestRefused, UserError
-from shared.keys import reddit_known_key, tombstone_key
+from shared.keys import PURGES, reddit_known_key, tombstone_key
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.purge import PurgeCounts, lift_tombstones, purge
 from shared.results import Counters, Result, ResultsStore
@@ -80,7 +80,7 @@ def letter(post_id: str | None) -> DeadLetter:
 
 
 def everything(client: Redis) -> str:
-    """Return everything in Redis except the tombstones."""
+    """Return everything in Redis except the tombstones and the log of purges, which contain only ids."""
 
     untyped: Any = client
 
@@ -88,7 +88,7 @@ def everything(client: Redis) -> str:
         return untyped.execute_command("GET", key, **{NEVER_DECODE: True})
 
     read: dict[str, Any] = {"string": raw, "hash": client.hgetall, "stream": client.xrange}
-    names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith(tombstone_key("")))
+    names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith((tombstone_key(""), PURGES)))
     return str([(name, read[str(client.type(name))](name)) for name in names])
 
 
