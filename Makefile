@@ -46,6 +46,7 @@ long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, 
 	$(BIN)/python -m tests.soak_reddit
 	$(BIN)/python -m tests.soak_bluesky
 	$(BIN)/python -m tests.soak_hours
+	$(BIN)/python -m tests.soak_postgres
 	$(BIN)/python -m tests.soak_counts
 	$(BIN)/python -m tests.differential
 	$(BIN)/python -m tests.fuzz

@@ -1,4 +1,4 @@
-"""The `feedmill export` command: write results to Parquet, CSV or JSONL files."""
+"""The `feedmill export` command: write results to Parquet, CSV or JSONL files, or to a table in PostgreSQL."""
 
 import gc
 import json
@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 import typer
 from redis import Redis
@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from feedmill.cli.dates import parse_period
 from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
 from feedmill.export import writer
+from feedmill.export.single_file import File, ParquetFile
 from feedmill.export.text import COLUMNS
 from feedmill.export.writer import ExportFilter, Folder, Target
 from feedmill.reading.entry_ids import seconds_of
@@ -28,15 +29,23 @@ from feedmill.reading.rows import Chunk, RowReader
 from feedmill.reading.runs import check_run, unknown_run
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from shared.broker import connect, user_errors
-from shared.errors import UserError, printable
+from shared.errors import DatabaseUnavailable, UserError, clause, explain_missing, printable
 from shared.messages import parse_run
 from shared.runs import progress
-from shared.settings import PREFIX
+from shared.settings import PREFIX, Settings
+
+if TYPE_CHECKING:
+    from feedmill.export.postgres import Table
 
 logger = logging.getLogger(__name__)
 
 #: Seconds after which `--follow` closes a part by default.
 DEFAULT_PART_S = 600.0
+#: Seconds between transactions when few results arrive.
+TRANSACTION_S = 1.0
+#: Beginnings of a database's address, and the default table in it.
+DATABASE_SCHEMES = ("postgresql://", "postgres://")
+DEFAULT_TABLE = "feedmill_results"
 #: Seconds that `--follow` waits for a new entry before it checks for a signal.
 ENTRY_WAIT_S = 1.0
 #: Seconds before each attempt to reconnect; the last value repeats until Redis answers.
@@ -51,10 +60,12 @@ Form = Literal["parquet", "csv", "jsonl"]
 
 @app.command("export")
 def export_results(
-    out: Annotated[
-        Path,
+    destination: Annotated[
+        str,
         typer.Argument(
-            metavar="OUT", help="Output file, such as labels.parquet; with --follow, a folder of parts by day."
+            metavar="OUT",
+            help="Output file, such as labels.parquet; with --follow, a folder of parts by day; or a database, such as "
+            "postgresql://user@host/database.",
         ),
     ],
     form: Annotated[
@@ -78,6 +89,10 @@ def export_results(
         bool, typer.Option("--latest", help="Keep only the newest result of each post; needs a single file.")
     ] = False,
     excel: Annotated[bool, typer.Option("--excel", help="Mark CSV as UTF-8, so that Excel reads it.")] = False,
+    table: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Table in the database, NAME or SCHEMA.NAME (default: {DEFAULT_TABLE})."),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Keep exporting new results until Ctrl-C.")] = False,
     part_rows: Annotated[
         int | None, typer.Option(help=f"Approximate rows per part (default: {writer.PART_ROWS:,}).", min=1)
@@ -91,7 +106,7 @@ def export_results(
     as_json: JsonSummary = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Write results to Parquet, CSV or JSONL files.
+    """Write results to Parquet, CSV or JSONL files, or to a table in PostgreSQL.
 
     A file gets its name once it is complete. An interrupted export resumes when the same command runs again; a single
     Parquet file starts over. Exits 1 if nothing was exported, results were missed or the export stopped early.
@@ -100,38 +115,32 @@ def export_results(
     run = None if run is None else parse_run(run)
     if purge and (follow or latest or any(other is not None for other in others)):
         raise UserError("--purge removes posts from OUT and exports nothing. Leave out the other export options.")
+    if follow and until is not None:
+        raise UserError("--follow cannot be combined with --until: following has no end. Leave out one of them.")
+    if destination.startswith(DATABASE_SCHEMES):
+        if latest or excel or any(other is not None for other in (form, columns, part_rows, part_seconds)):
+            raise UserError(
+                "A table has all columns and results. Leave out --format, --columns, --latest, --excel, --part-rows "
+                "and --part-seconds."
+            )
+        wanted = None if purge else ExportFilter(*parse_period(since, until, earliest=0.0), label, run=run)
+        settings = settings_of(redis_url=redis_url)
+        raise typer.Exit(_export_to_table(destination, table or DEFAULT_TABLE, wanted, follow, as_json, settings))
+    if table is not None:
+        raise UserError("--table is for databases. Give an OUT such as postgresql://user@host/database.")
+    out = Path(destination)
     if not purge and form is None:
         form = _form_of(out)
     if excel and (purge or form != "csv"):
         raise UserError("--excel is for new CSV files. Give an OUT that ends in .csv, or leave out --excel.")
     in_folder = follow or (form == "parquet" and not writer.names_file(out)) or out.is_dir()
-    if follow and writer.names_file(out) and not out.is_dir():
-        folder = printable(str(out.with_suffix("")))
-        raise UserError(
-            f"--follow needs a folder, to which it adds files until it is stopped; {printable(str(out))} names one "
-            f"file. Give a folder and its format, such as --format {form} {folder}/."
-        )
-    if latest and in_folder:
-        raise UserError(
-            "--latest needs a single file, because finished parts cannot be changed. Give an OUT that ends in "
-            ".parquet, .csv or .jsonl, without --follow."
-        )
-    if latest and label is not None:
-        raise UserError(
-            "--latest cannot be combined with --label, because a post's newest result may have another label. Leave "
-            "out one of them."
-        )
-    if follow and until is not None:
-        raise UserError("--follow cannot be combined with --until: following has no end. Leave out one of them.")
-    if part_seconds is not None and not (follow and part_seconds > 0):
-        raise UserError("--part-seconds requires --follow and a value above 0.")
+    _check_flags(out, form, follow, latest, label, part_seconds, in_folder)
     settings = settings_of(redis_url=redis_url)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     with user_errors(settings), _explaining_write_errors():
         redis = connect(settings)
         if purge:
-            removed = writer.purge(out, RowReader(redis))
-            typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
+            _report_purge(writer.purge(out, RowReader(redis)), as_json)
             return
         filters = ExportFilter(*parse_period(since, until, earliest=0.0), label, latest, run)
         own = () if run is None else _own_columns(redis, run, follow, notes)
@@ -157,7 +166,64 @@ def export_results(
             gc.freeze()
             this = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
             this.all()
-    raise typer.Exit(this.report(out, as_json))
+    raise typer.Exit(this.report(f"the folder {out}" if isinstance(target, Folder) else str(out), as_json))
+
+
+def _check_flags(
+    out: Path,
+    form: Form | None,
+    follow: bool,
+    latest: bool,
+    label: str | None,
+    part_seconds: float | None,
+    in_folder: bool,
+) -> None:
+    """Raise UserError for flags of file exports that exclude each other."""
+    if follow and writer.names_file(out) and not out.is_dir():
+        folder = printable(str(out.with_suffix("")))
+        raise UserError(
+            f"--follow needs a folder, to which it adds files until it is stopped; {printable(str(out))} names one "
+            f"file. Give a folder and its format, such as --format {form} {folder}/."
+        )
+    if latest and in_folder:
+        raise UserError(
+            "--latest needs a single file, because finished parts cannot be changed. Give an OUT that ends in "
+            ".parquet, .csv or .jsonl, without --follow."
+        )
+    if latest and label is not None:
+        raise UserError(
+            "--latest cannot be combined with --label, because a post's newest result may have another label. Leave "
+            "out one of them."
+        )
+    if part_seconds is not None and not (follow and part_seconds > 0):
+        raise UserError("--part-seconds requires --follow and a value above 0.")
+
+
+def _export_to_table(
+    url: str, table: str, wanted: ExportFilter | None, follow: bool, as_json: bool, settings: Settings
+) -> int:
+    """Export to a table in PostgreSQL and return the exit status. wanted: None to only remove purged posts."""
+    with explain_missing("PostgreSQL", "postgres"):
+        from feedmill.export import postgres  # noqa: PLC0415 - psycopg, which the extra `postgres` brings
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    with user_errors(settings):
+        redis = connect(settings)
+        if wanted is not None and wanted.run is not None:
+            _own_columns(redis, wanted.run, follow, notes)  # refuses an unknown run
+        reader = RowReader(redis, wanted and wanted.until)
+        with _stop_on_signal() as stop, postgres.opened(url, table, wanted, reader, redis) as target:
+            if wanted is None:
+                target.purge()
+                _report_purge(target.removed, as_json)
+                return 0
+            gc.freeze()
+            this = _Run(reader, target, wanted, stop, notes, follow, TRANSACTION_S)
+            this.all()
+    return this.report(str(target), as_json)
+
+
+def _report_purge(removed: int, as_json: bool) -> None:
+    typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
 
 
 def _own_columns(redis: Redis, run: str, follow: bool, notes: Console) -> Sequence[str]:
@@ -239,7 +305,7 @@ class _Run:
     def __init__(
         self,
         reader: RowReader,
-        target: Target,
+        target: "Target | Table",
         filters: ExportFilter,
         stop: _StopRequest,
         notes: Console,
@@ -268,50 +334,60 @@ class _Run:
         if isinstance(target, Folder):
             target.sweep()
         with _ExportBar(self._notes) as bar:
-            if self._follow and isinstance(target, Folder):
-                self._follow_stream(target, bar)
+            if isinstance(target, File | ParquetFile) or (isinstance(target, Folder) and not self._follow):
+                self._read_to_end(target, bar)
             else:
-                self._read_to_end(bar)
+                self._follow_stream(target, bar)
 
-    def _read_to_end(self, bar: "_ExportBar") -> None:
+    def _read_to_end(self, target: Target, bar: "_ExportBar") -> None:
         """Export every entry that the stream holds now, or stop after a chunk when a signal arrives."""
-        place = self._target.place
+        place = target.place
         for chunk in self._reader.chunks(place):
             place = chunk.place
             self._add(chunk, bar)
             if self._stop.is_set and not chunk.ended:
-                self._target.stop(place)
+                target.stop(place)
                 return
-        self._target.close(place)
+        target.close(place)
         self._complete = True
 
-    def _follow_stream(self, target: Folder, bar: "_ExportBar") -> None:
-        """Export entries until a signal. After a lost connection, read the rows of the open part again."""
+    def _follow_stream(self, target: "Folder | Table", bar: "_ExportBar") -> None:
+        """Export entries until a signal, or to the end. While following, reconnect after a lost connection.
+
+        Rows of a table that was not written yet, or of an open part, are then read again.
+        """
         place, failures, swept_at = target.place, 0, time.monotonic()
-        while not self._stop.is_set:
+        while not (self._stop.is_set or self._complete):
             try:
+                if failures:
+                    place = target.resume()
                 chunk = self._reader.fetch(place)
                 place = chunk.place
                 self._add(chunk, bar)
                 if time.monotonic() - target.begun >= self._part_seconds:
                     target.close(place)
-                if time.monotonic() - swept_at >= writer.SWEEP_INTERVAL_S:
+                if isinstance(target, Folder) and time.monotonic() - swept_at >= writer.SWEEP_INTERVAL_S:
                     target.sweep()
                     swept_at = time.monotonic()
-                if chunk.ended:
-                    self._reader.wait(place, ENTRY_WAIT_S)
+                if failures:
+                    logger.warning("connected again; continuing at the same position")
                 failures = 0
-            except (ConnectionFault, TimeoutFault) as fault:
-                if isinstance(fault, AuthenticationError):
+                if chunk.ended and self._follow:
+                    self._reader.wait(place, ENTRY_WAIT_S)
+                self._complete = chunk.ended and not self._follow
+            except (ConnectionFault, TimeoutFault, DatabaseUnavailable) as fault:
+                if isinstance(fault, AuthenticationError) or not self._follow:
                     raise
                 if not failures:
-                    logger.warning("Redis is unreachable (%s); retrying until it answers", fault)
-                target.abandon()
-                place = target.place
+                    where = (
+                        clause(fault) if isinstance(fault, DatabaseUnavailable) else f"Redis is unreachable ({fault})"
+                    )
+                    logger.warning("%s; retrying until it answers", where)
                 time.sleep(RECONNECT_DELAYS_S[min(failures, len(RECONNECT_DELAYS_S) - 1)])
                 failures += 1
-        target.close(place)
-        self._complete = True
+        if not failures:
+            target.close(place)
+        self._complete |= self._follow
 
     def _add(self, chunk: Chunk, bar: "_ExportBar") -> None:
         if chunk.missed != 0:
@@ -334,8 +410,8 @@ class _Run:
             f"{PREFIX}RESULTS_STREAM_LENGTH."
         )
 
-    def report(self, out: Path, as_json: bool) -> int:
-        """Print a summary; return the exit status."""
+    def report(self, out: str, as_json: bool) -> int:
+        """Print a summary; return the exit status. out: what was exported to."""
         target = self._target
         rows = target.written - (self._before if isinstance(target, Folder) else 0)
         if as_json:
@@ -343,8 +419,7 @@ class _Run:
             typer.echo(json.dumps(summary | {"missed": self._missed if self._any_missed else 0}))
         else:
             again = "resume" if target.can_resume else "start over"
-            kind = "the folder " if isinstance(target, Folder) else ""
-            parts = [f"{_rows(rows)} written to {kind}{out}"]
+            parts = [f"{_rows(rows)} written to {out}"]
             if target.removed:
                 parts.append(f"{_rows(target.removed)} of purged posts removed")
             if not self._complete:
