@@ -31,8 +31,9 @@ from tests.support import PASSWORD, Feedmill, RedisServer, redis_servers, wait_u
 
 #: Results per write to Redis.
 WRITE_SIZE = 50
-#: Every n-th post is purged, the given number of posts after it was written: some rows are in the table by then.
-PURGED_EVERY, PURGED_AFTER = 100, 3000
+#: Results between purges, and posts per purge. They were written the same number of results before, so that some rows
+#: are in the table by then.
+PURGE_INTERVAL, PURGED_AT_ONCE = 2500, 25
 #: Seconds in which the export must write the remaining results.
 PATIENCE_S = 600.0
 LABELS = ("books", "food", "music", "travel")
@@ -84,9 +85,10 @@ class Soak:
         store, began = ResultsStore(self._redis.client, self._settings), time.monotonic()
         for start in range(0, self._results, WRITE_SIZE):
             store.write([result(number) for number in range(start, min(start + WRITE_SIZE, self._results))])
-            if start % PURGED_EVERY == 0 and start >= PURGED_AFTER:
-                self._purged.append(str(start - PURGED_AFTER))
-                purge(self._redis.client, self._settings, self._purged[-1:])
+            if start % PURGE_INTERVAL == 0 and start >= PURGE_INTERVAL:
+                ids = [str(start - PURGE_INTERVAL + number) for number in range(PURGED_AT_ONCE)]
+                purge(self._redis.client, self._settings, ids)
+                self._purged += ids
             ahead = began + self._seconds * start / self._results - time.monotonic()
             time.sleep(max(0.0, ahead))
 

@@ -8,31 +8,29 @@ A thread runs the transaction while the caller reads the next rows. Docs: docs/e
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from typing import Any, LiteralString, NamedTuple
 from urllib.parse import urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import Conninfo
-from psycopg.sql import SQL, Composable, Identifier
+from psycopg.sql import SQL, Identifier
 from psycopg.types.json import set_json_dumps
-from pydantic_core import to_json
 from redis import Redis
 
+from feedmill.export.postgres_columns import KEY, TYPES, as_text, as_time, definition, names, to_jsonb, values_of
 from feedmill.export.state import STATE_VERSION, check_options
-from feedmill.export.text import POST_FIELDS, RESULT_COLUMNS, TIME_COLUMNS, label_set
 from feedmill.export.writer import ExportFilter
-from feedmill.reading.entry_ids import id_before, seconds_of
+from feedmill.reading.entry_ids import id_before
 from feedmill.reading.purges import Purges, newest_purge, read_purges
 from feedmill.reading.rows import ResultRow, RowReader
 from shared.errors import DatabaseUnavailable, UserError, printable
 from shared.scripts.stream import Place
 
-#: Rows per transaction, and bytes of memory of a PostgreSQL process that they take: the default of `temp_buffers`.
+#: Rows per transaction. They fit into PostgreSQL's default `temp_buffers`, 8 MB.
 BATCH_ROWS = 5000
 #: Rows whose posts are compared with the tombstones at once.
 CHECKED_ROWS = 10_000
@@ -57,18 +55,9 @@ SESSION = {
     "tcp_keepalives_count": "3",
     "lock_timeout": "5s",
 }
-#: Column -> type. `stored_at` is the time at which the result was stored in Redis.
-TYPES = dict.fromkeys((*POST_FIELDS, *RESULT_COLUMNS), "text") | dict.fromkeys(TIME_COLUMNS, "timestamptz")
-TYPES |= dict.fromkeys(("stickied", "nsfw", "spoiler"), "boolean") | dict.fromkeys(("extra", "scores"), "jsonb")
-TYPES |= {"score": "bigint", "label_score": "float8", "queued_seconds": "float8", "stored_at": "timestamptz"}
-#: Columns that identify a result.
-KEY = ("id", "fingerprint")
-REQUIRED = {"id", "label", "scores", "fingerprint", "stored_at"}
 #: Name of a table, optionally with its schema. PostgreSQL truncates longer names.
 TABLE_NAME = re.compile(r'(?:([^."]+)\.)?([^."]+)')
 MAX_NAME_BYTES = 63
-#: What PostgreSQL cannot store in text, and what it stores instead.
-NUL, REPLACEMENT = "\0", "\ufffd"
 #: Errors after which the same statement may succeed later, on a new connection if this one is lost: an unreachable,
 #: restarting or full server, a lock that is held, a server that has become a standby.
 TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
@@ -159,8 +148,13 @@ class Table:
     def _connect(self) -> None:
         """Connect, lock the table, and read the position from which to continue."""
         self.begun = time.monotonic()
-        with self._explaining():
+        try:
             self._connection = psycopg.connect(**self._address.options, autocommit=True)
+        except psycopg.Error as error:
+            raise DatabaseUnavailable(
+                f"PostgreSQL at {self._address.name} is unavailable ({_reason(error)}). Check the address, and the "
+                "password in PGPASSWORD or ~/.pgpass."
+            ) from None
         try:
             with self._explaining():
                 self._prepare()
@@ -172,7 +166,7 @@ class Table:
         connection = self._connection
         if connection.info.parameter_status("server_encoding") != "UTF8":
             raise UserError(f"The database at {self._address.name} is not encoded in UTF-8. Create one that is.")
-        set_json_dumps(_json, connection)
+        set_json_dumps(to_jsonb, connection)
         for setting in SESSION.items():
             connection.execute("SELECT set_config(%s, %s, false)", setting)
         schema = self._schema or self._value("SELECT current_schema()")
@@ -189,7 +183,7 @@ class Table:
             # Two first exports at once would both create the table of positions.
             self._value("SELECT pg_advisory_xact_lock(hashtextextended('feedmill', 0))")
             self._create()
-        columns = SQL(", ").join(_column(name, optional=True) for name in TYPES)
+        columns = SQL(", ").join(definition(name, optional=True) for name in TYPES)
         connection.execute(SQL("CREATE TEMPORARY TABLE feedmill_staging ({}) ON COMMIT DELETE ROWS").format(columns))
         self._read_position()
 
@@ -212,7 +206,7 @@ class Table:
                 ).format(self._positions)
             )
         if self._value("SELECT to_regclass(%s)", name) is None:
-            parts = [*map(_column, TYPES), SQL("PRIMARY KEY ({})").format(_names(KEY))]
+            parts = [*map(definition, TYPES), SQL("PRIMARY KEY ({})").format(names(KEY))]
             self._connection.execute(SQL("CREATE TABLE {} ({})").format(self._table, SQL(", ").join(parts)))
             # The position of a table that was dropped.
             self._connection.execute(SQL("DELETE FROM {} WHERE table_name = %s").format(self._positions), [self._name])
@@ -235,7 +229,7 @@ class Table:
                 SQL("INSERT INTO {} (table_name, options, place, purges) VALUES (%s, %s, %s, %s)").format(
                     self._positions
                 ),
-                [self._name, _json(self._options).decode(), self._stored(self.place), self._purged],
+                [self._name, to_jsonb(self._options).decode(), self._stored(self.place), self._purged],
             )
             return
         check_options(str(self), found[0], self._options or {})
@@ -317,11 +311,11 @@ class Table:
         with cursor.copy("COPY pg_temp.feedmill_staging FROM STDIN (FORMAT BINARY)") as copy:
             copy.set_types(list(TYPES.values()))
             for row in latest.values():
-                copy.write_row(_values(row))
+                copy.write_row(values_of(row))
         others = SQL(", ").join(SQL("{0} = excluded.{0}").format(Identifier(each)) for each in TYPES if each not in KEY)
         cursor.execute(
             SQL("INSERT INTO {} ({}) SELECT {} FROM pg_temp.feedmill_staging ON CONFLICT ({}) DO UPDATE SET {}").format(
-                self._table, _names(TYPES), _names(TYPES), _names(KEY), others
+                self._table, names(TYPES), names(TYPES), names(KEY), others
             )
         )
         return int(cursor.rowcount)
@@ -329,11 +323,11 @@ class Table:
     def _remove(self, cursor: Any, purges: Purges) -> int:
         removed = 0
         for ids, run, until in purges.purges:
-            time_limit = _time(until / 1000)
+            time_limit = as_time(until / 1000)
             if run is not None:
                 statement, subject = SQL("DELETE FROM {} WHERE run = %s AND stored_at <= %s"), run
             else:
-                statement, subject = SQL("DELETE FROM {} WHERE id = ANY(%s) AND stored_at <= %s"), [*map(_text, ids)]
+                statement, subject = SQL("DELETE FROM {} WHERE id = ANY(%s) AND stored_at <= %s"), [*map(as_text, ids)]
             removed += cursor.execute(statement.format(self._table), [subject, time_limit]).rowcount
         return removed
 
@@ -395,55 +389,3 @@ class Table:
 
 def _reason(error: psycopg.Error) -> str:
     return printable(" ".join((error.diag.message_primary or str(error)).split()).removesuffix("."))
-
-
-def _names(columns: Collection[str]) -> Composable:
-    return SQL(", ").join(map(Identifier, columns))
-
-
-def _column(name: str, optional: bool = False) -> Composable:
-    required = name in REQUIRED and not optional
-    return SQL("{} {}").format(Identifier(name), SQL(f"{TYPES[name]}{' NOT NULL' * required}"))  # type: ignore[arg-type]
-
-
-def _text(value: str | None) -> str | None:
-    return value and value.replace(NUL, REPLACEMENT)
-
-
-def _time(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
-
-
-def _json(value: object) -> bytes:
-    """Serialize JSON for jsonb, which rejects NUL in strings."""
-    text = to_json(value)
-    return to_json(_without_nul(value)) if b"\\u0000" in text else text
-
-
-def _without_nul(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {_text(name): _without_nul(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return list(map(_without_nul, value))
-    return _text(value) if isinstance(value, str) else value
-
-
-#: Type -> conversion of its values. psycopg converts the others.
-CONVERSIONS: dict[str, Callable[[Any], object]] = {"text": _text, "timestamptz": _time}
-#: Field of a post, its default and its conversion, for each column; then column and conversion of a result.
-POST_VALUES = [(*field, CONVERSIONS.get(TYPES[column])) for column, field in POST_FIELDS.items()]
-FOUND_VALUES = [(column, CONVERSIONS.get(TYPES[column])) for column in (*RESULT_COLUMNS, "stored_at")]
-
-
-def _values(row: ResultRow) -> list[object]:
-    """Return a row's values in the order of TYPES."""
-    post, scores = row.post, row.found["scores"]
-    found = row.found | {
-        "label_score": scores[row.found["label"]], "label_set": label_set(scores), "stored_at": seconds_of(row.entry)
-    }  # fmt: skip
-    values = [
-        post.get(field, default) if convert is None else convert(post.get(field, default))
-        for field, default, convert in POST_VALUES
-    ]
-    values += [found.get(column) if convert is None else convert(found.get(column)) for column, convert in FOUND_VALUES]
-    return values
