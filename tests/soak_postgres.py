@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -100,17 +101,25 @@ class Soak:
         for number, fault in enumerate(faults):
             # At an even pace of rows, and then at any moment of a transaction.
             least = (number + self._random.random()) * self._results * 0.95 / len(faults)
-            wait_until(lambda least=least: self._rows() >= least, f"{least:,.0f} rows are in the table", PATIENCE_S)
+            wait_until(partial(self._has_rows, least), f"{least:,.0f} rows are in the table", PATIENCE_S)
             time.sleep(self._random.random() * 0.2)
             if fault == "kill":
                 self._kill()
                 rows.append(self._rows())
                 self._start()
-            else:
+            else:  # an export that cannot connect at its start exits
+                wait_until(self._is_connected, "the export is connected", PATIENCE_S)
                 self._database.kill()
                 self._database.start()
             sys.stderr.write(f"{fault} after {rows[-1] if fault == 'kill' else self._rows():,} rows\n")
         return rows
+
+    def _is_connected(self) -> bool:
+        query = "SELECT query FROM pg_stat_activity WHERE application_name = 'feedmill export' AND state = 'idle'"
+        return any(last.startswith(("SELECT options", "COMMIT")) for (last,) in self._database.rows(query))
+
+    def _has_rows(self, least: float) -> bool:
+        return self._rows() >= least
 
     def _rows(self) -> int:
         if (status := self._export.process.poll()) not in (None, -9):

@@ -221,9 +221,9 @@ class Table:
         ).fetchone()
         #: True if this run continues an earlier one.
         self.resumed = found is not None
-        if found is None and self._options is None:
-            raise UserError(f"{self} is not of an export: it has no row in {POSITIONS}. Give another --table.")
         if found is None:
+            if self._options is None:
+                raise UserError(f"{self} is not of an export: it has no row in {POSITIONS}. Give another --table.")
             self.place, self._purged = Place(id_before(self._options["since"] or 0.0)), newest_purge(self._redis)
             self._connection.execute(
                 SQL("INSERT INTO {} (table_name, options, place, purges) VALUES (%s, %s, %s, %s)").format(
@@ -323,12 +323,10 @@ class Table:
     def _remove(self, cursor: Any, purges: Purges) -> int:
         removed = 0
         for ids, run, until in purges.purges:
-            time_limit = as_time(until / 1000)
-            if run is not None:
-                statement, subject = SQL("DELETE FROM {} WHERE run = %s AND stored_at <= %s"), run
-            else:
-                statement, subject = SQL("DELETE FROM {} WHERE id = ANY(%s) AND stored_at <= %s"), [*map(as_text, ids)]
-            removed += cursor.execute(statement.format(self._table), [subject, time_limit]).rowcount
+            which = SQL("id = ANY(%s)") if run is None else SQL("run = %s")
+            statement = SQL("DELETE FROM {} WHERE {} AND stored_at <= %s").format(self._table, which)
+            posts = [*map(as_text, ids)] if run is None else run
+            removed += cursor.execute(statement, [posts, as_time(until / 1000)]).rowcount
         return removed
 
     def check_posts(self) -> None:

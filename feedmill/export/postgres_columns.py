@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, LiteralString
 
 from psycopg.sql import SQL, Composable, Identifier
 from pydantic_core import to_json
@@ -12,7 +12,9 @@ from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.rows import ResultRow
 
 #: Column -> type. `stored_at` is the time at which the result was stored in Redis.
-TYPES = dict.fromkeys((*POST_FIELDS, *RESULT_COLUMNS), "text") | dict.fromkeys(TIME_COLUMNS, "timestamptz")
+TYPES: dict[str, LiteralString] = dict.fromkeys((*POST_FIELDS, *RESULT_COLUMNS), "text") | dict.fromkeys(
+    TIME_COLUMNS, "timestamptz"
+)
 TYPES |= dict.fromkeys(("stickied", "nsfw", "spoiler"), "boolean") | dict.fromkeys(("extra", "scores"), "jsonb")
 TYPES |= {"score": "bigint", "label_score": "float8", "queued_seconds": "float8", "stored_at": "timestamptz"}
 #: Columns that identify a result.
@@ -23,19 +25,23 @@ NUL, REPLACEMENT = "\0", "\ufffd"
 
 
 def names(columns: Collection[str]) -> Composable:
+    """Return the columns' names, separated by commas."""
     return SQL(", ").join(map(Identifier, columns))
 
 
 def definition(name: str, optional: bool = False) -> Composable:
-    required = name in REQUIRED and not optional
-    return SQL("{} {}").format(Identifier(name), SQL(f"{TYPES[name]}{' NOT NULL' * required}"))  # type: ignore[arg-type]
+    """Return a column's definition. optional: without its NOT NULL."""
+    required = SQL(" NOT NULL") if name in REQUIRED and not optional else SQL("")
+    return SQL("{} {}{}").format(Identifier(name), SQL(TYPES[name]), required)
 
 
 def as_text(value: str | None) -> str | None:
+    """Replace what PostgreSQL cannot store."""
     return value and value.replace(NUL, REPLACEMENT)
 
 
 def as_time(seconds: float | None) -> datetime | None:
+    """Convert seconds since 1970."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
 
 

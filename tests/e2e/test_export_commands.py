@@ -153,7 +153,7 @@ def test_interrupted_export_resumes_later(
             notes = Console(stderr=True)
             run = export._Run(reader, target, ExportFilter(), stop, notes, False, 1.0)
             run.all()
-        told.append(run.report(out, as_json=False))
+        told.append(run.report(str(out), as_json=False))
     assert told == [1, 1, 0]
     assert exported(out, name) == wanted
     assert capsys.readouterr().out

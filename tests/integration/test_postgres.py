@@ -12,10 +12,11 @@ import pytest
 from feedmill.export import postgres
 from feedmill.export.postgres import TYPES, Table, opened
 from feedmill.export.writer import ExportFilter
+from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.rows import RowReader
 from producers.purge_run import purge_run
 from shared.errors import DatabaseUnavailable, UserError
-from shared.keys import PURGES
+from shared.keys import PURGES, RESULTS_STREAM
 from shared.messages import Classification, Post, digest
 from shared.purge import lift_tombstones, purge
 from shared.results import Result, ResultsStore
@@ -78,7 +79,7 @@ def ids(database: PostgresServer, table: str = TABLE) -> list[str]:
 
 def test_writes_every_column(redis: RedisServer, database: PostgresServer, store: ResultsStore) -> None:
     """Text with what PostgreSQL cannot store, too."""
-    post = {"title": "nul \0, \\u0000, “quotes”", "score": 2**53, "created_utc": 253_402_300_799, "nsfw": True,
+    post: dict[str, Any] = {"title": "nul \0, \\u0000, “quotes”", "score": 2**53, "created_utc": 253_402_300_799, "nsfw": True,
             "extra": {"a\0": ["\0", {"b": None}], "c": 0.5}, "run": "monday"}  # fmt: skip
     store.write([result("1", "food\0", **post), result("2", at=1.5)])
     assert export(redis, database).written == 2
@@ -102,8 +103,8 @@ def test_writes_every_column(redis: RedisServer, database: PostgresServer, store
     stored_at = database.rows(
         "SELECT extract(epoch FROM stored_at)::float8, date::text FROM feedmill_results ORDER BY id"
     )
-    (entry, _), _ = redis.client.xrange("feedmill:results")
-    assert stored_at[0] == (int(entry.partition("-")[0]) / 1000, "9999-12-31 23:59:59+00")
+    entries: Any = redis.client.xrange(RESULTS_STREAM)
+    assert stored_at[0] == (seconds_of(entries[0][0]), "9999-12-31 23:59:59+00")
 
 
 def test_continues_where_the_last_export_stopped(
