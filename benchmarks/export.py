@@ -1,6 +1,7 @@
 """Measure throughput and memory of `feedmill export` for each format.
 
-    python -m benchmarks.export [--count 100000] [--posts FILE] [--rounds 3] [--database postgresql://…]
+    python -m benchmarks.export [--count 100000] [--posts FILE] [--rounds 3] [--formats parquet csv jsonl]
+        [--database postgresql://…]
 
 The benchmark fills a real Redis with results for the sixteen topics, with texts of the bundled posts or of a file, and
 runs `feedmill export` as a process for each format in each round. Rows/s cover the whole life of the process, including
@@ -52,13 +53,21 @@ def main() -> None:
     parser.add_argument("--posts", help="file of posts; default: the bundled posts")
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=FORMATS)
     parser.add_argument("--database", help="address of a PostgreSQL; its table feedmill_benchmark is replaced")
     given = parser.parse_args()
     with run_folder() as folder:
-        print(json.dumps(run(given.posts, given.count, given.rounds, folder, given.database)))
+        print(json.dumps(run(given.posts, given.count, given.rounds, folder, given.formats, given.database)))
 
 
-def run(file: str | None, count: int, rounds: int, folder: Path, database: str | None = None) -> dict[str, Any]:
+def run(
+    file: str | None,
+    count: int,
+    rounds: int,
+    folder: Path,
+    formats: Sequence[str] = FORMATS,
+    database: str | None = None,
+) -> dict[str, Any]:
     # Redis trims the stream by whole nodes, so it keeps at least `count` entries.
     settings = load(results_stream_length=count)
     posts = read_posts(file, min(count, MAX_POSTS))
@@ -72,7 +81,7 @@ def run(file: str | None, count: int, rounds: int, folder: Path, database: str |
             f"{os.cpu_count()} CPUs"
         )
         found: dict[str, Any] = {"results": count, "entry_bytes": round(size / count)}
-        for form in FORMATS:
+        for form in formats:
             measured = [_export(stack.settings, form, count, folder / f"{form}-{number}") for number in range(rounds)]
             found[form] = {name: round(median(each[name] for each in measured), 1) for name in measured[0]}
             each = found[form]

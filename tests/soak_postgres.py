@@ -4,7 +4,7 @@ Results are written to a real Redis and some of their posts are purged, while `f
 SIGKILL at random times, and PostgreSQL with all of its processes. Both are restarted.
 
 The last line is JSON: results, purged (posts), rows, missing, twice, wrong (rows unlike their result), purged_left
-(rows), kills, crashes, resumed_at (rows in the table at each kill), seconds. Exits 1 if a row is missing, there twice,
+(rows), kills, crashes, rows_at_kills, seconds. Exits 1 if a row is missing, there twice,
 wrong, or of a purged post.
 """
 
@@ -67,7 +67,7 @@ class Soak:
             wanted = self._results - len(self._purged)
             wait_until(lambda: self._rows() == wanted, f"the table has {wanted:,} rows", PATIENCE_S)
             status = self._export.end()
-            found = self._compare() | {"kills": self._kills, "crashes": self._crashes, "resumed_at": kills}
+            found = self._compare() | {"kills": self._kills, "crashes": self._crashes, "rows_at_kills": kills}
         if status or PASSWORD in "".join(log.read_text() for log in self._folder.glob("feedmill-*.log")):
             raise AssertionError(f"status {status}, or a password in a log: {self._export.text()}")
         return found | {"seconds": round(time.monotonic() - began)}

@@ -10,7 +10,8 @@ import psycopg
 import pytest
 
 from feedmill.export import postgres
-from feedmill.export.postgres import TYPES, Table, opened
+from feedmill.export.postgres import Table, opened
+from feedmill.export.postgres_columns import TYPES
 from feedmill.export.writer import ExportFilter
 from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.rows import RowReader
@@ -79,8 +80,14 @@ def ids(database: PostgresServer, table: str = TABLE) -> list[str]:
 
 def test_writes_every_column(redis: RedisServer, database: PostgresServer, store: ResultsStore) -> None:
     """Text with what PostgreSQL cannot store, too."""
-    post: dict[str, Any] = {"title": "nul \0, \\u0000, “quotes”", "score": 2**53, "created_utc": 253_402_300_799, "nsfw": True,
-            "extra": {"a\0": ["\0", {"b": None}], "c": 0.5}, "run": "monday"}  # fmt: skip
+    post: dict[str, Any] = {
+        "title": "nul \0, \\u0000, “quotes”",
+        "score": 2**53,
+        "created_utc": 253_402_300_799,
+        "nsfw": True,
+        "extra": {"a\0": ["\0", {"b": None}], "c": 0.5},
+        "run": "monday",
+    }
     store.write([result("1", "food\0", **post), result("2", at=1.5)])
     assert export(redis, database).written == 2
     full, plain = database.rows("SELECT * FROM feedmill_results ORDER BY id")
