@@ -47,6 +47,7 @@ def read_purges(redis: Redis, position: str) -> Purges:
         missed = len(entries) > PURGES_PER_READ and redis.xlen(PURGES) >= MAX_PURGES
     else:
         missed = not entries or entries.pop(0)[0] != position
+    del entries[PURGES_PER_READ:]
     if missed:
         return Purges([], newest_purge(redis), missed=True)
     purges = [

@@ -1,5 +1,6 @@
 """feedmill/export/postgres.py on a real PostgreSQL: each result once, whatever crashes; purges reach the table."""
 
+import re
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from feedmill.export.postgres import Table, opened
 from feedmill.export.postgres_columns import TYPES
 from feedmill.export.writer import ExportFilter
 from feedmill.reading.entry_ids import seconds_of
+from feedmill.reading.purges import PURGES_PER_READ
 from feedmill.reading.rows import RowReader
 from producers.purge_run import purge_run
 from shared.errors import DatabaseUnavailable, UserError
@@ -26,6 +28,7 @@ from tests.postgres import PostgresServer, postgres_folder
 from tests.support import PASSWORD, Feedmill, RedisServer, feedmill, last_json, naming, running, wait_until
 
 TABLE = "feedmill_results"
+DOCUMENTATION = Path(__file__).parent.parent.parent / "docs" / "export.md"
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +117,26 @@ def test_writes_every_column(redis: RedisServer, database: PostgresServer, store
     assert stored_at[0] == (seconds_of(entries[0][0]), "9999-12-31 23:59:59+00")
 
 
+def test_documented_tables_and_queries_work(redis: RedisServer, database: PostgresServer, store: ResultsStore) -> None:
+    def columns() -> list[tuple[Any, ...]]:
+        return database.rows(
+            "SELECT table_name, column_name, data_type, is_nullable, column_default FROM information_schema.columns "
+            "WHERE table_schema = 'public' ORDER BY table_name, ordinal_position"
+        )
+
+    store.write([result("1")])
+    export(redis, database)
+    created = columns()
+    database.rows("DROP TABLE feedmill_results, feedmill_exports")
+    tables, queries = re.findall(r"```sql\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+    database.rows(tables)
+    assert columns() == created
+    export(redis, database)
+    for query in queries.split(";"):
+        database.rows(query)
+    assert ids(database) == ["1"]
+
+
 def test_continues_where_the_last_export_stopped(
     redis: RedisServer, database: PostgresServer, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +191,8 @@ def test_dropped_table_is_exported_from_the_beginning(
 def test_purged_posts_leave_the_table(redis: RedisServer, database: PostgresServer, store: ResultsStore) -> None:
     store.write([result("1"), result("2"), result("2", "books")])
     export(redis, database)
+    for number in range(PURGES_PER_READ):
+        purge(redis.client, Settings(), [f"unknown {number}"])
     purge(redis.client, Settings(), ["2", "unknown"])
     assert export(redis, database).removed == 2
     lift_tombstones(redis.client, ["2"])

@@ -12,6 +12,8 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from redis.exceptions import ConnectionError as ConnectionFault
 
+from feedmill.reading import purges
+from feedmill.reading.purges import BEGINNING, Purges, newest_purge, read_purges
 from shared import purge as purging
 from shared.broker import make_app, publish
 from shared.errors import MessageFailed, RequestRefused, UserError
@@ -349,3 +351,20 @@ def test_normalizes_ids_as_posts_do(client: Redis, settings: Settings, store: Re
     store.write([Result(odd, classification(odd.id))])
     assert purge(client, settings, [" a\ud800 ", odd.id]) == PurgeCounts(results=1, entries=1)
     assert purge(client, settings, []) == PurgeCounts()
+
+
+def test_log_of_purges_is_read_in_order(client: Redis, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purges, "PURGES_PER_READ", 2)
+    monkeypatch.setattr(purges, "MAX_PURGES", 4)
+    assert read_purges(client, BEGINNING) == Purges([], BEGINNING)
+    for post_id in ("a", "b", "c"):
+        purge(client, settings, [post_id])
+    first = read_purges(client, BEGINNING)
+    assert [each.ids for each in first.purges] == [["a"], ["b"]]
+    second = read_purges(client, first.position)
+    assert ([each.ids for each in second.purges], second.position) == ([["c"]], newest_purge(client))
+    assert read_purges(client, second.position) == Purges([], second.position)
+    purge(client, settings, ["d"])
+    assert read_purges(client, BEGINNING) == Purges([], newest_purge(client), missed=True)  # the log may be longer
+    client.xdel(PURGES, second.position)
+    assert read_purges(client, second.position).missed
