@@ -2,42 +2,30 @@
 
 import gc
 import json
-import logging
-import signal
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 from redis import Redis
-from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from feedmill.cli.dates import parse_period
+from feedmill.cli.export_run import ExportRun, format_rows, stop_on_signal
 from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
 from feedmill.export import writer
-from feedmill.export.single_file import File, ParquetFile
 from feedmill.export.text import COLUMNS
-from feedmill.export.writer import ExportFilter, Folder, Target
-from feedmill.reading.entry_ids import seconds_of
-from feedmill.reading.rows import Chunk, RowReader
+from feedmill.export.writer import ExportFilter, Folder
+from feedmill.reading.rows import RowReader
 from feedmill.reading.runs import check_run, unknown_run
-from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from shared.broker import connect, user_errors
-from shared.errors import DatabaseUnavailable, UserError, clause, explain_missing, printable
+from shared.errors import UserError, explain_missing, printable
 from shared.messages import parse_run
 from shared.runs import progress
-from shared.settings import PREFIX, Settings
-
-if TYPE_CHECKING:
-    from feedmill.export.postgres import Table
-
-logger = logging.getLogger(__name__)
+from shared.settings import Settings
 
 #: Seconds after which `--follow` closes a part by default.
 DEFAULT_PART_S = 600.0
@@ -46,10 +34,6 @@ TRANSACTION_S = 1.0
 #: Beginnings of a database's address, and the default table in it.
 DATABASE_SCHEMES = ("postgresql://", "postgres://")
 DEFAULT_TABLE = "feedmill_results"
-#: Seconds that `--follow` waits for a new entry before it checks for a signal.
-ENTRY_WAIT_S = 1.0
-#: Seconds before each attempt to reconnect; the last value repeats until Redis answers.
-RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0)
 
 app = typer.Typer()
 
@@ -159,12 +143,12 @@ def export_results(
         reader = RowReader(redis, filters.until)
         redis.ping()  # before any file is created
         with (
-            _stop_on_signal() as stop,
+            stop_on_signal() as stop,
             writer.opened(out, writes, filters, reader, follow, part_rows or writer.PART_ROWS) as target,
         ):
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
             gc.freeze()
-            this = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
+            this = ExportRun(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
             this.all()
     raise typer.Exit(this.report(f"the folder {out}" if isinstance(target, Folder) else str(out), as_json))
 
@@ -211,19 +195,19 @@ def _export_to_table(
         if wanted is not None and wanted.run is not None:
             _own_columns(redis, wanted.run, follow, notes)  # refuses an unknown run
         reader = RowReader(redis, wanted and wanted.until)
-        with _stop_on_signal() as stop, postgres.opened(url, table, wanted, reader, redis) as target:
+        with stop_on_signal() as stop, postgres.opened(url, table, wanted, reader, redis) as target:
             if wanted is None:
                 target.purge()
                 _report_purge(target.removed, as_json)
                 return 0
             gc.freeze()
-            this = _Run(reader, target, wanted, stop, notes, follow, TRANSACTION_S)
+            this = ExportRun(reader, target, wanted, stop, notes, follow, TRANSACTION_S)
             this.all()
     return this.report(str(target), as_json)
 
 
 def _report_purge(removed: int, as_json: bool) -> None:
-    typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
+    typer.echo(json.dumps({"removed": removed}) if as_json else f"{format_rows(removed)} of purged posts removed")
 
 
 def _own_columns(redis: Redis, run: str, follow: bool, notes: Console) -> Sequence[str]:
@@ -265,29 +249,6 @@ def _columns(given: str, own: Sequence[str]) -> tuple[str, ...]:
     return columns
 
 
-class _StopRequest:
-    """Flag that the first signal sets to stop the export."""
-
-    is_set = False
-
-
-@contextmanager
-def _stop_on_signal() -> Iterator[_StopRequest]:
-    """Record the first SIGTERM, SIGHUP or Ctrl-C inside the block, so that the export can finish its current file.
-
-    A second signal has its usual effect.
-    """
-    request = _StopRequest()
-    before = {number: signal.getsignal(number) for number in not_ignored(*EXIT_SIGNALS)}
-
-    def note(number: int, _: object) -> None:
-        request.is_set = True
-        signal.signal(number, before[signal.Signals(number)])  # a second signal ends the export at once
-
-    with handle_signals(note, *before):
-        yield request
-
-
 @contextmanager
 def _explaining_write_errors() -> Iterator[None]:
     """Convert a failed write inside the block into UserError."""
@@ -297,159 +258,3 @@ def _explaining_write_errors() -> Iterator[None]:
         raise
     except OSError as error:
         raise UserError(f"Cannot write the export: {error}. Correct the cause, then run the command again.") from None
-
-
-class _Run:
-    """One run of an export, from where the last run stopped."""
-
-    def __init__(
-        self,
-        reader: RowReader,
-        target: "Target | Table",
-        filters: ExportFilter,
-        stop: _StopRequest,
-        notes: Console,
-        follow: bool,
-        part_seconds: float,
-    ) -> None:
-        self._reader, self._target, self._filters = reader, target, filters
-        self._stop = stop
-        self._notes = notes
-        self._follow = follow
-        self._part_seconds = part_seconds
-        self._before = target.written
-        self._missed: int | None = 0
-        self._any_missed = False
-        self._complete = False
-
-    def all(self) -> None:
-        """Export to the end of the stream, or with `--follow` until a signal.
-
-        Raises redis.exceptions.RedisError and OSError.
-        """
-        target = self._target
-        if target.resumed:
-            where = f"after {self._before:,} rows, " if self._before else ""
-            self._notes.print(f"resuming {where}where the last run stopped")
-        if isinstance(target, Folder):
-            target.sweep()
-        with _ExportBar(self._notes) as bar:
-            if isinstance(target, File | ParquetFile) or (isinstance(target, Folder) and not self._follow):
-                self._read_to_end(target, bar)
-            else:
-                self._follow_stream(target, bar)
-
-    def _read_to_end(self, target: Target, bar: "_ExportBar") -> None:
-        """Export every entry that the stream holds now, or stop after a chunk when a signal arrives."""
-        place = target.place
-        for chunk in self._reader.chunks(place):
-            place = chunk.place
-            self._add(chunk, bar)
-            if self._stop.is_set and not chunk.ended:
-                target.stop(place)
-                return
-        target.close(place)
-        self._complete = True
-
-    def _follow_stream(self, target: "Folder | Table", bar: "_ExportBar") -> None:
-        """Export entries until a signal, or to the end. While following, reconnect after a lost connection.
-
-        Rows of a table that was not written yet, or of an open part, are then read again.
-        """
-        place, failures, swept_at = target.place, 0, time.monotonic()
-        while not (self._stop.is_set or self._complete):
-            try:
-                if failures:
-                    place = target.resume()
-                chunk = self._reader.fetch(place)
-                place = chunk.place
-                self._add(chunk, bar)
-                if time.monotonic() - target.begun >= self._part_seconds:
-                    target.close(place)
-                if isinstance(target, Folder) and time.monotonic() - swept_at >= writer.SWEEP_INTERVAL_S:
-                    target.sweep()
-                    swept_at = time.monotonic()
-                if failures:
-                    logger.warning("connected again; continuing at the same position")
-                failures = 0
-                if chunk.ended and self._follow:
-                    self._reader.wait(place, ENTRY_WAIT_S)
-                self._complete = chunk.ended and not self._follow
-            except (ConnectionFault, TimeoutFault, DatabaseUnavailable) as fault:
-                if isinstance(fault, AuthenticationError) or not self._follow:
-                    raise
-                if not failures:
-                    where = (
-                        clause(fault) if isinstance(fault, DatabaseUnavailable) else f"Redis is unreachable ({fault})"
-                    )
-                    logger.warning("%s; retrying until it answers", where)
-                time.sleep(RECONNECT_DELAYS_S[min(failures, len(RECONNECT_DELAYS_S) - 1)])
-                failures += 1
-        if not failures:
-            target.close(place)
-        self._complete |= self._follow
-
-    def _add(self, chunk: Chunk, bar: "_ExportBar") -> None:
-        if chunk.missed != 0:
-            self._report_missed(chunk)
-        rows = self._filters.of(chunk.rows)
-        if rows:
-            self._target.add(rows, chunk.place)
-        bar.move(len(rows), chunk)
-
-    def _report_missed(self, chunk: Chunk) -> None:
-        """Count results that were trimmed before this export read them, and print a warning."""
-        self._any_missed = True
-        known = chunk.missed is not None and self._missed is not None
-        self._missed = (self._missed or 0) + (chunk.missed or 0) if known else None
-        how_many = "results were" if chunk.missed is None else f"up to {chunk.missed:,} results were"
-        if chunk.missed == 1:
-            how_many = "up to 1 result was"
-        self._notes.print(
-            f"{how_many} trimmed from the stream before this export read them. Export more often, or raise "
-            f"{PREFIX}RESULTS_STREAM_LENGTH."
-        )
-
-    def report(self, out: str, as_json: bool) -> int:
-        """Print a summary; return the exit status. out: what was exported to."""
-        target = self._target
-        rows = target.written - (self._before if isinstance(target, Folder) else 0)
-        if as_json:
-            summary = {"rows": rows, "removed": target.removed, "complete": self._complete}
-            typer.echo(json.dumps(summary | {"missed": self._missed if self._any_missed else 0}))
-        else:
-            again = "resume" if target.can_resume else "start over"
-            parts = [f"{_rows(rows)} written to {out}"]
-            if target.removed:
-                parts.append(f"{_rows(target.removed)} of purged posts removed")
-            if not self._complete:
-                parts.append(f"stopped before the end; run the same command to {again}")
-            typer.echo(", ".join(parts))
-        nothing = not rows and not target.resumed and not self._follow
-        return 1 if nothing or self._any_missed or not self._complete else 0
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"
-
-
-class _ExportBar(Progress):
-    """Progress of an export; without a total where the stream's remaining length is unknown."""
-
-    def __init__(self, notes: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        super().__init__(*columns, console=notes, transient=True, disable=not notes.is_terminal)
-        self._task = self.add_task("reading", total=None)
-        self._rows = self._read = 0
-        self._began = time.monotonic()
-
-    def move(self, rows: int, chunk: Chunk) -> None:
-        self._rows += rows
-        self._read += len(chunk.rows)
-        if self.disable:
-            return
-        rate = self._rows / max(time.monotonic() - self._began, 0.001)
-        when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds_of(chunk.place.cursor)))
-        total = None if chunk.left is None else self._read + chunk.left
-        description = f"{self._rows:,} rows, {rate:,.0f}/s" + (f", at {when}" if chunk.rows else "")
-        self.update(self._task, description=description, completed=self._read, total=total)

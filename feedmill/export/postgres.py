@@ -380,7 +380,7 @@ class Table:
             ) from None
         except psycopg.Error as error:
             raise UserError(
-                f"PostgreSQL at {self._address.name} refuses to store results ({_reason(error)}). See docs/export.md "
+                f"PostgreSQL at {self._address.name} refuses the export ({_reason(error)}). See docs/export.md "
                 "for the privileges and the columns that an export needs."
             ) from None
 
