@@ -123,7 +123,9 @@ class ExportRun:
                 chunk = self._reader.fetch(place)
                 place = chunk.place
                 self._add(chunk, bar)
-                if time.monotonic() - target.begun >= self._part_seconds:
+                # A database that is full accepts connections, but no rows.
+                is_unproven = failures > 0 and not isinstance(target, Folder)
+                if is_unproven or time.monotonic() - target.begun >= self._part_seconds:
                     target.close(place)
                 if isinstance(target, Folder) and time.monotonic() - swept_at >= writer.SWEEP_INTERVAL_S:
                     target.sweep()

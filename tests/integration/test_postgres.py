@@ -28,6 +28,12 @@ from tests.postgres import PostgresServer, postgres_folder
 from tests.support import PASSWORD, Feedmill, RedisServer, feedmill, last_json, naming, running, wait_until
 
 TABLE = "feedmill_results"
+#: Lets every INSERT fail as on a full disk.
+FULL_DISK = """
+CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql
+AS $$ BEGIN RAISE EXCEPTION 'disk full' USING ERRCODE = 'disk_full'; END $$;
+CREATE TRIGGER full_disk BEFORE INSERT ON feedmill_results FOR EACH STATEMENT EXECUTE FUNCTION fail()
+"""
 DOCUMENTATION = Path(__file__).parent.parent.parent / "docs" / "export.md"
 
 
@@ -318,7 +324,7 @@ def test_mistakes_do_not_show_the_password(redis: RedisServer, database: Postgre
 def test_follows_through_faults(
     redis: RedisServer, database: PostgresServer, store: ResultsStore, tmp_path: Path
 ) -> None:
-    """Lost connections, a crash of PostgreSQL and a purge; SIGTERM ends it."""
+    """Lost connections, a full disk, a crash of PostgreSQL and a purge; SIGTERM ends it."""
     command = ("export", "--follow", database.url)
     store.write([result("1"), result("2")])
     with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:
@@ -331,14 +337,20 @@ def test_follows_through_faults(
         redis.client.client_kill_filter(_type="normal", skipme=True)
         purge(redis.client, Settings(), ["2"])
         _wait_for(database, "1", "3")
-        database.kill()
+        database.rows(FULL_DISK)
         store.write([result("4")])
-        wait_until(lambda: following.text().count("retrying") == 2, "the export has noticed the crash")
-        database.start()
+        wait_until(lambda: "disk full" in following.text(), "the export has noticed the full disk")
+        database.rows("DROP TRIGGER full_disk ON feedmill_results")
         _wait_for(database, "1", "3", "4")
+        faults = following.text().count("retrying")
+        database.kill()
+        store.write([result("5")])
+        wait_until(lambda: following.text().count("retrying") > faults, "the export has noticed the crash")
+        database.start()
+        _wait_for(database, "1", "3", "4", "5")
         assert following.end(signal.SIGTERM) == 0
     assert PASSWORD not in following.text()
-    store.write([result("5")])
+    store.write([result("6")])
     said = feedmill("export", database.url, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert last_json(said.stdout) == {"rows": 1, "removed": 0, "complete": True, "missed": 0}
     said = feedmill("export", database.url, "--purge", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
