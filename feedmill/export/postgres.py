@@ -131,7 +131,7 @@ class Table:
                 f"--table: {printable(table)!r:.80} cannot be the name of the table. Give NAME or SCHEMA.NAME, of at "
                 f"most {MAX_NAME_BYTES} bytes each, and not {POSITIONS}."
             )
-        self._schema, self._name = found[1], found[2]
+        self._given, self._schema, self._name = table, found[1], found[2]
         self._address = address
         self._reader, self._redis = reader, redis
         self._options = None if wanted is None else {"version": STATE_VERSION, **wanted._asdict()}
@@ -143,7 +143,7 @@ class Table:
         self._connect()
 
     def __str__(self) -> str:
-        return f"table {printable(self._name)} in PostgreSQL at {self._address.name}"
+        return f"table {printable(self._given)} in PostgreSQL at {self._address.name}"
 
     def _connect(self) -> None:
         """Connect, lock the table, and read the position from which to continue."""
@@ -172,10 +172,9 @@ class Table:
         schema = self._schema or self._value("SELECT current_schema()")
         if schema is None:
             raise UserError(f"The database at {self._address.name} has no current schema. Give --table SCHEMA.NAME.")
-        self._qualified = f"{schema}.{self._name}"
         self._table, self._positions = Identifier(schema, self._name), Identifier(schema, POSITIONS)
-        try:
-            self._lock()
+        try:  # the lock is held until the connection ends
+            self._value("SELECT pg_advisory_lock(hashtextextended(%s, 0))", f"feedmill {schema}.{self._name}")
         except psycopg.errors.LockNotAvailable:
             raise DatabaseUnavailable(f"Another export is writing to {self}. Wait for it, or stop it.") from None
         connection.execute("SET lock_timeout TO DEFAULT")
@@ -186,10 +185,6 @@ class Table:
         columns = SQL(", ").join(definition(name, optional=True) for name in TYPES)
         connection.execute(SQL("CREATE TEMPORARY TABLE feedmill_staging ({}) ON COMMIT DELETE ROWS").format(columns))
         self._read_position()
-
-    def _lock(self) -> None:
-        """Hold the table's lock until the connection ends."""
-        self._value("SELECT pg_advisory_lock(hashtextextended(%s, 0))", f"feedmill {self._qualified}")
 
     def _create(self) -> None:
         """Create the missing tables, and check the columns of an existing one."""
