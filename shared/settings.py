@@ -209,6 +209,11 @@ class Settings(BaseSettings):
     #: Dimensions to keep of each embedding, for models trained with a Matryoshka loss. Unset: as the model's
     #: configuration says, else all.
     truncate_dim: Count | None = None
+    #: Labels to score per post, for nli and rerank, which compute a row per label: `shortlist_model` chooses the
+    #: nearest labels; the others have no score. Unset: all labels.
+    shortlist: Annotated[int, Field(ge=2)] | None = None
+    #: Embedding model that chooses the labels of a shortlist; a value as of `model`.
+    shortlist_model: str = "sentence-transformers/all-MiniLM-L6-v2"
     #: Maximum tokens per post. The model's own limit applies if it is lower. For gliclass, labels come in addition.
     max_tokens: Annotated[int, Field(ge=8)] = 256
     #: Maximum tokens per micro-batch: rows times the longest row. Unset: measured on the first start.

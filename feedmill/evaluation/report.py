@@ -48,6 +48,11 @@ def show_sureness(found: ModelMeasurement) -> None:
         f"Mean confidence {confidence:.3f}, calibration error {found.calibration_error:.3f} (0 means that 80% "
         f"of the posts with a score of 0.8 are labelled correctly), {found.posts_per_s:,.1f} posts/s."
     )
+    if found.shortlist_recall is not None:
+        typer.echo(
+            f"Shortlist recall {found.shortlist_recall:.3f}: the share of posts whose true label was scored. Accuracy "
+            "cannot exceed it."
+        )
 
 
 def _figures(found: Evaluation) -> Table:

@@ -51,11 +51,11 @@ def test_rejects_settings_without_effect(tmp_path: Path) -> None:
         "sequence": make_model("bert", tmp_path / "c", {0: "NEGATIVE", 1: "POSITIVE"}),
         "gliclass": make_gliclass(tmp_path / "d"),
     }
-    values: dict[str, str | int] = {"post_prompt": "query: ", "label_prompt": "none", "truncate_dim": 8}
+    values: dict[str, str | int] = {"post_prompt": "query: ", "label_prompt": "none", "truncate_dim": 8, "shortlist": 4}
     for kind, folder in folders.items():
         for setting, value in values.items():
             settings = Settings.model_validate({"model": str(folder), setting: value})
-            if (kind, setting) == ("rerank", "post_prompt"):
+            if kind in registry.USED_BY[setting]:
                 load_classifier(settings, FP32)
                 continue
             with pytest.raises(SettingsError, match=naming(f"FEEDMILL_{setting.upper()}", kind)):

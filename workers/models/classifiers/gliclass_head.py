@@ -176,7 +176,7 @@ class Head(nn.Module):
         self._skips_marker = not config.get("embed_class_token", True)
         self._text_only, self._normalizes = bool(config.get("extract_text_features")), config.get("normalize_features")
         poolings = ("first", "max", ALL_TOKENS, *POOLINGS, *(() if self._text_only else ("last",)))
-        values = [("architecture_type", "uni-encoder", ("uni-encoder",))]
+        values: list[tuple[str, Any, tuple[Any, ...]]] = [("architecture_type", "uni-encoder", ("uni-encoder",))]
         values += [("scorer_type", "simple", tuple(SCORERS)), ("pooling_strategy", "first", poolings)]
         values += [("class_token_pooling", "first", ("first", "average"))]
         values += [(name, only, (only,)) for name, only in ONLY_VALUES.items()]

@@ -26,7 +26,12 @@ CLASSIFIERS: dict[
     str, type[Entailment] | type[Gliclass] | type[Reranker] | type[SequenceClassifier] | type[Similarity]
 ] = {classifier.kind: classifier for classifier in (Entailment, Gliclass, Reranker, SequenceClassifier, Similarity)}
 #: Settings that only some built-in classifiers use.
-USED_BY = {"post_prompt": ("rerank", "similarity"), "label_prompt": ("similarity",), "truncate_dim": ("similarity",)}
+USED_BY = {
+    "post_prompt": ("rerank", "similarity"),
+    "label_prompt": ("similarity",),
+    "truncate_dim": ("similarity",),
+    "shortlist": ("nli", "rerank"),
+}
 
 
 def load_classifier(settings: Settings, device: Device) -> Classifier:

@@ -270,7 +270,8 @@ def _segment_embeddings(weights: Weights, dtype: torch.dtype) -> torch.nn.Embedd
     tensors = read_tensors(weights, GLICLASS_SEGMENTS.__eq__)
     if not tensors:
         raise ModelError(f"{weights.name} has no weights for {GLICLASS_SEGMENTS}. Download it again.")
-    return torch.nn.Embedding.from_pretrained(tensors[GLICLASS_SEGMENTS].to(dtype))
+    weight = tensors[GLICLASS_SEGMENTS].to(dtype)
+    return torch.nn.Embedding(*weight.shape, _weight=weight, _freeze=True)
 
 
 def padding_token(config: Any, pad_id: int) -> int:
