@@ -271,7 +271,8 @@ def _segment_embeddings(weights: Weights, dtype: torch.dtype) -> torch.nn.Embedd
     if not tensors:
         raise ModelError(f"{weights.name} has no weights for {GLICLASS_SEGMENTS}. Download it again.")
     weight = tensors[GLICLASS_SEGMENTS].to(dtype)
-    return torch.nn.Embedding(*weight.shape, _weight=weight, _freeze=True)
+    rows, size = weight.shape
+    return torch.nn.Embedding(rows, size, _weight=weight, _freeze=True)
 
 
 def padding_token(config: Any, pad_id: int) -> int:
