@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from feedmill.evaluation.report import models_table
 from feedmill.evaluation.run import measure
 from shared.errors import DeviceFull, ModelError
 from shared.messages import ClassifyOptions, Post
@@ -125,7 +126,11 @@ def test_evaluation_measures_the_recall_of_the_shortlist(
     assert found.shortlist_recall == found.summary(0)["shortlist_recall"] == recall
     assert 0 < recall < 1
     assert found.evaluation.accuracy <= recall
-    assert measure(known, loaded(settings, shortlist=None), settings).shortlist_recall is None
+    whole = measure(known, loaded(settings, shortlist=None), settings)
+    assert whole.shortlist_recall is None
+    for measured, column in (([found, whole], True), ([whole], False)):
+        table = models_table("model", [(each.model, each.summary(0)) for each in measured])
+        assert ("shortlist recall" in [each.header for each in table.columns]) == column
 
 
 def test_canary_finds_a_broken_embedding_model(settings: Settings, tmp_path: Path) -> None:
