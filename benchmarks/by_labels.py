@@ -105,11 +105,11 @@ def _save_models(folder: Path, layers: int) -> None:
     tokenizer.model_max_length = 1024
     markers = ["<<LABEL>>", "<<SEP>>"]
     tokenizer.add_tokens(markers, special_tokens=True)
-    label, separator = tokenizer.convert_tokens_to_ids(markers)
+    label, separator = (tokenizer.convert_tokens_to_ids(marker) for marker in markers)
 
     def config(**heads: Any) -> DebertaV2Config:
-        shape = MINILM | RELATIVE | {"num_hidden_layers": layers}
-        return DebertaV2Config(vocab_size=len(tokenizer), pooler_hidden_size=shape["hidden_size"], **shape, **heads)
+        shape = MINILM | RELATIVE | {"num_hidden_layers": layers, "pooler_hidden_size": MINILM["hidden_size"]}
+        return DebertaV2Config(vocab_size=len(tokenizer), **shape, **heads)
 
     names = {name: number for number, name in CLASSES.items()}
     save(AutoModelForSequenceClassification, config(id2label=CLASSES, label2id=names), folder / "nli")

@@ -54,7 +54,7 @@ def report(
     if not out.parent.is_dir():
         raise UserError(f"--out: the folder {out.parent} does not exist. Create it, or give another --out.")
     run = None if run is None else parse_run(run)
-    labels = None if label_set is None else text.label_set_name(filter(None, map(str.strip, label_set.split(","))))
+    labels = None if label_set is None else text.label_set(filter(None, map(str.strip, label_set.split(","))))
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     began = time.monotonic()
     with user_errors(settings), notes.status("reading results") if notes.is_terminal else notes:

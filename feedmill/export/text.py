@@ -31,13 +31,13 @@ ESCAPED = frozenset({
 })  # fmt: skip
 
 
-def label_set(found: Mapping[str, Any]) -> str:
-    """Return the name of a result's label set, labels without scores included. Results of one set can be compared."""
-    return label_set_name((*found["scores"], *found.get("unscored", ())))
+def label_set_of(found: Mapping[str, Any]) -> str:
+    """Return the name of a result's label set, labels without scores included. found: the result's fields."""
+    return label_set((*found["scores"], *found.get("unscored", ())))
 
 
-def label_set_name(labels: Iterable[str]) -> str:
-    """Return the name of a label set: its labels in alphabetical order."""
+def label_set(labels: Iterable[str]) -> str:
+    """Return the name of a label set: its labels in alphabetical order. Results of one set can be compared."""
     return LABEL_SEPARATOR.join(sorted(labels))
 
 
@@ -231,7 +231,7 @@ def _values(row: ResultRow) -> dict[str, Any]:
     values |= {column: row.post.get(field, default) for column, (field, default) in POST_FIELDS.items()}
     values |= {column: row.found.get(column) for column in RESULT_COLUMNS}
     values["label_score"] = values["scores"][values["label"]]
-    values["label_set"] = label_set(row.found)
+    values["label_set"] = label_set_of(row.found)
     return values | {column: _date(values[column]) for column in TIME_COLUMNS}
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from feedmill.export.parquet import Parquet, batch_of, schema_of
-from feedmill.export.text import COLUMNS, Csv, Jsonl, PostKey, label_set
+from feedmill.export.text import COLUMNS, Csv, Jsonl, PostKey, label_set_of
 from feedmill.export.writer import STATE_FILE, format_of, purge
 from feedmill.reading.rows import ResultRow
 from producers import exported
@@ -260,7 +260,7 @@ def test_writes_run_label_set_and_own_columns(tmp_path: Path, name: str) -> None
     else:
         records = list(map(json.loads, path.read_text().splitlines()))
     assert [record["run"] for record in records] == ["=monday", "tuesday", None]
-    scored = label_set(row(Post(id="1", title="a")).found)
+    scored = label_set_of(row(Post(id="1", title="a")).found)
     assert [record["label_set"] for record in records] == [scored, scored, f"a, {scored}"]
     assert [record["device"] for record in records] == ["phone", None, None]
     assert [str(record["=own"]) for record in records] == ["5", "None", "None"]

@@ -11,7 +11,7 @@ import torch
 from feedmill.evaluation.report import models_table
 from feedmill.evaluation.run import measure
 from shared.errors import DeviceFull, ModelError
-from shared.messages import ClassifyOptions, Post
+from shared.messages import Classification, ClassifyOptions, Post
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model, make_sentence_model
 from tests.unit.test_nli import TEXTS, fp, ours
@@ -109,6 +109,7 @@ def test_rejects_a_model_that_does_not_embed(settings: Settings) -> None:
 def test_results_name_labels_without_scores(settings: Settings) -> None:
     posts = [Post(id=f"p{number}", title=text) for number, text in enumerate(TEXTS) if text.strip()]
     for _, found in offline.classify(iter(posts), loaded(settings), settings, TokenBudget(512)):
+        assert isinstance(found, Classification)
         assert len(found.scores) == SIZE
         assert set(found.scores) | set(found.unscored) == set(LABELS)
         assert not set(found.scores) & set(found.unscored)
