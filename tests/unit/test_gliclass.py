@@ -212,6 +212,17 @@ def test_rejects_models_whose_scores_would_be_wrong(tmp_path: Path, config: dict
         load_classifier(Settings(model=str(folder)), fp())
 
 
+def test_everything_that_changes_scores_is_part_of_the_recipe(tmp_path: Path) -> None:
+    folder = make_gliclass(tmp_path)
+    recipes = {loaded(folder, max_tokens=100).label_set(ClassifyOptions()).recipe}
+    changes: list[dict[str, Any]] = [{}, {"prompt_first": False}, {"embed_class_token": False}]
+    changes += [{"class_token_pooling": "average"}, {"extract_text_features": True}, {"pooling_strategy": "avg"}]
+    for changed in changes:
+        change(folder, **changed)
+        recipes.add(loaded(folder).label_set(ClassifyOptions()).recipe)
+    assert len(recipes) == 1 + len(changes)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -8,6 +8,7 @@ the package gliclass:
 - `multi_label`, or only one label: the sigmoid, separately for each label.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,6 +34,11 @@ LABEL, SEPARATOR = "<<LABEL>>", "<<SEP>>"
 MAX_ROW_TOKENS = 1024
 #: Labels must leave room for at least this many tokens of a post.
 MIN_POST_TOKENS = 16
+#: Options in config.json that change scores, and that the shapes of the weights do not show.
+IDENTITY = (
+    "prompt_first", "use_segment_embeddings", "embed_class_token", "class_token_pooling", "extract_text_features",
+    "pooling_strategy", "normalize_features", "projector_hidden_act", "scorer_type", "scorer_num_heads",
+)  # fmt: skip
 
 
 class Prompt(NamedTuple):
@@ -87,7 +93,7 @@ class Gliclass(Classifier):
         self._post_tokens = settings.max_tokens - len(self._before) - len(self._after)
         self._label_sets = LabelSets(
             self.kind,
-            f"{weights.sha256} {self._tokenizer.max_tokens} {settings.max_tokens}",
+            json.dumps([weights.sha256, self._tokenizer.max_tokens, settings.max_tokens, *map(config.get, IDENTITY)]),
             settings.labels or {topic: (topic,) for topic in TOPICS},
             settings.template or "{}",
             self._prompt,
