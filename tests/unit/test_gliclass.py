@@ -23,6 +23,7 @@ from workers.models.classifiers.gliclass_head import POOLINGS, SCORERS
 from workers.models.classifiers.registry import classifier_kind, load_classifier
 from workers.models.engines.network import GLICLASS_ENCODERS
 from workers.models.weights import locate
+from workers.training.model import make_model as make_trainable
 
 ENCODERS = tuple(GLICLASS_ENCODERS)
 
@@ -239,6 +240,11 @@ def test_rejects_missing_weights(tmp_path: Path, name: str) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelError, match=naming(folder, name.removeprefix("model.").removeprefix("encoder_model."))):
         load_classifier(Settings(model=str(folder)), fp())
+
+
+def test_is_no_base_for_training(folder: Path) -> None:
+    with pytest.raises(ModelError, match=naming(folder, "GLiClass", "base")):
+        make_trainable(locate(str(folder)), ["a", "b"], 0)
 
 
 def test_rejects_an_engine_without_hidden_states(folder: Path) -> None:

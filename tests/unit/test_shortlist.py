@@ -102,7 +102,7 @@ def test_memory_errors_divide_the_batch(settings: Settings, monkeypatch: pytest.
 
 
 def test_rejects_a_model_that_does_not_embed(settings: Settings) -> None:
-    with pytest.raises(ModelError, match=r"modules\.json"):
+    with pytest.raises(ModelError, match=r"FEEDMILL_SHORTLIST_MODEL: .*modules\.json"):
         loaded(settings, shortlist_model=settings.model)
 
 

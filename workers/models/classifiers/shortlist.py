@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.errors import DeviceFull
+from shared.errors import DeviceFull, ModelError
 from shared.messages import ClassifyOptions, digest
-from shared.settings import Settings
+from shared.settings import PREFIX, Settings
 from workers.models.classifiers import LabelSet, Row, canary
 from workers.models.classifiers.similarity import SENTENCE_BATCH_SIZE, Similarity
 from workers.models.device import Device
@@ -29,9 +29,12 @@ class Shortlist:
         of_classifier = ("template", "post_prompt", "label_prompt", "truncate_dim", "revision")
         own = dict.fromkeys(of_classifier) | {"model": settings.shortlist_model, "compile": False}
         own_settings = settings.model_copy(update=own)
-        weights = locate(own_settings.model, offline=settings.offline)
-        self._similarity = Similarity(weights, device, own_settings)
-        canary.check_scores(self._similarity)
+        try:
+            weights = locate(own_settings.model, offline=settings.offline)
+            self._similarity = Similarity(weights, device, own_settings)
+            canary.check_scores(self._similarity)
+        except ModelError as error:
+            raise ModelError(f"{PREFIX}SHORTLIST_MODEL: {error}") from error
         any_labels = self.label_set(ClassifyOptions.parse({"labels": ["a", "b"]}))
         #: Digest of everything that determines which labels are kept, except the labels.
         self.identity = digest(str(size), any_labels.recipe)
