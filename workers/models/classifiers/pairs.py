@@ -116,7 +116,7 @@ class PairClassifier(Classifier):
         room = tokenizer.max_tokens - tokenizer.pair_size
         return [
             [frame.pair(tokenizer.cut(post, room - len(ids)), ids) for _, ids in sentences]
-            for post in tokenizer.parts(texts)
+            for post in tokenizer.parts(texts, room)
         ]
 
     @torch.inference_mode()
