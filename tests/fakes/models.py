@@ -20,7 +20,10 @@ from transformers import (
     DistilBertConfig,
     ElectraConfig,
     GPT2Config,
+    GteConfig,
     ModernBertConfig,
+    MPNetConfig,
+    NomicBertConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     RobertaConfig,
@@ -155,6 +158,9 @@ ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]
         _modern,
         {"cls_token": "[CLS]", "pad_token": "<pad>", "sep_token": "[SEP]"},
     ),
+    "mpnet": (MPNetConfig, WIDTH, _bart, BYTES_NAMES),
+    "nomic_bert": (NomicBertConfig, WIDTH, _bert, TYPED_NAMES),
+    "gte": (GteConfig, WIDTH, _bart, BYTES_NAMES),
     "gpt2": (
         GPT2Config,
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200, "initializer_range": 0.2},
@@ -163,7 +169,7 @@ ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]
     ),
 }  # fmt: skip
 #: Architectures with token types.
-TYPED = frozenset({"bert", "electra", "deberta-v2"})
+TYPED = frozenset({"bert", "electra", "deberta-v2", "nomic_bert"})
 
 
 def make_model(
