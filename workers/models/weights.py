@@ -37,6 +37,10 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 #: Lists the weight files of a model that is split into several.
 INDEX_FILE = "model.safetensors.index.json"
+#: Lists the modules of a sentence-transformers model.
+MODULES_FILE = "modules.json"
+#: Folders in which sentence-transformers stores static embeddings and their tokenizer; versions differ.
+STATIC_FOLDERS = ("", "0_StaticEmbedding/")
 #: Sets of files to build a tokenizer from. A model needs one of these sets.
 TOKENIZERS = (
     {"tokenizer.json"},
@@ -215,6 +219,10 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
 
     model: the model's name in errors. folder: where INDEX_FILE is, if the model has one. names: all files of the model.
     """
+    if static := _static(names):
+        return static
+    if CONFIG_FILE not in names and MODULES_FILE in names:
+        _refuse_pickles(model, names)
     if CONFIG_FILE not in names:
         raise ModelError(f"{model} has no {CONFIG_FILE} and is not a transformers model. {MODEL_FORMS}")
     indexed = INDEX_FILE in names and WEIGHTS_FILE not in names
@@ -229,6 +237,14 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
             "save_pretrained."
         )
     return shards
+
+
+def _static(names: Collection[str]) -> tuple[str, ...]:
+    """Return the weight file of static embeddings in a folder that is not a transformers model; empty if none."""
+    if MODULES_FILE not in names or {CONFIG_FILE, WEIGHTS_FILE} <= set(names) or INDEX_FILE in names:
+        return ()
+    found = (f"{folder}{WEIGHTS_FILE}" for folder in STATIC_FOLDERS if f"{folder}tokenizer.json" in names)
+    return tuple(file for file in found if file in names)[:1]
 
 
 def _refuse_pickles(model: str, names: Collection[str]) -> None:
