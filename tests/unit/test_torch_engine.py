@@ -19,6 +19,7 @@ from transformers import (
 from shared.errors import DeviceFull, DeviceLost, ModelError
 from tests.fakes.models import ARCHITECTURES, NLI, TYPED, make_model
 from workers.models.device import Device
+from workers.models.engines import packing
 from workers.models.engines.network import (
     LOGITS,
     OFFSET_POSITION_TYPES,
@@ -86,6 +87,14 @@ def test_packed_outputs_match_padded_ones(folder: Path) -> None:
     assert not padded.packed
     rows = rows_of(2, 7, 7, 30)
     assert torch.allclose(padded.forward(rows), packed.forward(rows), atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["modernbert", "mpnet"])
+def test_long_masked_rows_match_padded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    monkeypatch.setattr(packing, "MAX_SCORES_LENGTH", 20)
+    folder = make_model(architecture, tmp_path / architecture)
+    rows = rows_of(2, 9, 10, 20, 21, 60, 60)
+    assert torch.allclose(engine_of(folder).forward(rows), alone(folder, rows), atol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 5, 5, 9, 40), (195,), (3, 3, 194, 195, 2)])

@@ -128,6 +128,9 @@ UNCUT: dict[str, Callable[[], Tokenizer]] = {
     "letters to spaces": lambda: tokenizer(
         "WordPiece", pre_tokenizers.BertPreTokenizer(), normalizers.Replace("k", "")
     ),
+    "removed words": lambda: tokenizer(
+        "WordPiece", pre_tokenizers.BertPreTokenizer(), normalizers.Replace("match", "")
+    ),
     "removed spaces": lambda: tokenizer("WordPiece", pre_tokenizers.BertPreTokenizer(), spaces(r"\s+", "")),
 }
 

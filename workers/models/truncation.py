@@ -139,7 +139,9 @@ def _steps(part: Any, kind: str) -> list[dict[str, Any]]:
 
 def _separation(rust: Any, steps: list[dict[str, Any]], normalizers: list[dict[str, Any]]) -> tuple[str, str]:
     """Return the punctuation that may precede a boundary, and the white space that may follow it (empty: none)."""
-    words = next((step for step in steps if step["type"] not in LOCAL_PRE_TOKENIZERS), {"type": "none"})
+    words = next((step for step in steps if step["type"] not in LOCAL_PRE_TOKENIZERS), None)
+    if words is None:
+        return "", ""
     kind = words["type"]
     if kind in WORD_PRE_TOKENIZERS or (kind == "ByteLevel" and words["use_regex"]):
         return CLOSING, " \n"
@@ -158,7 +160,7 @@ def _is_local(normalizer: dict[str, Any], metaspace: bool) -> bool:
     pattern, content = normalizer["pattern"], normalizer["content"]
     if "Regex" in pattern:
         return pattern["Regex"] in WHITE_SPACE and (content == " " or (metaspace and content == "▁"))
-    return not re.search(r"\s", pattern["String"]) and not re.search(r"\s", content)
+    return not re.search(r"\s", pattern["String"]) and re.fullmatch("[!-~]+", content) is not None
 
 
 def _keeps_letters(rust: Any) -> bool:
