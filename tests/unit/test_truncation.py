@@ -144,7 +144,7 @@ def ids(rust: Tokenizer, text: str) -> list[int]:
     return rust.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(text=TEXTS)
 def test_text_before_a_boundary_gives_the_first_tokens(rust: Tokenizer, text: str) -> None:
     boundaries = find_boundaries(rust)
@@ -198,7 +198,7 @@ def test_reads_more_of_texts_with_few_tokens() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["bert", "bart", "deberta-v2"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(text=TEXTS)
 def test_rows_equal_those_of_whole_texts(
     tokenizers: dict[str, tuple[ModelTokenizer, Tokenizer]], architecture: str, text: str
