@@ -148,7 +148,7 @@ def test_reads_padding_tokens_within_texts(tmp_path: Path, architecture: str) ->
     ("architecture", "config"),
     [*((kind, {}) for kind in sorted(PACKABLE_TYPES)), ("modernbert", {"classifier_pooling": "mean"})],
 )
-def test_packed_classifiers_match_transformers(tmp_path: Path, architecture: str, config: dict[str, str]) -> None:
+def test_packed_classifiers_match_transformers(tmp_path: Path, architecture: str, config: dict[str, Any]) -> None:
     """Compare classification heads and token types, too."""
     folder = make_model(architecture, tmp_path, NLI, **config)
     typed = architecture in TYPED

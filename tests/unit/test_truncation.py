@@ -136,28 +136,30 @@ UNCUT: dict[str, Callable[[], Tokenizer]] = {
 
 
 @pytest.fixture(scope="module", params=list(CUT))
-def rust(request: pytest.FixtureRequest) -> Tokenizer:
-    return CUT[request.param]()
+def cut(request: pytest.FixtureRequest) -> tuple[Tokenizer, re.Pattern[str]]:
+    """Return a tokenizer and the boundaries at which its texts may be cut."""
+    made = CUT[request.param]()
+    boundaries = find_boundaries(made)
+    assert boundaries is not None
+    return made, boundaries
 
 
 def ids(rust: Tokenizer, text: str) -> list[int]:
-    return rust.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+    return rust.encode(text, add_special_tokens=False).ids
 
 
 @settings(max_examples=30)
 @given(text=TEXTS)
-def test_text_before_a_boundary_gives_the_first_tokens(rust: Tokenizer, text: str) -> None:
-    boundaries = find_boundaries(rust)
-    assert boundaries is not None
+def test_text_before_a_boundary_gives_the_first_tokens(cut: tuple[Tokenizer, re.Pattern[str]], text: str) -> None:
+    rust, boundaries = cut
     whole = ids(rust, text)
     for boundary in boundaries.finditer(text):
         start = ids(rust, text[: boundary.start()])
         assert start == whole[: len(start)]
 
 
-def test_finds_boundaries_between_words(rust: Tokenizer) -> None:
-    boundaries = find_boundaries(rust)
-    assert boundaries is not None
+def test_finds_boundaries_between_words(cut: tuple[Tokenizer, re.Pattern[str]]) -> None:
+    boundaries = cut[1]
     assert [found.start() for found in boundaries.finditer("ab cd  ef\u0301 g h\n")] == [2, 5]
     assert boundaries.search("קי ab") is not None
     assert boundaries.search(" \u0301a\u0301 \u200bb \u0308c\r\n") is None
@@ -190,7 +192,7 @@ def test_reads_more_of_texts_with_few_tokens() -> None:
         read.append(indices)
         return [start.split()[:20] for start in starts]
 
-    found = encode_starts(texts, 20, re.compile(r"(?<=\w) (?=\w)"), encode)
+    found = encode_starts(texts, 20, lambda: re.compile(r"(?<=\w) (?=\w)"), encode)
     assert found == [text.split()[:20] for text in texts]
     assert read[0] == [0, 1, 2, 3, 4]
     assert 1 not in read[1]

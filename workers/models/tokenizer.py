@@ -8,6 +8,7 @@ compared with the tokenizer's own. If any differs, the tokenizer encodes each pa
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ class Tokenizer:
         self._rust.no_padding()
         self._rust.no_truncation()
         self._types_matter = "token_type_ids" in loaded.model_input_names
-        self._boundaries = None if self._cuts_left else find_boundaries(self._rust)
+        self._boundaries = cache(lambda: None if self._cuts_left else find_boundaries(self._rust))
         #: Number of special tokens in a pair.
         self.pair_size: int = self._rust.num_special_tokens_to_add(True)
         #: None if pairs cannot be assembled from parts.
@@ -138,7 +139,7 @@ class Tokenizer:
         def encode(_: list[int], starts: list[str]) -> list[list[int]]:
             return [encoding.ids for encoding in self._rust.encode_batch_fast(starts, add_special_tokens=False)]
 
-        return encode_starts(texts, max_tokens or 0, self._boundaries if max_tokens else None, encode)
+        return encode_starts(texts, max_tokens or 0, self._boundaries if max_tokens else lambda: None, encode)
 
     def cut(self, part: list[int], max_tokens: int) -> list[int]:
         """Return the first `max_tokens` tokens of a text, or the last if the tokenizer truncates on the left."""

@@ -90,12 +90,13 @@ def find_boundaries(rust: Any) -> re.Pattern[str] | None:
 def encode_starts(
     texts: Sequence[str],
     tokens: int,
-    boundaries: re.Pattern[str] | None,
+    boundaries: Callable[[], re.Pattern[str] | None],
     encode: Callable[[list[int], list[str]], Sequence[Encoded]],
 ) -> list[Encoded]:
     """Encode only as much of each text as gives `tokens` tokens.
 
-    encode: encodes starts of the texts with the given indices; its results have at most `tokens` tokens if whole texts
+    boundaries: returns what `find_boundaries` found; called if a text is long, because the search takes 50 ms. encode:
+    encodes starts of the texts with the given indices; its results have at most `tokens` tokens if whole texts
     do, and their number as length.
     """
     results: dict[int, Encoded] = {}
@@ -112,10 +113,11 @@ def encode_starts(
     return [results[index] for index in range(len(texts))]
 
 
-def _start(text: str, characters: int, boundaries: re.Pattern[str] | None) -> str:
-    if boundaries is None or len(text) <= characters:
+def _start(text: str, characters: int, boundaries: Callable[[], re.Pattern[str] | None]) -> str:
+    if len(text) <= characters:
         return text
-    boundary = boundaries.search(text, characters)
+    found = boundaries()
+    boundary = found.search(text, characters) if found else None
     return text[: boundary.start()] if boundary else text
 
 

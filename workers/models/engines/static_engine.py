@@ -8,6 +8,7 @@ than a copy to a GPU, so they run on the CPU whatever the worker's device.
 import json
 import time
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class StaticTokenizer:
         self.size: int = self._rust.get_vocab_size()
         self._rust.no_padding()
         self._rust.enable_truncation(max_tokens)
-        self._boundaries = find_boundaries(self._rust)
+        self._boundaries = cache(lambda: find_boundaries(self._rust))
         self._unknown = _unknown_token(self._rust) if drops_unknown else None
         self._empty = empty
 
