@@ -128,6 +128,9 @@ UNCUT: dict[str, Callable[[], Tokenizer]] = {
     "letters to spaces": lambda: tokenizer(
         "WordPiece", pre_tokenizers.BertPreTokenizer(), normalizers.Replace("k", "")
     ),
+    "spaces around ideographs as tokens": lambda: tokenizer(
+        "Unigram", pre_tokenizers.Metaspace(), normalizers.Sequence([normalizers.BertNormalizer(), spaces(" {2,}")])
+    ),
     "removed words": lambda: tokenizer(
         "WordPiece", pre_tokenizers.BertPreTokenizer(), normalizers.Replace("match", "")
     ),

@@ -67,6 +67,9 @@ def find_boundaries(rust: Any) -> re.Pattern[str] | None:
     pre_tokenizers = _steps(rust.pre_tokenizer, "pretokenizers")
     closing, feeds = _separation(rust, pre_tokenizers, normalizers)
     metaspace = any(step["type"] == "Metaspace" for step in pre_tokenizers)
+    # BERT's normalizer puts spaces around ideographs, also at a text's end: they must not become tokens.
+    spaced = any(step.get("handle_chinese_chars") for step in normalizers)
+    drops_spaces = bool(pre_tokenizers) and pre_tokenizers[0]["type"] in WORD_PRE_TOKENIZERS
     added = [token.content for token in rust.get_added_tokens_decoder().values()]
     added += [_normalized(rust, content) for content in added]
     samples = getattr(rust.model, "dropout", None) or getattr(rust.model, "alpha", None)
@@ -76,14 +79,13 @@ def find_boundaries(rust: Any) -> re.Pattern[str] | None:
         or type(rust.model).__name__ not in MODELS
         or not all(_is_local(step, metaspace) for step in normalizers)
         or any(re.search(r"\S\s", content) for content in added)
-        or not _keeps_letters(rust)
+        or (spaced and not drops_spaces)
+        or not _keeps_letters(rust, spaced)
     ):
         return None
     boundary = rf"[{feeds}](?<=[{LETTERS}][{LETTERS}{re.escape(closing)}].)(?=[{feeds}]*[{LETTERS}])"
-    if any(step.get("handle_chinese_chars") for step in normalizers) and not re.search(
-        f"[{IDEOGRAPHS}]", "".join(added)
-    ):
-        boundary += f"|(?<=[{IDEOGRAPHS}])(?=[{IDEOGRAPHS}])"  # BERT puts spaces around them
+    if spaced and not re.search(f"[{IDEOGRAPHS}]", "".join(added)):
+        boundary += f"|(?<=[{IDEOGRAPHS}])(?=[{IDEOGRAPHS}])"
     return re.compile(boundary, re.DOTALL)
 
 
@@ -95,9 +97,9 @@ def encode_starts(
 ) -> list[Encoded]:
     """Encode only as much of each text as gives `tokens` tokens.
 
-    boundaries: returns what `find_boundaries` found; called if a text is long, because the search takes 50 ms. encode:
-    encodes starts of the texts with the given indices; its results have at most `tokens` tokens if whole texts
-    do, and their number as length.
+    boundaries: returns what `find_boundaries` found; called if a text is long, because the search takes 50 ms.
+    encode: encodes starts of the texts with the given indices. The length of a result is its number of tokens; those
+    beyond `tokens` may be missing.
     """
     results: dict[int, Encoded] = {}
     pending, characters = list(range(len(texts))), tokens * CHARACTERS_PER_TOKEN
@@ -165,13 +167,18 @@ def _is_local(normalizer: dict[str, Any], metaspace: bool) -> bool:
     return not re.search(r"\s", pattern["String"]) and re.fullmatch("[!-~]+", content) is not None
 
 
-def _keeps_letters(rust: Any) -> bool:
-    """Return whether the normalizer turns LETTERS and CLOSING into text that is not empty and has no white space."""
+def _keeps_letters(rust: Any, spaced: bool) -> bool:
+    """Return whether the normalizer turns LETTERS and CLOSING into text that is not empty and has no white space.
+
+    spaced: accept spaces around letters.
+    """
     ranges = re.findall("(.)-(.)", LETTERS)
     letters = [chr(code) for first, last in ranges for code in range(ord(first), ord(last) + 1)] + list(CLOSING)
-    words = _normalized(rust, " 0 ".join(letters)).split()
+    normalized = _normalized(rust, " 0 ".join(letters))
+    words = normalized.split()
     # A letter without text, or with white space, would shift all separators after it.
-    return len(words) == 2 * len(letters) - 1 and set(words[1::2]) == {"0"}
+    kept = len(words) == 2 * len(letters) - 1 and set(words[1::2]) == {"0"}
+    return kept and (spaced or normalized == " ".join(words))
 
 
 def _normalized(rust: Any, text: str) -> str:
