@@ -176,6 +176,8 @@ def _in_package(name: str) -> tuple[Path, str]:
 def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool) -> Weights:
     repository = hub.Repository(model, revision, offline, first=(CONFIG_FILE, INDEX_FILE))
     names = repository.sizes.keys()
+    if _may_be_static(names):
+        repository.fetch([MODULES_FILE])
     shards = _shards(f"The model {model} at commit {repository.commit}", repository.folder, names)
     repository.fetch([name for name in names if name in shards or _is_needed(name, remote_code)])
     return _read(model, repository.folder, repository.commit, cached=True)
@@ -219,7 +221,7 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
 
     model: the model's name in errors. folder: where INDEX_FILE is, if the model has one. names: all files of the model.
     """
-    if static := _static(names):
+    if static := _static(folder, names):
         return static
     if CONFIG_FILE not in names and MODULES_FILE in names:
         _refuse_pickles(model, names)
@@ -239,11 +241,16 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
     return shards
 
 
-def _static(names: Collection[str]) -> tuple[str, ...]:
-    """Return the weight file of static embeddings in a folder that is not a transformers model; empty if none."""
-    if MODULES_FILE not in names or {CONFIG_FILE, WEIGHTS_FILE} <= set(names) or INDEX_FILE in names:
+def _may_be_static(names: Collection[str]) -> bool:
+    """Return whether a folder without the files of a transformers model may hold static embeddings."""
+    return MODULES_FILE in names and INDEX_FILE not in names and not {CONFIG_FILE, WEIGHTS_FILE} <= set(names)
+
+
+def _static(folder: Path, names: Collection[str]) -> tuple[str, ...]:
+    """Return the weight file of static embeddings that sentence-transformers wrote; empty if there is none."""
+    if not _may_be_static(names) or b"StaticEmbedding" not in (folder / MODULES_FILE).read_bytes():
         return ()
-    found = (f"{folder}{WEIGHTS_FILE}" for folder in STATIC_FOLDERS if f"{folder}tokenizer.json" in names)
+    found = (f"{part}{WEIGHTS_FILE}" for part in STATIC_FOLDERS if f"{part}tokenizer.json" in names)
     return tuple(file for file in found if file in names)[:1]
 
 
