@@ -20,9 +20,13 @@ from transformers import (
     DistilBertConfig,
     ElectraConfig,
     GPT2Config,
+    GteConfig,
     ModernBertConfig,
+    MPNetConfig,
+    NomicBertConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3Config,
     RobertaConfig,
     XLMRobertaConfig,
 )
@@ -78,6 +82,16 @@ def _decoder() -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def _qwen() -> Tokenizer:
+    """Return a tokenizer that ends texts with a token, like that of Qwen3-Embedding."""
+    tokenizer = _decoder()
+    end = "<|endoftext|>"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.token_to_id(end))]
+    )
     return tokenizer
 
 
@@ -155,6 +169,15 @@ ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]
         _modern,
         {"cls_token": "[CLS]", "pad_token": "<pad>", "sep_token": "[SEP]"},
     ),
+    "mpnet": (MPNetConfig, WIDTH, _bart, BYTES_NAMES),
+    "nomic_bert": (NomicBertConfig, WIDTH, _bert, TYPED_NAMES),
+    "gte": (GteConfig, WIDTH, _bart, BYTES_NAMES),
+    "qwen3": (
+        Qwen3Config,
+        WIDTH | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
+        _qwen,
+        {"pad_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    ),
     "gpt2": (
         GPT2Config,
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200, "initializer_range": 0.2},
@@ -163,7 +186,7 @@ ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]
     ),
 }  # fmt: skip
 #: Architectures with token types.
-TYPED = frozenset({"bert", "electra", "deberta-v2"})
+TYPED = frozenset({"bert", "electra", "deberta-v2", "nomic_bert"})
 
 
 def make_model(

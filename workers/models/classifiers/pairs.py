@@ -136,7 +136,7 @@ class PairClassifier(Classifier):
         room = tokenizer.max_tokens - tokenizer.pair_size
         return [
             [frame.pair(tokenizer.cut(post, room - len(ids)), ids) for _, ids in sentences]
-            for post, sentences in zip(tokenizer.parts(texts), of_texts, strict=True)
+            for post, sentences in zip(tokenizer.parts(texts, room), of_texts, strict=True)
         ]
 
     @torch.inference_mode()

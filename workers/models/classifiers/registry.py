@@ -11,14 +11,22 @@ from shared.errors import ModelError, RequestRefused, SettingsError, clause
 from shared.settings import PREFIX, Settings
 from workers.models.classifiers import Classifier, canary
 from workers.models.classifiers.gliclass import Gliclass
-from workers.models.classifiers.layout import read_sentence_config
+from workers.models.classifiers.layout import is_model2vec, is_static, read_sentence_config
 from workers.models.classifiers.nli import Entailment, entailment_class
 from workers.models.classifiers.rerank import Reranker, is_reranker
 from workers.models.classifiers.sequence import SequenceClassifier
 from workers.models.classifiers.similarity import Similarity
 from workers.models.device import Device, proc_field
 from workers.models.plugins import load_plugin
-from workers.models.weights import CONFIG_FILE, GLICLASS, Weights, locate, parameters, read_config_file
+from workers.models.weights import (
+    CONFIG_FILE,
+    GLICLASS,
+    MODULES_FILE,
+    Weights,
+    locate,
+    parameters,
+    read_config_file,
+)
 
 #: Memory that a forward pass needs in addition, as a share of the weights' memory (a lower bound).
 MEMORY_MARGIN = 0.1
@@ -42,6 +50,8 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
     kind = classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
     device = device.for_model(read_config_file(weights), settings.engine)
+    if device.automatic and is_static(weights):
+        device = device._replace(dtype=torch.float32, dtype_reason="half precision does not speed up static embeddings")
     check_size(weights, device)
     for setting in unused_settings(kind):
         if getattr(settings, setting) is not None:
@@ -103,7 +113,7 @@ def classifier_kind(weights: Weights) -> str:
             return "nli"
         return "rerank" if reranks else "sequence"
     embeds = sentence_config.get("model_type", "SentenceTransformer") == "SentenceTransformer"
-    if embeds and (weights.folder / "modules.json").is_file():
+    if (embeds and (weights.folder / MODULES_FILE).is_file()) or is_model2vec(config):
         return "similarity"
     if any(name.endswith("ForCausalLM") for name in names):
         raise ModelError(

@@ -1,14 +1,14 @@
 """A transformers model together with the outputs that Feedmill needs from it.
 
 Classifiers return logits; sentence encoders return a vector pooled from the last hidden states; encoders of GLiClass
-models return these states. Differences between architectures belong here: packing, attention masks and workarounds.
-Batch layout is in torch_engine.py, ONNX Runtime in onnx_engine.py.
+models return these states. Differences between architectures belong here (attention masks and workarounds) and in
+packing.py. Batch layout is in torch_engine.py, ONNX Runtime in onnx_engine.py.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from shared.errors import ModelError, clause
+from workers.models.engines.packing import PACKED, Run, packed_head, packed_states, prepare
 from workers.models.weights import GLICLASS, Weights, read_config_file
 
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
@@ -30,8 +31,6 @@ GLICLASS_ENCODERS = {"deberta-v2": "DebertaV2Model", "modernbert": "ModernBertMo
 GLICLASS_SEGMENTS = "model.segment_embeddings.weight"
 #: Supported pooling modes for token embeddings, named as in sentence-transformers.
 POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
-#: Architectures that can be packed: encoders that take token positions as an argument.
-PACKABLE_TYPES = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
 #: Architectures whose positions start after the padding token's id instead of at 0.
 OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
 #: Architectures that take a ready-made mask of [rows, 1, 1, tokens]. Given a mask of [rows, tokens], the model would
@@ -43,14 +42,6 @@ ENCODER_CLASSES = {
 }
 #: Architectures whose scores depend on padding, and therefore on the other rows of the batch.
 PADDING_SENSITIVE_TYPES = frozenset({"fnet", "xlnet"})
-
-
-class Run(NamedTuple):
-    """Adjacent rows of equal length in a packed micro-batch. start and length are in tokens."""
-
-    start: int
-    rows: int
-    length: int
 
 
 def pool(states: torch.Tensor, mask: torch.Tensor | None, ways: Sequence[str]) -> torch.Tensor:
@@ -156,6 +147,8 @@ class Network(torch.nn.Module):
         if self.kind == "bart":
             for layer in self.model.base_model.encoder.layers:
                 layer.forward = MethodType(_bart_layer, layer)
+        if attention == PACKED:
+            prepare(self.model)
         self.segments = _segment_embeddings(weights, dtype) if self.reads == STATES else None
         self._extra: dict[str, Any] = {}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
@@ -209,26 +202,15 @@ class Network(torch.nn.Module):
 
         Supports only PACKABLE_TYPES.
         """
-        encoder = self.model.base_model
-        states = encoder(
-            input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, runs=runs
-        ).last_hidden_state[0]
+        states = packed_states(self.model.base_model, input_ids, position_ids, token_type_ids, runs)
+        ways = (getattr(self.config, "classifier_pooling", "cls"),) if self.classifies else self.reads
         pooled = torch.cat(
             [
-                pool(states[start : start + rows * length].view(rows, length, -1), None, self.reads)
-                if not self.classifies
-                else states[start : start + rows * length : length]
+                pool(states[start : start + rows * length].view(rows, length, -1), None, ways)
                 for start, rows, length in runs
             ]
         )
-        if not self.classifies:
-            return pooled
-        # These heads read the first token of each row, from [rows, tokens, dimensions].
-        first = pooled.unsqueeze(1)
-        if self.kind == "bert":
-            first = encoder.pooler(first)
-        logits: torch.Tensor = self.model.classifier(first)
-        return logits.float()
+        return packed_head(self.model, pooled.to(states.dtype)).float() if self.classifies else pooled
 
 
 def read_config(weights: Weights, remote_code: bool = False) -> Any:
