@@ -24,6 +24,7 @@ STATUS_FIGURES = {
     "gaps": _counter("gaps", "Periods in which a subreddit's posts could not be read."),
     "filled": _counter("gaps_filled", "Gaps filled from Arctic Shift."),
     "requests": _counter("requests", "Requests to Reddit."),
+    "gaps_open": _gauge("gaps_open", "Recorded gaps that are not filled."),
     "subreddits": _gauge("subreddits", "Subreddits being read."),
     "failing": _gauge("subreddits_failing", "Subreddits whose last read failed."),
     "held": _gauge("posts_held", "Posts in the send buffer, waiting for room in the queue."),

@@ -222,7 +222,7 @@ def test_the_daemon_fills_its_gaps(house: House, archived: Archived) -> None:
     assert gap.found >= 300
     assert house.state.open_gaps() == []
     status = running.status()
-    assert (status["gaps"], status["filled"]) == (1, 1)
+    assert (status["gaps"], status["filled"], status["gaps_open"]) == (1, 1, 0)
 
 
 @short_listings
@@ -237,6 +237,7 @@ def test_an_archive_that_is_down_or_behind_keeps_the_gap(
     running = house.daemon(archive=archived.client())
     house.run(running, 10 * MINUTE)
     assert [gap.problem for gap in house.state.open_gaps()] == [BEHIND]
+    assert running.status()["gaps_open"] == 1
     assert running.hindrance == ""  # Reddit itself answers
     house.run(running, 5 * HOUR)
     assert set(posts) <= set(house.ids())
