@@ -46,7 +46,8 @@ STATUS: dict[str, Any] = {
 }  # fmt: skip
 LIVE_STATUS: dict[str, Any] = {
     "read": 100, "sent": 33, "skipped": 1, "filtered": 20, "refused": 2, "purged": 3, "gaps": 1, "gaps_recorded": 1,
-    "connections": 4, "faults": {"source": 3}, "paused": True, "delay": 1.5, "hindrance": "bluesky: the server answered 502",
+    "connections": 4, "faults": {"source": 3}, "paused": True, "delay": 1.5,
+    "hindrance": "bluesky: the server answered 502",
 }  # fmt: skip
 
 
