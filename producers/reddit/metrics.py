@@ -23,7 +23,7 @@ STATUS_FIGURES = {
     "polls": _counter("polls", "Polls of a topic's subreddits for new posts."),
     "gaps": _counter("gaps", "Periods in which a subreddit's posts could not be read."),
     "filled": _counter("gaps_filled", "Gaps filled from Arctic Shift."),
-    "requests": _counter("requests", "Requests to Reddit."),
+    "requests": _counter("requests", "Requests to Reddit, or to Arctic Shift if that is the source."),
     "gaps_open": _gauge("gaps_open", "Recorded gaps that are not filled."),
     "subreddits": _gauge("subreddits", "Subreddits being read."),
     "failing": _gauge("subreddits_failing", "Subreddits whose last read failed."),
