@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -80,8 +80,11 @@ class SharedClock(SimulatedClock):
 class Server(Protocol):
     """A source's loopback server. settings: for the daemon. ids: posts that must be sent."""
 
-    settings: dict[str, Any]
-    ids: set[str]
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    @property
+    def ids(self) -> Collection[str]: ...
 
     def publish(self, number: int) -> None: ...
 
@@ -167,7 +170,7 @@ class HackerNewsServer:
         return 0
 
 
-SERVERS: dict[str, type[Server]] = {
+SERVERS: dict[str, Callable[[ExitStack, Any], Server]] = {
     "reddit": RedditServer, "arctic-shift": RedditServer, "bluesky": BlueskyServer, "hacker-news": HackerNewsServer,
 }  # fmt: skip
 
