@@ -227,13 +227,13 @@ def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
     made = environment_in(folder)
     given = {name: made[name] for name in SERVICES["redis"]["environment"]}
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(["sh", tmp_path / "redis.sh"], env=os.environ | given, stdout=log)  # noqa: S607
+        process = subprocess.Popen(["sh", tmp_path / "redis.sh"], env=os.environ | given, stdout=log)  # noqa: S607
     try:
-        wait_until(lambda: server.poll() is None and _answers(port, made["REDIS_PASSWORD"]), "Redis answers")
+        wait_until(lambda: process.poll() is None and _answers(port, made["REDIS_PASSWORD"]), "Redis answers")
         yield port
     finally:
-        server.terminate()
-        assert server.wait(120) == 0, "signals must reach Redis, not a shell"
+        process.terminate()
+        assert process.wait(120) == 0, "signals must reach Redis, not a shell"
 
 
 @pytest.mark.parametrize("missing", SERVICES["redis"]["environment"])
