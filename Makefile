@@ -51,6 +51,8 @@ long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours o
 	$(BIN)/python -m tests.soak_bluesky
 	for source in reddit arctic-shift bluesky hacker-news; do $(BIN)/python -m tests.soak_hours --source $$source || exit 1; done
 	$(BIN)/python -m tests.soak_counts
+	$(BIN)/python -m tests.soak_memory
+	$(BIN)/python -m tests.soak_memory --memory 32MB
 	$(BIN)/python -m tests.differential
 	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.chaos --posts 50000 --workers 4 --row-ms 4 --kill-every 3 --redis-restarts 10 --cuts 100 \

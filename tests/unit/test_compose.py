@@ -207,8 +207,8 @@ def test_grafana_finds_its_datasource_and_dashboard() -> None:
 @pytest.fixture
 def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
     """The port of a Redis started by redis.sh with its own configuration, except for address and folder."""
-    server = installed_redis()
-    if server is None:
+    installed = installed_redis()
+    if installed is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
     assert SERVICES["redis"]["command"] == ["sh", "/etc/feedmill/redis.sh"]
     for name in ("redis.sh", "redis.conf", "users.conf"):
@@ -216,7 +216,7 @@ def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
         shutil.copy(folder / name, tmp_path)
     port, script = free_port(), (tmp_path / "redis.sh").read_text()
     places = {
-        "exec redis-server": f"exec {server}",
+        "exec redis-server": f"exec {installed}",
         "dir /data": f"dir {tmp_path}",
         "bind * -::*": f"bind 127.0.0.2\nport {port}",
     }
