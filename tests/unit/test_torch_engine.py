@@ -76,8 +76,8 @@ def test_accepts_the_longest_row(folder: Path) -> None:
     if folder.name in OFFSET_POSITION_TYPES:
         assert most == 200 - read_config(weights(folder)).pad_token_id - 1
     else:
-        assert most == 200
-    assert engine_of(folder).forward(rows_of(most or 0, 3)).isfinite().all()
+        assert most == (None if folder.name == "deberta-v2" else 200)  # its positions are relative
+    assert engine_of(folder).forward(rows_of(most or 300, 3)).isfinite().all()
 
 
 def test_packed_outputs_match_padded_ones(folder: Path) -> None:
@@ -90,7 +90,7 @@ def test_packed_outputs_match_padded_ones(folder: Path) -> None:
 
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 5, 5, 9, 40), (195,), (3, 3, 194, 195, 2)])
 def test_padding_to_few_shapes_does_not_change_outputs(folder: Path, lengths: tuple[int, ...]) -> None:
-    limit = max_row_tokens(read_config(weights(folder))) or 0
+    limit = max_row_tokens(read_config(weights(folder))) or 200
     rows = rows_of(*lengths)
     engine = TorchEngine(weights(folder), FP32, ("mean", "cls"), 1, limit, packed=False, shapes=FEW)
     computed: list[torch.Size] = []

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from shared.errors import ModelError, clause
-from workers.models.weights import Weights
+from workers.models.weights import GLICLASS, Weights, read_config_file
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,14 @@ class Tokenizer:
     """
 
     def __init__(self, weights: Weights, max_tokens: int, remote_code: bool = False) -> None:
+        # transformers warns about configurations that it does not know. A tokenizer does not depend on this one.
+        gliclass = read_config_file(weights).get("model_type") == GLICLASS
         try:
             loaded: Any = AutoTokenizer.from_pretrained(
-                weights.folder, local_files_only=True, trust_remote_code=remote_code
+                weights.folder,
+                config=PreTrainedConfig() if gliclass else None,
+                local_files_only=True,
+                trust_remote_code=remote_code,
             )
             self._rust: Any = loaded.backend_tokenizer
         except Exception as error:  # broken files raise many kinds of errors

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.errors import ModelError
+from shared.errors import ModelError, clause
 from shared.training import BEGUN, CHECKPOINTS
 from workers.models import hub
 
@@ -34,6 +34,8 @@ EMBEDDED_FILES = {
     "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
 }
 CONFIG_FILE = "config.json"
+#: Model type of GLiClass checkpoints, which transformers does not know.
+GLICLASS = "GLiClass"
 WEIGHTS_FILE = "model.safetensors"
 #: Lists the weight files of a model that is split into several.
 INDEX_FILE = "model.safetensors.index.json"
@@ -110,6 +112,18 @@ def parameters(weights: Weights) -> int:
         raise ModelError(
             f"Cannot read the files of the model {weights.name}: {error}. Check the folder's permissions."
         ) from None
+
+
+def read_config_file(weights: Weights) -> dict[str, Any]:
+    """Return the content of config.json. Raises ModelError."""
+    file = weights.folder / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it must contain an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"Cannot read {file}: {clause(error)}. Download the model again.") from None
+    return config
 
 
 def _embedded() -> Weights:

@@ -1,24 +1,33 @@
 """A transformers model together with the outputs that Feedmill needs from it.
 
-Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Differences between
-architectures belong here: packing, attention masks and workarounds. Batch layout is in torch_engine.py, ONNX Runtime in
-onnx_engine.py.
+Classifiers return logits; sentence encoders return a vector pooled from the last hidden states; encoders of GLiClass
+models return these states. Differences between architectures belong here: packing, attention masks and workarounds.
+Batch layout is in torch_engine.py, ONNX Runtime in onnx_engine.py.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from shared.errors import ModelError, clause
-from workers.models.weights import Weights
+from workers.models.weights import GLICLASS, Weights, read_config_file
 
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
 LOGITS = ("logits",)
+#: Value of `reads` for encoders whose hidden states the classifier pools itself.
+STATES = ("states",)
+#: Prefix of the encoder's weights in a GLiClass checkpoint. The encoder's configuration is under `encoder_config`.
+GLICLASS_ENCODER = "model.encoder_model."
+#: Supported encoders in GLiClass checkpoints, and the classes that load them. Tests compare each with the package.
+GLICLASS_ENCODERS = {"deberta-v2": "DebertaV2Model", "modernbert": "ModernBertModel"}
+#: Weights of GLiClass checkpoints that add a vector to each token: one for labels, another for the text.
+GLICLASS_SEGMENTS = "model.segment_embeddings.weight"
 #: Supported pooling modes for token embeddings, named as in sentence-transformers.
 POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
 #: Architectures that can be packed: encoders that take token positions as an argument.
@@ -83,10 +92,10 @@ def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class Network(torch.nn.Module):
-    """A model that returns logits or pooled embeddings. Stays on the CPU until it is moved.
+    """A model that returns logits, pooled embeddings or hidden states. Stays on the CPU until it is moved.
 
-    reads: LOGITS, or pooling modes. pad_id: padding token if the model's configuration names none. attention: name of
-    the attention implementation; None selects the library's default.
+    reads: LOGITS, STATES, or pooling modes. pad_id: padding token if the model's configuration names none. attention:
+    name of the attention implementation; None selects the library's default.
     Raises ModelError if the folder does not hold such a model.
     """
 
@@ -111,11 +120,15 @@ class Network(torch.nn.Module):
                 "Use another model."
             )
         architecture: Any = AutoModelForSequenceClassification if self.classifies else AutoModel
-        if self.kind in ENCODER_CLASSES and not self.classifies:
+        source: dict[str, Any] = {"pretrained_model_name_or_path": weights.folder}
+        if self.reads == STATES:
+            architecture = getattr(transformers, GLICLASS_ENCODERS[self.kind])
+            source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": _encoder_tensors(weights)}
+        elif self.kind in ENCODER_CLASSES and not self.classifies:
             architecture = getattr(transformers, ENCODER_CLASSES[self.kind])
         try:
             model, loading = architecture.from_pretrained(
-                weights.folder,
+                **source,
                 dtype=dtype,
                 attn_implementation=attention,
                 local_files_only=True,
@@ -143,6 +156,7 @@ class Network(torch.nn.Module):
         if self.kind == "bart":
             for layer in self.model.base_model.encoder.layers:
                 layer.forward = MethodType(_bart_layer, layer)
+        self.segments = _segment_embeddings(weights, dtype) if self.reads == STATES else None
         self._extra: dict[str, Any] = {}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             self._extra["use_cache"] = False
@@ -161,7 +175,7 @@ class Network(torch.nn.Module):
         token_type_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return each row's outputs: [rows, …] in float32.
+        """Return each row's outputs: [rows, …] in float32. For STATES: [rows, tokens, dimensions].
 
         input_ids, token_type_ids: [rows, tokens]. mask: [rows, tokens], true for real tokens. attention_mask: the mask
         in the form that the model takes; None if no row is padded.
@@ -169,8 +183,12 @@ class Network(torch.nn.Module):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._extra}
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
+        if self.segments is not None and token_type_ids is not None:
+            embedded = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+            inputs["inputs_embeds"] = embedded + self.segments(inputs.pop("token_type_ids"))
         if not self.classifies:
-            return pool(self.model(**inputs).last_hidden_state, mask, self.reads)
+            states: torch.Tensor = self.model(**inputs).last_hidden_state
+            return states.float() if self.reads == STATES else pool(states, mask, self.reads)
         if self.kind == "bart":
             # transformers' own head looks for the last end-of-sequence token, always a row's last token here, and
             # rejects batches whose rows contain different numbers of them.
@@ -214,13 +232,47 @@ class Network(torch.nn.Module):
 
 
 def read_config(weights: Weights, remote_code: bool = False) -> Any:
-    """Load the model's configuration. Raises ModelError."""
+    """Load the model's configuration; of a GLiClass checkpoint, that of its encoder. Raises ModelError."""
     try:
+        written = read_config_file(weights)
+        if written.get("model_type") == GLICLASS:
+            encoder = {"model_type": "deberta-v2"} | written["encoder_config"]  # the package's default
+            return AutoConfig.for_model(**encoder | {"vocab_size": written.get("vocab_size") or encoder["vocab_size"]})
         return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=remote_code)
     except Exception as error:
         raise ModelError(
             f"Cannot read {weights.folder}/config.json: {clause(error)}. Download the model again, or use another one."
         ) from error
+
+
+def read_tensors(weights: Weights, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Read the tensors with wanted names. Raises ModelError."""
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for file in weights.files:
+            with safe_open(file, "pt") as opened:
+                found |= {name: opened.get_tensor(name) for name in filter(wanted, opened.keys())}
+    except Exception as error:
+        raise ModelError(f"Cannot read {file}: {clause(error)}. Download the model again.") from error
+    return found
+
+
+def _encoder_tensors(weights: Weights) -> dict[str, torch.Tensor]:
+    """Return the weights of the encoder in a GLiClass checkpoint. Raises ModelError."""
+    tensors = read_tensors(weights, lambda name: name.startswith(GLICLASS_ENCODER))
+    return {name.removeprefix(GLICLASS_ENCODER): tensor for name, tensor in tensors.items()}
+
+
+def _segment_embeddings(weights: Weights, dtype: torch.dtype) -> torch.nn.Embedding | None:
+    """Return the vectors that a GLiClass checkpoint adds to its tokens; None if it adds none. Raises ModelError."""
+    if not read_config_file(weights).get("use_segment_embeddings"):
+        return None
+    tensors = read_tensors(weights, GLICLASS_SEGMENTS.__eq__)
+    if not tensors:
+        raise ModelError(f"{weights.name} has no weights for {GLICLASS_SEGMENTS}. Download it again.")
+    weight = tensors[GLICLASS_SEGMENTS].to(dtype)
+    rows, size = weight.shape
+    return torch.nn.Embedding(rows, size, _weight=weight, _freeze=True)
 
 
 def padding_token(config: Any, pad_id: int) -> int:
@@ -236,6 +288,8 @@ def first_position(config: Any) -> int:
 
 def max_row_tokens(config: Any) -> int | None:
     """Return the maximum tokens per row that the model's positions allow; None if the positions are unlimited."""
+    if not getattr(config, "position_biased_input", True):  # DeBERTa with relative positions only
+        return None
     positions = getattr(config, "max_position_embeddings", None)
     return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None
 

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from workers.models.device import Device
-from workers.models.engines.network import PACKABLE_TYPES, Network, Run, first_position, read_config
+from workers.models.engines.network import PACKABLE_TYPES, STATES, Network, Run, first_position, read_config
 from workers.models.engines.onednn import REORDERED_TYPES, can_reorder, reorder_linear_layers
 from workers.models.engines.outputs import device_errors
 from workers.models.shapes import Shapes
@@ -77,10 +77,10 @@ def use_attention_without_plans(device: Device) -> None:
 class TorchEngine:
     """A transformers model on its device.
 
-    reads: outputs to return, LOGITS or pooling modes (network.py). pad_id: padding token if the model names none.
-    most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported. reordered:
-    give linear layers weights in oneDNN's layout where supported (onednn.py). remote_code: allow Python code that comes
-    with the model. shapes: of padded micro-batches; None selects the device's.
+    reads: outputs to return, LOGITS, STATES or pooling modes (network.py). pad_id: padding token if the model names
+    none. most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported.
+    reordered: give linear layers weights in oneDNN's layout where supported (onednn.py). remote_code: allow Python code
+    that comes with the model. shapes: of padded micro-batches; None selects the device's.
     Raises ModelError if the folder does not hold such a model.
     """
 
@@ -107,9 +107,8 @@ class TorchEngine:
         config = read_config(weights, remote_code)
         # Remote code may claim a known model type and behave differently.
         own = not (remote_code and getattr(config, "auto_map", None))
-        self.packed = (
-            packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES and not compiled
-        )
+        packable = config.model_type in PACKABLE_TYPES and tuple(reads) != STATES
+        self.packed = packed and own and device.torch.type == "cpu" and packable and not compiled
         self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else None, remote_code)
         with device_errors():
             self.network.to(device.torch)
