@@ -7,7 +7,7 @@ from typing import Any, LiteralString
 from psycopg.sql import SQL, Composable, Identifier
 from pydantic_core import to_json
 
-from feedmill.export.text import POST_FIELDS, RESULT_COLUMNS, TIME_COLUMNS, label_set
+from feedmill.export.text import POST_FIELDS, RESULT_COLUMNS, TIME_COLUMNS, label_set_of
 from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.rows import ResultRow
 
@@ -70,8 +70,10 @@ def values_of(row: ResultRow) -> list[object]:
     """Return a row's values in the order of TYPES."""
     post, scores = row.post, row.found["scores"]
     found = row.found | {
-        "label_score": scores[row.found["label"]], "label_set": label_set(scores), "stored_at": seconds_of(row.entry)
-    }  # fmt: skip
+        "label_score": scores[row.found["label"]],
+        "label_set": label_set_of(row.found),
+        "stored_at": seconds_of(row.entry),
+    }
     values = [
         post.get(field, default) if convert is None else convert(post.get(field, default))
         for field, default, convert in POST_VALUES
