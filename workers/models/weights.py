@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -37,6 +38,10 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 #: Lists the weight files of a model that is split into several.
 INDEX_FILE = "model.safetensors.index.json"
+#: The head of a model that `feedmill train --head` or `feedmill label` wrote (classifiers/head.py).
+HEAD_FILE = "head.safetensors"
+#: The pickled head of a SetFit model, and its configuration, which older models lack.
+SETFIT_HEAD, SETFIT_CONFIG = "model_head.pkl", "config_setfit.json"
 #: Sets of files to build a tokenizer from. A model needs one of these sets.
 TOKENIZERS = (
     {"tokenizer.json"},
@@ -72,7 +77,7 @@ class Weights(NamedTuple):
     revision: str | None
     #: SHA-256 of the weights file in hex. For several files: of their concatenated digests, in the order of `files`.
     sha256: str
-    #: The weight files, in the order of their names.
+    #: The weight files in the order of their names, then the head if there is one.
     files: tuple[Path, ...] = ()
 
 
@@ -173,6 +178,8 @@ def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool
     repository = hub.Repository(model, revision, offline, first=(CONFIG_FILE, INDEX_FILE))
     names = repository.sizes.keys()
     shards = _shards(f"The model {model} at commit {repository.commit}", repository.folder, names)
+    if SETFIT_HEAD in names and SETFIT_CONFIG not in names:  # the head is never downloaded, so nothing would show it
+        raise setfit_error(f"The model {model}")
     repository.fetch([name for name in names if name in shards or _is_needed(name, remote_code)])
     return _read(model, repository.folder, repository.commit, cached=True)
 
@@ -228,7 +235,32 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
             "merges.txt, or a SentencePiece model such as spiece.model). Create one with the tokenizer's "
             "save_pretrained."
         )
-    return shards
+    return (*shards, HEAD_FILE) if HEAD_FILE in names else shards
+
+
+def setfit_error(model: str) -> ModelError:
+    """Return the error for a SetFit model. model: its name in the message."""
+    return ModelError(
+        f"{model} is a SetFit model, whose head is a pickle ({SETFIT_HEAD}), which can run any code when loaded. Train "
+        "a head on the same examples: `feedmill train --head --from EXAMPLES --base FOLDER`, where FOLDER holds the "
+        "SetFit model or another sentence-transformers model."
+    )
+
+
+def copy_model(weights: Weights, folder: Path, remote_code: bool = False) -> None:
+    """Copy the files of a model to a folder, except those that are there. CONFIG_FILE, which makes it a model, is last.
+
+    remote_code: also copy Python files. Raises OSError.
+    """
+    paths = sorted(
+        (*weights.folder.iterdir(), *weights.folder.glob("[0-9]*_*/*")), key=lambda path: path.name == CONFIG_FILE
+    )
+    for path in paths:
+        name = path.relative_to(weights.folder).as_posix()
+        is_part = path.is_file() and (path in weights.files or _is_needed(name, remote_code))
+        if is_part and not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
 
 
 def _refuse_pickles(model: str, names: Collection[str]) -> None:
