@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,15 +14,18 @@ from feedmill.cli.main import app
 from shared import logs
 from shared.errors import ModelError, RequestRefused, SettingsError, UserError
 from shared.messages import ClassifyOptions, Post
+from shared.model_routing import RequestedModel
 from shared.settings import Settings
 from shared.training import TrainOptions
 from tests.fakes.models import make_model, make_sentence_model
 from tests.support import naming
+from workers.models import hub
 from workers.models.classifiers import Classifier
 from workers.models.classifiers.head import read_head, write_head
 from workers.models.classifiers.registry import classifier_kind, load_classifier
 from workers.models.device import Device
 from workers.models.weights import HEAD_FILE, locate
+from workers.runtime.hot_swap import load_wanted
 from workers.training.examples import Dataset, Example
 from workers.training.head import PENALTIES, TrainedHead, fit, save, train_head
 
@@ -107,18 +111,22 @@ def test_serves_only_its_labels(model: Path) -> None:
             load_classifier(settings, FP32)
 
 
+def test_a_deployment_loads_the_head(model: Path) -> None:
+    asked = RequestedModel(str(model), locate(str(model)).sha256, 0.0)
+    assert load_wanted(asked, Settings(), FP32).kind == "head"
+
+
 def test_another_head_is_another_model(model: Path, tmp_path: Path) -> None:
     """Results, deployments and token budgets tell models apart by the digest of their weights."""
-    before = locate(str(model)).sha256
     other = tmp_path / "other"
     settings = Settings(device="cpu", dtype="float32")
     other.mkdir()
     save(trained(model, settings).model, other, settings)  # a model with a head can be the base of another
     assert classifier_kind(locate(str(other))) == "head"
     labels, weight, bias = read_head(locate(str(other)))
-    before_other = locate(str(other)).sha256
+    before = locate(str(other)).sha256
     write_head(other / HEAD_FILE, labels, weight, bias + 1)
-    assert len({before, before_other, locate(str(other)).sha256}) == 3
+    assert locate(str(other)).sha256 != before
 
 
 def test_fit_chooses_penalty_and_scale_by_cross_validation() -> None:
@@ -192,6 +200,18 @@ def test_rejects_setfit_models_but_takes_them_as_a_base(tmp_path: Path, file: st
     out.mkdir()
     save(trained(folder).model, out, settings)
     assert classifier_kind(locate(str(out))) == "head"
+
+
+def test_rejects_setfit_models_of_the_hub_before_downloading_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old ones have no configuration file that would show what they are once they are downloaded."""
+    names = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "model_head.pkl")
+    repository = Mock(sizes=dict.fromkeys(names, 1), folder=tmp_path, commit="c0ffee")
+    monkeypatch.setattr(hub, "Repository", Mock(return_value=repository))
+    with pytest.raises(ModelError, match=naming("SetFit/mini", "feedmill train --head")):
+        locate("SetFit/mini")
+    repository.fetch.assert_not_called()
 
 
 def test_refuses_options_of_fine_tuning() -> None:
