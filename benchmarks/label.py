@@ -17,8 +17,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from hashlib import sha1
 from statistics import mean
 
@@ -39,6 +38,9 @@ from workers.training.head import Fitted, embed_all, fit, label_vectors, load_em
 #: Maximum tokens to read of a post, as in `feedmill label`.
 MAX_TOKENS = TrainOptions.model_fields["max_tokens"].default
 
+#: Variants that have answers.
+VARIANTS = ("label", "random", "logistic")
+
 console = Console(soft_wrap=True, highlight=False)
 
 
@@ -54,14 +56,6 @@ def at_random(truth: Sequence[int], seed: int, count: int) -> list[Answer]:
     """Return the answers to random posts."""
     places = random.Random(seed).sample(range(len(truth)), count)
     return [Answer(Pick(place, RANDOM), truth[place]) for place in places]
-
-
-def labelled_head(pool: Pool, truth: Sequence[int], labels: int, seed: int, count: int) -> Fitted:
-    return pool.head(picked(pool, truth, labels, seed, count))
-
-
-def random_head(pool: Pool, truth: Sequence[int], seed: int, count: int) -> Fitted:
-    return pool.head(at_random(truth, seed, count))
 
 
 def main() -> None:
@@ -97,35 +91,33 @@ def main() -> None:
     def accuracy(head: Fitted) -> float:
         return float(((tested @ head[0].T + head[1]).argmax(1) == truth[~is_pooled]).double().mean())
 
-    def logistic_head(seed: int, count: int) -> Fitted:
-        places = [answer.pick.place for answer in at_random(known, seed, count)]
-        found = fit(pooled[places], torch.tensor([known[place] for place in places]), len(names), seed)
+    def logistic(answers: Sequence[Answer]) -> Fitted:
+        places = [answer.pick.place for answer in answers]
+        found = fit(pooled[places], torch.tensor([known[place] for place in places]), len(names), 7)
         return found.weight, found.bias
 
-    found: dict[str, dict[str, dict[int, list[float]]]] = {}
+    accuracies: dict[str, dict[str, dict[int, list[float]]]] = {}
     with one_thread():
         for kind, of_labels in sentences.items():
             pool = Pool(pooled, of_labels)
-            variants: dict[str, Callable[[int, int], Fitted]] = {
-                "label": partial(labelled_head, pool, known, len(names)),
-                "random": partial(random_head, pool, known),
-                "logistic": logistic_head,
-            }
-            zero_shot = accuracy((of_labels, torch.zeros(len(names))))
-            found[kind] = {"zero-shot": {0: [zero_shot]}}
-            for name, head in variants.items():
-                found[kind][name] = {
-                    count: [accuracy(head(seed, count)) for seed in range(arguments.seeds)] for count in counts
-                }
+            found: dict[str, dict[int, list[float]]] = {name: {count: [] for count in counts} for name in VARIANTS}
+            for seed in range(arguments.seeds):
+                chosen = picked(pool, known, len(names), seed, max(counts))
+                unchosen = at_random(known, seed, max(counts))
+                for count in counts:
+                    found["label"][count].append(accuracy(pool.head(chosen[:count])))
+                    found["random"][count].append(accuracy(pool.head(unchosen[:count])))
+                    found["logistic"][count].append(accuracy(logistic(unchosen[:count])))
+            accuracies[kind] = {"zero-shot": {0: [accuracy((of_labels, torch.zeros(len(names))))]}, **found}
     table = Table("labels", "variant", *(f"{count} answers" for count in (0, *counts)))
-    for kind, variants in found.items():
+    for kind, variants in accuracies.items():
         for name, by_count in variants.items():
             table.add_row(kind, name, *(_figures(by_count.get(count, [])) for count in (0, *counts)))
     console.print(f"{len(pooled):,} posts to label, {len(tested):,} to test on; means of {arguments.seeds} seeds")
     console.print(table)
     means = {
         kind: {name: {count: round(mean(each), 4) for count, each in by.items()} for name, by in variants.items()}
-        for kind, variants in found.items()
+        for kind, variants in accuracies.items()
     }
     print(json.dumps({"pooled": len(pooled), "tested": len(tested), "seeds": arguments.seeds, "accuracy": means}))
 

@@ -264,8 +264,9 @@ def _save(session: "Session", posts: Sequence[Post], names: Sequence[str], path:
 def _show(post: Post, session: "Session", notes: Console) -> None:
     """Show a post, below how the accuracy develops."""
     notes.rule(style="dim")
-    notes.print(Text(f"{session.labelled:,} labels{_development(session)}", style="dim"))
-    body = post.body if len(post.body) <= MAX_BODY_SHOWN else f"{post.body[:MAX_BODY_SHOWN]} …"
+    notes.print(Text(f"answers: {session.labelled:,}{_development(session)}", style="dim"))
+    body = post.body.replace("\r\n", "\n")
+    body = body if len(body) <= MAX_BODY_SHOWN else f"{body[:MAX_BODY_SHOWN]} …"
     if post.title:
         notes.print(Text(printable(post.title), style="bold"))
     if body.strip():

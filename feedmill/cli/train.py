@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,7 +50,7 @@ def train(
     if renamed is not None:
         raise UserError("--labels is now --targets, which selects what to learn: topic, zero-shot or soft.")
     settings = settings_of(device=device, redis_url=redis_url)
-    _check_packages(PACKAGES_OF_A_HEAD if options.head else PACKAGES)
+    _check_packages(options.head)
     if options.head:
         _train_head(options, settings, as_json)
     else:
@@ -73,17 +72,18 @@ def trainer(
     Applications queue a training with the Celery task `feedmill.train`.
     """
     settings = settings_of(device=device, training_folder=training_folder, redis_url=redis_url)
-    _check_packages(PACKAGES)
+    _check_packages()
     from feedmill.training.job import run_trainer  # noqa: PLC0415 - needs torch, which only workers have
 
     raise typer.Exit(run_trainer(settings, name))
 
 
-def _check_packages(packages: Sequence[str]) -> None:
+def _check_packages(only_head: bool = False) -> None:
     """Raise UserError if a package that trainings import is missing."""
+    packages, extras = (PACKAGES_OF_A_HEAD, "worker") if only_head else (PACKAGES, "worker,train")
     for package in packages:
         if find_spec(package) is None:
-            raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[worker,train]'`.")
+            raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[{extras}]'`.")
 
 
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:

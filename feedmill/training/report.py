@@ -116,6 +116,7 @@ class TrainingReport:
     def counting(self, what: str, found: Iterable[Tested], total: int) -> Iterator[Tested]:
         """Yield what was found for each post, reporting for how many. what: what is done with the posts."""
         self.phase(f"{what} {total:,} posts")
+        self._printed_at = time.monotonic()
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, total=total)
         for done, each in enumerate(found, 1):

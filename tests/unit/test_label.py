@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -25,7 +24,7 @@ from tests.support import naming
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import select_device
 
-Label = Callable[..., Result]
+Label = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def label(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Label:
     rows = [{"id": f"p{number}", "title": f"bread {number}", "body": "a\x1b[31mb"} for number in range(30)]
     (tmp_path / "posts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(answers: str, *flags: str, labels: str = "food,sports") -> Result:
+    def run(answers: str, *flags: str, labels: str = "food,sports") -> Any:
         given = [str(tmp_path / "posts.jsonl"), "--out", str(tmp_path / "out"), "--base", str(base), "--device", "cpu"]
         return CliRunner().invoke(app, ["label", *given, "--labels", labels, *flags], input=answers)
 

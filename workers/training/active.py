@@ -6,14 +6,15 @@ towards the posts of that label; posts without a label count a little, by their 
 as in Nigam et al., "Text Classification from Labeled and Unlabeled Documents using EM", 2000). With few labels, this is
 far more accurate than a logistic regression, which ignores the other posts (DECISIONS.md).
 
-The first posts are the centres of k-means clusters, so that they cover all kinds of posts, dense regions first. Later
-ones are the centres of clusters weighted by uncertainty (Zhdanov, "Diverse mini-batch Active Learning", 2019): posts
-whose best two labels are close, without near-duplicates. Every fifth post is random. These are held back from the head
-whose accuracy is shown, because accuracy on chosen posts would be that on difficult ones.
+The first posts are equally many of each label that zero-shot classification predicts, so that rare labels are among
+them. Later ones are the centres of clusters weighted by uncertainty (Zhdanov, "Diverse mini-batch Active Learning",
+2019): posts whose best two labels are close, without near-duplicates. Every fifth post is random. These are held back
+from the head whose accuracy is shown, because accuracy on chosen posts would be that on difficult ones.
 
 Knows neither files nor terminals.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ UNLABELLED_WEIGHT = 0.5
 #: Inverse variance of each label's Gaussian, where the mean square distance of the posts from their centre is 1.
 SHARPNESS = 40.0
 #: Iterations of expectation maximization, and of k-means.
-ITERATIONS, CLUSTER_ITERATIONS = 10, 15
+ITERATIONS = CLUSTER_ITERATIONS = 10
 #: Posts per label in the first round, and posts in each later round.
 FIRST_PER_LABEL, ROUND_POSTS = 3, 10
 #: One post in so many is random.
@@ -114,16 +115,28 @@ class Pool:
         randoms = count // RANDOM_EVERY
         left = left[torch.randperm(len(left), generator=generator)]
         at_random, left = left[:randoms].tolist(), left[randoms:]
-        if not answers:
-            why, weights = DIVERSE, torch.ones(len(left))
+        scores = self._scores(self._means(answers), self._points[left])
+        if answers:
+            best = scores.softmax(1).topk(2).values
+            uncertainty = (1 - best[:, 0] + best[:, 1]).clamp_min(MIN_UNCERTAINTY)
+            why, centres = UNCERTAIN, cluster_centres(self._points[left], uncertainty, count - randoms, generator)
+            chosen = left[centres].tolist()
         else:
-            best = self._scores(self._means(answers), self._points[left]).softmax(1).topk(2).values
-            why, weights = UNCERTAIN, (1 - best[:, 0] + best[:, 1]).clamp_min(MIN_UNCERTAINTY)
-        chosen = left[cluster_centres(self._points[left], weights, count - randoms, generator)].tolist()
+            why, chosen = DIVERSE, _in_turn(left.tolist(), scores.argmax(1).tolist())[: count - randoms]
         picks = [Pick(place, why) for place in chosen]
         for number, place in enumerate(at_random):
             picks.insert(number * RANDOM_EVERY + RANDOM_EVERY - 1, Pick(place, RANDOM))
         return picks
+
+
+def _in_turn(places: Sequence[int], labels: Sequence[int]) -> list[int]:
+    """Return the places in an order that takes one of each label in turn. labels: the label of each place."""
+    seen: Counter[int] = Counter()
+    turns = []
+    for place, label in zip(places, labels, strict=True):
+        turns.append((seen[label], label, place))
+        seen[label] += 1
+    return [place for _, _, place in sorted(turns)]
 
 
 def cluster_centres(points: torch.Tensor, weights: torch.Tensor, count: int, generator: torch.Generator) -> list[int]:
