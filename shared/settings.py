@@ -14,7 +14,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared import address, label_files
@@ -52,6 +62,25 @@ def _form(pattern: str, words: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _size(words: str) -> BeforeValidator:
+    """Parse a number of bytes with an optional unit. words: as in `_form`."""
+    adapter = TypeAdapter(ByteSize)
+
+    def parse(value: object) -> int:
+        try:
+            found = int(adapter.validate_python(value))
+        except ValidationError:
+            found = 0
+        if found < MIN_MEMORY:
+            raise ValueError(f"should be {words}, not {value!r:.80}")
+        return found
+
+    return BeforeValidator(parse)
+
+
+#: Minimum bytes for results or sent records: a sample of them must be small.
+MIN_MEMORY = 10_000_000
+Size = Annotated[int, _size("10MB or more, in bytes or with a unit such as MB or GiB")]
 Prompt = Annotated[str, _form(r"(?s).{1,2000}", "1 to 2,000 characters")]
 
 
@@ -254,6 +283,12 @@ class Settings(BaseSettings):
 
     #: Seconds for which results are kept.
     results_ttl: Count = 7 * DAY_S
+    #: Memory in Redis for results and their stream, which may take half of it. The oldest results are dropped when it
+    #: is reached, before results_ttl. Set it on workers; the lowest one applies.
+    results_memory: Size = 10**9
+    #: Memory in Redis for records of sent posts. The oldest ones are dropped when it is reached, before sent_ttl; those
+    #: posts can be sent twice. Set it on workers; the lowest one applies.
+    sent_memory: Size = 500 * 10**6
     #: Seconds for which hourly counts by label are kept.
     label_counts_ttl: Count = 30 * DAY_S
     #: Approximate maximum entries of the results stream. Redis trims whole nodes.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from celery.result import AsyncResult
+from hypothesis import settings as hypothesis_settings
 from redis.connection import Connection, SSLConnection
 
 from shared.settings import Settings
@@ -53,6 +54,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests marked each_redis on every redis-server, because responses differ by version."""
     if "redis_path" in metafunc.fixturenames and metafunc.definition.get_closest_marker("each_redis"):
         metafunc.parametrize("redis_path", redis_servers() or [None], indirect=True, scope="module")
+
+
+# Tests assert no timings, and on a busy machine an example can take long.
+hypothesis_settings.register_profile("feedmill", deadline=None)
+hypothesis_settings.load_profile("feedmill")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,13 +22,15 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- Written by `make matrix`. -->\n\n", "\n<!-- End of the written part. -->\n"
 HEADER = (
-    "| system | Python | Redis | x86-64 with | `make demo` | `make test` | date |",
-    "|---|---|---|---|---|---|---|",
+    "| system | Python | Redis | x86-64 with | `make demo` | `make test` | `make test-redis REDIS=valkey` | date |",
+    "|---|---|---|---|---|---|---|---|",
 )
 BARE = ("python3", "python3-venv", "make", "ca-certificates")
 SERVERS = (*BARE, "redis-server", "valkey-server")
 #: What gives a system access to this machine's package index.
 SHARED_FILES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf", "/etc/resolv.conf", "/etc/hosts")
+#: Pattern of the line with which pytest ends.
+TESTS = r"\d+ (?:passed|failed).*"
 #: Where the code lies within a system.
 HOME = Path("root/feedmill")
 ENVIRONMENT = ("HOME=/root", "PATH=/usr/bin:/bin:/usr/sbin:/sbin", "LANG=C.UTF-8")
@@ -80,9 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             root = install(system, options.roots)
             copy_code(root)
             demo, demo_line = run(system, root, "make demo", r"\d+ of \d+ [^.]*")
-            tests, tests_line = run(system, root, "make test", r"\d+ (?:passed|failed).*")
-            failed |= bool(demo or tests)
-            write_row(f"| {' | '.join((*describe(system, root), demo_line, tests_line))} | {datetime.now(UTC):%F} |")
+            tests, tests_line = run(system, root, "make test", TESTS)
+            valkey, valkey_line = 0, ""
+            if "valkey-server" in system.packages:
+                valkey, valkey_line = run(system, root, "make test-redis REDIS=valkey", TESTS)
+            failed |= bool(demo or tests or valkey)
+            lines = (*describe(system, root), demo_line, tests_line, valkey_line)
+            write_row(f"| {' | '.join(lines)} | {datetime.now(UTC):%F} |")
     return int(failed)
 
 

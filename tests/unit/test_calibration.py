@@ -30,9 +30,15 @@ class Device(StandIn):
         self.device = CPU
         self.best, self.memory = best, memory
         self.now = 0.0
+        #: Seconds of each pass in which other processes have the CPU.
+        self.disturbed: Callable[[int], float] = lambda _: 0.0
+        self.waited = 0.0
         self.sizes: list[int] = []
 
     def perf_counter(self) -> float:
+        return self.now + self.waited
+
+    def thread_time(self) -> float:
         return self.now
 
     def monotonic(self) -> float:
@@ -44,6 +50,7 @@ class Device(StandIn):
             raise DeviceFull("no memory")
         self.sizes.append(size)
         self.now += size * (1 + abs(size - self.best) / self.best) / 10_000
+        self.waited += self.disturbed(size)
         return Done([])
 
     def finish(self, rows: Any, outputs: Done) -> list[tuple[Row, Scores]]:  # noqa: ARG002
@@ -59,7 +66,7 @@ def on(monkeypatch: pytest.MonkeyPatch, best: int, memory: int = 10**9) -> Devic
 @pytest.mark.parametrize("optimum", [1024, 4096])
 def test_sweep_finds_the_best_budget(monkeypatch: pytest.MonkeyPatch, optimum: int) -> None:
     stand_in = on(monkeypatch, optimum)
-    rates = sweep(stand_in, row_limit=4096)
+    rates = sweep(stand_in, 4096, stand_in.perf_counter)
     assert best(rates) == optimum
     assert max(stand_in.sizes) <= max(rates)
 
@@ -68,8 +75,30 @@ def test_best_prefers_the_smallest_of_similar_rates() -> None:
     assert best({512: 90.0, 1024: 99.5, 2048: 100.0, 4096: 99.9}) == 1024
 
 
+@pytest.mark.parametrize(
+    ("kind", "engine", "torch_device", "budget"),
+    [
+        ("similarity", "torch", "cpu", 4096),
+        ("similarity", "torch", "meta", 512),
+        ("similarity", "module:Engine", "cpu", 512),
+        ("module:Classifier", "torch", "cpu", 512),
+    ],
+)
+def test_other_processes_do_not_affect_calibration_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, engine: str, torch_device: str, budget: int
+) -> None:
+    """A GPU, or a plug-in, may leave its thread idle while it computes."""
+    monkeypatch.setattr(calibration, "OTHER_CANDIDATES", calibration.CANDIDATES["cpu"])
+    stand_in = on(monkeypatch, 4096)
+    stand_in.kind = kind
+    stand_in.device = device.Device(torch.device(torch_device), torch.float32, "for a test")
+    stand_in.disturbed = lambda size: size / 100 if size > 600 else 0.0
+    assert calibrate(stand_in, Settings(cache_folder=tmp_path, engine=engine)).tokens == budget
+
+
 def test_sweep_stops_at_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert max(sweep(on(monkeypatch, best=8192, memory=1500), row_limit=4096)) == 1024
+    stand_in = on(monkeypatch, best=8192, memory=1500)
+    assert max(sweep(stand_in, 4096, stand_in.perf_counter)) == 1024
 
 
 def test_calibrates_once_per_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from feedmill.cli.main import app
 from feedmill.monitoring.dashboard import PASSED_OPTIONS
 from feedmill.stack.processes import free_port
 from shared.settings import Settings
-from tests.support import redis_servers, wait_until
+from tests.support import installed_redis, wait_until
 from tests.unit.test_images import DOCKERFILES, accept, check_health_script, folders_in, settings_in
 
 ROOT = Path(__file__).parent.parent.parent
@@ -207,8 +207,8 @@ def test_grafana_finds_its_datasource_and_dashboard() -> None:
 @pytest.fixture
 def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
     """The port of a Redis started by redis.sh with its own configuration, except for address and folder."""
-    servers = redis_servers()
-    if "system" not in servers:
+    server = installed_redis()
+    if server is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
     assert SERVICES["redis"]["command"] == ["sh", "/etc/feedmill/redis.sh"]
     for name in ("redis.sh", "redis.conf", "users.conf"):
@@ -216,7 +216,7 @@ def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
         shutil.copy(folder / name, tmp_path)
     port, script = free_port(), (tmp_path / "redis.sh").read_text()
     places = {
-        "exec redis-server": f"exec {servers['system']}",
+        "exec redis-server": f"exec {server}",
         "dir /data": f"dir {tmp_path}",
         "bind * -::*": f"bind 127.0.0.2\nport {port}",
     }

@@ -69,7 +69,7 @@ def test_reads_back_the_same_posts(tmp_path: Path, form: Csv | Jsonl) -> None:
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(FORMULAS)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(title=TEXT, body=TEXT, topic=TEXT, post_id=TEXT)
 @pytest.mark.parametrize("form", [Csv(), Jsonl()])
 def test_any_text_survives_a_round_trip(

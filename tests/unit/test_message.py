@@ -74,10 +74,10 @@ def test_bounds_every_field_of_dead_letters(text: str, refused: bool) -> None:
     arguments = {"posts": posts, "template": text * 2_000}
     message = Message(arguments, None, text * 500, queue="feedmill-" + "q" * 100)
     if refused:
-        message.refused = RequestRefused(text * 10**6)
+        message.refused = RequestRefused(text * 10**5)
     for index, post in enumerate(posts):
         message.tracebacks[index] = text * MAX_DEAD_TRACEBACK
-        message.set_outcome(index, PostError(id=post["id"], error=text * 10**6))
+        message.set_outcome(index, PostError(id=post["id"], error=text * 10**5))
     letters = message.dead_letters("worker@host", 1.0)
     assert len(letters) == MAX_POSTS_PER_MESSAGE
     assert size(letters) <= MAX_DEAD_MESSAGE_BYTES

@@ -113,7 +113,7 @@ def test_age_is_that_of_the_oldest_row() -> None:
     assert window.oldest_age() == 2.0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**32),
     bodies=st.floats(0.0, 0.5),

@@ -11,6 +11,7 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from shared.errors import DeviceFull
 from shared.messages import ClassifyOptions, digest
 from shared.settings import Settings
 from workers.models.classifiers import Classifier, Row
+from workers.models.classifiers.registry import CLASSIFIERS
 from workers.pipeline.window import Window
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ CALIBRATION_FILE = "calibration.json"
 CANDIDATES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048, 4096, 8192)}
 OTHER_CANDIDATES: tuple[int, ...] = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
 #: Minimum seconds per trial of a budget, and rounds of trials. A budget's best round counts, because other processes on
-#: a shared machine can only slow it down.
+#: a shared machine can only slow it down, even in CPU time: they share its caches.
 MIN_TRIAL_S, ROUNDS = 0.5, 2
 #: Take the smallest budget that reaches this share of the best rate: smaller batches fill sooner and pad less.
 CLOSE_ENOUGH = 0.98
@@ -114,9 +116,19 @@ def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
         return known
     logger.info("measuring the token budget for this device and model; later starts reuse the result")
     classifier.device.take_share(classifier.device.lanes)
-    rates = sweep(classifier, settings.batch_rows)
+    rates = sweep(classifier, settings.batch_rows, _clock(classifier, settings))
     remember(classifier, settings, rates)
     return TokenBudget(best(rates), *_place(classifier, settings))
+
+
+def _clock(classifier: Classifier, settings: Settings) -> Callable[[], float]:
+    """Return this thread's CPU time if it does the computing, so that a busy machine does not affect the best budget.
+
+    The built-in engines compute on a CPU in the calling thread, and in others that work beside it. Elsewhere the device
+    computes, and a plug-in may do so in a thread or process of its own: only the time that passes can be measured.
+    """
+    built_in = settings.engine in ("torch", "onnx") and classifier.kind in CLASSIFIERS
+    return time.thread_time if built_in and classifier.device.torch.type == "cpu" else time.perf_counter
 
 
 def _place(classifier: Classifier, settings: Settings) -> tuple[Path, str]:
@@ -162,14 +174,17 @@ def best(rates: dict[int, float]) -> int:
     return min(budget for budget, rate in rates.items() if rate >= CLOSE_ENOUGH * max(rates.values()))
 
 
-def sweep(classifier: Classifier, row_limit: int) -> dict[int, float]:
-    """Measure tokens per second for each budget, smallest first, up to one that is slow or does not fit in memory."""
+def sweep(classifier: Classifier, row_limit: int, clock: Callable[[], float]) -> dict[int, float]:
+    """Measure tokens per second for each budget, smallest first, up to one that is slow or does not fit in memory.
+
+    clock: returns seconds.
+    """
     candidates = CANDIDATES.get(classifier.device.torch.type, OTHER_CANDIDATES)
     rates: dict[int, float] = {}
     for _ in range(ROUNDS):
         for budget in candidates:
             try:
-                rate = _tokens_per_second(classifier, budget, row_limit)
+                rate = _tokens_per_second(classifier, budget, row_limit, clock)
             except DeviceFull:
                 rates.pop(budget, None)
                 candidates = tuple(other for other in candidates if other < budget)
@@ -181,7 +196,7 @@ def sweep(classifier: Classifier, row_limit: int) -> dict[int, float]:
     return rates or {candidates[0] if candidates else 1: 0.0}
 
 
-def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int) -> float:
+def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int, clock: Callable[[], float]) -> float:
     """Return real tokens per second (without padding) in batches cut from a window of generated rows."""
     lengths = random.Random(budget)
     label_set = classifier.label_set(ClassifyOptions())
@@ -196,9 +211,9 @@ def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int) -> f
                 waiting += row.length
         batch = window.take(budget, row_limit)
         waiting -= sum(row.length for row in batch)
-        began = time.perf_counter()
+        began = clock()
         classifier.finish(batch, classifier.forward(batch))
-        spent += time.perf_counter() - began
+        spent += clock() - began
         tokens += sum(row.length for row in batch)
     return tokens / spent
 
