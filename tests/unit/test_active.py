@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import normalize
 
 from workers.training.active import (
-    DIVERSE,
+    FIRST,
     FIRST_PER_LABEL,
     PRIOR_POSTS,
     RANDOM,
@@ -22,7 +22,7 @@ from workers.training.active import (
 LABELS, DIMENSIONS, POSTS = 4, 24, 200
 #: The true label of each post.
 TRUTH = [place % LABELS for place in range(POSTS)]
-FIRST = FIRST_PER_LABEL * LABELS
+FIRST_ROUND = FIRST_PER_LABEL * LABELS
 
 
 def pool(blur: float = 0.35, prior_blur: float = 0.3) -> Pool:
@@ -75,18 +75,20 @@ def test_a_skipped_post_counts_as_one_without_a_label() -> None:
         assert torch.equal(one, other)
 
 
-def test_first_picks_cover_all_kinds_of_posts() -> None:
-    picks = pool(blur=0.1).pick([], 5, seed=7)
-    assert {TRUTH[pick.place] for pick in picks if pick.why == DIVERSE} == set(range(LABELS))
+def test_first_picks_are_a_random_sample() -> None:
+    posts = pool(blur=0.1)
+    one, other = (posts.pick([], FIRST_ROUND, seed) for seed in (7, 8))
+    assert {TRUTH[pick.place] for pick in one if pick.why == FIRST} == set(range(LABELS))
+    assert {pick.place for pick in one} != {pick.place for pick in other}
 
 
 def test_every_fifth_pick_is_random_and_none_repeats() -> None:
     session = Session(pool(), LABELS, seed=7)
-    picks = label(session, FIRST + 2 * ROUND_POSTS)
+    picks = label(session, FIRST_ROUND + 2 * ROUND_POSTS)
     assert len({pick.place for pick in picks}) == len(picks)
     assert all((pick.why == RANDOM) == (number % RANDOM_EVERY == RANDOM_EVERY - 1)
                for number, pick in enumerate(picks[:RANDOM_EVERY * 2]))  # fmt: skip
-    assert {pick.why for pick in picks[FIRST:]} == {UNCERTAIN, RANDOM}
+    assert {pick.why for pick in picks[FIRST_ROUND:]} == {UNCERTAIN, RANDOM}
 
 
 def test_later_picks_are_uncertain() -> None:
@@ -119,7 +121,7 @@ def test_undo_shows_the_last_post_again() -> None:
 
 def test_resuming_picks_the_same_posts() -> None:
     """In the first round, in which each pick depends on the others, and at the start of a later one."""
-    for count in (FIRST - 4, FIRST + ROUND_POSTS):
+    for count in (FIRST_ROUND - 4, FIRST_ROUND + ROUND_POSTS):
         session = Session(pool(), LABELS, seed=7)
         label(session, count)
         resumed = Session(pool(), LABELS, 7, session.answers)

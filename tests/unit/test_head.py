@@ -81,6 +81,7 @@ def test_scores_equal_those_of_the_saved_model_in_sentence_transformers(model: P
     assert classifier.kind == "head"
     labels, weight, bias = read_head(locate(str(model)))
     assert (labels, [*weight.shape]) == (LABELS, [2, 24])
+    assert (model / HEAD_FILE).stat().st_mode == (model / "config.json").stat().st_mode, "other users serve models"
     features = torch.tensor(SentenceTransformer(str(model), device="cpu").encode(TEXTS, normalize_embeddings=True))
     expected = (features @ weight.T + bias).softmax(-1)
     assert torch.allclose(scores(classifier, TEXTS), expected, atol=1e-5)

@@ -6,15 +6,14 @@ towards the posts of that label; posts without a label count a little, by their 
 as in Nigam et al., "Text Classification from Labeled and Unlabeled Documents using EM", 2000). With few labels, this is
 far more accurate than a logistic regression, which ignores the other posts (DECISIONS.md).
 
-The first posts are equally many of each label that zero-shot classification predicts, so that rare labels are among
-them. Later ones are the centres of clusters weighted by uncertainty (Zhdanov, "Diverse mini-batch Active Learning",
-2019): posts whose best two labels are close, without near-duplicates. Every fifth post is random. These are held back
-from the head whose accuracy is shown, because accuracy on chosen posts would be that on difficult ones.
+The first posts are a random sample, which covers the posts better than clusters or predicted labels do. Later ones are
+the centres of clusters weighted by uncertainty (Zhdanov, "Diverse mini-batch Active Learning", 2019): posts whose best
+two labels are close, without near-duplicates. Every fifth post is random and held back from the head whose accuracy is
+shown: accuracy on uncertain posts would be too low.
 
 Knows neither files nor terminals.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,8 +39,8 @@ CANDIDATES = 8
 #: Least weight of a post in the clusters of uncertain posts.
 MIN_UNCERTAINTY = 1e-3
 
-#: Why a post was picked. Only random posts show how accurate a head is on all posts.
-DIVERSE, UNCERTAIN, RANDOM = "diverse", "uncertain", "random"
+#: Why a post was picked: for the first round, by uncertainty, or at random to measure accuracy.
+FIRST, UNCERTAIN, RANDOM = "first", "uncertain", "random"
 
 
 class Pick(NamedTuple):
@@ -115,28 +114,17 @@ class Pool:
         randoms = count // RANDOM_EVERY
         left = left[torch.randperm(len(left), generator=generator)]
         at_random, left = left[:randoms].tolist(), left[randoms:]
-        scores = self._scores(self._means(answers), self._points[left])
         if answers:
-            best = scores.softmax(1).topk(2).values
+            best = self._scores(self._means(answers), self._points[left]).softmax(1).topk(2).values
             uncertainty = (1 - best[:, 0] + best[:, 1]).clamp_min(MIN_UNCERTAINTY)
             why, centres = UNCERTAIN, cluster_centres(self._points[left], uncertainty, count - randoms, generator)
             chosen = left[centres].tolist()
         else:
-            why, chosen = DIVERSE, _in_turn(left.tolist(), scores.argmax(1).tolist())[: count - randoms]
+            why, chosen = FIRST, left[: count - randoms].tolist()
         picks = [Pick(place, why) for place in chosen]
         for number, place in enumerate(at_random):
             picks.insert(number * RANDOM_EVERY + RANDOM_EVERY - 1, Pick(place, RANDOM))
         return picks
-
-
-def _in_turn(places: Sequence[int], labels: Sequence[int]) -> list[int]:
-    """Return the places in an order that takes one of each label in turn. labels: the label of each place."""
-    seen: Counter[int] = Counter()
-    turns = []
-    for place, label in zip(places, labels, strict=True):
-        turns.append((seen[label], label, place))
-        seen[label] += 1
-    return [place for _, _, place in sorted(turns)]
 
 
 def cluster_centres(points: torch.Tensor, weights: torch.Tensor, count: int, generator: torch.Generator) -> list[int]:
@@ -187,9 +175,9 @@ class Session:
             first = max(FIRST_PER_LABEL * self._labels, ROUND_POSTS)
             with one_thread():
                 # A resumed first round goes on with the posts that it had.
-                diverse = self._pool.pick((), first, self._seed) if len(self.answers) < first else []
+                sample = self._pool.pick((), first, self._seed) if len(self.answers) < first else []
                 taken = {answer.pick.place for answer in self.answers}
-                self._next = [pick for pick in diverse if pick.place not in taken]
+                self._next = [pick for pick in sample if pick.place not in taken]
                 if not self._next:
                     self._next = self._pool.pick(self.answers, ROUND_POSTS, self._seed)
         return self._next[0] if self._next else None

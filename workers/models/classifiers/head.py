@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from shared.errors import ModelError, clause
 from shared.messages import digest
@@ -69,4 +69,5 @@ def read_head(weights: Weights) -> tuple[tuple[str, ...], torch.Tensor, torch.Te
 def write_head(path: Path, labels: tuple[str, ...], weight: torch.Tensor, bias: torch.Tensor) -> None:
     """Write a head for `read_head`. Raises OSError."""
     tensors = {"weight": weight.float().contiguous(), "bias": bias.float().contiguous()}
-    save_file(tensors, path, {"format": "pt", LABELS_KEY: json.dumps(labels, ensure_ascii=False)})
+    # Not by `save_file`, whose files only their owner can read: other users serve models.
+    path.write_bytes(save(tensors, {"format": "pt", LABELS_KEY: json.dumps(labels, ensure_ascii=False)}))
