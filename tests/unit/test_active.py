@@ -16,7 +16,6 @@ from workers.training.active import (
     Pick,
     Pool,
     Session,
-    cluster_centres,
 )
 
 LABELS, DIMENSIONS, POSTS = 4, 24, 200
@@ -146,11 +145,6 @@ def test_accuracy_is_that_of_random_posts_that_the_head_has_not_seen() -> None:
     assert other.measure() == pytest.approx(0.0, abs=1 - session.curve[-1][1])
     session.undo()
     assert [labelled for labelled, _ in session.curve] == [ROUND_POSTS]
-
-
-def test_cluster_centres_are_distinct_though_points_are_equal() -> None:
-    found = cluster_centres(torch.ones(6, 3), torch.ones(6), 6, torch.Generator().manual_seed(3))
-    assert sorted(found) == list(range(6))
 
 
 def test_labels_sentences_count_as_some_posts() -> None:

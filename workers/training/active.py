@@ -6,10 +6,9 @@ towards the posts of that label; posts without a label count a little, by their 
 as in Nigam et al., "Text Classification from Labeled and Unlabeled Documents using EM", 2000). With few labels, this is
 far more accurate than a logistic regression, which ignores the other posts (DECISIONS.md).
 
-The first posts are a random sample, which covers the posts better than clusters or predicted labels do. Later ones are
-the centres of clusters weighted by uncertainty (Zhdanov, "Diverse mini-batch Active Learning", 2019): posts whose best
-two labels are close, without near-duplicates. Every fifth post is random and held back from the head whose accuracy is
-shown: accuracy on uncertain posts would be too low.
+The first posts are a random sample. Later ones are drawn at random as well, the more likely the closer the scores of
+their best two labels: the head is uncertain of them. Every fifth post is drawn without regard to that, and held back
+from the head whose accuracy is shown: on uncertain posts, it would be too low.
 
 Knows neither files nor terminals.
 """
@@ -28,15 +27,13 @@ PRIOR_POSTS = 2.0
 UNLABELLED_WEIGHT = 0.5
 #: Inverse variance of each label's Gaussian, where the mean square distance of the posts from their centre is 1.
 SHARPNESS = 40.0
-#: Iterations of expectation maximization, and of k-means.
-ITERATIONS = CLUSTER_ITERATIONS = 10
+#: Iterations of expectation maximization.
+ITERATIONS = 10
 #: Posts per label in the first round, and posts in each later round.
 FIRST_PER_LABEL, ROUND_POSTS = 3, 10
 #: One post in so many is random.
 RANDOM_EVERY = 5
-#: Candidates for each centre of a cluster.
-CANDIDATES = 8
-#: Least weight of a post in the clusters of uncertain posts.
+#: Least weight of a post when uncertain posts are drawn.
 MIN_UNCERTAINTY = 1e-3
 
 #: Why a post was picked: for the first round, by uncertainty, or at random to measure accuracy.
@@ -117,43 +114,14 @@ class Pool:
         if answers:
             best = self._scores(self._means(answers), self._points[left]).softmax(1).topk(2).values
             uncertainty = (1 - best[:, 0] + best[:, 1]).clamp_min(MIN_UNCERTAINTY)
-            why, centres = UNCERTAIN, cluster_centres(self._points[left], uncertainty, count - randoms, generator)
-            chosen = left[centres].tolist()
+            drawn = torch.multinomial(uncertainty, count - randoms, generator=generator) if len(left) else []
+            why, chosen = UNCERTAIN, left[drawn].tolist()
         else:
             why, chosen = FIRST, left[: count - randoms].tolist()
         picks = [Pick(place, why) for place in chosen]
         for number, place in enumerate(at_random):
             picks.insert(number * RANDOM_EVERY + RANDOM_EVERY - 1, Pick(place, RANDOM))
         return picks
-
-
-def cluster_centres(points: torch.Tensor, weights: torch.Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Return the places of the points nearest to the centres of weighted k-means clusters, heaviest cluster first.
-
-    Starts as k-means++ does, with the best of several candidates for each centre. points: [points, dimensions].
-    weights: [points]. count: at most the number of points.
-    """
-    if not count:
-        return []
-    centres = points[torch.multinomial(weights, 1, generator=generator)]
-    distances = (points - centres[0]).square().sum(1)
-    for _ in range(count - 1):
-        # Points equal to a centre keep a little weight, so that there are always enough.
-        drawn = torch.multinomial((distances * weights).clamp_min(1e-12), CANDIDATES, True, generator=generator)
-        closer = torch.minimum(distances[:, None], torch.cdist(points, points[drawn]).square())
-        best = int((closer * weights[:, None]).sum(0).argmin())
-        centres, distances = torch.cat([centres, points[drawn[best : best + 1]]]), closer[:, best]
-    total = weights.new_zeros(count)
-    for _ in range(CLUSTER_ITERATIONS):
-        nearest = torch.cdist(points, centres).argmin(1)
-        total = weights.new_zeros(count).index_add(0, nearest, weights)
-        sums = torch.zeros_like(centres).index_add(0, nearest, points * weights[:, None])
-        centres = torch.where(total[:, None] > 0, sums / total.clamp_min(1e-12)[:, None], centres)
-    apart, chosen = torch.cdist(centres, points), list[int]()
-    for cluster in total.argsort(descending=True, stable=True).tolist():
-        apart[:, chosen[-1:]] = float("inf")
-        chosen.append(int(apart[cluster].argmin()))
-    return chosen
 
 
 class Session:
