@@ -108,14 +108,16 @@ class Pool:
         taken = {answer.pick.place for answer in answers}
         left = torch.tensor([place for place in range(len(self)) if place not in taken], dtype=torch.long)
         count = min(count, len(left))
+        if not count:
+            return []
         randoms = count // RANDOM_EVERY
         left = left[torch.randperm(len(left), generator=generator)]
         at_random, left = left[:randoms].tolist(), left[randoms:]
         if answers:
             best = self._scores(self._means(answers), self._points[left]).softmax(1).topk(2).values
             uncertainty = (1 - best[:, 0] + best[:, 1]).clamp_min(MIN_UNCERTAINTY)
-            drawn = torch.multinomial(uncertainty, count - randoms, generator=generator) if len(left) else []
-            why, chosen = UNCERTAIN, left[drawn].tolist()
+            why = UNCERTAIN
+            chosen = left[torch.multinomial(uncertainty, count - randoms, generator=generator)].tolist()
         else:
             why, chosen = FIRST, left[: count - randoms].tolist()
         picks = [Pick(place, why) for place in chosen]
