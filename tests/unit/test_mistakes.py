@@ -120,6 +120,8 @@ def test_training_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"feedmill\[worker,train\]"):
         train._check_packages()
+    with pytest.raises(UserError, match=r"feedmill\[worker\]"):
+        train._check_packages(only_head=True)
 
 
 def test_training_refuses_a_file_as_output(tmp_path: Path) -> None:
