@@ -197,13 +197,14 @@ class Settings(BaseSettings):
     offline: bool = False
     #: Run Python code from the model's repository, with all rights of the worker's user. Review it and pin `revision`.
     trust_remote_code: bool = False
-    #: Classifier: nli, rerank, sequence or similarity (docs/models.md). auto selects one from the model's files.
+    #: Classifier: gliclass, head, nli, rerank, sequence or similarity (docs/models.md). auto selects one from the
+    #: model's files.
     #: module:Class loads a plug-in (docs/extending.md).
     classifier: Annotated[
         str,
         _form(
-            rf"auto|nli|rerank|sequence|similarity|{PLUGIN_PATTERN}",
-            "auto, nli, rerank, sequence, similarity or module:Class",
+            rf"auto|gliclass|head|nli|rerank|sequence|similarity|{PLUGIN_PATTERN}",
+            "auto, gliclass, head, nli, rerank, sequence, similarity or module:Class",
         ),
     ] = "auto"
     #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.
@@ -227,7 +228,7 @@ class Settings(BaseSettings):
     #: @FILE. Unset: the sixteen topics of shared/topics.py.
     labels: Annotated[Labels | None, NoDecode] = None
     #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli, as in transformers'
-    #: pipeline; "This post is about {}." for rerank and similarity.
+    #: pipeline; the label itself for gliclass; "This post is about {}." for rerank and similarity.
     template: Template | None = None
     #: Prompt before each post, for embedding models and rerankers: the name of one of the model's prompts, such as
     #: query or classification; a text with its final space, such as "query: "; or none. Unset: the model's default.
@@ -237,7 +238,12 @@ class Settings(BaseSettings):
     #: Dimensions to keep of each embedding, for models trained with a Matryoshka loss. Unset: as the model's
     #: configuration says, else all.
     truncate_dim: Count | None = None
-    #: Maximum tokens per post. The model's own limit applies if it is lower.
+    #: Labels to score per post, for nli and rerank, which compute a row per label: `shortlist_model` chooses the
+    #: nearest labels; the others have no score. Unset: all labels.
+    shortlist: Annotated[int, Field(ge=2)] | None = None
+    #: Embedding model that chooses the labels of a shortlist; a value as of `model`.
+    shortlist_model: str = "sentence-transformers/all-MiniLM-L6-v2"
+    #: Maximum tokens per post. The model's own limit applies if it is lower. For gliclass, labels come in addition.
     max_tokens: Annotated[int, Field(ge=8)] = 256
     #: Maximum tokens per micro-batch: rows times the longest row. Unset: measured on the first start.
     token_budget: Count | None = None

@@ -25,6 +25,7 @@ from feedmill.cli import (
     export,
     flower,
     ingest,
+    label,
     measuring,
     offline,
     options,
@@ -96,6 +97,7 @@ for module in (
     report,
     status,
     train,
+    label,
     measuring,
 ):
     app.add_typer(module.app)
