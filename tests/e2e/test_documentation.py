@@ -35,16 +35,11 @@ SHOWN_AS_JSON = {
     "Runs": "status --run monday --json",
     "Health": "health --json",
 }
-#: Flags added to the documented training, which takes 75 seconds of CPU time without them.
-SHORT_TRAINING = ("--max-steps", "1", "--no-compare", "--no-fit-head")
 
 
 @pytest.mark.timeout(360)
 def test_readme_and_tutorial_commands_run(served: RedisServer, tmp_path: Path) -> None:
-    """In the order of the pages, as printed; only the training is shortened.
-
-    Instead of `feedmill up`, a server and a worker announce themselves as one.
-    """
+    """In the order of the pages. Instead of `feedmill up`, a server and a worker announce themselves as one."""
     (tmp_path / "posts.csv").write_text(POSTS)
     (tmp_path / "feedmill").mkdir()
     shutil.copy(ROOT / "feedmill" / "samples.jsonl", tmp_path / "feedmill")
@@ -55,8 +50,7 @@ def test_readme_and_tutorial_commands_run(served: RedisServer, tmp_path: Path) -
                 with running(*command, cwd=tmp_path, **here) as following:
                     wait_until(lambda: following.says("It broke after a day"), "the results are shown")
             elif command != ["up"]:
-                shorter = SHORT_TRAINING if command[0] == "train" else ()
-                said = feedmill(*command, *shorter, cwd=tmp_path, **here)
+                said = feedmill(*command, cwd=tmp_path, **here)
                 assert said.returncode == 0, f"{command}: {said.stderr}"
         for name in ("labelled.csv", "monday.csv"):
             with (tmp_path / name).open(newline="") as file:
