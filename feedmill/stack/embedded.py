@@ -29,7 +29,7 @@ from shared.broker import make_app
 from shared.errors import StackError
 from shared.metrics import connect_for_monitoring
 from shared.model_routing import process_namespace
-from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, is_stack_running, variables
+from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, is_folder_locked, variables
 
 #: Log line of workers/pipeline/calibration.py while it measures at the first start.
 MEASURING = "measuring the token budget"
@@ -249,7 +249,7 @@ class Stack:
 
 def flower_url(folder: Path) -> str:
     """Return the URL of a running stack's Flower, with user and password. Raises StackError if none is running."""
-    if is_stack_running(folder):
+    if is_folder_locked(folder):
         with suppress(FileNotFoundError):  # it stopped meanwhile
             found = json.loads((folder / STACK_FILE).read_text())
             login = ":".join(quote(found[name], safe="") for name in ("flower_user", "flower_password"))
