@@ -83,6 +83,8 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         # The output goes to a file here, so the password must not appear in it.
         assert up.says(f"user feedmill, password in {kept}")
         assert json.loads(kept.read_text())["flower_password"] not in up.text()
+        redis = urlsplit(feedmill("url", cwd=tmp_path, **data).stdout.strip())
+        assert redis.username == "default", "redis-cli cannot log in without a user name"
         flower = urlsplit(feedmill("url", "--flower", cwd=tmp_path, **data).stdout.strip())
         announced = json.loads(kept.read_text())
         assert (flower.username, flower.password) == ("feedmill", announced["flower_password"])
