@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Annotated
@@ -30,6 +30,7 @@ from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, printable
 from shared.messages import ClassifyOptions, parse_run
 from shared.model_routing import check_options, deployed_weights, has_worker
+from shared.settings import Settings, is_folder_locked
 
 app = typer.Typer()
 
@@ -115,11 +116,8 @@ def enqueue(
         if start:
             notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
         reading = FileReading(file, notes, filters, start, chosen, columns.encoding, shows_ids=True)
-        if not has_worker(redis, settings.queue):
-            notes.print(
-                f"no worker serves queue {settings.queue}: posts wait until `feedmill worker` or `feedmill up` runs",
-                markup=False,
-            )
+        for warning in _warnings(redis, settings):
+            notes.print(warning, markup=False)
         try:
             if kept:
                 pusher.retry_until_memory(partial(runs.keep_columns, redis, run, kept, settings.sent_ttl))
@@ -150,6 +148,14 @@ def enqueue(
         elif pusher.sent:
             notes.print(f"run {printable(run)}: `feedmill status` shows its progress", markup=False)
     raise typer.Exit(1 if _is_incomplete(reading, pusher) or found_none or failed else 0)
+
+
+def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
+    """Yield warnings about the place that the posts are sent to."""
+    if settings.redis_url is None and not is_folder_locked(settings.data_folder):
+        yield f"no `feedmill up` is running: sending to the Redis at {settings.redis_address}"
+    if not has_worker(redis, settings.queue):
+        yield f"no worker serves queue {settings.queue}: posts wait until `feedmill worker` or `feedmill up` runs"
 
 
 def _scope(redis: Redis, queue: str, options: ClassifyOptions) -> str:

@@ -62,7 +62,7 @@ from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
 from shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
-from shared.settings import PREFIX, is_stack_running, load
+from shared.settings import PREFIX, is_folder_locked, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
@@ -207,7 +207,7 @@ def url(data_folder: DataFolder = None) -> None:
     Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`.
     """
     settings = settings_of(data_folder=data_folder)
-    if settings.redis_url is None and not is_stack_running(settings.data_folder):
+    if settings.redis_url is None and not is_folder_locked(settings.data_folder):
         raise SettingsError(
             f"No `feedmill up` is running with data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set. "
             "Start `feedmill up`, or set the variable."

@@ -234,7 +234,11 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     monkeypatch.setenv("FLOWER_URL_PREFIX", "elsewhere")
     made = Stack(Settings(), tmp_path / "data", durable=False)
     try:
-        assert [line.split()[0] for line in made.start()] == ["redis-server", "worker", "Flower"]
+        lines = made.start()
+        assert next(lines).startswith("redis-server")
+        # Commands find this Redis before the worker answers.
+        assert Settings(data_folder=tmp_path / "data").broker_url == made.settings.broker_url
+        assert [line.split()[0] for line in lines] == ["worker", "Flower"]
         yield made
     finally:
         made.stop()
