@@ -142,7 +142,7 @@ def enqueue(
     failed = 0
     with user_errors(settings):
         if pusher.skipped and not pusher.sent:
-            notes.print(_nothing_new(redis, run), markup=False)
+            notes.print(f"run {printable(run)} has these posts already. --again sends them again", markup=False)
         if wait:
             failed = wait_for_run(redis, settings, notes, run, by_counts=not again)
         elif pusher.sent:
@@ -167,13 +167,6 @@ def _is_incomplete(reading: FileReading, pusher: Pusher) -> bool:
     """Return whether records were malformed, or none had text."""
     found = pusher.sent + pusher.skipped + pusher.gone
     return reading.skipped > reading.without_text or (reading.skipped > 0 and not found)
-
-
-def _nothing_new(redis: Redis, run: str) -> str:
-    """Return a message for a command whose posts were all sent before."""
-    if runs.progress(redis, run):
-        return f"run {printable(run)} has these posts already. --again sends them again"
-    return "these Reddit posts belong to the run that sent them first. --again sends them again"
 
 
 def _interrupted(pusher: Pusher, run: str) -> str:

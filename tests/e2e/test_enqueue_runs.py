@@ -73,14 +73,6 @@ def test_files_with_equal_ids_are_runs_of_their_own(redis: RedisServer, csv: Pat
     assert len(sent(redis)) == 3
 
 
-def test_names_the_run_of_reddit_posts_that_another_run_sent(redis: RedisServer, csv: Path) -> None:
-    csv.write_text("id,title\nt3_a,first\n")
-    assert enqueue(redis, csv, "--run", "monday").returncode == 0
-    again = enqueue(redis, csv, "--run", "tuesday")
-    assert again.stdout.startswith("0 posts sent")
-    assert "belong to the run that sent them first. --again" in again.stderr
-
-
 def test_a_limit_sends_the_first_posts_once(redis: RedisServer, csv: Path) -> None:
     assert enqueue(redis, csv, "--limit", 1, "--run", "a").stdout.startswith("1 post sent")
     assert enqueue(redis, csv, "--limit", 1, "--run", "a").stdout.startswith("0 posts sent")

@@ -86,10 +86,14 @@ def test_equal_ids_of_two_runs_have_their_own_results(store: ResultsStore) -> No
     assert len({found.fingerprint for found in store.get("0")}) == 3
 
 
-def test_reddit_posts_have_one_identity_in_every_run(store: ResultsStore) -> None:
-    assert store.write([result(post("t3_x", "a")), result(post("t3_x", "b"))]) == 1
-    assert post("t3_x", "a").scope is None
-    assert [post(post_id, "a").scope for post_id in ("t3_X", "xt3_x", "0")] == ["a", "a", "a"]
+def test_a_run_of_reddit_posts_that_another_run_sent_is_complete(
+    server: RedisServer, settings: Settings, store: ResultsStore
+) -> None:
+    posts = [post("t3_x"), post("t3_y")]
+    for run in ("a", "b"):
+        assert push(server, settings, posts[: 1 + (run == "b")], run, again=run == "b").sent == 1 + (run == "b")
+    assert store.write([result(post("t3_x", "a")), *(result(post(each.id, "b")) for each in posts)]) == 3
+    assert (counts(server, "a"), counts(server, "b")) == ((1, 1, 0), (2, 2, 0))
 
 
 def test_posts_without_a_run_keep_their_identity() -> None:
@@ -102,8 +106,8 @@ def test_posts_are_marked_as_sent_by_run(server: RedisServer, settings: Settings
     assert push(server, settings, posts, "a").sent == 2
     assert push(server, settings, posts, "a").skipped == 2
     again = push(server, settings, posts, "b")
-    assert (again.sent, again.skipped) == (1, 1)
-    assert push(server, settings, posts, None).sent == 1
+    assert (again.sent, again.skipped) == (2, 0)
+    assert push(server, settings, posts, None).sent == 2
     assert sent_marks(server.client, "0") == 3
 
 
