@@ -139,6 +139,8 @@ def enqueue(
             "The filters exclude every record, including records without a subreddit or date. Check --subreddit, "
             "--since and --until."
         )
+    if reading.repeated:
+        notes.print("exports with --latest keep one post per id and run; --id-column names another column")
     failed = 0
     with user_errors(settings):
         if pusher.skipped and not pusher.sent:
@@ -252,6 +254,8 @@ def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
         counts.append(f"{pusher.gone:,} purged")
     if reading.removed:
         counts.append(f"{reading.removed:,} removed on Reddit")
+    if reading.repeated:
+        counts.append(f"{reading.repeated:,} with a repeated id")
     if filters != NO_FILTERS:
         counts.append(f"{reading.left_out:,} excluded by the filters")
     return ", ".join(counts)

@@ -73,6 +73,14 @@ def test_files_with_equal_ids_are_runs_of_their_own(redis: RedisServer, csv: Pat
     assert len(sent(redis)) == 3
 
 
+def test_counts_repeated_ids(redis: RedisServer, csv: Path) -> None:
+    """`export --latest` keeps one post per id and run."""
+    csv.write_text("id,title\n7,first\n8,second\n7,another\n7,first\n")
+    said = enqueue(redis, csv)
+    assert said.stdout == "3 posts sent (messages: 1), 1 already sent, 0 malformed, 1 with a repeated id\n"
+    assert "--latest" in said.stderr
+
+
 def test_a_limit_sends_the_first_posts_once(redis: RedisServer, csv: Path) -> None:
     assert enqueue(redis, csv, "--limit", 1, "--run", "a").stdout.startswith("1 post sent")
     assert enqueue(redis, csv, "--limit", 1, "--run", "a").stdout.startswith("0 posts sent")
