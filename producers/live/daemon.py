@@ -87,6 +87,10 @@ class LiveDaemon:
         if events is not None:
             events.close()
 
+    def report_end(self) -> None:
+        """Record that the daemon stops on request. Raises redis.exceptions.RedisError."""
+        self._state.store_status(self.status(), ended=True)
+
     def _run(self) -> float:
         self._purges.run_if_due()
         if not (room := self._pusher.gate.room()):
@@ -101,6 +105,8 @@ class LiveDaemon:
     def _failed(self, kind: str, reason: str, backoff: EqualJitterBackoff, at_least: float = 0.0) -> float:
         """Close the connection after a failure, and return the seconds until the next attempt."""
         self.faults[kind] += 1
+        if not self.hindrance and kind != "redis":
+            self._status_due = self._clock.monotonic()  # report the first failure at once
         self.close()
         pause = max(backoff.compute(self._failures), at_least)
         self._failures += 1

@@ -427,6 +427,10 @@ class Daemon:
             "hindrance": self.hindrance,
         }
 
+    def report_end(self) -> None:
+        """Record that the daemon stops on request. Raises redis.exceptions.RedisError."""
+        self._state.store_end()
+
     def _store_status(self) -> float:
         self._state.store_status(self.status() | {"at": self._clock.time()})
         return STATUS_INTERVAL_S

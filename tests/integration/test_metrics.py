@@ -34,7 +34,7 @@ POOL: dict[str, Any] = {
     "recent": {"posts_per_second": 12.5, "device_busy": 0.97, "seconds": 10.4},
 }  # fmt: skip
 LIVE_REPORT: dict[str, Any] = {
-    "sent": 1, "filtered": 20, "paused": True, "delay": 3.5, "gaps": 1, "purged": 3, "hindrance": "",
+    "read": 21, "sent": 1, "filtered": 20, "paused": True, "delay": 3.5, "gaps": 1, "purged": 3, "hindrance": "",
 }  # fmt: skip
 
 
@@ -246,6 +246,30 @@ def test_health_reports_live_sources(redis: RedisServer, settings: Settings) -> 
     assert (well, numbers(said)) == (False, [5])
     assert "bluesky" in said
     assert "hacker_news" not in said
+
+
+def test_health_reports_a_source_that_was_never_read(redis: RedisServer, settings: Settings) -> None:
+    state = LiveState(redis.client, "bluesky")
+    for hindrance, healthy in (("", True), ("bluesky: the connection failed", False)):
+        state.store_status(LIVE_REPORT | {"read": 0, "hindrance": hindrance})
+        well, said = findings(settings, HealthPart.LIVE)[HealthPart.LIVE]
+        assert well == healthy
+        assert "bluesky" in said
+        assert "reading" not in said
+    assert "the connection failed" in said
+
+
+def test_health_does_not_miss_a_daemon_that_was_stopped(redis: RedisServer, settings: Settings) -> None:
+    State(redis.client).begin({"cooking": 1.0}, [])
+    assert not findings(settings, HealthPart.REDDIT)[HealthPart.REDDIT][0]
+    State(redis.client).store_end()
+    LiveState(redis.client, "bluesky").store_status(LIVE_REPORT, ended=True)
+    found = findings(settings, HealthPart.LIVE, HealthPart.REDDIT)
+    assert [well for well, _ in found.values()] == [True, True]
+    assert "bluesky was stopped" in found[HealthPart.LIVE][1]
+    assert "was stopped" in found[HealthPart.REDDIT][1]
+    seen = StatusMonitor(settings).look().status
+    assert (seen.live, seen.reddit) == ({}, None)
 
 
 def test_health_queries_workers_only_for_checks_that_need_them(
