@@ -130,7 +130,7 @@ def _queue(seen: watch.Status) -> str:
 
 
 def _results(seen: watch.Status) -> str:
-    return f"{seen.results.stored:,} stored · {seen.results.answered + seen.results.repeated:,} duplicates"
+    return f"{seen.results.stored:,} stored so far · {seen.results.answered + seen.results.repeated:,} duplicates"
 
 
 def _queues(seen: watch.Status) -> list[str]:

@@ -71,6 +71,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
     data = {"FEEDMILL_DATA_FOLDER": "data"}
     with running("up", cwd=tmp_path, **data) as up:
         wait_until(lambda: up.says("Ctrl-C"), "the stack is up", 150)
+        assert up.says(f"export FEEDMILL_DATA_FOLDER={tmp_path / 'data'}")
         second = feedmill("up", cwd=tmp_path, **data)
         assert second.returncode == 2
         assert str(tmp_path / "data") in second.stderr

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from feedmill.cli import purge as purge_command
 from feedmill.cli.main import app
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from producers.clear import Cleared, clear, messages_cleared
@@ -326,8 +327,23 @@ def test_purge_of_a_run_asks_first(server: RedisServer, store: ResultsStore) -> 
     said = CliRunner().invoke(app, [*arguments, "--yes"])
     assert (said.exit_code, said.stdout) == (0, "run a purged (results: 1)\n")
     assert store.latest(9) == []
-    again = CliRunner().invoke(app, [*arguments, "--yes", "--json"])
-    assert (again.exit_code, json.loads(again.stdout)["results"]) == (1, 0)
+    again = CliRunner().invoke(app, [*arguments, "--yes"])
+    assert isinstance(again.exception, UserError)
+    assert "'a'" in str(again.exception)
+
+
+def test_purge_of_posts_asks_in_a_terminal(
+    server: RedisServer, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(purge_command, "_in_terminal", lambda: True)
+    store.write([result(post("0"))])
+    arguments = ["purge", "0", "--redis-url", server.url]
+    assert CliRunner().invoke(app, arguments, input="n\n").exit_code != 0
+    assert len(store.latest(9)) == 1
+    said = CliRunner().invoke(app, arguments, input="y\n")
+    assert "365 days?" in said.stdout
+    assert store.latest(9) == []
+    assert CliRunner().invoke(app, [*arguments, "--lift"]).exit_code == 0
 
 
 @pytest.mark.parametrize("arguments", [[], ["1", "--run", "a"], ["--run", "a", "--lift"], ["--run", ""]])
