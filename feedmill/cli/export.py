@@ -24,6 +24,7 @@ from feedmill.export import writer
 from feedmill.export.text import COLUMNS
 from feedmill.export.writer import ExportFilter, Folder, Target
 from feedmill.reading.entry_ids import seconds_of
+from feedmill.reading.labels import unknown_label
 from feedmill.reading.rows import Chunk, RowReader
 from feedmill.reading.runs import check_run, unknown_run
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
@@ -155,7 +156,7 @@ def export_results(
         ):
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
             gc.freeze()
-            this = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
+            this = _Run(redis, reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
             this.all()
     raise typer.Exit(this.report(out, as_json))
 
@@ -238,6 +239,7 @@ class _Run:
 
     def __init__(
         self,
+        redis: Redis,
         reader: RowReader,
         target: Target,
         filters: ExportFilter,
@@ -246,6 +248,7 @@ class _Run:
         follow: bool,
         part_seconds: float,
     ) -> None:
+        self._redis = redis
         self._reader, self._target, self._filters = reader, target, filters
         self._stop = stop
         self._notes = notes
@@ -282,8 +285,15 @@ class _Run:
             if self._stop.is_set and not chunk.ended:
                 self._target.stop(place)
                 return
+        if not self._target.written and self._filters.label is not None:
+            self._check_label(self._filters.label)
         self._target.close(place)
         self._complete = True
+
+    def _check_label(self, label: str) -> None:
+        """Raise UserError if no result has the label. An earlier OUT then stays as it is."""
+        if problem := unknown_label(self._redis, label, self._filters.run):
+            raise UserError(problem)
 
     def _follow_stream(self, target: Folder, bar: "_ExportBar") -> None:
         """Export entries until a signal. After a lost connection, read the rows of the open part again."""
