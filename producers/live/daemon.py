@@ -20,7 +20,7 @@ from producers.live.purges import Purges, author_of
 from producers.live.source import Event, Source, SourceFailed
 from producers.live.state import LiveState, Position
 from producers.push import FULL_QUEUE_POLL_S, Pusher
-from shared.errors import PostRefused, printable
+from shared.errors import PostRefused, clause, printable
 from shared.messages import Post
 from shared.settings import Settings
 
@@ -75,7 +75,7 @@ class LiveDaemon:
         except SourceFailed as fault:
             pause = self._failed("source", f"{self._source.name}: {fault}", SOURCE_BACKOFF, fault.retry_after)
         except (RedisError, OperationalError) as error:
-            pause = self._failed("redis", f"Redis at {self._redis_address} failed ({error})", REDIS_BACKOFF)
+            pause = self._failed("redis", f"Redis at {self._redis_address} failed ({clause(error)})", REDIS_BACKOFF)
         except Exception:
             logger.exception("unexpected error; resuming from the stored position")
             pause = self._failed("unexpected", "unexpected error, see the log", SOURCE_BACKOFF)
