@@ -66,10 +66,10 @@ def test_files_with_equal_ids_are_runs_of_their_own(redis: RedisServer, csv: Pat
     assert enqueue(redis, other).returncode == 0
     names = {post["run"] for post in sent(redis)}
     assert len(names) == 2
-    assert all(re.fullmatch(r"posts\.csv [0-9a-f]{6}", name) for name in names)
+    assert all(re.fullmatch(r"posts\.csv-[0-9a-f]{6}", name) for name in names)
     again = enqueue(redis, csv)
     assert again.stdout.startswith("0 posts sent")
-    assert re.search(r"run posts\.csv [0-9a-f]{6} has these posts already\. --again", again.stderr)
+    assert re.search(r"run posts\.csv-[0-9a-f]{6} has these posts already\. --again", again.stderr)
     assert len(sent(redis)) == 3
 
 
@@ -100,7 +100,7 @@ def test_named_runs_are_sent_separately(redis: RedisServer, csv: Path) -> None:
 
 def test_names_a_pipe_by_its_time(redis: RedisServer, csv: Path) -> None:
     assert enqueue(redis, "-", stdin=csv.read_text()).returncode == 0
-    assert all(re.fullmatch(r"stdin \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", post["run"]) for post in sent(redis))
+    assert all(re.fullmatch(r"stdin-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", post["run"]) for post in sent(redis))
 
 
 def test_default_names_are_valid(tmp_path: Path) -> None:
@@ -109,6 +109,10 @@ def test_default_names_are_valid(tmp_path: Path) -> None:
     assert len(default_run(str(odd))) <= MAX_RUN
     assert Post(id="1", title="x", run=default_run(str(odd))).run == default_run(str(odd))
     assert default_run(str(tmp_path / "missing.csv"))
+    assert default_run("/dev/fd/63").startswith("pipe-")
+    blank = tmp_path / "my posts.csv"
+    blank.write_text("id,title\n")
+    assert default_run(str(blank)).startswith("my_posts.csv-")
 
 
 def test_keeps_chosen_columns(redis: RedisServer, csv: Path) -> None:
