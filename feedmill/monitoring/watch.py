@@ -338,7 +338,7 @@ def _workers(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float
     if workers is None:
         return False, "unknown: workers cannot answer while Redis refuses writes"
     if missing:
-        silent = ", ".join(f"{node} (last seen {capacity.span(age)} ago)" for node, age in missing.items())
+        silent = ", ".join(f"{node} (last report {capacity.span(age)} ago)" for node, age in missing.items())
         answering = ", ".join(workers) or "none"
         return False, f"no answer from {silent}: check the worker's log, or restart the worker. Answering: {answering}"
     return bool(workers), f"{', '.join(workers)}" or "none answers: start one with `feedmill worker`"

@@ -24,7 +24,7 @@ from shared.messages import ClassifyOptions
 from shared.metrics import QUEUE_OLDEST, RedisMetrics, connect_for_monitoring, oldest_seconds
 from shared.model_routing import announce, register
 from shared.settings import Settings
-from tests.support import RedisServer, make_posts
+from tests.support import RedisServer, announced, make_posts
 
 pytestmark = pytest.mark.each_redis
 
@@ -172,6 +172,10 @@ def test_health_passes_when_all_is_well(settings: Settings) -> None:
 
 def test_health_fails_without_workers(settings: Settings, workers: dict[str, Any]) -> None:
     workers.clear()
+    assert "`feedmill worker`" in status._no_worker(settings)
+    with announced(settings.data_folder, "{}"):  # `feedmill up` restarts a worker that exits
+        assert "`feedmill worker`" in status._no_worker(settings)
+        assert "`feedmill worker`" not in status._no_worker(settings.model_copy(update={"redis_url": None}))
     found = findings(settings)
     assert not found[HealthPart.WORKERS][0]
     assert "`feedmill worker`" in found[HealthPart.WORKERS][1]
@@ -368,7 +372,7 @@ def test_status_and_the_screen_show_the_same_numbers(redis: RedisServer, setting
     send(app, 2, sent_at=time.time() - 3000)
     redis.client.hset(COUNTERS, mapping={"stored": 22, "answered": 22})
     seen = StatusMonitor(settings).look()
-    for shown in (screen(seen, settings), status._summary(seen.status)):
+    for shown in (screen(seen, settings), status._summary(seen.status, settings)):
         lines = {name: told for name, _, told in (line.partition("  ") for line in shown.splitlines())}
         assert numbers(lines["queue"]) == [2, 0, 50]
         assert numbers(lines["results"]) == [22, 22]
@@ -383,12 +387,12 @@ def test_a_run_without_workers_is_stalled(redis: RedisServer, settings: Settings
     redis.client.zadd(RUNS, {"monday": now})
 
     def lines(found: StatusWithRates) -> list[str]:
-        shown = (screen(found, settings), status._summary(found.status))
+        shown = (screen(found, settings), status._summary(found.status, settings))
         return [line for each in shown for line in each.splitlines() if "monday" in line]
 
     served = StatusMonitor(settings).look()
     assert all("monday: 357 of 500 done · 35.7 posts/s · about 4 s left" in line for line in lines(served))
-    assert "12.5 posts/s, device busy 0.97 in the last 10 s" in status._summary(served.status)
+    assert "12.5 posts/s, device busy 0.97 in the last 10 s" in status._summary(served.status, settings)
     workers.clear()
     for line in lines(StatusMonitor(settings).look()):
         assert "monday: 357 of 500 done · stalled for " in line
@@ -405,7 +409,7 @@ def test_screen_lists_each_queue_with_its_model(redis: RedisServer, settings: Se
     assert seen.status.oldest_seconds
     assert seen.status.oldest_seconds >= 90
     assert json.loads(json.dumps(seen.status.as_json()))["queues"]["other"]["waiting"] == 1
-    for shown in (screen(seen, settings), status._summary(seen.status)):
+    for shown in (screen(seen, settings), status._summary(seen.status, settings)):
         assert re.search("feedmill: 2 ", shown)
         assert re.search(r"other: 1 .*a model \\x1b \(no worker\)", shown)
 
@@ -416,7 +420,7 @@ def test_marks_no_queue_as_unserved_while_workers_are_unknown(
     announce(redis.client, "other", "a model")
     monkeypatch.setattr(watch, "_ask", lambda *_: None)
     seen = StatusMonitor(settings).look()
-    for shown in (screen(seen, settings), status._summary(seen.status)):
+    for shown in (screen(seen, settings), status._summary(seen.status, settings)):
         assert "other: 0 " in shown
         assert "(no worker)" not in shown
 
