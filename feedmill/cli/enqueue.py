@@ -1,5 +1,6 @@
 """The `feedmill enqueue` command: send a file's posts to the queue, resuming where an interrupted command stopped."""
 
+import os
 import re
 import shlex
 import sys
@@ -30,7 +31,7 @@ from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, printable
 from shared.messages import ClassifyOptions, parse_run
 from shared.model_routing import check_options, deployed_weights, has_worker
-from shared.settings import Settings, is_folder_locked
+from shared.settings import PREFIX, Settings, is_folder_locked
 
 app = typer.Typer()
 
@@ -154,8 +155,10 @@ def enqueue(
 
 def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
     """Yield warnings about the place that the posts are sent to."""
-    if settings.redis_url is None and not is_folder_locked(settings.data_folder):
-        yield f"no `feedmill up` is running: sending to the Redis at {settings.redis_address}"
+    is_empty = os.environ.get(f"{PREFIX}REDIS_URL") == ""  # as after `export FEEDMILL_REDIS_URL=$(…)` failed
+    if settings.redis_url is None and (is_empty or not is_folder_locked(settings.data_folder)):
+        why = f"{PREFIX}REDIS_URL is empty" if is_empty else "no `feedmill up` is running"
+        yield f"{why}: sending to the Redis at {settings.redis_address}"
     if not has_worker(redis, settings.queue):
         yield f"no worker serves queue {settings.queue}: posts wait until `feedmill worker` or `feedmill up` runs"
 

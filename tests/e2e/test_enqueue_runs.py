@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from feedmill import submit
-from feedmill.cli.enqueue import _resuming_command
+from feedmill.cli.enqueue import _resuming_command, _warnings
 from producers.runs import default_run
 from shared import runs
 from shared.errors import UserError
@@ -21,7 +21,7 @@ from shared.messages import MAX_RUN, Classification, DeadLetter, Post, fingerpri
 from shared.model_routing import announce, deregister, known_queues, register
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import RedisServer, body_of, feedmill, running, wait_until
+from tests.support import RedisServer, announced, body_of, feedmill, running, wait_until
 
 
 @pytest.fixture
@@ -177,6 +177,22 @@ def test_goes_on_without_a_worker_and_says_so(redis: RedisServer, csv: Path) -> 
     register(redis.client, "w@host")
     deregister(redis.client, "w@host")
     assert "no worker" in enqueue(redis, csv).stderr
+
+
+def test_names_a_redis_that_the_user_did_not_choose(
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(redis.client, "w@host")
+    announce(redis.client, "feedmill", "m")
+    chosen = Settings.model_validate({"redis_url": redis.url})
+    assert list(_warnings(redis.client, chosen)) == []
+    (said,) = _warnings(redis.client, Settings(data_folder=tmp_path))
+    assert all(words in said for words in ("`feedmill up`", "127.0.0.1:6379"))
+    with announced(tmp_path, json.dumps({"redis_url": redis.url})):
+        assert list(_warnings(redis.client, Settings(data_folder=tmp_path))) == []
+        monkeypatch.setenv("FEEDMILL_REDIS_URL", "")
+        (said,) = _warnings(redis.client, Settings(data_folder=tmp_path))
+        assert all(words in said for words in ("FEEDMILL_REDIS_URL", chosen.redis_address))
 
 
 def test_an_interrupted_command_says_how_to_go_on(redis: RedisServer, tmp_path: Path) -> None:
