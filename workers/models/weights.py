@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.errors import ModelError
+from shared.errors import ModelError, clause
 from shared.training import BEGUN, CHECKPOINTS
 from workers.models import hub
 
@@ -34,9 +34,15 @@ EMBEDDED_FILES = {
     "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
 }
 CONFIG_FILE = "config.json"
+#: Model type of GLiClass checkpoints, which transformers does not know.
+GLICLASS = "GLiClass"
 WEIGHTS_FILE = "model.safetensors"
 #: Lists the weight files of a model that is split into several.
 INDEX_FILE = "model.safetensors.index.json"
+#: Lists the modules of a sentence-transformers model.
+MODULES_FILE = "modules.json"
+#: Folders in which sentence-transformers stores static embeddings and their tokenizer; versions differ.
+STATIC_FOLDERS = ("", "0_StaticEmbedding/")
 #: Sets of files to build a tokenizer from. A model needs one of these sets.
 TOKENIZERS = (
     {"tokenizer.json"},
@@ -112,6 +118,20 @@ def parameters(weights: Weights) -> int:
         ) from None
 
 
+def read_config_file(weights: Weights) -> dict[str, Any]:
+    """Return the content of config.json; empty for static embeddings without one. Raises ModelError."""
+    file = weights.folder / CONFIG_FILE
+    if (weights.folder / MODULES_FILE).is_file() and not file.exists():
+        return {}
+    try:
+        config = json.loads(file.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it must contain an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"Cannot read {file}: {clause(error)}. Download the model again.") from None
+    return config
+
+
 def _embedded() -> Weights:
     try:
         package = distribution(EMBEDDED_PACKAGE)
@@ -172,6 +192,8 @@ def _in_package(name: str) -> tuple[Path, str]:
 def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool) -> Weights:
     repository = hub.Repository(model, revision, offline, first=(CONFIG_FILE, INDEX_FILE))
     names = repository.sizes.keys()
+    if _may_be_static(names):
+        repository.fetch([MODULES_FILE])
     shards = _shards(f"The model {model} at commit {repository.commit}", repository.folder, names)
     repository.fetch([name for name in names if name in shards or _is_needed(name, remote_code)])
     return _read(model, repository.folder, repository.commit, cached=True)
@@ -215,6 +237,10 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
 
     model: the model's name in errors. folder: where INDEX_FILE is, if the model has one. names: all files of the model.
     """
+    if static := _static(folder, names):
+        return static
+    if CONFIG_FILE not in names and MODULES_FILE in names:
+        _refuse_pickles(model, names)
     if CONFIG_FILE not in names:
         raise ModelError(f"{model} has no {CONFIG_FILE} and is not a transformers model. {MODEL_FORMS}")
     indexed = INDEX_FILE in names and WEIGHTS_FILE not in names
@@ -229,6 +255,19 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
             "save_pretrained."
         )
     return shards
+
+
+def _may_be_static(names: Collection[str]) -> bool:
+    """Return whether a folder without the files of a transformers model may hold static embeddings."""
+    return MODULES_FILE in names and INDEX_FILE not in names and not {CONFIG_FILE, WEIGHTS_FILE} <= set(names)
+
+
+def _static(folder: Path, names: Collection[str]) -> tuple[str, ...]:
+    """Return the weight file of static embeddings that sentence-transformers wrote; empty if there is none."""
+    if not _may_be_static(names) or b"StaticEmbedding" not in (folder / MODULES_FILE).read_bytes():
+        return ()
+    found = (f"{part}{WEIGHTS_FILE}" for part in STATIC_FOLDERS if f"{part}tokenizer.json" in names)
+    return tuple(file for file in found if file in names)[:1]
 
 
 def _refuse_pickles(model: str, names: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from shared.errors import ModelError, clause
 from workers.models.engines.network import PADDING_SENSITIVE_TYPES, max_row_tokens, padding_token, read_config
-from workers.models.weights import Weights
+from workers.models.weights import GLICLASS, Weights, read_config_file
 
 #: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
 #: below 0.01 the head overfits.
@@ -50,6 +50,8 @@ def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call] # the head is new on purpose
+    if read_config_file(weights).get("model_type") == GLICLASS:
+        raise ModelError(f"{weights.name} is a GLiClass model, which cannot be fine-tuned here. Use another base.")
     config = read_config(weights, remote_code)
     if config.model_type in PADDING_SENSITIVE_TYPES:
         raise ModelError(

@@ -19,9 +19,11 @@ from shared.topics import DESCRIBED_TOPICS
 from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
 from workers.models.classifiers.layout import read_layout
 from workers.models.device import Device
+from workers.models.engines import Engine
 from workers.models.engines.factory import create_engine
 from workers.models.engines.outputs import TensorOutputs, device_errors
-from workers.models.tokenizer import Tokens
+from workers.models.engines.static_engine import StaticTokenizer, create_static_engine
+from workers.models.tokenizer import Tokenizer, Tokens
 from workers.models.weights import Weights
 
 #: Cosine multiplier, from the model's training.
@@ -43,7 +45,14 @@ class Similarity(Classifier):
         self._layout = read_layout(weights, settings)
         self._texts = self._layout.texts
         max_tokens = min(settings.max_tokens, self._texts.max_tokens or settings.max_tokens)
-        self._engine, self._tokenizer = create_engine(weights, device, settings, self._layout.pooling, max_tokens)
+        self._engine: Engine
+        self._tokenizer: Tokenizer | StaticTokenizer
+        if self._layout.static is None:
+            self._engine, self._tokenizer = create_engine(weights, device, settings, self._layout.pooling, max_tokens)
+        else:
+            self._engine, self._tokenizer = create_static_engine(
+                weights, device, settings, self._layout.static, max_tokens
+            )
         self.packed = self._engine.packed
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
         self._label_sets = LabelSets(
