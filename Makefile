@@ -50,6 +50,7 @@ long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours o
 	$(BIN)/python -m tests.soak_reddit --source arctic-shift
 	$(BIN)/python -m tests.soak_bluesky
 	for source in reddit arctic-shift bluesky hacker-news; do $(BIN)/python -m tests.soak_hours --source $$source || exit 1; done
+	$(BIN)/python -m tests.soak_postgres
 	$(BIN)/python -m tests.soak_counts
 	$(BIN)/python -m tests.soak_memory
 	$(BIN)/python -m tests.soak_memory --memory 32MB

@@ -33,6 +33,8 @@ SWEEPER = "feedmill:sweeper"
 RUNS = "feedmill:runs"
 #: Queue -> number of messages that `feedmill queue clear` removed. A change makes positions in files void.
 CLEARS = "feedmill:clears"
+#: Recent purges, newest last: the posts' ids or the run, and the time up to which their results are gone.
+PURGES = "feedmill:purges"
 #: Undecodable messages found in queues, newest first; raw bytes.
 UNDECODABLE = "feedmill:undecodable"
 #: Consumer group of the results stream -> its position, used to detect entries trimmed before the group read them.
@@ -216,6 +218,7 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the end of the file"),
     Key("feedmill:buried:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:gone:*", "string", "shared/purge.py", "ttl tombstone_ttl"),
+    Key(PURGES, "stream", "shared/scripts/purge.py", "MAX_PURGES entries; ttl tombstone_ttl"),
     Key(CELERY_RESULTS, "string", "Celery, results of messages sent with a result", "ttl celery_result_ttl"),
     Key("celery-taskset-meta-*", "any", "Celery, state of groups and chords", "ttl celery_result_ttl"),
     Key(

@@ -197,14 +197,14 @@ class Settings(BaseSettings):
     offline: bool = False
     #: Run Python code from the model's repository, with all rights of the worker's user. Review it and pin `revision`.
     trust_remote_code: bool = False
-    #: Classifier: gliclass, nli, rerank, sequence or similarity (docs/models.md). auto selects one from the model's
-    #: files.
+    #: Classifier: gliclass, head, nli, rerank, sequence or similarity (docs/models.md). auto selects one from the
+    #: model's files.
     #: module:Class loads a plug-in (docs/extending.md).
     classifier: Annotated[
         str,
         _form(
-            rf"auto|gliclass|nli|rerank|sequence|similarity|{PLUGIN_PATTERN}",
-            "auto, gliclass, nli, rerank, sequence, similarity or module:Class",
+            rf"auto|gliclass|head|nli|rerank|sequence|similarity|{PLUGIN_PATTERN}",
+            "auto, gliclass, head, nli, rerank, sequence, similarity or module:Class",
         ),
     ] = "auto"
     #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.

@@ -16,6 +16,7 @@ from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.groups import CLAIM_AFTER_S
 from feedmill.reading.labels import unknown_label
 from feedmill.reading.results import Reader, batches, open_reader
+from feedmill.reading.rows import RowReader
 from feedmill.reading.runs import check_run, unknown_run
 from feedmill.reading.stream import Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
@@ -122,7 +123,7 @@ def _list(redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, 
 
 def _explain_label(redis: Redis, filters: ResultFilter) -> None:
     """Print the labels of all results, of the selected run, if none has the wanted one: it may be misspelt."""
-    if filters.label is not None and (problem := unknown_label(redis, filters.label, filters.run)):
+    if filters.label is not None and (problem := unknown_label(RowReader(redis), filters.label, filters.run)):
         typer.echo(f"feedmill: {problem}", err=True)
 
 

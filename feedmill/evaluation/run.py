@@ -62,6 +62,7 @@ def settings_for_comparison(settings: Settings) -> Settings:
     """
     from workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
         USED_BY,
+        WITH_FIXED_LABELS,
         classifier_kind,
         unused_settings,
     )
@@ -71,7 +72,7 @@ def settings_for_comparison(settings: Settings) -> Settings:
         return settings
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
     kind = classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
-    unused = [*unused_settings(kind), *(("labels", "template") if kind == "sequence" else ())]
+    unused = [*unused_settings(kind), *(("labels", "template") if kind in WITH_FIXED_LABELS else ())]
     return settings.model_copy(update=dict.fromkeys(unused))
 
 

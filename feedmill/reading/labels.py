@@ -2,8 +2,6 @@
 
 from collections import Counter
 
-from redis import Redis
-
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.rows import RowReader
 from shared.errors import printable, similar_name
@@ -13,12 +11,12 @@ from shared.scripts.stream import Place
 MAX_LABELS = 50
 
 
-def unknown_label(redis: Redis, label: str, run: str | None) -> str | None:
+def unknown_label(reader: RowReader, label: str, run: str | None) -> str | None:
     """Return a message if no result in the stream, or of the run, has this label; else None.
 
     Raises redis.exceptions.RedisError.
     """
-    rows = (row for chunk in RowReader(redis).chunks(Place(id_before(0.0))) for row in chunk.rows)
+    rows = (row for chunk in reader.chunks(Place(id_before(0.0))) for row in chunk.rows)
     labels = Counter(row.found["label"] for row in rows if run in (None, row.post.get("run")))
     if label in labels:
         return None

@@ -65,7 +65,7 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
             raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
     gone: set[str] | None = set()
     if options.source != RESULTS:
-        gone = _purged((_post(post).id for post in [*found, *(tested or [])]), settings, notes)
+        gone = purged_ids((_post(post).id for post in [*found, *(tested or [])]), settings, notes)
     kept = [post for post in found if not gone or _post(post).id not in gone]
     labelled_by: Counter[str] = Counter()
     examples = [example for post in kept if (example := _example(post, options, labelled_by))]
@@ -184,7 +184,7 @@ def _of_parquet(path: str) -> Iterator[Labelled]:
         ) from None
 
 
-def _purged(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:
+def purged_ids(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:
     """Return the ids of purged posts; None, with a note, if Redis is unreachable."""
     try:
         with user_errors(settings):

@@ -136,12 +136,15 @@ def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     values |= {"loader_workers": 1, "pin_memory": False, "checkpoint_steps": 10, "resume": True, "tensorboard": True}
     options = TrainOptions.parse(values)
     assert options.model_dump(exclude_defaults=True, by_alias=True) == values, "every option has another value"
-    assert len(values) == len(TrainOptions.model_fields)
+    assert {*values, "head"} == {field.alias or name for name, field in TrainOptions.model_fields.items()}
+    of_a_head = TrainOptions.parse({"from": "posts.csv", "out": "o", "head": True, "class_weights": True})
     found = []
     monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
+    monkeypatch.setattr(train, "_train_head", lambda given, *_: found.append(given))
     monkeypatch.setattr(logs, "configure", lambda _: None)
-    assert CliRunner().invoke(app, ["train", *options.flags()], catch_exceptions=False).exit_code == 0
-    assert found == [options]
+    for each in (options, of_a_head):
+        assert CliRunner().invoke(app, ["train", *each.flags()], catch_exceptions=False).exit_code == 0
+    assert found == [options, of_a_head]
 
 
 def test_unset_flags_leave_the_defaults_to_the_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -39,6 +40,10 @@ GLICLASS = "GLiClass"
 WEIGHTS_FILE = "model.safetensors"
 #: Lists the weight files of a model that is split into several.
 INDEX_FILE = "model.safetensors.index.json"
+#: The head of a model that `feedmill train --head` or `feedmill label` wrote (classifiers/head.py).
+HEAD_FILE = "head.safetensors"
+#: The pickled head of a SetFit model, and its configuration, which older models lack.
+SETFIT_HEAD, SETFIT_CONFIG = "model_head.pkl", "config_setfit.json"
 #: Lists the modules of a sentence-transformers model.
 MODULES_FILE = "modules.json"
 #: Folders in which sentence-transformers stores static embeddings and their tokenizer; versions differ.
@@ -78,7 +83,7 @@ class Weights(NamedTuple):
     revision: str | None
     #: SHA-256 of the weights file in hex. For several files: of their concatenated digests, in the order of `files`.
     sha256: str
-    #: The weight files, in the order of their names.
+    #: The weight files in the order of their names, then the head if there is one.
     files: tuple[Path, ...] = ()
 
 
@@ -195,6 +200,8 @@ def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool
     if _may_be_static(names):
         repository.fetch([MODULES_FILE])
     shards = _shards(f"The model {model} at commit {repository.commit}", repository.folder, names)
+    if SETFIT_HEAD in names and SETFIT_CONFIG not in names:  # the head is never downloaded, so nothing would show it
+        raise setfit_error(f"The model {model}")
     repository.fetch([name for name in names if name in shards or _is_needed(name, remote_code)])
     return _read(model, repository.folder, repository.commit, cached=True)
 
@@ -237,8 +244,9 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
 
     model: the model's name in errors. folder: where INDEX_FILE is, if the model has one. names: all files of the model.
     """
+    head = (HEAD_FILE,) if HEAD_FILE in names else ()
     if static := _static(folder, names):
-        return static
+        return (*static, *head)
     if CONFIG_FILE not in names and MODULES_FILE in names:
         _refuse_pickles(model, names)
     if CONFIG_FILE not in names:
@@ -254,7 +262,33 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
             "merges.txt, or a SentencePiece model such as spiece.model). Create one with the tokenizer's "
             "save_pretrained."
         )
-    return shards
+    return (*shards, *head)
+
+
+def setfit_error(model: str) -> ModelError:
+    """Return the error for a SetFit model. model: its name in the message."""
+    return ModelError(
+        f"{model} is a SetFit model, whose head is a pickle ({SETFIT_HEAD}), which can run any code when loaded. Train "
+        "a head on the same examples: `feedmill train --head --from EXAMPLES --base FOLDER`, where FOLDER holds the "
+        "SetFit model or another sentence-transformers model."
+    )
+
+
+def copy_model(weights: Weights, folder: Path, remote_code: bool = False) -> None:
+    """Copy the files of a model to a folder, except those that are there. The files that make it a model are last.
+
+    remote_code: also copy Python files. Raises OSError.
+    """
+    paths = sorted(
+        (*weights.folder.iterdir(), *weights.folder.glob("[0-9]*_*/*")),
+        key=lambda path: path.name in (CONFIG_FILE, MODULES_FILE),
+    )
+    for path in paths:
+        name = path.relative_to(weights.folder).as_posix()
+        is_part = path.is_file() and (path in weights.files or _is_needed(name, remote_code))
+        if is_part and not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
 
 
 def _may_be_static(names: Collection[str]) -> bool:

@@ -1,7 +1,7 @@
 """Classifiers: prepare texts, run the forward pass, turn outputs into scores.
 
-`nli.py`, `rerank.py`, `sequence.py` and `similarity.py` implement the protocol below; `registry.py` picks one by the
-model's files.
+`head.py`, `nli.py`, `rerank.py`, `sequence.py` and `similarity.py` implement the protocol below; `registry.py` picks
+one by the model's files.
 
 `prepare` turns texts into token rows (tokenizer thread), `forward` runs one micro-batch of rows from any posts and
 label sets (device thread), and `finish` turns the outputs into scores (writer thread). A classifier does not
@@ -114,7 +114,7 @@ class Outputs(Protocol):
 class Classifier(Protocol):
     """The interface between the pipeline and a classifier."""
 
-    #: nli, rerank, sequence, similarity, or the name of a plug-in.
+    #: head, nli, rerank, sequence, similarity, or the name of a plug-in.
     kind: str
     weights: Weights
     device: Device

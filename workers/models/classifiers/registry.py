@@ -11,6 +11,7 @@ from shared.errors import ModelError, RequestRefused, SettingsError, clause
 from shared.settings import PREFIX, Settings
 from workers.models.classifiers import Classifier, canary
 from workers.models.classifiers.gliclass import Gliclass
+from workers.models.classifiers.head import Head
 from workers.models.classifiers.layout import is_model2vec, is_static, read_sentence_config
 from workers.models.classifiers.nli import Entailment, entailment_class
 from workers.models.classifiers.rerank import Reranker, is_reranker
@@ -21,18 +22,27 @@ from workers.models.plugins import load_plugin
 from workers.models.weights import (
     CONFIG_FILE,
     GLICLASS,
+    HEAD_FILE,
     MODULES_FILE,
+    SETFIT_CONFIG,
+    SETFIT_HEAD,
     Weights,
     locate,
     parameters,
     read_config_file,
+    setfit_error,
 )
 
 #: Memory that a forward pass needs in addition, as a share of the weights' memory (a lower bound).
 MEMORY_MARGIN = 0.1
 CLASSIFIERS: dict[
-    str, type[Entailment] | type[Gliclass] | type[Reranker] | type[SequenceClassifier] | type[Similarity]
-] = {classifier.kind: classifier for classifier in (Entailment, Gliclass, Reranker, SequenceClassifier, Similarity)}
+    str,
+    type[Entailment] | type[Gliclass] | type[Head] | type[Reranker] | type[SequenceClassifier] | type[Similarity],
+] = {
+    classifier.kind: classifier for classifier in (Entailment, Gliclass, Head, Reranker, SequenceClassifier, Similarity)
+}
+#: Classifiers whose models have labels of their own.
+WITH_FIXED_LABELS = ("head", "sequence")
 #: Settings that only some built-in classifiers use.
 USED_BY = {
     "post_prompt": ("rerank", "similarity"),
@@ -95,8 +105,12 @@ def _in_float32(make: Callable[..., Classifier], weights: Weights, settings: Set
 
 
 def classifier_kind(weights: Weights) -> str:
-    """Return gliclass, nli, rerank, sequence or similarity. Raises ModelError if the files match none of them."""
+    """Return gliclass, head, nli, rerank, sequence or similarity. Raises ModelError if the files match none of them."""
     config = read_config_file(weights)
+    if (weights.folder / HEAD_FILE).is_file():
+        return "head"
+    if any((weights.folder / name).is_file() for name in (SETFIT_HEAD, SETFIT_CONFIG)):
+        raise setfit_error(weights.name)
     try:
         names = [str(name) for name in config.get("architectures") or ()]
         labels = {str(name): int(place) for name, place in (config.get("label2id") or {}).items()}

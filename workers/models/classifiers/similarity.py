@@ -93,10 +93,16 @@ class Similarity(Classifier):
 
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
         """Return the scores of rows that share one label set: [rows, labels]."""
+        cosines = embeddings @ self.label_vectors(label_set).T
+        independent = label_set.multi_label or len(label_set.labels) == 1
+        return cosines if independent else (COSINE_SCALE * cosines).softmax(-1)
+
+    def label_vectors(self, label_set: LabelSet) -> torch.Tensor:
+        """Return each label's unit vector, embedded at the first call: [labels, dimensions]. Device thread only."""
         if label_set.on_device is None:
             sentences: list[list[Tokens]] | None = label_set.prepared  # by label
             if sentences is None:  # another lane embedded them meanwhile
-                return self._scores(embeddings, label_set)
+                return self.label_vectors(label_set)
             rows = list(chain.from_iterable(sentences))
             pieces = [
                 self.embed(rows[at : at + SENTENCE_BATCH_SIZE]) for at in range(0, len(rows), SENTENCE_BATCH_SIZE)
@@ -104,9 +110,8 @@ class Similarity(Classifier):
             per_label = torch.split(torch.cat(pieces), [len(described) for described in sentences])
             label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in per_label]), dim=-1)
             label_set.prepared = None  # free the tokens: they are needed once and can be large
-        cosines: torch.Tensor = embeddings @ label_set.on_device.T
-        independent = label_set.multi_label or len(label_set.labels) == 1
-        return cosines if independent else (COSINE_SCALE * cosines).softmax(-1)
+        vectors: torch.Tensor = label_set.on_device
+        return vectors
 
     def embed(self, rows: Sequence[Tokens]) -> torch.Tensor:
         """Embed rows as unit vectors: [rows, dimensions] in float32. Raises ModelError if it has too few dimensions."""
