@@ -183,6 +183,8 @@ class Source:
             raise InputError(f"There is no file {self._path}. Check the path.") from None
         except IsADirectoryError:
             raise InputError(f"{self.name} is a folder. Give a file in it.") from None
+        except PermissionError:
+            raise InputError(f"This user may not read {self._path}. Change the file's permissions.") from None
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(
                 f"Cannot read {self.name} to the end: {error}. Check the file, then run the command again."
