@@ -76,6 +76,10 @@ def enqueue(
             help="Run that the posts belong to (default: the file's name and a digest of its start).",
         ),
     ] = None,
+    no_run: Annotated[
+        bool,
+        typer.Option("--no-run", help="Send posts as `feedmill ingest` does, in no run, and skip those that it sent."),
+    ] = False,
     keep: Annotated[
         list[str] | None,
         typer.Option(help="Columns of the file to carry along and export: a,b,c; may be repeated."),
@@ -102,15 +106,17 @@ def enqueue(
     kept = _columns(keep or [])
     chosen = columns.columns(check_date_format(date_format), kept)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    run = default_run(file) if run is None else parse_run(run)
+    name = None if no_run else default_run(file) if run is None else parse_run(run)
+    if no_run and (run or kept or wait):
+        raise UserError("--no-run cannot be combined with --run, --keep or --wait, which need a run.")
     redis = connect(settings)
     settings = flags.select_queue(settings, redis)
     refuse = settings.when_full == "refuse"
     celery = make_app(settings)
-    pusher = Pusher(celery, redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse, run=run)
+    pusher = Pusher(celery, redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse, run=name)
     with user_errors(settings):
         check_options(redis, settings.queue, options)
-        way = (_scope(redis, settings.queue, options), run, ",".join(kept))
+        way = (_scope(redis, settings.queue, options), name or "", ",".join(kept))
         # With a limit, a second command sends nothing more, rather than the next posts.
         position = None if limit else _position(redis, file, way, filters, chosen, columns.encoding)
         start = position.load() if position and not again else 0
@@ -120,8 +126,8 @@ def enqueue(
         for warning in _warnings(redis, settings):
             notes.print(warning, markup=False)
         try:
-            if kept:
-                pusher.retry_until_memory(partial(runs.keep_columns, redis, run, kept, settings.sent_ttl))
+            if name and kept:
+                pusher.retry_until_memory(partial(runs.keep_columns, redis, name, kept, settings.sent_ttl))
             with _EnqueueBar(reading, pusher, notes):
                 if position:
                     _push(reading, pusher, position, settings.posts_per_message)
@@ -129,7 +135,7 @@ def enqueue(
                     # A pipe has no position to save, and posts from a slow one should be sent at once.
                     pusher.push(islice(reading.posts(), limit))
         except KeyboardInterrupt:
-            notes.print(_interrupted(pusher, run), markup=False)
+            notes.print(_interrupted(pusher, name), markup=False)
             raise SystemExit(130) from None  # not typer.Exit, which main.py explains
     if reading.has_content:
         typer.echo(_summary(reading, pusher, filters))
@@ -143,14 +149,19 @@ def enqueue(
     if reading.repeated:
         notes.print("exports with --latest keep one post per id and run; --id-column names another column")
     failed = 0
-    with user_errors(settings):
-        if pusher.skipped and not pusher.sent:
-            notes.print(f"run {printable(run)} has these posts already. --again sends them again", markup=False)
-        if wait:
-            failed = wait_for_run(redis, settings, notes, run, by_counts=not again)
-        elif pusher.sent:
-            notes.print(f"run {printable(run)}: `feedmill status` shows its progress", markup=False)
+    if name:
+        _tell_progress(notes, pusher, name, wait)
+    if name and wait:
+        with user_errors(settings):
+            failed = wait_for_run(redis, settings, notes, name, by_counts=not again)
     raise typer.Exit(1 if _is_incomplete(reading, pusher) or found_none or failed else 0)
+
+
+def _tell_progress(notes: Console, pusher: Pusher, run: str, waits: bool) -> None:
+    if pusher.skipped and not pusher.sent:
+        notes.print(f"run {printable(run)} has these posts already. --again sends them again", markup=False)
+    if pusher.sent and not waits:
+        notes.print(f"run {printable(run)}: `feedmill status` shows its progress", markup=False)
 
 
 def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
@@ -174,20 +185,20 @@ def _is_incomplete(reading: FileReading, pusher: Pusher) -> bool:
     return reading.skipped > reading.without_text or (reading.skipped > 0 and not found)
 
 
-def _interrupted(pusher: Pusher, run: str) -> str:
+def _interrupted(pusher: Pusher, run: str | None) -> str:
     """Return a message for an interrupted command: what was sent, and the command that sends the rest."""
     sent = f"interrupted: {pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent"
     return f"{sent}. To send the rest:\n  {_resuming_command(sys.argv[1:], run)}"
 
 
-def _resuming_command(arguments: Sequence[str], run: str) -> str:
+def _resuming_command(arguments: Sequence[str], run: str | None) -> str:
     """Return this command with its run's name, and without the address of Redis, which may contain a password."""
     shown, skip = [], False
     for argument in arguments:
         if not skip and argument.split("=")[0] != "--redis-url":
             shown.append(argument)
         skip = argument == "--redis-url"
-    if not any(argument.split("=")[0] == "--run" for argument in arguments):
+    if run and not any(argument.split("=")[0] == "--run" for argument in arguments):
         shown += ["--run", run]
     return printable(shlex.join(["feedmill", *shown]))
 

@@ -13,11 +13,13 @@ import pytest
 
 from feedmill import submit
 from feedmill.cli.enqueue import _resuming_command, _warnings
+from producers.push import Pusher
 from producers.runs import default_run
 from shared import runs
+from shared.broker import make_app
 from shared.errors import UserError
 from shared.keys import MODELS, run_key
-from shared.messages import MAX_RUN, Classification, DeadLetter, Post, fingerprint
+from shared.messages import MAX_RUN, Classification, ClassifyOptions, DeadLetter, Post, fingerprint
 from shared.model_routing import announce, deregister, known_queues, register
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
@@ -96,6 +98,18 @@ def test_named_runs_are_sent_separately(redis: RedisServer, csv: Path) -> None:
     refused = enqueue(redis, csv, "--run", "x" * (MAX_RUN + 1))
     assert refused.returncode == 2
     assert str(MAX_RUN) in refused.stderr
+
+
+def test_no_run_skips_what_a_daemon_sent(redis: RedisServer, tmp_path: Path, settings: Settings) -> None:
+    posts = [{"id": "t3_a", "title": "sent by the daemon"}, {"id": "t3_b", "title": "in the gap"}]
+    Pusher(make_app(settings), redis.client, settings, ClassifyOptions()).push([Post.parse(posts[0])])
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text("\n".join(map(json.dumps, posts)))
+    assert enqueue(redis, dump, "--no-run").returncode == 0
+    assert [(post["id"], post.get("run")) for post in sent(redis)] == [("t3_b", None), ("t3_a", None)]
+    refused = enqueue(redis, dump, "--no-run", "--run", "mine")
+    assert refused.returncode == 2
+    assert "--no-run" in refused.stderr
 
 
 def test_names_a_pipe_by_its_time(redis: RedisServer, csv: Path) -> None:
