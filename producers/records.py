@@ -262,6 +262,16 @@ def reddit_body(record: Mapping[str, Any]) -> str:
     return body
 
 
+def plain_id(given: object) -> object:
+    """Return an id without the decimal point of a column with missing values: pandas reads 1 as 1.0 there."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+def id_of_text(title: object, body: object) -> str:
+    """Return an id for a post without one: the same for the same text."""
+    return f"text-{digest(str(title), str(body))}"
+
+
 def has_id(record: dict[str, Any]) -> bool:
     """Return true if the record has an id or a field for one; otherwise `parse_post` derives an id from the text."""
     return any(name in record for name in FIELD_ALIASES["id"]) or _own_id(record) is not None
@@ -362,9 +372,7 @@ def _fields(record: dict[str, Any], own_id: Any, columns: Columns) -> dict[str, 
         fields[field] = _seconds(fields[field], columns.date_format)
     if isinstance(address := fields.get("permalink"), str) and REDDIT_PATH.match(address):
         fields["permalink"] = f"https://www.reddit.com{address}"
-    if own_id is None:
-        own_id = f"text-{digest(str(fields.get('title', '')), str(fields.get('body', '')))}"
-    fields["id"] = own_id
+    fields["id"] = id_of_text(fields.get("title", ""), fields.get("body", "")) if own_id is None else plain_id(own_id)
     return fields
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
-from producers.records import FIELD_ALIASES, normalize_key
+from producers.records import FIELD_ALIASES, normalize_key, plain_id
 from shared.errors import InputError, PostRefused, truncate
 from shared.messages import Post, is_missing
 
@@ -91,7 +91,7 @@ def as_text(value: object) -> str:
 
 def make_item(position: int, title: Sequence[object], body: Sequence[object], own_id: object = None) -> Item:
     """Return the item with the first text among each field's values. Its post's id is the position."""
-    given = None if is_missing(own_id) else str(own_id)
+    given = None if is_missing(own_id) else str(plain_id(own_id))
     kind = _kind_of((*title, *body))
     try:
         fields = {"title": _first_text(title), "body": _first_text(body)}

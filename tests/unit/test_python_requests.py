@@ -130,6 +130,11 @@ def test_arrow_table_keeps_its_columns() -> None:
     }
 
 
+def test_ids_of_a_column_with_missing_values_are_whole() -> None:
+    found = classify(pandas.DataFrame({"id": [1, None, 2.5], "text": "x"}).to_dict("records"))
+    assert [each.id for each in found] == ["1", None, "2.5"]
+
+
 def test_predictions_keep_the_order_of_the_labels() -> None:
     found = classify(TEXTS[::-1])
     assert list(found[0].scores) == ["complaint", "praise"]
