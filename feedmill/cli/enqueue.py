@@ -250,7 +250,8 @@ def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
     if reading.without_text:
         counts.append(f"{reading.without_text:,} without text")
     if pusher.gone:
-        counts.append(f"{pusher.gone:,} purged")
+        first = printable(pusher.first_gone)
+        counts.append(f"{pusher.gone:,} purged (such as id {first}; `feedmill purge {first} --lift` unblocks it)")
     if reading.removed:
         counts.append(f"{reading.removed:,} removed on Reddit")
     if filters != NO_FILTERS:
