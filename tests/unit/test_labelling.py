@@ -72,6 +72,7 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
 @pytest.mark.parametrize(
     ("data", "labelled"),
     [
+        ("id,title\n1,good,\n,,,\n", "id,title,label,label_score\n1,good,good,0.900000\n,,,\n"),
         ("id,title\n1,good\n2,no\n", "id,title,label,label_score\n1,good,good,0.900000\n2,no,bad,0.900000\n"),
         (
             "Nr;Text\r\n1;\"good; \"\"very\"\"\nso\"\r\n;\r\n\r\n3;x\r\n",
