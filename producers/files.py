@@ -183,6 +183,11 @@ class Source:
             raise InputError(f"There is no file {self._path}. Check the path.") from None
         except IsADirectoryError:
             raise InputError(f"{self.name} is a folder. Give a file in it.") from None
+        except UnicodeError as error:
+            encoding = self._encoding or "UTF-16"
+            raise InputError(
+                f"Cannot read {self.name} as {encoding}: {error}. Give another --encoding, or none for UTF-8."
+            ) from None
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(
                 f"Cannot read {self.name} to the end: {error}. Check the file, then run the command again."

@@ -476,6 +476,14 @@ def test_reports_bytes_that_the_given_encoding_lacks(tmp_path: Path) -> None:
     assert isinstance(three, Post)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "idna", "punycode"])
+def test_explains_a_wrong_encoding(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes("id;text\n1;né\n".encode("cp1252"))
+    with pytest.raises(UserError, match=naming(f"as {encoding}", "--encoding")):
+        list(Source(str(path), encoding=encoding).items())
+
+
 @pytest.mark.parametrize("encoding", ["klingon", "base64", "rot13", "x\0"])
 def test_rejects_unknown_encodings(tmp_path: Path, encoding: str) -> None:
     with pytest.raises(UserError, match="--encoding"):

@@ -94,7 +94,7 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
             f"id,title,label,label_score\n,good,good,0.900000\n{LONG_ID},no,bad,0.900000\n",
         ),
     ],
-    ids=[
+    ids=["empty cells beyond the header",
         "plain", "excel", "sep", "sep and mark", "pandas", "mark", "formula", "line ends", "reddit-like", "removed",
         "ids",
     ],
