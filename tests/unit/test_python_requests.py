@@ -158,6 +158,8 @@ def test_labels_above_a_threshold() -> None:
     found = Prediction("a", 0.9, {"a": 0.9, "b": 0.5, "c": -0.1})
     assert found.labels_above(0.5) == ["a", "b"]
     assert found.labels_above(0.95) == []
+    with pytest.raises(UserError, match="threshold"):
+        found.labels_above("x")  # type: ignore[arg-type]
 
 
 def test_errors_about_the_device_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
