@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from shared.errors import PostRefused, printable
-from shared.messages import MAX_BODY, REDDIT_FULLNAME, REMOVED_BODIES, Post, digest, is_missing
+from shared.messages import MAX_BODY, MAX_TITLE, REDDIT_FULLNAME, REMOVED_BODIES, Post, digest, is_missing
 
 #: Post field -> names it may have in a record, in order of preference.
 FIELD_ALIASES: dict[str, tuple[str, ...]] = {
@@ -50,6 +50,8 @@ REDDIT_ID = re.compile(r"[a-z0-9]+")
 #: Reasons for rejecting a record.
 COMMENT, NO_TEXT = "a comment; only posts are read", "title or body must contain text"
 REMOVED = "deleted or removed on Reddit"
+#: Maximum characters of each text field. Models read less than that.
+MAX_TEXT = {"title": MAX_TITLE, "body": MAX_BODY}
 #: Reddit's permalinks, which lack the host.
 REDDIT_PATH = re.compile(r"/(r|u|user)/[^/]+/comments/")
 #: Placeholder titles of deleted and removed posts.
@@ -71,7 +73,7 @@ class BadRecord(NamedTuple):
     """A problem with a record. where: file:line, and the element's number in an array.
 
     skipped: true if the record yields no post. Otherwise its post follows, without the invalid field. column: key of
-    the invalid value, if the post is kept.
+    the invalid value, if the post is kept; "" if a text was cut.
     """
 
     where: str
@@ -292,6 +294,10 @@ def parse_post(record: dict[str, Any], where: str, columns: Columns = DETECTED) 
         reason = f"{printable(columns.id)} is empty; the post's id is derived from its text"
         yield BadRecord(where, reason, skipped=False, column=columns.id)
     fields = _fields(record, own_id, columns)
+    for field, limit in MAX_TEXT.items():
+        if isinstance(text := fields.get(field), str) and len(text) > limit:
+            yield BadRecord(where, f"{field}: only the first {limit:,} characters are used", skipped=False)
+            fields[field] = text[:limit]
     if columns.keep:
         kept = {name: value for key, name in columns.keep if (value := record.get(key)) != "" and not is_missing(value)}
         fields["extra"] = (extra if isinstance(extra := fields.get("extra"), dict) else {}) | kept
@@ -325,11 +331,16 @@ def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) ->
         return REMOVED
     if _is_comment(record):
         return COMMENT
-    fields = {field: value for field in ("title", "body") if (value := _text(record, field, columns)) is not None}
+    fields = {field: cut(field, value) for field in MAX_TEXT if (value := _text(record, field, columns)) is not None}
     try:
         return Post.parse(fields | {"id": row})
     except PostRefused as refused:
         return printable(str(refused)) if refused.field else _missing_text(fields)
+
+
+def cut(field: str, value: Any) -> Any:
+    """Return a text without the characters beyond the limit of a post's field; other values unchanged."""
+    return value[: MAX_TEXT[field]] if isinstance(value, str) else value
 
 
 def _missing_text(fields: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
-from producers.records import FIELD_ALIASES, normalize_key, plain_id
+from producers.records import FIELD_ALIASES, cut, normalize_key, plain_id
 from shared.errors import InputError, PostRefused, truncate
 from shared.messages import Post, is_missing
 
@@ -94,7 +94,7 @@ def make_item(position: int, title: Sequence[object], body: Sequence[object], ow
     given = None if is_missing(own_id) else str(plain_id(own_id))
     kind = _kind_of((*title, *body))
     try:
-        fields = {"title": _first_text(title), "body": _first_text(body)}
+        fields = {"title": cut("title", _first_text(title)), "body": cut("body", _first_text(body))}
         return Item(Post.parse({"id": str(position), **fields}), "", given, kind=kind)
     except PostRefused as refused:
         return Item(None, str(refused) if refused.field else NO_TEXT, given, kind=kind)

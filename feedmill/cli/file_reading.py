@@ -99,6 +99,8 @@ class FileReading:
             what = escape(printable(f"{first.where}: {first.reason}"))
             named = "" if first.reason.startswith((f"{column}:", f"{column} ")) else f"column {printable(column)}, "
             posts = "kept without this field" if count == 1 else f"{count:,} posts kept without this field"
+            if not column:
+                named, posts = "", f"{count:,} post{'' if count == 1 else 's'}"
             self._notes.print(f"{what} [dim]({escape(named)}{posts})[/]")
         if self._broken:
             raise self._broken
@@ -136,8 +138,8 @@ class FileReading:
     def _report_bad(self, bad: BadRecord) -> None:
         """Count a bad record, and print it unless many others were printed."""
         if not bad.skipped:
-            if not self._text_only or bad.column == self._id_column:
-                self.wrong += 1
+            if not self._text_only or bad.column in ("", self._id_column):
+                self.wrong += bool(bad.column)
                 count, first = self._kept.get(bad.column, (0, bad))
                 self._kept[bad.column] = (count + 1, first)
             return

@@ -20,6 +20,7 @@ from feedmill.cli.options import AsJson, FileFlags, Limit, ModelFlags, ModelOpti
 from feedmill.labelling.rows import Classify
 from feedmill.local_model import explain_refusals, load_calibrated
 from producers.files import Place, Source
+from producers.records import cut
 from shared.errors import InputError, PostRefused, UserError, json_line, printable
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings
@@ -159,7 +160,7 @@ def _is_file(what: str) -> bool:
 def _post(text: str) -> Post:
     """Return a post with this text. Raises InputError for a text that no post can have."""
     try:
-        return Post.parse({"id": "text", "body": text})
+        return Post.parse({"id": "text", "body": cut("body", text)})
     except PostRefused as refused:
         raise InputError(f"Cannot classify the text: {refused.reason}.") from None
 

@@ -135,6 +135,12 @@ def test_ids_of_a_column_with_missing_values_are_whole() -> None:
     assert [each.id for each in found] == ["1", None, "2.5"]
 
 
+def test_long_texts_are_cut() -> None:
+    found = classify([{"title": "broke " * 1000, "text": "parcel " * 20_000}, "x"])
+    assert [each.label for each in found] == ["complaint", "praise"]
+    assert len(found[0].text) == 4_000 + len("\n\n") + 100_000
+
+
 def test_predictions_keep_the_order_of_the_labels() -> None:
     found = classify(TEXTS[::-1])
     assert list(found[0].scores) == ["complaint", "praise"]
