@@ -48,7 +48,8 @@ def enqueue(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="Posts as JSONL, a JSON array or CSV; plain, gzip or zstd; - is standard input."
+            metavar="FILE",
+            help="Posts as CSV, JSONL, a JSON array, Parquet or .txt; plain, gzip or zstd; - is standard input.",
         ),
     ],
     columns: FileFlags,

@@ -129,7 +129,8 @@ class Labelling:
 
     def _open(self, path: str) -> Source:
         source = self._open_source(path)
-        source.name = "stdin" if self._path == STANDARD else printable(self._path)
+        source.is_stdin = self._path == STANDARD
+        source.name = "stdin" if source.is_stdin else printable(self._path)
         return source
 
     def _format(self, source: Source) -> str:

@@ -31,7 +31,9 @@ app = typer.Typer()
 #: Topics that an error message names at most.
 MAX_TOPICS_NAMED = 10
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="Posts as JSONL, a JSON array or CSV; - is standard input.")]
+File = Annotated[
+    str, typer.Argument(metavar="FILE", help="Posts: CSV, JSONL, JSON, Parquet, .txt; - is standard input.")
+]
 
 
 @app.command()

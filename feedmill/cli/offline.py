@@ -28,7 +28,7 @@ from shared.settings import Settings
 app = typer.Typer()
 
 #: Arguments that look like a file name, so that a mistyped one is not classified as a text.
-FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
+FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv|txt|parquet|xlsx?)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
 #: Labels shown per post of a file, and for a single text.
 POST_LABELS, TEXT_LABELS = 3, 16
 #: Width of the id column in characters: at least, and at most when long ids widen it.
@@ -44,7 +44,8 @@ def classify(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="TEXT|FILE", help="A text, or a file of posts (JSONL, a JSON array or CSV); - is standard input."
+            metavar="TEXT|FILE",
+            help="A text, or a file of posts (CSV, JSONL, a JSON array, Parquet, .txt); - is standard input.",
         ),
     ],
     model: ModelOption = None,

@@ -375,6 +375,7 @@ class Stdin:
     [
         ("text\ngood\n", "text,label,label_score\ngood,good,0.900000\n"),
         ('[{"text": "good"}]', '{"text":"good","label":"good","label_score":0.9}\n'),
+        ("a good line\n", '{"text":"a good line","label":"good","label_score":0.9}\n'),
     ],
 )
 def test_pipes_have_the_format_of_the_input(
