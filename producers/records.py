@@ -306,7 +306,7 @@ def parse_post(record: dict[str, Any], where: str, columns: Columns = DETECTED) 
             post = Post.parse(fields)
         except PostRefused as refused:
             field = refused.field.split(".")[0]
-            reason = printable(str(refused)) if refused.field else _missing_text(fields)  # may quote a key of `extra`
+            reason = _reason(refused, fields)
             if field in TIME_FIELDS:
                 reason = (
                     f"{field}: {fields[field]!r:.40} is neither seconds since 1970 nor a date such as 2026-11-20; for "
@@ -335,7 +335,16 @@ def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) ->
     try:
         return Post.parse(fields | {"id": row})
     except PostRefused as refused:
-        return printable(str(refused)) if refused.field else _missing_text(fields)
+        return _reason(refused, fields)
+
+
+def _reason(refused: PostRefused, fields: dict[str, Any]) -> str:
+    """Return why a record is no post."""
+    if not refused.field:
+        return _missing_text(fields)
+    is_column = refused.field in ("id", *MAX_TEXT) and isinstance(fields.get(refused.field), dict)
+    hint = "; if it holds a column, write the rows with pandas' to_json(orient='records')" if is_column else ""
+    return f"{printable(str(refused))}{hint}"  # may quote a key of `extra`
 
 
 def cut(field: str, value: Any) -> Any:

@@ -40,6 +40,7 @@ from shared.errors import (
     UserError,
     first_problem,
     printable,
+    similar_name,
     truncate,
 )
 
@@ -320,6 +321,8 @@ class ClassifyOptions(BaseModel):
             return cls.model_validate(raw)
         except ValidationError as error:
             option, reason = first_problem(error)
+            if option not in cls.model_fields and (meant := similar_name(option, list(cls.model_fields))):
+                reason = f"{reason}; did you mean {meant}?"
             raise RequestRefused(f"{option}: {reason}") from None
 
     def arguments(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ from feedmill.stack.processes import python_command
 from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
-from shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
+from shared.errors import SettingsError, UserError, explain_missing, plain_reason, printable, printable_lines
 from shared.settings import PREFIX, is_stack_running, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
@@ -297,7 +297,7 @@ def _usage_message(error: Any) -> str:
     """Return a message for an option or argument that typer rejects, with the option's help if its value is missing."""
     if type(error).__name__ == "NoArgsIsHelpError":  # its text is the help, which was printed
         return ""
-    message, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
+    message, context = plain_reason(error.format_message().rstrip(".")), getattr(error, "ctx", None)
     if context is not None:
         message = message if message.endswith("?") else f"{message}."
         return f"{message} See `{context.command_path} --help`."

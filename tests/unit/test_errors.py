@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shared import errors
-from shared.errors import FeedmillError, UserError, explain_missing
+from shared.errors import FeedmillError, PostRefused, RequestRefused, UserError, explain_missing
+from shared.messages import ClassifyOptions, Post
 from tests.support import feedmill
 
 
@@ -38,3 +39,24 @@ def test_missing_packages_are_explained_in_every_thread() -> None:
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match="A test requires the package torch"):
         pool.submit(load).result()
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ({"score": "many"}, "score: must be a whole number"),
+        ({"score": 1.5}, "score: must be a whole number"),
+        ({"body": {"0": "x"}}, "body: must be text"),
+        ({"topic": "x" * 201}, "topic: must have at most 200 characters"),
+        ({"nsfw": "perhaps"}, "nsfw: must be true or false"),
+        ({"created_utc": -1}, "created_utc: must be at least 0"),
+    ],
+)
+def test_reasons_are_plain(raw: dict[str, object], reason: str) -> None:
+    with pytest.raises(PostRefused, match=f"^{reason}$"):
+        Post.parse({"id": "1", "title": "x"} | raw)
+
+
+def test_unknown_arguments_name_a_similar_one() -> None:
+    with pytest.raises(RequestRefused, match=r"^label: unknown argument; did you mean labels\?$"):
+        ClassifyOptions.parse({"label": ["a"]})

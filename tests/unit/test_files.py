@@ -650,6 +650,15 @@ def test_reads_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [post for post in items_of(tmp_path, path.read_bytes(), since) if isinstance(post, Post)]
 
 
+def test_columns_instead_of_rows_are_explained(tmp_path: Path) -> None:
+    _, (bad,) = both(tmp_path, '{"id": {"0": 1}, "text": {"0": "x"}}')
+    assert "id: must be text" in bad.reason or "orient='records'" in bad.reason
+    _, (bad,) = both(tmp_path, '{"text": {"0": "x"}}')
+    assert (
+        bad.reason == "body: must be text; if it holds a column, write the rows with pandas' to_json(orient='records')"
+    )
+
+
 def test_rejects_a_missing_file() -> None:
     with pytest.raises(InputError, match="/no/such/file"):
         list(Source("/no/such/file").items())

@@ -45,7 +45,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("enqueue posts.csv --limti 3", ["--limti", "--limit", "`feedmill enqueue --help`"]),
         ("demo --own", ["--own", "a,b,c or JSON"]),
         ("classify", ["TEXT|FILE", "`feedmill classify --help`"]),
-        ("results --limit x", ["--limit", "integer"]),
+        ("results --limit x", ["--limit", "must be a whole number"]),
+        ("classify x --limit 0", ["--limit", "must be at least 1"]),
         ("nonsense", ["nonsense", "`feedmill --help`"]),
     ],
 )
