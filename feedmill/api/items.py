@@ -113,14 +113,15 @@ def items_of(given: Iterable[object], columns: Columns) -> Iterator[Item]:
 
 
 def check_types(items: Iterator[Item], unit: str) -> Iterator[Item]:
-    """Yield the items. Raises InputError, before the first one, if some have a wrong type and none is text.
+    """Yield the items. Raises InputError, before the first one, if none is text and some have a wrong type or no
+    key with text.
 
     Reads on until the first text. unit: the word for an item.
     """
     head: list[Item] = []
     for item in islice(items, MAX_CHECKED_ITEMS):
         head.append(item)
-        if not item.kind and item.reason != NO_TEXT:
+        if item.post is not None and not item.kind:
             break
     else:
         for at, item in enumerate(head):
@@ -129,6 +130,8 @@ def check_types(items: Iterator[Item], unit: str) -> Iterator[Item]:
                     f"No {unit} is text: {unit} {at} is of type {item.kind}. Give texts or dictionaries with title "
                     "and body, or convert the values to text first."
                 )
+            if item.post is None and item.reason != NO_TEXT:
+                raise InputError(f"No {unit} has a text, such as {unit} {at}: {item.reason}.")
     yield from head
     yield from items
 

@@ -379,10 +379,12 @@ def test_least_recently_used_model_is_released() -> None:
 
 
 def test_closed_classifier_is_refused() -> None:
-    with Classifier(device="cpu") as classifier:
+    with Classifier(device="cpu", labels=LABELS) as classifier:
+        assert classifier.labels == tuple(LABELS)
+        assert labels(classifier(TEXTS)) == labels(classifier.stream(TEXTS)) == EXPECTED
         stream = classifier.stream(iter(TEXTS * 2), LABELS)
         assert next(stream).label == "praise"
-        assert (classifier.device, len(classifier.labels)) == ("cpu", 16)
+        assert (classifier.device, len(classifier.labels)) == ("cpu", 2)
         assert "MiniLM" in repr(classifier)
         classifier.close()
         assert [each.label for each in stream] == ["complaint", *EXPECTED]  # a running call ends first

@@ -61,7 +61,7 @@ def folders_in(dockerfile: str) -> list[str]:
     ("wrong", "named"),
     [
         ("feedmill flower --adress x", "--adress"),
-        ("feedmill flower --port x", "whole number"),
+        ("feedmill flower --port x", "integer"),
         ("feedmill bloom", "bloom"),
     ],
 )

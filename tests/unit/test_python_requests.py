@@ -106,6 +106,9 @@ def test_some_text_among_other_items_is_enough() -> None:
         (polars.Series([1, 2]), {}, ["The Series has the type Int64"]),
         (pyarrow.table({"text": [1]}), {}, ["'text'", "int64"]),
         (5, {}, ["of type int"]),
+        ([{"foo": "x"}, None], {}, ["item 0", "foo", "body="]),
+        ([{"text": "x"}], {"body": "txt"}, ["item 0", "no key 'txt'"]),
+        (pandas.DataFrame({"title": TEXTS, "n": [1, 2]}).iloc[0], {}, ["row", "to_dict()"]),
         (TEXTS, {"labels": ["a", " "]}, ["labels: a label is empty"]),
         (TEXTS, {"labels": {"": "a", "b": "b"}}, ["labels: a label is empty"]),
     ],
@@ -139,6 +142,14 @@ def test_long_texts_are_cut() -> None:
     found = classify([{"title": "broke " * 1000, "text": "parcel " * 20_000}, "x"])
     assert [each.label for each in found] == ["complaint", "praise"]
     assert len(found[0].text) == 4_000 + len("\n\n") + 100_000
+
+
+def test_columns_with_levels_get_new_ones_without_a_warning() -> None:
+    frame = pandas.DataFrame({("a", "text"): TEXTS, ("b", "n"): [1, 2]})
+    found = classify(frame, body=("a", "text"))
+    assert list(found["label"]) == LABELS
+    assert found.columns[-1] == ("label_score", "")
+    assert len(frame.columns) == 2
 
 
 def test_predictions_keep_the_order_of_the_labels() -> None:
