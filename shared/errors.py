@@ -41,6 +41,10 @@ class UserError(FeedmillError):
     Commands print it to standard error after `feedmill:` and exit with status 2. `feedmill.results()` raises it.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that notebooks show in place of the traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class SettingsError(UserError):
     """A setting has an invalid value, or one that conflicts with another setting.

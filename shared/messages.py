@@ -437,7 +437,9 @@ def scope_of(post: Post) -> tuple[str, ...]:
 
 
 def parse_run(name: str) -> str:
-    """Return the name of a run in the form of `Post.run`. Raises UserError."""
+    """Return the name of a run in the form of `Post.run`. Raises UserError, also for values other than text."""
+    if not isinstance(name, str):
+        raise UserError(f"The name of a run must be text, not {truncate(repr(name))}.")
     try:
         run: str = _RUN.validate_python(name)
     except ValidationError as error:

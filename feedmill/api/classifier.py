@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, overload
 
-from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series
+from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series, explain_arguments
 from feedmill.api.items import Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.local_model import explain_refusals, load_model
-from shared.errors import SettingsError, UserError
+from shared.errors import SettingsError, UserError, truncate
 from shared.messages import ClassifyOptions, Outcome, Post
 from shared.settings import PREFIX, Settings, load_arguments, variables
 
@@ -28,6 +28,8 @@ _NO_OPTIONS = ClassifyOptions()
 
 def local_settings(model: str | Path | None, device: str | None, **others: Any) -> Settings:
     """Return the settings of a model in this process. Raises SettingsError, which names the argument."""
+    if not isinstance(model, str | Path | None):
+        raise SettingsError(f"model= must be a name or a folder, not {truncate(repr(model))}.")
     return load_arguments(model=None if model is None else str(model), device=device, **others)
 
 
@@ -71,6 +73,7 @@ class Classifier:
                 print(prediction.label)
     """
 
+    @explain_arguments
     def __init__(
         self,
         model: str | Path | None = None,
@@ -139,6 +142,7 @@ class Classifier:
     def classify(
         self, items: Iterable[Any], labels: Labels | None = None, **options: Unpack[Options]
     ) -> Predictions: ...
+    @explain_arguments
     def classify(
         self,
         items: "OneItem | Frame | Series | Iterable[Any]",
@@ -161,6 +165,7 @@ class Classifier:
 
     __call__ = classify
 
+    @explain_arguments
     def stream(
         self,
         items: Iterable[Any],

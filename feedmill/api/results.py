@@ -5,15 +5,18 @@ from datetime import datetime
 
 from redis import Redis
 
+from feedmill.api.arguments import explain_arguments
 from feedmill.reading.results import Reader, items, open_reader
 from feedmill.reading.runs import check_run
 from feedmill.reading.stream import Missed, ResultFilter
 from producers.records import in_utc
 from shared.broker import connect, user_errors
+from shared.messages import parse_run
 from shared.results import Result
-from shared.settings import Settings, load
+from shared.settings import Settings, load_arguments
 
 
+@explain_arguments
 def results(
     redis_url: str | None = None,
     *,
@@ -67,11 +70,12 @@ def results(
                 found = item.classification
                 print(item.post.id, found.label, found.scores[found.label])
     """
-    settings = load(redis_url=redis_url)
+    settings = load_arguments(redis_url=redis_url)
     if since is None and not follow and group is None:
         since = 0.0
     if isinstance(since, datetime):
         since = in_utc(since)
+    run = None if run is None else parse_run(run)
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, run)
     reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)

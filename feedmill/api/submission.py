@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.api.arguments import Frame, Labels, OneItem, Series
+from feedmill.api.arguments import Frame, Labels, OneItem, Series, explain_arguments
 from feedmill.api.items import Columns, Item, type_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
@@ -204,10 +204,11 @@ class SubmittedRun:
 
     def _pauses(self, timeout: float | None) -> Iterator[float]:
         """Yield how long to sleep before each look. Raises TimeoutError, and UserError for an invalid timeout."""
-        if timeout is not None and (not isinstance(timeout, Real) or isinstance(timeout, bool) or is_missing(timeout)):
+        is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and timeout >= 0):
             raise UserError(
-                f"timeout= must be a number of seconds, or None to wait without a limit, not {truncate(repr(timeout))} "
-                f"({type_of(timeout)})."
+                "timeout= must be a number of seconds from 0, or None to wait without a limit, not "
+                f"{truncate(repr(timeout))} ({type_of(timeout)})."
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_PAUSE_S
@@ -316,6 +317,7 @@ def _new_name() -> str:
     return f"python {datetime.now():%Y-%m-%d %H:%M:%S} {token_hex(2)}"
 
 
+@explain_arguments
 def submit(
     items: "OneItem | Frame | Series | Iterable[Any]",
     labels: Labels | None = None,

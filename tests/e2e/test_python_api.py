@@ -273,6 +273,7 @@ def test_unsuitable_frames_are_refused(frame: Any, arguments: dict[str, Any], wo
         (TEXTS, {"template": "no place"}, ["template", "{}"]),
         (TEXTS, {"device": "gpu"}, ["device:", "'gpu'"]),
         (TEXTS, {"model": "/no/such/model"}, ["/no/such/model"]),
+        (TEXTS, {"model": 3}, ["model=", "not 3"]),
         ("", {}, [REASON]),
         ({"review": "x"}, {}, ["review", "body="]),
         ("posts.csv", {}, ["posts.csv", "read_csv"]),
@@ -311,6 +312,23 @@ def test_labels_may_be_any_collection(given: Any) -> None:
 def test_task_arguments_are_explained() -> None:
     with pytest.raises(TypeError, match=r"feedmill\.classify_task\.delay"):
         api.classify(posts=[{"id": "1", "title": "x"}])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "meant"),
+    [
+        (api.classify, "lables", "feedmill.classify() labels="),
+        (api.classify, "devise", "device="),
+        (api.Classifier, "dtyp", "feedmill.Classifier() dtype="),
+        (api.Classifier.stream, "multilabel", "multi_label="),
+        (api.submit, "runn", "feedmill.submit() run="),
+        (api.results, "follows", "feedmill.results() follow="),
+        (api.submit, "threshold", "feedmill.submit() items, labels"),
+    ],
+)
+def test_misspelt_arguments_are_explained(function: Any, given: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=naming(f"no argument '{given}'", *meant.split(" ", 1))):
+        function(**{given: TEXTS})
 
 
 def test_guessed_argument_is_explained() -> None:

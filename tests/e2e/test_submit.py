@@ -169,7 +169,7 @@ def test_misspelt_queue_is_refused(redis_server: RedisServer) -> None:
     assert redis_server.client.llen("nosuch") == 0
 
 
-@pytest.mark.parametrize("timeout", ["5", True, float("nan")])
+@pytest.mark.parametrize("timeout", ["5", True, float("nan"), -5])
 def test_timeout_must_be_a_number(timeout: Any) -> None:
     with pytest.raises(UserError, match=naming("timeout=", "seconds")):
         submit_unserved().wait(timeout)
@@ -240,6 +240,7 @@ def test_nothing_to_send_is_done_at_once() -> None:
     [
         ({"run": "x" * 101}, ["name of a run", "100"]),
         ({"run": ""}, ["name of a run"]),
+        ({"run": 5}, ["name of a run", "not 5"]),
         ({"labels": "a, b"}, ["labels=['a', 'b']"]),
         ({"queue": "no queue"}, ["queue:", "'no queue'"]),
         ({"redis_url": "localhost"}, ["redis_url:"]),

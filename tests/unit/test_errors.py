@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from shared import errors
 from shared.errors import FeedmillError, PostRefused, RequestRefused, UserError, explain_missing
@@ -60,3 +61,13 @@ def test_reasons_are_plain(raw: dict[str, object], reason: str) -> None:
 def test_unknown_arguments_name_a_similar_one() -> None:
     with pytest.raises(RequestRefused, match=r"^label: unknown argument; did you mean labels\?$"):
         ClassifyOptions.parse({"label": ["a"]})
+
+
+def test_notebooks_show_the_sentence_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    shell = InteractiveShell()
+    shell.user_ns["error"] = UserError("There is no such column.")
+    shell.run_cell("raise error")
+    assert capsys.readouterr().out.strip() == "UserError: There is no such column."
