@@ -7,6 +7,7 @@ found; 2 on a user error, which the message explains, or if the output cannot be
 import errno
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -272,7 +273,7 @@ def run() -> None:
         finally:
             _flush()
     except UserError as error:
-        _end(2, str(error))
+        _end(2, _naming_flags(str(error)))
     except USAGE_ERROR as error:
         _end(error.exit_code, _usage_message(error))
     except typer.Abort:
@@ -291,6 +292,13 @@ def run() -> None:
             raise
         _end(2, f"Cannot write the output: {error.strerror}.")
     sys.exit(status or 0)
+
+
+def _naming_flags(text: str) -> str:
+    """Replace variables by the flags of the command line that set them."""
+    given = {argument.split("=")[0] for argument in sys.argv[1:]}
+    flags = {f"{PREFIX}{flag.removeprefix('--').replace('-', '_').upper()}": flag for flag in given if flag[:2] == "--"}
+    return re.sub(rf"\b{PREFIX}[A-Z_]+\b", lambda found: flags.get(found[0], found[0]), text)
 
 
 def _usage_message(error: Any) -> str:

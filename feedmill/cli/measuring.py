@@ -56,7 +56,7 @@ def tune(
 
     Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
     """
-    settings = settings_of(model=model, **vars(flags))
+    settings = settings_of(model=model, **vars(flags), plain_logs=True)
     _check_writable(csv_file, png)
     console, notes = _consoles()
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, text_only=True)
@@ -120,7 +120,7 @@ def evaluate(
     Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
     compare models. Exits 1 if a post failed or a record was skipped.
     """
-    each = [settings_of(model=model, **vars(flags)) for model in models or (None,)]
+    each = [settings_of(model=model, **vars(flags), plain_logs=True) for model in models or (None,)]
     if len(each) > 1 and (png or csv_file):
         raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
     _check_writable(csv_file, png)

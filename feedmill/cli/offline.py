@@ -61,7 +61,7 @@ def classify(
     Needs neither Redis nor a worker. Prints the labels, or writes the file's rows with their labels to --out. Exits 1
     if a post failed or a record could not be read; rows without text are no failure.
     """
-    settings = settings_of(model=model, **vars(flags))
+    settings = settings_of(model=model, **vars(flags), plain_logs=True)
     options = ClassifyOptions(multi_label=multi_label)
     output.check()
     is_file = what == "-" or _is_file(what)

@@ -139,7 +139,7 @@ def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(values) == len(TrainOptions.model_fields)
     found = []
     monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     assert CliRunner().invoke(app, ["train", *options.flags()], catch_exceptions=False).exit_code == 0
     assert found == [options]
 
@@ -147,7 +147,7 @@ def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unset_flags_leave_the_defaults_to_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[TrainOptions] = []
     monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     CliRunner().invoke(app, ["train", "--from", "x", "--out", "y"], catch_exceptions=False)
     assert [options.model_dump(exclude_defaults=True) for options in found] == [{"source": "x", "out": "y"}]
 
