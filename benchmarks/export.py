@@ -1,10 +1,13 @@
 """Measure throughput and memory of `feedmill export` for each format.
 
-    python -m benchmarks.export [--count 100000] [--posts FILE] [--rounds 3]
+    python -m benchmarks.export [--count 100000] [--posts FILE] [--rounds 3] [--formats parquet csv jsonl]
+        [--database postgresql://…]
 
 The benchmark fills a real Redis with results for the sixteen topics, with texts of the bundled posts or of a file, and
 runs `feedmill export` as a process for each format in each round. Rows/s cover the whole life of the process, including
-about a second of start-up; CPU time and peak memory are those of the process. The last line is JSON.
+about a second of start-up; CPU time and peak memory are those of the process. With a database, which must be on this
+machine, results are also exported to a table in PostgreSQL; CPU time of its processes and of Redis is shown, too. The
+last line is JSON.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psycopg
 from rich.console import Console
 
 from benchmarks.running import run_folder
@@ -34,6 +38,8 @@ from shared.settings import Settings, load, variables
 from shared.topics import TOPICS
 
 FORMATS = ("parquet", "csv", "jsonl")
+#: Table that exports to a database replace.
+TABLE = "feedmill_benchmark"
 #: Results per write.
 WRITE_SIZE = 200
 #: Maximum number of posts to read; each post is used many times, with different ids.
@@ -47,12 +53,21 @@ def main() -> None:
     parser.add_argument("--posts", help="file of posts; default: the bundled posts")
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--database", help="address of a PostgreSQL; its table feedmill_benchmark is replaced")
     given = parser.parse_args()
     with run_folder() as folder:
-        print(json.dumps(run(given.posts, given.count, given.rounds, folder)))
+        print(json.dumps(run(given.posts, given.count, given.rounds, folder, given.formats, given.database)))
 
 
-def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, Any]:
+def run(
+    file: str | None,
+    count: int,
+    rounds: int,
+    folder: Path,
+    formats: Sequence[str] = FORMATS,
+    database: str | None = None,
+) -> dict[str, Any]:
     # Redis trims the stream by whole nodes, so it keeps at least `count` entries.
     settings = load(results_stream_length=count)
     posts = read_posts(file, min(count, MAX_POSTS))
@@ -66,13 +81,22 @@ def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, An
             f"{os.cpu_count()} CPUs"
         )
         found: dict[str, Any] = {"results": count, "entry_bytes": round(size / count)}
-        for form in FORMATS:
+        for form in formats:
             measured = [_export(stack.settings, form, count, folder / f"{form}-{number}") for number in range(rounds)]
             found[form] = {name: round(median(each[name] for each in measured), 1) for name in measured[0]}
             each = found[form]
             console.print(
                 f"{form:<8} {each['rows_per_second']:>8,.0f} rows/s in {each['seconds']:.1f} s "
                 f"({each['cpu_seconds']:.1f} s of CPU time); peak memory {each['peak_mb']:.0f} MB; "
+                f"{each['bytes_per_row']:,.0f} bytes per row on disk"
+            )
+        if database is not None:
+            measured = [_export_to_table(stack.settings, database, count) for _ in range(rounds)]
+            found["postgres"] = each = {name: round(median(each[name] for each in measured), 1) for name in measured[0]}
+            console.print(
+                f"postgres {each['rows_per_second']:>8,.0f} rows/s in {each['seconds']:.1f} s (CPU time: "
+                f"{each['cpu_seconds']:.1f} s, {each['database_cpu_seconds']:.1f} s of PostgreSQL, "
+                f"{each['redis_cpu_seconds']:.1f} s of Redis); peak memory {each['peak_mb']:.0f} MB; "
                 f"{each['bytes_per_row']:,.0f} bytes per row on disk"
             )
     finally:
@@ -118,9 +142,34 @@ def _result(numbers: random.Random, number: int, post: Post) -> Result:
 
 def _export(settings: Settings, form: str, count: int, out: Path) -> dict[str, float]:
     """Run the command once as a process and return its measurements. Raises StackError if rows are missing."""
+    found = _run(settings, count, "--format", form, str(out))
+    files = [out] if out.is_file() else [path for path in out.rglob("part-*") if path.is_file()]
+    return found | {"bytes_per_row": sum(path.stat().st_size for path in files) / count}
+
+
+def _export_to_table(settings: Settings, database: str, count: int) -> dict[str, float]:
+    """Export to a new table. Raises as `_export` does."""
+    redis: Any = connect(settings)
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(f"DROP TABLE IF EXISTS {TABLE}".encode())
+        server = int(_value(connection, "SELECT pg_backend_pid()"))
+        before, redis_before = _children_seconds(server), redis.info("cpu")
+        found = _run(settings, count, "--table", TABLE, database)
+        used = _children_seconds(server) - before
+        redis_used = sum(redis.info("cpu")[name] - redis_before[name] for name in ("used_cpu_user", "used_cpu_sys"))
+        size = float(_value(connection, f"SELECT pg_total_relation_size('{TABLE}')"))
+    return found | {"database_cpu_seconds": used, "redis_cpu_seconds": redis_used, "bytes_per_row": size / count}
+
+
+def _value(connection: Any, query: str) -> Any:
+    return connection.execute(query).fetchone()[0]
+
+
+def _run(settings: Settings, count: int, *arguments: str) -> dict[str, float]:
+    """Run the command once as a process and return its measurements. Raises StackError if rows are missing."""
     began = time.perf_counter()
     process = subprocess.Popen(
-        [*python_command(), "export", "--format", form, "--json", str(out)],
+        [*python_command(), "export", "--json", *arguments],
         env=os.environ | variables(settings) | {"FEEDMILL_REDIS_URL": settings.broker_url},
         stdout=subprocess.PIPE,
         text=True,
@@ -135,16 +184,26 @@ def _export(settings: Settings, form: str, count: int, out: Path) -> dict[str, f
     said = process.stdout.read() if process.stdout else ""
     rows = json.loads(said)["rows"] if process.returncode == 0 else 0
     if rows != count:
-        raise StackError(f"{form}: exported {rows} of {count} rows.")
-    files = [out] if out.is_file() else [path for path in out.rglob("part-*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
+        raise StackError(f"{arguments[1]}: exported {rows} of {count} rows.")
     return {
         "rows_per_second": count / took,
         "seconds": took,
         "cpu_seconds": used.ru_utime + used.ru_stime,
         "peak_mb": peak / 1024,
-        "bytes_per_row": size / count,
     }
+
+
+def _children_seconds(session: int) -> float:
+    """Return the CPU time of PostgreSQL's processes in seconds, ended ones included. session: the PID of one."""
+    server = _stat(session)[1]
+    alive = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    ticks = sum(map(int, _stat(server)[11:15])) + sum(sum(map(int, _stat(child)[11:13])) for child in alive)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: object) -> list[str]:
+    """Return the fields of a process' status after its name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _peak(pid: int) -> int:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.zero_shot [--posts FILE] [--limit N] [--shape bart-large|minilm] [--layers L] [--model MODEL]
                                    [--dtypes float32,bfloat16] [--rounds R] [--chart FILE.svg]
+    python -m benchmarks.zero_shot --labels 2,16,64 [--posts FILE] [--limit N] [--layers L] [--rounds R]
 
 - `pipeline_1`: transformers' zero-shot pipeline with its default batch size of 1;
 - `pipeline_best`: the same pipeline at the best of several batch sizes, found on a sample;
@@ -16,6 +17,8 @@ Measuring speed needs no trained weights. Without --model, the model has the sha
 weights, and a tokenizer trained on the posts (bart-large) or that of the embedded model (minilm). --layers reduces the
 number of layers of each stack, for machines on which the full model is too slow. Each post has sixteen rows, one per
 label. A variant whose labels differ too much from the ideal's is left out; the JSON in the last line gives the reason.
+
+With --labels, compare the classifiers `gliclass`, `rerank` and `nli` instead, by number of labels (by_labels.py).
 """
 
 import argparse
@@ -37,6 +40,7 @@ from transformers import (
     pipeline,
 )
 
+from benchmarks import by_labels
 from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.ours import FeedmillVariant, Ideal
 from benchmarks.random_models import CLASSES, save, save_bart_large
@@ -183,7 +187,10 @@ SHAPES = {"bart-large": make_bart_large, "minilm": make_minilm}
 def main() -> None:
     arguments = parsed()
     with run_folder() as folder:
-        run(arguments, folder)
+        if arguments.labels:
+            by_labels.run(arguments, folder)
+        else:
+            run(arguments, folder)
 
 
 def parsed() -> argparse.Namespace:
@@ -196,6 +203,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtypes", help="comma-separated; default: float32 and the dtype that a worker would use here")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chart", type=Path, help="draw the medians of the first dtype into this .svg or .png file")
+    parser.add_argument("--labels", type=by_labels.numbers, help="numbers of labels, to compare classifiers by them")
     arguments = parser.parse_args()
     if arguments.limit < SAMPLE or arguments.rounds < 1:
         parser.error(f"--limit must be at least {SAMPLE}, and --rounds at least 1")

@@ -46,7 +46,7 @@ def purge_run(redis: Redis, settings: Settings, run: str) -> RunPurged:
     known = runs.progress(redis, run)
     results = scripts.purge(redis, RESULTS_STREAM, run)
     letters = scripts.purge(redis, DEAD_LETTERS, run)
-    scripts.forget(redis, run, queues)
+    scripts.forget(redis, run, queues, settings.tombstone_ttl)
     return RunPurged(results, letters, messages, posts, max(0, known.stored - results) if known else 0)
 
 

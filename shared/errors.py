@@ -7,6 +7,7 @@ FeedmillError
  │   ├─ ModelError       the model's files are missing, damaged or of an unsupported kind
  │   ├─ StackError       a process of the embedded stack did not start, or exited
  │   ├─ RedisUnavailable Redis is unreachable, or refuses a command
+ │   ├─ DatabaseUnavailable  PostgreSQL is unreachable, full or restarting, or another export holds the table
  │   ├─ CredentialsError Reddit's credentials are missing or wrong
  │   └─ QueueFull        the queue has reached its limit, and the producer must not wait
  ├─ RequestRefused       a message's options are invalid; the whole message fails
@@ -80,6 +81,13 @@ class RedisUnavailable(UserError):  # noqa: N818 - named after the event
 
     Commands exit with status 2; posts reported as sent are in the queue. Workers and the Reddit daemon wait for Redis
     instead, and exit only if waiting cannot help.
+    """
+
+
+class DatabaseUnavailable(UserError):  # noqa: N818 - named after the event
+    """PostgreSQL is unreachable, full or restarting, or another export writes to the table.
+
+    `feedmill export` exits with status 2; with `--follow`, it retries once it has started.
     """
 
 

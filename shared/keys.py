@@ -13,7 +13,8 @@ RESULTS_STREAM = "feedmill:results"
 DEAD_LETTERS = "feedmill:dead"
 #: Counters since the store was created: `stored`, `repeated` (result already stored), `failed` (posts written as dead
 #: letters), `gone` (posts purged before they could be stored), `answered` (requests answered with a stored result),
-#: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams).
+#: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams), `dropped` and `sent_dropped`
+#: (results and sent records that exceeded their memory), `stream_bytes` (texts of all entries of the results stream).
 COUNTERS = "feedmill:counters"
 #: "packed", or "mixed" if the Redis had keys of an earlier version when this version first used it: results and marks
 #: outside of buckets.
@@ -22,10 +23,18 @@ FORMAT = "feedmill:format"
 MARKS = "feedmill:marks"
 #: Number of buckets of stored results (shared/scripts/results.py). `feedmill:stored:NUMBER` is a bucket.
 STORED = "feedmill:stored"
+#: Contexts of stored results, by their keys, scored by when their last result expires, in seconds since 1970.
+CONTEXTS = "feedmill:contexts"
+#: Position in the results stream, and bytes of all entries up to it, at several times (shared/retention.py).
+STREAM_SIZES = "feedmill:stream-sizes"
+#: Exists while a worker drops the oldest results or sent records.
+SWEEPER = "feedmill:sweeper"
 #: Runs, scored by the time of their latest activity, in seconds since 1970.
 RUNS = "feedmill:runs"
 #: Queue -> number of messages that `feedmill queue clear` removed. A change makes positions in files void.
 CLEARS = "feedmill:clears"
+#: Recent purges, newest last: the posts' ids or the run, and the time up to which their results are gone.
+PURGES = "feedmill:purges"
 #: Undecodable messages found in queues, newest first; raw bytes.
 UNDECODABLE = "feedmill:undecodable"
 #: Consumer group of the results stream -> its position, used to detect entries trimmed before the group read them.
@@ -148,7 +157,7 @@ class Key(NamedTuple):
 TABLE: tuple[Key, ...] = (
     Key(RESULTS_STREAM, "stream", "shared/results.py", "trimmed to results_stream_length"),
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
-    Key(COUNTERS, "hash", "shared/results.py", "seven fields"),
+    Key(COUNTERS, "hash", "shared/results.py", "ten fields"),
     Key(
         GROUPS,
         "hash",
@@ -176,6 +185,9 @@ TABLE: tuple[Key, ...] = (
     Key(STORED, "string", "shared/results.py", "one number; ttl results_ttl"),
     Key("feedmill:stored:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:context:*", "string", "shared/results.py", "ttl results_ttl and an hour"),
+    Key(CONTEXTS, "zset", "shared/results.py", "one member per context; ttl results_ttl and an hour"),
+    Key(STREAM_SIZES, "list", "shared/retention.py", "MAX_SIZES entries"),
+    Key(SWEEPER, "string", "shared/retention.py", "ttl LOCK_S"),
     Key("feedmill:result:*", "hash", "shared/results.py of an earlier version", "ttl results_ttl"),
     Key("feedmill:run:*", "hash", "shared/runs.py", "seven fields; ttl sent_ttl"),
     Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),
@@ -206,6 +218,7 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the end of the file"),
     Key("feedmill:buried:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:gone:*", "string", "shared/purge.py", "ttl tombstone_ttl"),
+    Key(PURGES, "stream", "shared/scripts/purge.py", "MAX_PURGES entries; ttl tombstone_ttl"),
     Key(CELERY_RESULTS, "string", "Celery, results of messages sent with a result", "ttl celery_result_ttl"),
     Key("celery-taskset-meta-*", "any", "Celery, state of groups and chords", "ttl celery_result_ttl"),
     Key(

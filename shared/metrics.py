@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from shared.broker import SENT_AT, connect, queue_depth, queue_lists
 from shared.errors import UserError, clause
 from shared.model_routing import queues
+from shared.redis_errors import is_denied
 from shared.results import ResultsStore
+from shared.retention import measure, needs
 from shared.scripts.queue import next_header_values
 from shared.settings import PREFIX, Settings
 
@@ -124,10 +126,54 @@ RESULTS = {
         "answered": "Repeated requests answered with the stored result.",
         "trimmed": "Results trimmed from the start of the results stream. Each post's own results remain.",
         "dead_trimmed": "Dead letters trimmed from the start of their stream and lost.",
+        "dropped": "Results dropped before they expired, because they exceeded results_memory.",
+        "sent_dropped": "Records of sent posts dropped before they expired, because they exceeded sent_memory.",
     }.items()
 }
+MEMORY = MetricSpec(
+    "feedmill_memory_bytes",
+    MetricType.GAUGE,
+    "Memory in Redis of results (with their stream) and of sent records, estimated, and of everything (redis).",
+    ("data",),
+)
+MEMORY_LIMIT = MetricSpec(
+    "feedmill_memory_limit_bytes",
+    MetricType.GAUGE,
+    "The settings results_memory and sent_memory of this process, and Redis' maxmemory, or its machine's memory.",
+    ("data",),
+)
+MEMORY_NEEDED = MetricSpec(
+    "feedmill_memory_needed_bytes",
+    MetricType.GAUGE,
+    "Memory needed until results and sent records expire, at the mean rate of this hour and the last one. For redis, "
+    "both count at most with their limits.",
+    ("data",),
+)
+POST_BYTES = MetricSpec(
+    "feedmill_memory_post_bytes",
+    MetricType.GAUGE,
+    "Mean memory of a result, of an entry of the results stream, and of a sent record, in Redis.",
+    ("data",),
+)
+KEPT = MetricSpec(
+    "feedmill_memory_kept_seconds",
+    MetricType.GAUGE,
+    "Time for which results and sent records are kept at that rate, before they are dropped or expire.",
+    ("data",),
+)
 #: Metrics that every process reads from Redis. All processes report the same values: aggregate with max, not sum.
-REDIS_METRICS = (REDIS_UP, QUEUE_MESSAGES, QUEUE_LIMIT, QUEUE_OLDEST, *RESULTS.values())
+REDIS_METRICS = (
+    REDIS_UP,
+    QUEUE_MESSAGES,
+    QUEUE_LIMIT,
+    QUEUE_OLDEST,
+    *RESULTS.values(),
+    MEMORY,
+    MEMORY_LIMIT,
+    MEMORY_NEEDED,
+    POST_BYTES,
+    KEPT,
+)
 
 
 def connect_for_monitoring(settings: Settings) -> Redis:
@@ -163,6 +209,7 @@ class RedisMetrics:
             depths = {name: queue_depth(self._redis, name) for name in queues(self._redis, self._settings)}
             oldest = {name: oldest_seconds(self._redis, name) for name, depth in depths.items() if depth.waiting}
             counters = self._store.counters()._asdict()
+            memory = self._memory()
         except RedisError as fault:
             logger.debug("cannot read metrics from Redis: %s", fault)
             yield Sample(REDIS_UP, 0.0)
@@ -176,6 +223,34 @@ class RedisMetrics:
         yield Sample(QUEUE_MESSAGES, depths[own].held, (own, "held"))
         for field, figure in RESULTS.items():
             yield Sample(figure, counters[field])
+        yield from memory
+
+    def _memory(self) -> list[Sample]:
+        """Return samples of Redis' memory; none if this Redis user may not read it."""
+        try:
+            info: Any = self._redis.info("memory")
+            kept = measure(self._redis, self._settings)
+        except ResponseError as fault:
+            if not is_denied(fault):
+                raise
+            return []
+        needed = needs(kept, self._settings, self._store.rate())
+        used, limit = info["used_memory"], info["maxmemory"] or info["total_system_memory"]
+        values: dict[MetricSpec, dict[str, float]] = {
+            MEMORY: {"results": kept.results_bytes, "sent": kept.sent_bytes, "redis": used},
+            MEMORY_LIMIT: {"results": kept.results_limit, "sent": kept.sent_limit, "redis": limit},
+            MEMORY_NEEDED: {"results": needed.results, "sent": needed.sent, "redis": needed.of_redis(kept, used)},
+            POST_BYTES: {
+                "results": kept.result_bytes,
+                "stream": kept.stream_entry_bytes,
+                "sent": kept.sent_record_bytes,
+            },
+            KEPT: {
+                "results": needed.results_kept_s or self._settings.results_ttl,
+                "sent": needed.sent_kept_s or self._settings.sent_ttl,
+            },
+        }
+        return [Sample(figure, value, (data,)) for figure, found in values.items() for data, value in found.items()]
 
     def problems(self) -> list[str]:
         """Return a sentence if Redis is unreachable, else an empty list."""

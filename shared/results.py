@@ -28,6 +28,7 @@ from shared.keys import (
 from shared.messages import Classification, DeadLetter, Post, digest
 from shared.replay import Replay
 from shared.result_records import SCORE, Context, Contexts, KnownContext, pack, pack_score, split, unpack
+from shared.retention import check_interval
 from shared.runs import MAX_RUNS
 from shared.scripts import results as scripts
 from shared.scripts.buckets import MIN_BUCKETS
@@ -73,6 +74,9 @@ class Counters(NamedTuple):
     trimmed: int = 0
     #: Dead letters trimmed from their stream, and lost.
     dead_trimmed: int = 0
+    #: Results and records of sent posts that were dropped before they expired, because they exceeded their memory.
+    dropped: int = 0
+    sent_dropped: int = 0
 
 
 #: Entries per page. One dead letter can be half a megabyte.
@@ -93,9 +97,11 @@ class ResultsStore:
     (shared/replay.py).
     """
 
-    def __init__(self, redis: Redis, settings: Settings) -> None:
+    def __init__(self, redis: Redis, settings: Settings, check_memory: Callable[[], None] = lambda: None) -> None:
+        """Create a store. check_memory: called after a write when the memory of results should be checked."""
         self._redis = redis
         self._settings = settings
+        self._check_memory = check_memory
         self._replay = Replay(redis)
         self._contexts = Contexts()
 
@@ -126,7 +132,9 @@ class ResultsStore:
         """
         if not results and not dead:
             return 0
-        new, trimmed = self._replay.write(*self._write_call(results, dead[:DEAD_LETTERS_PER_CALL]))
+        new, trimmed, due = self._replay.write(*self._write_call(results, dead[:DEAD_LETTERS_PER_CALL]))
+        if due:
+            self._check_memory()
         for start in range(DEAD_LETTERS_PER_CALL, len(dead), DEAD_LETTERS_PER_CALL):
             letters = dead[start : start + DEAD_LETTERS_PER_CALL]
             trimmed += self._replay.write(*self._write_call([], letters))[1]
@@ -150,7 +158,7 @@ class ResultsStore:
 
     def _write_call(
         self, results: Sequence[Result], dead: Sequence[DeadLetter]
-    ) -> tuple[Callable[[], tuple[int, int]], int]:
+    ) -> tuple[Callable[[], tuple[int, int, int]], int]:
         """Return the script call, and the number of bytes that it sends."""
         now = int(time.time())
         expires = now + self._settings.results_ttl
@@ -176,7 +184,7 @@ class ResultsStore:
             ((letter.id or "").strip(), dead_letter_digest(letter), letter.model_dump_json(), letter.run or "")
             for letter in dead
         ]
-        limits = MAX_LABELS_PER_HOUR, MAX_RUNS
+        limits = MAX_LABELS_PER_HOUR, MAX_RUNS, check_interval(self._settings)
         return scripts.prepare_write(self._redis, self._settings, new, contexts, letters, now, *limits)
 
     def _clipped(self, post: Post) -> bytes:
@@ -246,6 +254,11 @@ class ResultsStore:
             pipe.hgetall(labels_key(hour))
         found = zip(wanted, pipe.execute(), strict=True)
         return {hour: {label: int(count) for label, count in counts.items()} for hour, counts in found if counts}
+
+    def rate(self) -> float:
+        """Return the mean number of new results per second in this hour and the one before, by their labels."""
+        stored = sum(sum(counts.values()) for counts in self.labels(2).values())
+        return stored / (HOUR_S + time.time() % HOUR_S)
 
     def counters(self) -> Counters:
         """Return the counters since the store was created."""

@@ -14,7 +14,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared import address, label_files
@@ -52,6 +62,25 @@ def _form(pattern: str, words: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _size(words: str) -> BeforeValidator:
+    """Parse a number of bytes with an optional unit. words: as in `_form`."""
+    adapter = TypeAdapter(ByteSize)
+
+    def parse(value: object) -> int:
+        try:
+            found = int(adapter.validate_python(value))
+        except ValidationError:
+            found = 0
+        if found < MIN_MEMORY:
+            raise ValueError(f"should be {words}, not {value!r:.80}")
+        return found
+
+    return BeforeValidator(parse)
+
+
+#: Minimum bytes for results or sent records: a sample of them must be small.
+MIN_MEMORY = 10_000_000
+Size = Annotated[int, _size("10MB or more, in bytes or with a unit such as MB or GiB")]
 Prompt = Annotated[str, _form(r"(?s).{1,2000}", "1 to 2,000 characters")]
 
 
@@ -168,13 +197,14 @@ class Settings(BaseSettings):
     offline: bool = False
     #: Run Python code from the model's repository, with all rights of the worker's user. Review it and pin `revision`.
     trust_remote_code: bool = False
-    #: Classifier: nli, rerank, sequence or similarity (docs/models.md). auto selects one from the model's files.
+    #: Classifier: gliclass, head, nli, rerank, sequence or similarity (docs/models.md). auto selects one from the
+    #: model's files.
     #: module:Class loads a plug-in (docs/extending.md).
     classifier: Annotated[
         str,
         _form(
-            rf"auto|nli|rerank|sequence|similarity|{PLUGIN_PATTERN}",
-            "auto, nli, rerank, sequence, similarity or module:Class",
+            rf"auto|gliclass|head|nli|rerank|sequence|similarity|{PLUGIN_PATTERN}",
+            "auto, gliclass, head, nli, rerank, sequence, similarity or module:Class",
         ),
     ] = "auto"
     #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.
@@ -198,7 +228,7 @@ class Settings(BaseSettings):
     #: @FILE. Unset: the sixteen topics of shared/topics.py.
     labels: Annotated[Labels | None, NoDecode] = None
     #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli, as in transformers'
-    #: pipeline; "This post is about {}." for rerank and similarity.
+    #: pipeline; the label itself for gliclass; "This post is about {}." for rerank and similarity.
     template: Template | None = None
     #: Prompt before each post, for embedding models and rerankers: the name of one of the model's prompts, such as
     #: query or classification; a text with its final space, such as "query: "; or none. Unset: the model's default.
@@ -208,7 +238,12 @@ class Settings(BaseSettings):
     #: Dimensions to keep of each embedding, for models trained with a Matryoshka loss. Unset: as the model's
     #: configuration says, else all.
     truncate_dim: Count | None = None
-    #: Maximum tokens per post. The model's own limit applies if it is lower.
+    #: Labels to score per post, for nli and rerank, which compute a row per label: `shortlist_model` chooses the
+    #: nearest labels; the others have no score. Unset: all labels.
+    shortlist: Annotated[int, Field(ge=2)] | None = None
+    #: Embedding model that chooses the labels of a shortlist; a value as of `model`.
+    shortlist_model: str = "sentence-transformers/all-MiniLM-L6-v2"
+    #: Maximum tokens per post. The model's own limit applies if it is lower. For gliclass, labels come in addition.
     max_tokens: Annotated[int, Field(ge=8)] = 256
     #: Maximum tokens per micro-batch: rows times the longest row. Unset: measured on the first start.
     token_budget: Count | None = None
@@ -254,6 +289,12 @@ class Settings(BaseSettings):
 
     #: Seconds for which results are kept.
     results_ttl: Count = 7 * DAY_S
+    #: Memory in Redis for results and their stream, which may take half of it. The oldest results are dropped when it
+    #: is reached, before results_ttl. Set it on workers; the lowest one applies.
+    results_memory: Size = 10**9
+    #: Memory in Redis for records of sent posts. The oldest ones are dropped when it is reached, before sent_ttl; those
+    #: posts can be sent twice. Set it on workers; the lowest one applies.
+    sent_memory: Size = 500 * 10**6
     #: Seconds for which hourly counts by label are kept.
     label_counts_ttl: Count = 30 * DAY_S
     #: Approximate maximum entries of the results stream. Redis trims whole nodes.

@@ -18,6 +18,15 @@ RESULTS = "results"
 #: training's posts and options; and TensorBoard's logs.
 CHECKPOINTS, BEGUN, RUNS = "checkpoints", "begun.json", "runs"
 
+#: Options that have no effect on the training of a head.
+OF_FINE_TUNING = (
+    "epochs", "max_steps", "batch_size", "accumulation", "learning_rate", "head_rate", "warmup", "schedule",
+    "weight_decay", "fit_head", "patience", "precision", "length_grouping", "gradient_checkpointing",
+    "fused_optimizer", "loader_workers", "pin_memory", "checkpoint_steps", "resume", "tensorboard",
+)  # fmt: skip
+#: Minimum posts per label of a head. Its few weights are penalized, so that few posts suffice.
+MIN_POSTS_OF_A_HEAD = 2
+
 #: Former name of the option `targets`, which looked like the label sets of other commands.
 RENAMED = "labels"
 
@@ -48,6 +57,10 @@ class TrainOptions(BaseModel):
         "sentence-transformers/all-MiniLM-L6-v2",
         description="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
     )
+    #: The base must be a sentence-transformers model. Its weights stay as they are.
+    head: Annotated[bool, SWITCH] = Field(
+        False, description="Fit only a head on the base model's embeddings: takes seconds, suits few posts."
+    )
     #: "topic" uses the posts' topics; "zero-shot" uses each result's best label; "soft" uses all of a result's scores,
     #: so that the trained model also learns their confidence.
     targets: Literal["topic", "zero-shot", "soft"] = Field(
@@ -56,7 +69,7 @@ class TrainOptions(BaseModel):
     #: Posts with a lower score are skipped. At 0.5, no other label is as likely. Does not apply to topics.
     min_score: float = Field(0.5, ge=0, le=1, description="Minimum score of the best label in results or exports.")
     #: With fewer posts, a model memorizes them instead of learning the label.
-    min_posts: Size = Field(8, description="Minimum posts per label.")
+    min_posts: Size = Field(8, description="Minimum posts per label (default: 8; with --head 2).")
     #: Posts are read from the start of the source, and all held in memory, about 10 KB each.
     limit: int = Field(200_000, ge=1, le=10_000_000, description="Maximum number of posts to read.")
 
@@ -154,10 +167,17 @@ class TrainOptions(BaseModel):
         if given.get(RENAMED) is not None:
             raise UserError(f"{RENAMED}: this option is now `targets`, which is topic, zero-shot or soft.")
         try:
-            return cls.model_validate({name: value for name, value in given.items() if value is not None})
+            options = cls.model_validate({name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
             option, reason = first_problem(error)
             raise UserError(f"{option}: {reason}.") from None
+        if not options.head:
+            return options
+        if unused := [name for name in OF_FINE_TUNING if name in options.model_fields_set]:
+            raise UserError(f"{unused[0]}: this option has no effect with `head`, which trains no other weights.")
+        if "min_posts" in options.model_fields_set:
+            return options
+        return options.model_copy(update={"min_posts": MIN_POSTS_OF_A_HEAD})
 
     def flags(self) -> list[str]:
         """Return the flags of `feedmill train` for these options, without defaults."""

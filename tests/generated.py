@@ -15,7 +15,7 @@ from types import ModuleType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le
-from pydantic import AfterValidator, SecretStr
+from pydantic import AfterValidator, BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
@@ -156,6 +156,8 @@ def default(value: Any) -> str:
         return ""
     if isinstance(value, int) and value and value % DAY_S == 0:
         return f"`{value}` ({value // DAY_S} days)"
+    if isinstance(value, int) and value and value % 10**8 == 0:
+        return f"`{value}` ({value // 10**6:,} MB)"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
@@ -169,7 +171,9 @@ def taken(hint: Any) -> str:
     if kind is not Annotated:
         return TYPES.get(hint, "text")
     for part in of[1:]:
-        if isinstance(part, AfterValidator) and "words" in (known := inspect.getclosurevars(part.func).nonlocals):
+        if isinstance(part, AfterValidator | BeforeValidator) and "words" in (
+            known := inspect.getclosurevars(part.func).nonlocals
+        ):
             return str(known["words"])
     return ", ".join([taken(of[0]), *(bounds(part) for part in of[1:] if isinstance(part, FieldInfo))])
 

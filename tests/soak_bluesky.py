@@ -1,4 +1,4 @@
-"""Ingest thousands of Bluesky posts despite faults and kills (`python -m tests.soak_bluesky`).
+"""Ingest ten thousand Bluesky posts despite faults and kills (`python -m tests.soak_bluesky`).
 
 A loopback Jetstream publishes posts, deletes some of them and lets connections fail. Real processes ingest and classify
 the posts: a worker, and `feedmill ingest bluesky`, which is killed with SIGKILL at random times. Redis is killed and
@@ -180,10 +180,10 @@ def _tell(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--posts", type=int, default=5_000)
+    parser.add_argument("--posts", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=8, help="kills of the daemon")
     parser.add_argument("--redis-restarts", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=120, help="time over which posts are published")
+    parser.add_argument("--seconds", type=float, default=240, help="time over which posts are published")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
     with TemporaryDirectory(prefix="feedmill-soak-") as folder:

@@ -1,10 +1,10 @@
-"""Simulate eight hours of polling Reddit and watch the daemon's memory (`python -m tests.soak_hours`).
+"""Simulate eight hours of a daemon and watch its memory (`python -m tests.soak_hours --source bluesky`).
 
-The daemon runs in its own process on a simulated clock, which advances at once when the daemon waits. The loopback
-Reddit in this process shares the clock and publishes posts as time advances. PRAW, Redis and the requests are real. The
-daemon's memory may grow until its bounded state is full, and must be constant after that.
+The daemon runs in its own process on a simulated clock, which advances at once when the daemon waits. The source's
+loopback server runs in this process, shares the clock and publishes posts as time advances. PRAW, websockets, Redis and
+the requests are real. The daemon's memory may grow until its bounded state is full, and must be constant after that.
 
-The last line is JSON: hours, polls, published, sent, missing (posts), gaps, budget_exceeded, rss_mib (at the end of
+The last line is JSON: source, hours, published, sent, missing (posts), gaps, budget_exceeded, rss_mib (at the end of
 each hour), growth (of the last hour relative to hour `--filled`). Exits 1 if a post is missing, memory grew or the
 request budget was exceeded.
 """
@@ -13,72 +13,216 @@ import argparse
 import gc
 import json
 import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
+from producers import bluesky
 from producers.live.budget import RequestBudget
+from producers.live.daemon import LiveDaemon
 from producers.push import Pusher
+from producers.reddit.archive_daemon import ArchiveDaemon
+from producers.reddit.arctic_shift import ArcticShiftClient
 from producers.reddit.client import RedditClient
 from producers.reddit.daemon import Daemon
+from producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S
 from producers.reddit.topics import Topics
 from shared.broker import connect, make_app
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
+from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.clock import SimulatedClock
+from tests.fakes.hacker_news import HackerNews
+from tests.fakes.jetstream import Jetstream
 from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.support import RedisServer, redis_servers, sent_checksums
 
+#: Posts per hour by source. Of Hacker News' items, half are comments.
+POSTS_AN_HOUR = {"reddit": 12_000, "arctic-shift": 12_000, "bluesky": 108_000, "hacker-news": 2_000}
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples" / "extending"
 TOPICS = {f"topic {number}": (f"sub{number:02}",) for number in range(16)}
 HOUR_S = 3600.0
 #: Longest step of simulated time between two batches of published posts.
 TICK_S = 30.0
+#: Simulated seconds per batch of a live source, whose real wait for further events takes no simulated time.
+BATCH_S = 5.0
+#: Simulated seconds after the last post in which the daemon must have sent all posts.
+REST_S = 600.0
 #: Allowed relative growth of memory once it is filled: allocators do not return all memory.
 MAX_GROWTH = 0.05
+#: Share of Bluesky's posts that are deleted, and of events with a fault. Events that the loopback Jetstream keeps.
+DELETED, FAULT_RATE, KEPT_EVENTS = 0.02, 0.00001, 50_000
 
 
 class SharedClock(SimulatedClock):
-    """A simulated clock that several processes can read."""
+    """A simulated clock that several processes can read. published: time up to which posts have been published."""
 
-    def __init__(self, shared: Any) -> None:
+    def __init__(self, shared: Any, published: Any) -> None:
         super().__init__()
-        self._shared = shared
+        self._shared, self._published = shared, published
 
     def wait(self, seconds: float) -> None:
         super().wait(seconds)
         self._shared.value = self.time()
+        while self._published.value < self.time() - TICK_S:
+            time.sleep(0.001)
 
 
-def poll(settings: dict[str, Any], shared: Any, hours: int, connection: Connection) -> None:
-    """Run the daemon in this process. Send its memory and status at the end of each hour, and its final status."""
-    clock = SharedClock(shared)
-    chosen = Settings.model_validate(settings)
-    redis = connect(chosen)
-    budget = RequestBudget(clock, chosen.reddit_requests_per_minute)
-    pusher = Pusher(make_app(chosen), redis, chosen, ClassifyOptions(), wait=clock.wait)
+class Server(Protocol):
+    """A source's loopback server. settings: for the daemon. ids: posts that must be sent."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    @property
+    def ids(self) -> Collection[str]: ...
+
+    def publish(self, number: int) -> None: ...
+
+    def over_budget(self) -> int: ...
+
+
+class RedditServer:
+    """The loopback Reddit, and an archive of it."""
+
+    def __init__(self, running: ExitStack, clock: Any) -> None:
+        self._random = Random(1)
+        self._reddit = running.enter_context(LoopbackReddit(clock=lambda: clock.value, window=600, budget=1000))
+        self._archive = running.enter_context(ArcticShift(self._reddit, lag=20.0, window=60, budget=60))
+        for names in TOPICS.values():
+            self._reddit.add_subreddit(names[0])
+            self._reddit.publish(names[0], title="the first")
+        self.settings = {
+            "reddit_url": self._reddit.url, "arctic_shift_url": self._archive.url, "reddit_client_id": "id",
+            "reddit_client_secret": "secret", "reddit_user_agent": "linux:hours:1 (by /u/nobody)",
+        }  # fmt: skip
+
+    @property
+    def ids(self) -> set[str]:
+        return set(self._reddit.ledger.published)
+
+    def publish(self, number: int) -> None:
+        name = f"sub{min(self._random.randrange(16), self._random.randrange(16)):02}"
+        self._reddit.publish(name, title=f"post {number}", body="some words " * self._random.randrange(60))
+
+    def over_budget(self) -> int:
+        return self._reddit.ledger.over_budget + self._archive.ledger.over_budget
+
+
+class BlueskyServer:
+    """The loopback Jetstream, with deleted posts and faults."""
+
+    def __init__(self, running: ExitStack, _: Any) -> None:
+        self._random = Random(1)
+        self._jetstream = running.enter_context(Jetstream())
+        self._jetstream.random_faults(FAULT_RATE)
+        self._newest: list[str] = []
+        self.settings = {"bluesky_url": self._jetstream.url}
+        self.ids = set[str]()
+
+    def publish(self, number: int) -> None:
+        while not self._jetstream.queries:  # the daemon begins with the posts of the moment
+            time.sleep(0.01)
+        post_id = self._jetstream.post(f"post {number} " + "some words " * self._random.randrange(25))
+        self.ids.add(post_id)
+        self._newest = [*self._newest[-999:], post_id]
+        if self._random.random() < DELETED and (deleted := self._random.choice(self._newest)) in self.ids:
+            self._jetstream.delete(deleted)
+            self.ids.remove(deleted)
+        if number % KEPT_EVENTS == 0:
+            self._jetstream.forget(KEPT_EVENTS)
+
+    def over_budget(self) -> int:
+        return 0
+
+
+class HackerNewsServer:
+    """The loopback Hacker News."""
+
+    def __init__(self, running: ExitStack, clock: Any) -> None:
+        self._clock = clock
+        self._server = running.enter_context(HackerNews())
+        self._server.items[0] = None
+        self.settings: dict[str, Any] = {}
+        os.environ["HACKER_NEWS_URL"] = self._server.url  # the daemon's process inherits it
+        self.ids = set[str]()
+
+    def publish(self, number: int) -> None:
+        while "/v0/updates.json" not in self._server.asked:  # the daemon begins with the items of the moment
+            time.sleep(0.01)
+        item = {"type": "comment" if number % 2 else "story", "time": int(self._clock.value), "title": f"post {number}"}
+        if not number % 2:
+            self.ids.add(f"hn-{number + 1}")
+        self._server.changed = [number // 2, number]
+        del self._server.asked[10:]
+        self._server.items[number + 1] = item
+
+    def over_budget(self) -> int:
+        return 0
+
+
+SERVERS: dict[str, Callable[[ExitStack, Any], Server]] = {
+    "reddit": RedditServer, "arctic-shift": RedditServer, "bluesky": BlueskyServer, "hacker-news": HackerNewsServer,
+}  # fmt: skip
+
+
+def make_daemon(source: str, settings: Settings, clock: SharedClock) -> Daemon | LiveDaemon:
+    redis = connect(settings)
+    pusher = Pusher(make_app(settings), redis, settings, ClassifyOptions(), wait=clock.wait)
     topics = Topics(active=1, topics=TOPICS)
-    reddit = RedditClient(chosen, budget, topics.topic_of)
-    daemon = Daemon(reddit, budget, redis, pusher, topics, chosen, clock, depth=1000)
+    if source == "reddit":
+        budget = RequestBudget(clock, settings.reddit_requests_per_minute)
+        reddit = RedditClient(settings, budget, topics.topic_of)
+        return Daemon(reddit, budget, redis, pusher, topics, settings, clock, depth=1000)
+    if source == "arctic-shift":
+        budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
+        archive = ArcticShiftClient(settings, budget, topics.topic_of)
+        return ArchiveDaemon(
+            archive, budget, redis, pusher, topics, settings, clock, depth=1000,
+            recheck_delays=ARCHIVE_RECHECK_DELAYS_S,
+        )  # fmt: skip
+    if source == "bluesky":
+        bluesky.IDLE_S = 0.02  # real time
+        return LiveDaemon(bluesky.BlueskySource(settings, clock), redis, pusher, settings, clock)
+    sys.path.insert(0, str(EXAMPLES))
+    source_class = import_module("hacker_news").HackerNews
+    return LiveDaemon(source_class(settings, clock), redis, pusher, settings, clock)
+
+
+def follow(
+    source: str, settings: dict[str, Any], shared: Any, published: Any, hours: int, connection: Connection
+) -> None:
+    """Run the daemon in this process. Send its memory and status at the end of each hour, and its final status."""
+    clock = SharedClock(shared, published)
+    daemon = make_daemon(source, Settings.model_validate(settings), clock)
+
+    def run(until: float) -> None:
+        while (left := until - clock.monotonic()) > 0:
+            pause = daemon.step()
+            if isinstance(daemon, LiveDaemon):
+                pause = pause or BATCH_S
+            clock.wait(min(pause, left, TICK_S))
+            clock.waits.clear()
+
     for hour in range(1, hours + 1):
-        while (left := hour * HOUR_S - clock.monotonic()) > 0:
-            clock.wait(min(daemon.step(), left, TICK_S))
-        clock.waits.clear()
+        run(hour * HOUR_S)
         gc.collect()
         connection.send({"hour": hour, "rss_mib": _resident() / 2**20, **daemon.status()})
     connection.send(None)
     connection.recv()  # all posts have been published by now
-    for _ in range(10):
-        while daemon.step() == 0:
-            pass
-        clock.wait(TICK_S)
+    run(clock.monotonic() + REST_S)
     connection.send(daemon.status())
-    reddit.close()
+    if isinstance(daemon, LiveDaemon):
+        daemon.close()
 
 
 def _resident() -> int:
@@ -87,52 +231,48 @@ def _resident() -> int:
     return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) * 1024
 
 
-def run(hours: int, an_hour: int, filled: int, folder: Path) -> dict[str, Any]:
+def run(source: str, hours: int, an_hour: int, filled: int, folder: Path) -> dict[str, Any]:
     """Publish `an_hour` posts per hour while a second process runs the daemon. Return the final figures."""
-    random = Random(1)
     context = multiprocessing.get_context("spawn")
-    shared = context.Value("d", SimulatedClock().time())
+    start = SimulatedClock().time()
+    shared, until = context.Value("d", start), context.Value("d", start)
     here, there = context.Pipe()
-    server = RedisServer(next(iter(redis_servers().values())), folder)
-    with LoopbackReddit(clock=lambda: shared.value, window=600, budget=1000) as loopback:
-        for names in TOPICS.values():
-            loopback.add_subreddit(names[0])
-            loopback.publish(names[0], title="the first")
-        settings = {
-            "redis_url": server.url, "reddit_url": loopback.url, "reddit_client_id": "id",
-            "reddit_client_secret": "secret", "reddit_user_agent": "linux:hours:1 (by /u/nobody)",
-        }  # fmt: skip
-        process = context.Process(target=poll, args=(settings, shared, hours, there), daemon=True)
+    with ExitStack() as running:
+        redis = RedisServer(next(iter(redis_servers().values())), folder)
+        running.callback(redis.stop)
+        server = SERVERS[source](running, shared)
+        settings = {"redis_url": redis.url, **server.settings}
+        process = context.Process(target=follow, args=(source, settings, shared, until, hours, there), daemon=True)
         process.start()
         there.close()
         memory: list[float] = []
-        start, published = shared.value, 0
+        published = 0
         while True:
-            due = (shared.value - start) / HOUR_S * an_hour
-            for _ in range(published, int(due)):
-                name = f"sub{min(random.randrange(16), random.randrange(16)):02}"
-                loopback.publish(name, title=f"post {published}", body="some words " * random.randrange(60))
-                published += 1
-            server.client.delete("feedmill")  # empty the queue like a worker
-            if not here.poll(0.02):
+            now = shared.value
+            for number in range(published, int((now - start) / HOUR_S * an_hour)):
+                server.publish(number)
+                published = number + 1
+            until.value = now
+            redis.client.delete("feedmill")  # empty the queue like a worker
+            if not here.poll(0.005):
                 continue
             if (status := here.recv()) is None:
                 break
             memory.append(round(status["rss_mib"], 1))
-            _tell(f"hour {status['hour']}: {memory[-1]} MiB, {status['polls']:,} polls, {status['sent']:,} posts sent")
+            _tell(f"hour {status['hour']}: {memory[-1]} MiB, {published:,} posts published, {status['sent']:,} sent")
+        until.value = float("inf")
         here.send("published")
         last = here.recv()
         process.join(30)
-        sent = set(sent_checksums(server.client))
-        server.stop()
+        sent = set(sent_checksums(redis.client))
         return {
+            "source": source,
             "hours": hours,
-            "polls": last["polls"],
-            "published": len(loopback.ledger.published),
+            "published": published,
             "sent": last["sent"],
-            "missing": sum(crc32(each.encode()) not in sent for each in loopback.ledger.published),
+            "missing": sum(crc32(each.encode()) not in sent for each in server.ids),
             "gaps": last["gaps"],
-            "budget_exceeded": loopback.ledger.over_budget,
+            "budget_exceeded": server.over_budget(),
             "rss_mib": memory,
             "growth": round(memory[-1] / memory[filled - 1] - 1, 3),
         }
@@ -144,12 +284,14 @@ def _tell(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--source", choices=tuple(SERVERS), default="reddit")
     parser.add_argument("--hours", type=int, default=8)
-    parser.add_argument("--posts-an-hour", type=int, default=12_000)
+    parser.add_argument("--posts-an-hour", type=int, help="default: as many as the source usually has")
     parser.add_argument("--filled", type=int, default=4, help="hour by which the daemon's bounded state is full")
     given = parser.parse_args(arguments)
+    an_hour = given.posts_an_hour or POSTS_AN_HOUR[given.source]
     with TemporaryDirectory(prefix="feedmill-hours-") as folder:
-        found = run(given.hours, given.posts_an_hour, given.filled, Path(folder))
+        found = run(given.source, given.hours, an_hour, given.filled, Path(folder))
     sys.stdout.write(json.dumps(found) + "\n")
     return 1 if found["missing"] or found["growth"] > MAX_GROWTH or found["budget_exceeded"] else 0
 

@@ -2,9 +2,10 @@
 
 A loopback Reddit publishes posts in sixteen subreddits at different rates, and one in ten responses is faulty. Real
 processes ingest and classify the posts: a worker, and `feedmill ingest reddit`, which is killed ten times with SIGKILL
-at random times. Twice, while the daemon is down, a subreddit gets more posts than its listing holds. The posts pushed
-out of the listing are the scripted gaps, and need not be found. With `--heal`, the daemon fills them from a loopback
-Arctic Shift, and they must be found. With `--source arctic-shift` it reads only that, and there are no gaps.
+at random times. Twice, once while the daemon is down and once while it is cut off from Reddit, a subreddit gets more
+posts than its listing holds. The posts pushed out of the listing are the scripted gaps, and need not be found. With
+`--heal`, the daemon fills them from a loopback Arctic Shift, and they must be found. With `--source arctic-shift` it
+reads only that, and there are no gaps.
 
 The last line is JSON: published, stored, missing, duplicated (posts), gaps_expected, gaps_recorded, gaps_open,
 budget_exceeded (requests). Exits 1 if a post is missing or duplicated, a gap differs or, with `--heal`, remains open,
@@ -89,7 +90,7 @@ class Soak:
             for name in self._names:
                 self._reddit.add_subreddit(name)
                 self._publish(name)
-            self._reddit.faults.random(0.1, FAULTS, seconds=FAULT_SECONDS)
+            self._let_reddit_fail()
             self._archive.faults.random(0.1, ARCHIVE_FAULTS, seconds=FAULT_SECONDS)
             self._start(server)
             wait_until(lambda: len(_stored(server)) == SUBREDDITS, "the first posts are stored", 240)
@@ -102,6 +103,9 @@ class Soak:
             if self._heal:
                 wait_until(lambda: not State(server.client).open_gaps(), "no gap is open", 300)
             return self._judge(server, reachable)
+
+    def _let_reddit_fail(self) -> None:
+        self._reddit.faults.random(0.1, FAULTS, seconds=FAULT_SECONDS)
 
     def _publish(self, name: str, created_utc: float | None = None) -> str:
         text = " ".join(self._random.choices(WORDS, k=self._random.randint(3, 60)))
@@ -138,14 +142,20 @@ class Soak:
         return SUBREDDITS + ordinary * passed / self._seconds + len(self._expected) * LISTING
 
     def _burst(self, server: RedisServer) -> None:
-        """Publish more posts than a listing holds while the daemon is down, and wait until it has read the listing."""
+        """Publish more posts than a listing holds while the daemon is down, the second time while it is cut off from
+        Reddit. Then wait until it has read the listing.
+        """
         name = self._names[4 + len(self._expected)]
         state = State(server.client)
         # The gap begins at the newest post that was read, so all earlier posts must be read first.
         before = {each for each in self._published if self._reddit.ledger.published[each].subreddit == name}
         self._start(server)
         wait_until(lambda: before <= _known(server, name), f"r/{name} is read to its newest post", 240)
-        self._kill()
+        cut_off = bool(self._expected)
+        if cut_off:
+            self._reddit.faults.always("cut", where=".")
+        else:
+            self._kill()
         gaps = len(state.gaps())
         # Reddit's times are whole seconds: the first unreachable post must be later than the last one read.
         time.sleep(1.1)
@@ -156,7 +166,11 @@ class Soak:
         self._unreachable |= set(burst[:-LISTING])
         # The gap ends with the second in which the listing begins.
         self._expected.append((name, self._reddit.ledger.published[burst[-LISTING]].created_utc + 1))
-        self._start(server)
+        if cut_off:
+            self._reddit.faults.clear()
+            self._let_reddit_fail()
+        else:
+            self._start(server)
         wait_until(
             lambda: len(state.gaps()) > gaps and burst[-1] in _known(server, name), f"r/{name} is read again", 240
         )

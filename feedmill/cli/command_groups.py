@@ -13,7 +13,7 @@ PURPOSES = {
     "Read results": ("results", "export", "report"),
     "Observe it": ("status", "health", "metrics"),
     "Handle failures and deletions": ("dead", "purge"),
-    "Improve the model": ("evaluate", "tune", "train", "trainer", "deploy"),
+    "Improve the model": ("evaluate", "tune", "label", "train", "trainer", "deploy"),
 }
 _PURPOSE_OF = {name: purpose for purpose, names in PURPOSES.items() for name in names}
 

@@ -105,14 +105,14 @@ def _requested(folder: Path | None) -> RequestedModel:
     if folder is None:
         return RequestedModel(None, None, time.time())
     with explain_missing("Deploying a model", "worker"):
-        from workers.models.weights import CONFIG_FILE, locate  # noqa: PLC0415 - needs packages that only workers have
+        from workers.models.weights import CONFIG_FILE, MODULES_FILE, locate  # noqa: PLC0415 - needs packages that only workers have
     place = folder.expanduser().absolute()
     if not place.is_dir():
         raise UserError(
             f"Folder {place} does not exist. Give a folder written by save_pretrained; download a Hub model into a "
             "folder first."
         )
-    if not any((place / name).exists() for name in (CONFIG_FILE, CHECKPOINTS)):
+    if not any((place / name).exists() for name in (CONFIG_FILE, MODULES_FILE, CHECKPOINTS)):
         raise UserError(
             f"{place} contains no model: it has no {CONFIG_FILE}. Give a folder written by `feedmill train` or "
             "save_pretrained."

@@ -1,10 +1,7 @@
-"""The `feedmill export` command: write results to Parquet, CSV or JSONL files."""
+"""The `feedmill export` command: write results to Parquet, CSV or JSONL files, or to a table in PostgreSQL."""
 
 import gc
 import json
-import logging
-import signal
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,35 +9,31 @@ from typing import Annotated, Literal, cast, get_args
 
 import typer
 from redis import Redis
-from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from feedmill.cli.dates import parse_period
+from feedmill.cli.export_run import ExportRun, format_rows, stop_on_signal
 from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
-from feedmill.export.writer import ExportFilter, Folder, Target
-from feedmill.reading.entry_ids import seconds_of
-from feedmill.reading.rows import Chunk, RowReader
+from feedmill.export.writer import ExportFilter, Folder
+from feedmill.reading.rows import RowReader
 from feedmill.reading.runs import check_run, unknown_run
-from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from shared.broker import connect, user_errors
-from shared.errors import UserError, printable
+from shared.errors import UserError, explain_missing, printable
 from shared.messages import parse_run
 from shared.runs import progress
-from shared.settings import PREFIX
-
-logger = logging.getLogger(__name__)
+from shared.settings import Settings
 
 #: Seconds after which `--follow` closes a part by default.
 DEFAULT_PART_S = 600.0
-#: Seconds that `--follow` waits for a new entry before it checks for a signal.
-ENTRY_WAIT_S = 1.0
-#: Seconds before each attempt to reconnect; the last value repeats until Redis answers.
-RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0)
+#: Seconds between transactions when few results arrive.
+TRANSACTION_S = 1.0
+#: Beginnings of a database's address, and the default table in it.
+DATABASE_SCHEMES = ("postgresql://", "postgres://")
+DEFAULT_TABLE = "feedmill_results"
 
 app = typer.Typer()
 
@@ -51,10 +44,12 @@ Form = Literal["parquet", "csv", "jsonl"]
 
 @app.command("export")
 def export_results(
-    out: Annotated[
-        Path,
+    destination: Annotated[
+        str,
         typer.Argument(
-            metavar="OUT", help="Output file, such as labels.parquet; with --follow, a folder of parts by day."
+            metavar="OUT",
+            help="Output file, such as labels.parquet; with --follow, a folder of parts by day; or a database, such as "
+            "postgresql://user@host/database.",
         ),
     ],
     form: Annotated[
@@ -78,6 +73,10 @@ def export_results(
         bool, typer.Option("--latest", help="Keep only the newest result of each post; needs a single file.")
     ] = False,
     excel: Annotated[bool, typer.Option("--excel", help="Mark CSV as UTF-8, so that Excel reads it.")] = False,
+    table: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Table in the database, NAME or SCHEMA.NAME (default: {DEFAULT_TABLE})."),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Keep exporting new results until Ctrl-C.")] = False,
     part_rows: Annotated[
         int | None, typer.Option(help=f"Approximate rows per part (default: {writer.PART_ROWS:,}).", min=1)
@@ -91,7 +90,7 @@ def export_results(
     as_json: JsonSummary = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Write results to Parquet, CSV or JSONL files.
+    """Write results to Parquet, CSV or JSONL files, or to a table in PostgreSQL.
 
     A file gets its name once it is complete. An interrupted export resumes when the same command runs again; a single
     Parquet file starts over. Exits 1 if nothing was exported, results were missed or the export stopped early.
@@ -100,38 +99,32 @@ def export_results(
     run = None if run is None else parse_run(run)
     if purge and (follow or latest or any(other is not None for other in others)):
         raise UserError("--purge removes posts from OUT and exports nothing. Leave out the other export options.")
+    if follow and until is not None:
+        raise UserError("--follow cannot be combined with --until: following has no end. Leave out one of them.")
+    if destination.startswith(DATABASE_SCHEMES):
+        if latest or excel or any(other is not None for other in (form, columns, part_rows, part_seconds)):
+            raise UserError(
+                "A table has all columns and results. Leave out --format, --columns, --latest, --excel, --part-rows "
+                "and --part-seconds."
+            )
+        wanted = None if purge else ExportFilter(*parse_period(since, until, earliest=0.0), label, run=run)
+        settings = settings_of(redis_url=redis_url)
+        raise typer.Exit(_export_to_table(destination, table or DEFAULT_TABLE, wanted, follow, as_json, settings))
+    if table is not None:
+        raise UserError("--table is for databases. Give an OUT such as postgresql://user@host/database.")
+    out = Path(destination)
     if not purge and form is None:
         form = _form_of(out)
     if excel and (purge or form != "csv"):
         raise UserError("--excel is for new CSV files. Give an OUT that ends in .csv, or leave out --excel.")
     in_folder = follow or (form == "parquet" and not writer.names_file(out)) or out.is_dir()
-    if follow and writer.names_file(out) and not out.is_dir():
-        folder = printable(str(out.with_suffix("")))
-        raise UserError(
-            f"--follow needs a folder, to which it adds files until it is stopped; {printable(str(out))} names one "
-            f"file. Give a folder and its format, such as --format {form} {folder}/."
-        )
-    if latest and in_folder:
-        raise UserError(
-            "--latest needs a single file, because finished parts cannot be changed. Give an OUT that ends in "
-            ".parquet, .csv or .jsonl, without --follow."
-        )
-    if latest and label is not None:
-        raise UserError(
-            "--latest cannot be combined with --label, because a post's newest result may have another label. Leave "
-            "out one of them."
-        )
-    if follow and until is not None:
-        raise UserError("--follow cannot be combined with --until: following has no end. Leave out one of them.")
-    if part_seconds is not None and not (follow and part_seconds > 0):
-        raise UserError("--part-seconds requires --follow and a value above 0.")
+    _check_flags(out, form, follow, latest, label, part_seconds, in_folder)
     settings = settings_of(redis_url=redis_url)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     with user_errors(settings), _explaining_write_errors():
         redis = connect(settings)
         if purge:
-            removed = writer.purge(out, RowReader(redis))
-            typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
+            _report_purge(writer.purge(out, RowReader(redis)), as_json)
             return
         filters = ExportFilter(*parse_period(since, until, earliest=0.0), label, latest, run)
         own = () if run is None else _own_columns(redis, run, follow, notes)
@@ -150,14 +143,71 @@ def export_results(
         reader = RowReader(redis, filters.until)
         redis.ping()  # before any file is created
         with (
-            _stop_on_signal() as stop,
+            stop_on_signal() as stop,
             writer.opened(out, writes, filters, reader, follow, part_rows or writer.PART_ROWS) as target,
         ):
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
             gc.freeze()
-            this = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
+            this = ExportRun(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
             this.all()
-    raise typer.Exit(this.report(out, as_json))
+    raise typer.Exit(this.report(f"the folder {out}" if isinstance(target, Folder) else str(out), as_json))
+
+
+def _check_flags(
+    out: Path,
+    form: Form | None,
+    follow: bool,
+    latest: bool,
+    label: str | None,
+    part_seconds: float | None,
+    in_folder: bool,
+) -> None:
+    """Raise UserError for flags of file exports that exclude each other."""
+    if follow and writer.names_file(out) and not out.is_dir():
+        folder = printable(str(out.with_suffix("")))
+        raise UserError(
+            f"--follow needs a folder, to which it adds files until it is stopped; {printable(str(out))} names one "
+            f"file. Give a folder and its format, such as --format {form} {folder}/."
+        )
+    if latest and in_folder:
+        raise UserError(
+            "--latest needs a single file, because finished parts cannot be changed. Give an OUT that ends in "
+            ".parquet, .csv or .jsonl, without --follow."
+        )
+    if latest and label is not None:
+        raise UserError(
+            "--latest cannot be combined with --label, because a post's newest result may have another label. Leave "
+            "out one of them."
+        )
+    if part_seconds is not None and not (follow and part_seconds > 0):
+        raise UserError("--part-seconds requires --follow and a value above 0.")
+
+
+def _export_to_table(
+    url: str, table: str, wanted: ExportFilter | None, follow: bool, as_json: bool, settings: Settings
+) -> int:
+    """Export to a table in PostgreSQL and return the exit status. wanted: None to only remove purged posts."""
+    with explain_missing("PostgreSQL", "postgres"):
+        from feedmill.export import postgres  # noqa: PLC0415 - psycopg, which the extra `postgres` brings
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    with user_errors(settings):
+        redis = connect(settings)
+        if wanted is not None and wanted.run is not None:
+            _own_columns(redis, wanted.run, follow, notes)  # refuses an unknown run
+        reader = RowReader(redis, wanted and wanted.until)
+        with stop_on_signal() as stop, postgres.opened(url, table, wanted, reader, redis) as target:
+            if wanted is None:
+                target.purge()
+                _report_purge(target.removed, as_json)
+                return 0
+            gc.freeze()
+            this = ExportRun(reader, target, wanted, stop, notes, follow, TRANSACTION_S)
+            this.all()
+    return this.report(str(target), as_json)
+
+
+def _report_purge(removed: int, as_json: bool) -> None:
+    typer.echo(json.dumps({"removed": removed}) if as_json else f"{format_rows(removed)} of purged posts removed")
 
 
 def _own_columns(redis: Redis, run: str, follow: bool, notes: Console) -> Sequence[str]:
@@ -199,29 +249,6 @@ def _columns(given: str, own: Sequence[str]) -> tuple[str, ...]:
     return columns
 
 
-class _StopRequest:
-    """Flag that the first signal sets to stop the export."""
-
-    is_set = False
-
-
-@contextmanager
-def _stop_on_signal() -> Iterator[_StopRequest]:
-    """Record the first SIGTERM, SIGHUP or Ctrl-C inside the block, so that the export can finish its current file.
-
-    A second signal has its usual effect.
-    """
-    request = _StopRequest()
-    before = {number: signal.getsignal(number) for number in not_ignored(*EXIT_SIGNALS)}
-
-    def note(number: int, _: object) -> None:
-        request.is_set = True
-        signal.signal(number, before[signal.Signals(number)])  # a second signal ends the export at once
-
-    with handle_signals(note, *before):
-        yield request
-
-
 @contextmanager
 def _explaining_write_errors() -> Iterator[None]:
     """Convert a failed write inside the block into UserError."""
@@ -231,150 +258,3 @@ def _explaining_write_errors() -> Iterator[None]:
         raise
     except OSError as error:
         raise UserError(f"Cannot write the export: {error}. Correct the cause, then run the command again.") from None
-
-
-class _Run:
-    """One run of an export, from where the last run stopped."""
-
-    def __init__(
-        self,
-        reader: RowReader,
-        target: Target,
-        filters: ExportFilter,
-        stop: _StopRequest,
-        notes: Console,
-        follow: bool,
-        part_seconds: float,
-    ) -> None:
-        self._reader, self._target, self._filters = reader, target, filters
-        self._stop = stop
-        self._notes = notes
-        self._follow = follow
-        self._part_seconds = part_seconds
-        self._before = target.written
-        self._missed: int | None = 0
-        self._any_missed = False
-        self._complete = False
-
-    def all(self) -> None:
-        """Export to the end of the stream, or with `--follow` until a signal.
-
-        Raises redis.exceptions.RedisError and OSError.
-        """
-        target = self._target
-        if target.resumed:
-            where = f"after {self._before:,} rows, " if self._before else ""
-            self._notes.print(f"resuming {where}where the last run stopped")
-        if isinstance(target, Folder):
-            target.sweep()
-        with _ExportBar(self._notes) as bar:
-            if self._follow and isinstance(target, Folder):
-                self._follow_stream(target, bar)
-            else:
-                self._read_to_end(bar)
-
-    def _read_to_end(self, bar: "_ExportBar") -> None:
-        """Export every entry that the stream holds now, or stop after a chunk when a signal arrives."""
-        place = self._target.place
-        for chunk in self._reader.chunks(place):
-            place = chunk.place
-            self._add(chunk, bar)
-            if self._stop.is_set and not chunk.ended:
-                self._target.stop(place)
-                return
-        self._target.close(place)
-        self._complete = True
-
-    def _follow_stream(self, target: Folder, bar: "_ExportBar") -> None:
-        """Export entries until a signal. After a lost connection, read the rows of the open part again."""
-        place, failures, swept_at = target.place, 0, time.monotonic()
-        while not self._stop.is_set:
-            try:
-                chunk = self._reader.fetch(place)
-                place = chunk.place
-                self._add(chunk, bar)
-                if time.monotonic() - target.begun >= self._part_seconds:
-                    target.close(place)
-                if time.monotonic() - swept_at >= writer.SWEEP_INTERVAL_S:
-                    target.sweep()
-                    swept_at = time.monotonic()
-                if chunk.ended:
-                    self._reader.wait(place, ENTRY_WAIT_S)
-                failures = 0
-            except (ConnectionFault, TimeoutFault) as fault:
-                if isinstance(fault, AuthenticationError):
-                    raise
-                if not failures:
-                    logger.warning("Redis is unreachable (%s); retrying until it answers", fault)
-                target.abandon()
-                place = target.place
-                time.sleep(RECONNECT_DELAYS_S[min(failures, len(RECONNECT_DELAYS_S) - 1)])
-                failures += 1
-        target.close(place)
-        self._complete = True
-
-    def _add(self, chunk: Chunk, bar: "_ExportBar") -> None:
-        if chunk.missed != 0:
-            self._report_missed(chunk)
-        rows = self._filters.of(chunk.rows)
-        if rows:
-            self._target.add(rows, chunk.place)
-        bar.move(len(rows), chunk)
-
-    def _report_missed(self, chunk: Chunk) -> None:
-        """Count results that were trimmed before this export read them, and print a warning."""
-        self._any_missed = True
-        known = chunk.missed is not None and self._missed is not None
-        self._missed = (self._missed or 0) + (chunk.missed or 0) if known else None
-        how_many = "results were" if chunk.missed is None else f"up to {chunk.missed:,} results were"
-        if chunk.missed == 1:
-            how_many = "up to 1 result was"
-        self._notes.print(
-            f"{how_many} trimmed from the stream before this export read them. Export more often, or raise "
-            f"{PREFIX}RESULTS_STREAM_LENGTH."
-        )
-
-    def report(self, out: Path, as_json: bool) -> int:
-        """Print a summary; return the exit status."""
-        target = self._target
-        rows = target.written - (self._before if isinstance(target, Folder) else 0)
-        if as_json:
-            summary = {"rows": rows, "removed": target.removed, "complete": self._complete}
-            typer.echo(json.dumps(summary | {"missed": self._missed if self._any_missed else 0}))
-        else:
-            again = "resume" if target.can_resume else "start over"
-            kind = "the folder " if isinstance(target, Folder) else ""
-            parts = [f"{_rows(rows)} written to {kind}{out}"]
-            if target.removed:
-                parts.append(f"{_rows(target.removed)} of purged posts removed")
-            if not self._complete:
-                parts.append(f"stopped before the end; run the same command to {again}")
-            typer.echo(", ".join(parts))
-        nothing = not rows and not target.resumed and not self._follow
-        return 1 if nothing or self._any_missed or not self._complete else 0
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"
-
-
-class _ExportBar(Progress):
-    """Progress of an export; without a total where the stream's remaining length is unknown."""
-
-    def __init__(self, notes: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        super().__init__(*columns, console=notes, transient=True, disable=not notes.is_terminal)
-        self._task = self.add_task("reading", total=None)
-        self._rows = self._read = 0
-        self._began = time.monotonic()
-
-    def move(self, rows: int, chunk: Chunk) -> None:
-        self._rows += rows
-        self._read += len(chunk.rows)
-        if self.disable:
-            return
-        rate = self._rows / max(time.monotonic() - self._began, 0.001)
-        when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds_of(chunk.place.cursor)))
-        total = None if chunk.left is None else self._read + chunk.left
-        description = f"{self._rows:,} rows, {rate:,.0f}/s" + (f", at {when}" if chunk.rows else "")
-        self.update(self._task, description=description, completed=self._read, total=total)

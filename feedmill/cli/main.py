@@ -26,6 +26,7 @@ from feedmill.cli import (
     export,
     flower,
     ingest,
+    label,
     measuring,
     offline,
     options,
@@ -94,6 +95,7 @@ for module in (
     report,
     status,
     train,
+    label,
     measuring,
 ):
     app.add_typer(module.app)

@@ -37,7 +37,8 @@ ModelOption = Annotated[
 ]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).")]
 ClassifierOption = Annotated[
-    str | None, typer.Option(help="Classifier: auto, nli, sequence, similarity or module:Class (default: auto).")
+    str | None,
+    typer.Option(help="Classifier: auto, head, nli, rerank, sequence, similarity or module:Class (default: auto)."),
 ]
 EngineOption = Annotated[
     str | None, typer.Option(help="Inference engine: torch, onnx or module:Class (default: torch).")

@@ -17,7 +17,7 @@ from rich.text import Text
 from feedmill.cli import ingest, run_progress
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.monitoring import watch
-from feedmill.monitoring.capacity import span
+from feedmill.monitoring.capacity import size, span
 from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
 from feedmill.reading.runs import unknown_run
 from feedmill.stack.signals import exit_on_signals
@@ -88,7 +88,7 @@ def _summary(seen: watch.Status) -> str:
         ("results", _results(seen)),
         ("dead letters", _dead_letters(seen)),
         *((name, run_progress.line(found, time.time(), _has_worker(seen))) for name, found in _named_runs(seen)),
-        *zip(("memory", ""), str(seen.memory or MEMORY_UNKNOWN).split("; "), strict=False),
+        *zip(("memory", *[""] * 6), _memory(seen), strict=False),
     ]
     if not seen.asked:
         facts.append(("workers", WORKERS_UNKNOWN))
@@ -131,6 +131,47 @@ def _queue(seen: watch.Status) -> str:
 
 def _results(seen: watch.Status) -> str:
     return f"{seen.results.stored:,} stored · {seen.results.answered + seen.results.repeated:,} duplicates"
+
+
+def _memory(seen: watch.Status) -> list[str]:
+    """Return lines about Redis' memory, and about that of results and sent records."""
+    if not seen.memory or not seen.kept:
+        return [MEMORY_UNKNOWN]
+    kept = seen.kept
+    return [
+        *str(seen.memory).split("; "),
+        f"results: {size(kept.results_bytes)} of {size(kept.results_limit)} · {_about(kept.results)} of "
+        f"{kept.result_bytes:,.0f} bytes, {kept.stream_entries:,} in the stream of {kept.stream_entry_bytes:,.0f}",
+        f"sent records: {size(kept.sent_bytes)} of {size(kept.sent_limit)} · {_about(kept.sent)} of "
+        f"{kept.sent_record_bytes:,.0f} bytes",
+        *_memory_warnings(seen),
+    ]
+
+
+def _about(count: int) -> str:
+    """Format an estimated number with three digits."""
+    return f"{round(count, 3 - len(str(count))) if count >= 1000 else count:,}"
+
+
+def _memory_warnings(seen: watch.Status) -> list[str]:
+    """Return what the current rate needs, if it is more than there is, and what was dropped therefore."""
+    memory, counts = seen.memory, seen.results
+    if not memory:
+        return []
+    lines = [
+        memory.warning,
+        _dropping("results", memory.results_needed, memory.results_kept_seconds, counts.dropped),
+        _dropping("sent records", memory.sent_needed, memory.sent_kept_seconds, counts.sent_dropped),
+    ]
+    return [line for line in lines if line]
+
+
+def _dropping(what: str, needed: float, kept_seconds: float | None, dropped: int) -> str:
+    """Say how many records were dropped, and how long they are kept at the current rate; "" if all are."""
+    facts = [f"{dropped:,} {what} dropped"] if dropped else []
+    if kept_seconds is not None:
+        facts.append(f"{what} kept for about {span(kept_seconds)} at this rate; {size(needed)} would keep all")
+    return " · ".join(facts)
 
 
 def _queues(seen: watch.Status) -> list[str]:
@@ -219,7 +260,7 @@ def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
     for name, report in found.live.items():
         facts.add_row(printable(name), Text(printable(ingest.format_live_status(report))))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
-    facts.add_row("memory", str(found.memory or MEMORY_UNKNOWN))
+    facts.add_row("memory", "\n".join([str(found.memory or MEMORY_UNKNOWN), *_memory_warnings(found)]))
     for node, age in found.missing.items():
         facts.add_row("worker", Text(_missing(node, age), style="red"))
     if not found.asked:

@@ -27,6 +27,7 @@ app = typer.Typer()
 
 #: Packages that a training imports; the extra `train` adds them to a worker's.
 PACKAGES = ("torch", "transformers", "accelerate")
+PACKAGES_OF_A_HEAD = ("torch", "transformers")
 
 
 @app.command()
@@ -41,7 +42,7 @@ def train(
     ] = False,
     renamed: Annotated[str | None, typer.Option(f"--{RENAMED}", hidden=True)] = None,
 ) -> None:
-    """Fine-tune a classifier on labelled posts.
+    """Fine-tune a classifier on labelled posts, or fit a head on embeddings (--head).
 
     Switch running workers to the trained model with `feedmill deploy OUT`, or start one with `feedmill worker --model
     OUT`. See docs/training.md.
@@ -49,8 +50,11 @@ def train(
     if renamed is not None:
         raise UserError("--labels is now --targets, which selects what to learn: topic, zero-shot or soft.")
     settings = settings_of(device=device, redis_url=redis_url, plain_logs=True)
-    _check_packages()
-    _train(options, settings, as_json)
+    _check_packages(options.head)
+    if options.head:
+        _train_head(options, settings, as_json)
+    else:
+        _train(options, settings, as_json)
 
 
 @app.command()
@@ -74,11 +78,12 @@ def trainer(
     raise typer.Exit(run_trainer(settings, name))
 
 
-def _check_packages() -> None:
+def _check_packages(only_head: bool = False) -> None:
     """Raise UserError if a package that trainings import is missing."""
-    for package in PACKAGES:
+    packages, extras = (PACKAGES_OF_A_HEAD, "worker") if only_head else (PACKAGES, "worker,train")
+    for package in packages:
         if find_spec(package) is None:
-            raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[worker,train]'`.")
+            raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[{extras}]'`.")
 
 
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
@@ -115,6 +120,33 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {trained.plan.effective_batch}"
     plots.save(folder / "training.png", partial(plots.draw_training, curve=trained.curve, title=title), notes)
     report.finished(Console(highlight=False), record, trained.curve, folder)
+
+
+def _train_head(options: TrainOptions, settings: Settings, as_json: bool) -> None:
+    """Collect the posts, fit a head, and write the model and its test results."""
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    folder = Path(options.out).expanduser().absolute()
+    options = options.model_copy(update={"out": str(folder)})
+    check_folder(folder, resume=False)
+    # Imported late: needs torch, which only workers have and which loads slowly.
+    from feedmill.training import model_card  # noqa: PLC0415
+    from feedmill.training.data import collect  # noqa: PLC0415
+    from feedmill.training.report import TrainingReport  # noqa: PLC0415
+    from workers.training import head  # noqa: PLC0415
+    from workers.training.examples import make_dataset  # noqa: PLC0415
+
+    collected = collect(options, settings, notes)
+    dataset = make_dataset(collected.examples, collected.tested, options)
+    report = TrainingReport(notes, as_json, quiet=False)
+    report.data(dataset)
+    try:
+        trained = head.train_head(dataset, options, settings, report.phase, report.counting)
+    finally:
+        report.stop()
+    head.save(trained.model, folder, settings)
+    tested, zero_shot = _tested(folder, options, dataset, settings, report)
+    record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
+    report.finished(Console(highlight=False), record, [], folder)
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -164,8 +196,9 @@ def _tested(
     if not dataset.test:
         return None, None
     known = [(example.post, example.label) for example in dataset.test]
-    unset = dict.fromkeys(("revision", "labels", "template", *unused_settings("sequence")))
-    own = {"model": str(folder), "classifier": "sequence", **unset}
+    kind = "head" if options.head else "sequence"
+    unset = dict.fromkeys(("revision", "labels", "template", *unused_settings(kind)))
+    own = {"model": str(folder), "classifier": kind, **unset}
     summaries: list[dict[str, Any] | None] = []
     for what, each in (
         ("the trained model", settings.model_copy(update=own)),
@@ -187,6 +220,7 @@ def _tested(
 def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) -> Settings | None:
     """Return the settings to test the untrained base with, or None if it cannot classify or is not compared."""
     from workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
+        WITH_FIXED_LABELS,
         classifier_kind,
         unused_settings,
     )
@@ -198,7 +232,7 @@ def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) ->
         kind = classifier_kind(locate(options.base, settings.revision, settings.offline, settings.trust_remote_code))
     except UserError:  # not a classifier without training
         return None
-    if kind == "sequence":
+    if kind in WITH_FIXED_LABELS:
         return None
     described = settings.labels or (DESCRIBED_TOPICS if kind == "similarity" else {})
     labels = {label: described.get(label, (label,)) for label in dataset.labels}

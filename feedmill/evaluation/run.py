@@ -38,12 +38,20 @@ class ModelMeasurement(NamedTuple):
     def calibration_error(self) -> float:
         return calibration_error(self.bins)
 
+    @property
+    def shortlist_recall(self) -> float | None:
+        """Share of posts whose true label the shortlist kept; None without a shortlist."""
+        if not any(found.unscored for _, found in self.predictions):
+            return None
+        return sum(truth in found.scores for truth, found in self.predictions) / len(self.predictions)
+
     def summary(self, left_out: int) -> dict[str, Any]:
         """Return the measurements as a JSON object. left_out: number of posts without a known true label."""
         return self.evaluation.summary(left_out + len(self.failures)) | {
             "calibration_error": self.calibration_error,
             "calibration": [each._asdict() for each in self.bins],
             "posts_per_s": self.posts_per_s,
+            "shortlist_recall": self.shortlist_recall,
         }
 
 
@@ -54,6 +62,7 @@ def settings_for_comparison(settings: Settings) -> Settings:
     """
     from workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
         USED_BY,
+        WITH_FIXED_LABELS,
         classifier_kind,
         unused_settings,
     )
@@ -63,7 +72,7 @@ def settings_for_comparison(settings: Settings) -> Settings:
         return settings
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
     kind = classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
-    unused = [*unused_settings(kind), *(("labels", "template") if kind == "sequence" else ())]
+    unused = [*unused_settings(kind), *(("labels", "template") if kind in WITH_FIXED_LABELS else ())]
     return settings.model_copy(update=dict.fromkeys(unused))
 
 

@@ -16,7 +16,7 @@ from feedmill.export.text import (
     TIME_COLUMNS,
     PostKey,
     Writer,
-    label_set,
+    label_set_of,
     own_columns,
 )
 from feedmill.reading.rows import ResultRow
@@ -121,7 +121,7 @@ def batch_of(rows: Sequence[ResultRow], chosen: Sequence[str] = COLUMNS) -> Any:
     columns = {column: [post.get(field, default) for post in posts] for column, (field, default) in POST_FIELDS.items()}
     columns["extra"] = [None if extra is None else to_json(extra).decode() for extra in columns["extra"]]
     columns |= {column: [each.get(column) for each in found] for column in RESULT_COLUMNS if column != "scores"}
-    columns["label_set"] = [label_set(each) for each in scores]
+    columns["label_set"] = [label_set_of(each) for each in found]
     columns["label_score"] = [each[label] for each, label in zip(scores, columns["label"], strict=True)]
     for column in TIME_COLUMNS:
         columns[column] = [None if seconds is None else round(seconds * 1_000_000) for seconds in columns[column]]

@@ -18,7 +18,8 @@ def read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         # Defaults for states written before these options existed.
         state = {"columns": [*COLUMNS], "latest": False, "run": None} | json.loads(path.read_bytes())
-        asked = {name: state[name] for name in wanted}
+        if missing := wanted.keys() - state.keys():
+            raise KeyError(missing)
         Place(**state["place"])
     except FileNotFoundError:
         return None
@@ -26,11 +27,16 @@ def read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
         raise UserError(
             f"Cannot read {path}, the state of an unfinished export. Delete this file and the unfinished export."
         ) from None
-    for name, value in wanted.items():
-        if asked[name] != value:
-            if name == "version":
-                raise UserError(f"{path} was written by another version of feedmill. Give another OUT.")
-            flag = f"without --{name}" if asked[name] in (None, False) else f"with another value of --{name}"
-            flag = f"with --{name}" if asked[name] is True else flag
-            raise UserError(f"{path} belongs to an export {flag}. Give another OUT, or repeat the earlier flags.")
+    check_options(str(path), state, wanted)
     return dict(state)
+
+
+def check_options(name: str, state: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise UserError if an earlier run had other options. name: of its state, or of what it exported to."""
+    for option, value in wanted.items():
+        if (asked := state.get(option)) != value:
+            if option == "version":
+                raise UserError(f"{name} was written by another version of feedmill. Give another OUT.")
+            flag = f"without --{option}" if asked in (None, False) else f"with another value of --{option}"
+            flag = f"with --{option}" if asked is True else flag
+            raise UserError(f"{name} belongs to an export {flag}. Give another OUT, or repeat the earlier flags.")

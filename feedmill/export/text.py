@@ -2,7 +2,7 @@
 
 import csv
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
@@ -31,9 +31,14 @@ ESCAPED = frozenset({
 })  # fmt: skip
 
 
-def label_set(scores: Iterable[str]) -> str:
+def label_set_of(found: Mapping[str, Any]) -> str:
+    """Return the name of a result's label set, labels without scores included. found: the result's fields."""
+    return label_set((*found["scores"], *found.get("unscored", ())))
+
+
+def label_set(labels: Iterable[str]) -> str:
     """Return the name of a label set: its labels in alphabetical order. Results of one set can be compared."""
-    return LABEL_SEPARATOR.join(sorted(scores))
+    return LABEL_SEPARATOR.join(sorted(labels))
 
 
 def own_columns(columns: Iterable[str]) -> list[str]:
@@ -226,7 +231,7 @@ def _values(row: ResultRow) -> dict[str, Any]:
     values |= {column: row.post.get(field, default) for column, (field, default) in POST_FIELDS.items()}
     values |= {column: row.found.get(column) for column in RESULT_COLUMNS}
     values["label_score"] = values["scores"][values["label"]]
-    values["label_set"] = label_set(values["scores"])
+    values["label_set"] = label_set_of(row.found)
     return values | {column: _date(values[column]) for column in TIME_COLUMNS}
 
 

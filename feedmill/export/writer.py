@@ -235,6 +235,11 @@ class Folder:
             self._writer, self.rows = None, 0
             self._skip_published_parts()
 
+    def resume(self) -> Place:
+        """Discard the open part, and return the place to read from."""
+        self.abandon()
+        return self.place
+
     def sweep(self) -> None:
         """Remove posts that were purged after their parts were published."""
         self.removed += _sweep(self._out, self._format, self._reader)

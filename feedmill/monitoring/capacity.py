@@ -1,29 +1,24 @@
-"""Estimate how long Redis' memory lasts at the current rate.
+"""Estimate how much of Redis' memory the current rate needs, and how long the memory lasts.
 
-The estimate takes a single reading. Each new post adds a result (kept for `results_ttl`), a sent mark (kept for
-`sent_ttl`) and, until the results stream reaches its maximum length, a stream entry. Their sizes are measured on the
-newest results. Keys that expire in the meantime are subtracted, using the hourly counts of results stored one TTL
-earlier. The backlog (bounded by `queue_limit`) and dead letters are not counted.
+The estimate takes a single reading. Each new post adds a result (kept for `results_ttl`), a sent record (kept for
+`sent_ttl`) and, until the results stream reaches its maximum length, a stream entry, up to `results_memory` and
+`sent_memory` (shared/retention.py). Records that expire in the meantime are subtracted, using the hourly counts of
+results stored one TTL earlier. The backlog (bounded by `queue_limit`) and dead letters are not counted.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from redis import Redis
-from redis.client import NEVER_DECODE
-from redis.exceptions import NoPermissionError
+from redis.exceptions import ResponseError
 
-from shared.keys import MARKS, RESULTS_STREAM, STORED, labels_key
-from shared.result_records import SCORE, split
+from shared.keys import labels_key
+from shared.redis_errors import is_denied
 from shared.results import HOUR_S
-from shared.scripts.buckets import bucket_key
-from shared.scripts.marks import MARK_BYTES
-from shared.settings import DAY_S, Settings
+from shared.retention import STREAM_SHARE, Kept, measure, needs
+from shared.settings import DAY_S, PREFIX, Settings
 
-#: Number of newest results whose memory is measured.
-SAMPLE_RESULTS = 10
 #: Hours that the estimate looks ahead.
 HORIZON_HOURS = 7 * 24
 #: The health check warns if memory is full in less than WARNING_S seconds, and fails below CRITICAL_S.
@@ -41,10 +36,28 @@ class Memory(NamedTuple):
     posts_per_second: float
     #: Seconds until the limit is reached at that rate; None if that takes more than HORIZON_HOURS.
     full_seconds: float | None
+    #: Bytes that Redis needs at that rate until results and sent records expire, or reach their bounds.
+    needed: float = 0.0
+    #: Bytes that results and sent records would need without bounds.
+    results_needed: float = 0.0
+    sent_needed: float = 0.0
+    #: Seconds for which results and sent records are kept at that rate; None if until they expire.
+    results_kept_seconds: float | None = None
+    sent_kept_seconds: float | None = None
 
     @property
     def full(self) -> bool:
         return self.used >= self.limit
+
+    @property
+    def warning(self) -> str:
+        """What the current rate needs, if that exceeds the limit; else "" """
+        if self.needed <= self.limit or not self.posts_per_second:
+            return ""
+        return (
+            f"warning: {self.posts_per_second:,.1f} posts/s need {size(self.needed)} until results and sent records "
+            f"expire: {ADVICE}"
+        )
 
     def __str__(self) -> str:
         text = f"{size(self.used)} of {size(self.limit)}"
@@ -60,63 +73,56 @@ class Memory(NamedTuple):
         return f"{text}; full in about {span(self.full_seconds)} {rate}"
 
 
-def estimate_memory(redis: Redis, settings: Settings, posts_per_second: float) -> Memory | None:
-    """Estimate how long Redis' memory lasts. Return None if this Redis user may not run INFO and MEMORY USAGE.
+#: How to need less memory.
+ADVICE = f"raise maxmemory, or lower {PREFIX}RESULTS_MEMORY and {PREFIX}SENT_MEMORY"
 
-    Raises redis.exceptions.RedisError.
+
+def estimate_memory(
+    redis: Redis, settings: Settings, posts_per_second: float
+) -> tuple[Memory, Kept] | tuple[None, None]:
+    """Estimate what is kept of posts, and how long Redis' memory lasts.
+
+    Returns None, None if this Redis user may not run INFO and MEMORY USAGE. Raises redis.exceptions.RedisError.
     """
     try:
         info: Any = redis.info("memory")
-        limit = info["maxmemory"] or info["total_system_memory"]
-        room, seconds = limit - info["used_memory"], None
-        if room <= 0:
-            seconds = 0.0
-        elif posts_per_second:
-            seconds = _seconds_left(redis, settings, room, posts_per_second)
-    except NoPermissionError:
-        return None
-    return Memory(info["used_memory"], limit, not info["maxmemory"], posts_per_second, seconds)
+        kept = measure(redis, settings)
+    except ResponseError as fault:
+        if not is_denied(fault):
+            raise
+        return None, None
+    used = info["used_memory"]
+    limit = info["maxmemory"] or info["total_system_memory"]
+    room, seconds = limit - used, None
+    if room <= 0:
+        seconds = 0.0
+    elif posts_per_second:
+        seconds = _seconds_left(redis, settings, kept, room, posts_per_second)
+    wanted = needs(kept, settings, posts_per_second)
+    memory = Memory(used, limit, not info["maxmemory"], posts_per_second, seconds, wanted.of_redis(kept, used), *wanted)
+    return memory, kept
 
 
-def _seconds_left(redis: Redis, settings: Settings, room: float, posts_per_second: float) -> float | None:
+def _seconds_left(redis: Redis, settings: Settings, kept: Kept, room: float, posts_per_second: float) -> float | None:
     """Return the seconds until `room` bytes are used, or None if that takes more than HORIZON_HOURS."""
-    sizes = _measure(redis)
-    length: int = redis.xlen(RESULTS_STREAM)
-    stream: Any = redis.memory_usage(RESULTS_STREAM)
-    entry, entries_left = (stream or 0) / max(length, 1), float(max(0, settings.results_stream_length - length))
-    stored = posts_per_second * HOUR_S
-    if room > HORIZON_HOURS * stored * (entry + sum(sizes)):
+    if room > max(0.0, kept.results_limit - kept.results_bytes) + max(0.0, kept.sent_limit - kept.sent_bytes):
         return None
-    expiring = [_stored_by_hour(redis, time.time() - ttl) for ttl in (settings.results_ttl, settings.sent_ttl)]
+    stored = posts_per_second * HOUR_S
+    stream_limit = min(settings.results_stream_length * kept.stream_entry_bytes, STREAM_SHARE * kept.results_limit)
+    stream, sent = kept.stream_bytes, kept.sent_bytes
+    results = kept.results_bytes - stream
+    results_expiring = _stored_by_hour(redis, time.time() - settings.results_ttl)
+    sent_expiring = _stored_by_hour(redis, time.time() - settings.sent_ttl)
     for hour in range(HORIZON_HOURS):
-        grown = min(stored, entries_left) * entry
-        grown += sum(size * (stored - gone[hour]) for size, gone in zip(sizes, expiring, strict=True))
+        before = results + stream + sent
+        stream = max(stream, min(stream + stored * kept.stream_entry_bytes, stream_limit))
+        results = min(results + (stored - results_expiring[hour]) * kept.result_bytes, kept.results_limit - stream)
+        sent = min(sent + (stored - sent_expiring[hour]) * kept.sent_record_bytes, kept.sent_limit)
+        grown = results + stream + sent - before
         if grown >= room:
             return HOUR_S * (hour + room / grown)
         room -= grown
-        entries_left = max(0.0, entries_left - stored)
     return None
-
-
-def _measure(redis: Redis) -> tuple[float, float]:
-    """Return the mean bytes of the newest posts' results and of their sent marks. A missing key counts as zero."""
-    newest: Any = redis.xrevrange(RESULTS_STREAM, count=SAMPLE_RESULTS)
-    ids = [fields.get("id", "") for _, fields in newest]
-    results = _bytes_per_record(redis, STORED, ids, lambda bucket: sum(each.kind != SCORE for each in split(bucket)))
-    return results, _bytes_per_record(redis, MARKS, ids, lambda bucket: len(bucket) // MARK_BYTES)
-
-
-def _bytes_per_record(redis: Redis, table: str, ids: Sequence[str], records_in: Callable[[bytes], int]) -> float:
-    """Return the bytes of memory per record of a table, from the buckets of these ids."""
-    untyped: Any = redis
-    if (buckets := untyped.get(table)) is None:
-        return 0.0
-    used = records = 0
-    for key in {bucket_key(table, post_id, int(buckets)) for post_id in ids}:
-        if (bucket := untyped.execute_command("GET", key, **{NEVER_DECODE: True})) is not None:
-            used += untyped.memory_usage(key) or 0
-            records += records_in(bucket)
-    return used / max(records, 1)
 
 
 def _stored_by_hour(redis: Redis, since: float) -> list[int]:

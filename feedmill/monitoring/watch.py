@@ -28,6 +28,7 @@ from shared.metrics import connect_for_monitoring, oldest_seconds
 from shared.model_routing import expected_workers, known_queues
 from shared.redis_errors import rejects_writes
 from shared.results import Counters, ResultsStore
+from shared.retention import Kept
 from shared.runs import Progress, recent
 from shared.settings import Settings
 
@@ -79,6 +80,8 @@ class Status(NamedTuple):
     missing: dict[str, float]
     #: None if this Redis user may not run INFO and MEMORY USAGE.
     memory: Memory | None
+    #: Memory of results and sent records; None for the same reason.
+    kept: Kept | None
     #: The most recently active runs, newest first.
     runs: list[Progress]
 
@@ -86,7 +89,8 @@ class Status(NamedTuple):
         queues = {name: queue._asdict() for name, queue in self.queues.items()}
         memory = self.memory and self.memory._asdict()
         fields = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
-        return fields | {"memory": memory, "runs": [run.as_json() for run in self.runs]}
+        kept = self.kept and self.kept._asdict()
+        return fields | {"memory": memory, "kept": kept, "runs": [run.as_json() for run in self.runs]}
 
 
 def status(settings: Settings) -> Status:
@@ -102,12 +106,14 @@ def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     dead = DeadLetters(redis).count()
     workers = _ask(app)
     missing = _missing(redis, workers)
-    memory = capacity.estimate_memory(redis, settings, _rate(workers))
+    memory, kept = capacity.estimate_memory(redis, settings, _rate(workers))
     reddit = State(redis).load_status()
     live = {name: found.report for name, found in statuses(redis).items() if found.running}
     asked = workers is not None
     runs = recent(redis, RUNS_SHOWN)
-    return Status(depth, queues, workers or {}, results, reddit, live, oldest, gaps, dead, asked, missing, memory, runs)
+    return Status(
+        depth, queues, workers or {}, results, reddit, live, oldest, gaps, dead, asked, missing, memory, kept, runs
+    )
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
@@ -284,7 +290,8 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> Iterator[
             # Asking registered workers by name ends as soon as all have answered.
             workers = _ask(make_app(settings), list(expected_workers(redis)) or None) if wanted else {}
             missing = _missing(redis, workers)
-            memory = capacity.estimate_memory(redis, settings, _rate(workers)) if HealthPart.MEMORY in parts else None
+            look = HealthPart.MEMORY in parts
+            memory = capacity.estimate_memory(redis, settings, _rate(workers))[0] if look else None
     except RedisUnavailable as error:
         yield Finding(HealthPart.REDIS, False, str(error))
         return
@@ -317,9 +324,8 @@ def _lasting(memory: Memory | None) -> tuple[bool, str]:
     if memory is None:
         return True, "unknown: this Redis user may not run INFO and MEMORY USAGE (docs/redis.md)"
     if memory.full_seconds is None or memory.full_seconds >= WARNING_S:
-        return True, str(memory)
-    advice = "raise maxmemory, or lower FEEDMILL_RESULTS_TTL and FEEDMILL_SENT_TTL"
-    return memory.full_seconds >= CRITICAL_S, f"warning: {memory}: {advice}"
+        return True, memory.warning or str(memory)
+    return memory.full_seconds >= CRITICAL_S, f"warning: {memory}: {capacity.ADVICE}"
 
 
 def _full(depth: QueueDepth, queues: dict[str, Queue], settings: Settings) -> tuple[bool, str]:

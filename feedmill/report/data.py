@@ -11,7 +11,7 @@ from statistics import quantiles
 
 from redis import Redis
 
-from feedmill.export.text import LABEL_SEPARATOR, label_set
+from feedmill.export.text import LABEL_SEPARATOR, label_set_of
 from feedmill.reading.entry_ids import id_before, seconds_of
 from feedmill.reading.rows import ResultRow, RowReader
 from producers.reddit.state import Gap, State
@@ -150,7 +150,7 @@ def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None,
     for chunk in RowReader(redis).chunks(Place(id_before(first * HOUR_S))):
         for row in chunk.rows:
             if run is None or row.post.get("run") == run:
-                name = label_set(row.found["scores"])
+                name = label_set_of(row.found)
                 if name in others or len(others) < MAX_LABEL_SETS_COUNTED:
                     others[name] += 1
                 if labels is None or labels == name:

@@ -65,7 +65,7 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
             raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
     gone: set[str] | None = set()
     if options.source != RESULTS:
-        gone = _purged((_post(post).id for post in [*found, *(tested or [])]), settings, notes)
+        gone = purged_ids((_post(post).id for post in [*found, *(tested or [])]), settings, notes)
     kept = [post for post in found if not gone or _post(post).id not in gone]
     labelled_by: Counter[str] = Counter()
     examples = [example for post in kept if (example := _example(post, options, labelled_by))]
@@ -96,10 +96,12 @@ def _post(found: Post | Labelled) -> Post:
 
 
 def _example(found: Post | Labelled, options: TrainOptions, labelled_by: Counter[str]) -> Example | None:
-    """Return the training example, or None without a label or with a score below `min_score`."""
+    """Return the training example, or None without a label, with a score below `min_score`, or without a soft label."""
     post, label, scores = _post(found), _post(found).topic, None
     if options.targets != "topic":
         if isinstance(found, Post) or found.scores[found.label] < options.min_score:
+            return None
+        if found.partial and options.targets == "soft":
             return None
         labelled_by[found.model] += 1
         label, scores = found.label, found.scores if options.targets == "soft" else None
@@ -117,6 +119,8 @@ def _nothing(posts: int, options: TrainOptions) -> str:
     return (
         f"None of {posts:,} posts has a model's label with a score of at least {options.min_score}; only results and "
         "exports contain such labels. Lower --min-score, or use --targets topic."
+        + " Results of a shortlist lack scores that --targets soft needs."
+        * (options.targets == "soft")
     )
 
 
@@ -130,7 +134,8 @@ def _of_results(settings: Settings) -> Iterator[Labelled]:
             for row in chunk.rows:
                 # Not validated again: it was valid when written, and truncation may have made it invalid since.
                 post = Post.model_construct(**row.post)
-                yield Labelled(post, row.found["label"], row.found["scores"], row.found["model"])
+                found = row.found
+                yield Labelled(post, found["label"], found["scores"], found["model"], bool(found.get("unscored")))
 
 
 def _of_path(path: str, options: TrainOptions, notes: Console) -> Iterator[Post | Labelled]:
@@ -179,7 +184,7 @@ def _of_parquet(path: str) -> Iterator[Labelled]:
         ) from None
 
 
-def _purged(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:
+def purged_ids(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:
     """Return the ids of purged posts; None, with a note, if Redis is unreachable."""
     try:
         with user_errors(settings):

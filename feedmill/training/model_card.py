@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from feedmill import __version__
 from feedmill.training.data import Provenance
@@ -18,23 +18,37 @@ from shared.atomic_files import replacing
 from shared.errors import printable
 from shared.training import TrainOptions
 from workers.training.examples import Dataset
-from workers.training.run import Trained
+
+if TYPE_CHECKING:
+    from workers.training.head import TrainedHead
+    from workers.training.run import Trained
 
 RECORD_FILE = "training.json"
 #: Packages whose versions are recorded.
 LIBRARIES = ("torch", "transformers", "accelerate", "tokenizers")
+#: Those that the training of a head does not import.
+NOT_FOR_HEADS = ("accelerate",)
+
+FINE_TUNED = (
+    "fine-tuned by Feedmill {feedmill} from {base}. Serve it with\n`feedmill worker --model FOLDER`, or load it with "
+    "`transformers.AutoModelForSequenceClassification`"
+)
+WITH_HEAD = (
+    "a head on the frozen embeddings of {base}, fitted by\nFeedmill {feedmill}. Serve it with `feedmill worker --model "
+    "FOLDER`, or load the embeddings with `sentence_transformers` and\nthe head with `safetensors`: softmax(weight · "
+    "embedding + bias)"
+)
 
 CARD_TEMPLATE = """\
 ---
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-classification
 base_model: {base}
 ---
 
 # {name}
 
-A post classifier with {count} labels, fine-tuned by Feedmill {feedmill} from {base}. Serve it with
-`feedmill worker --model FOLDER`, or load it with `transformers.AutoModelForSequenceClassification`.
+A post classifier with {count} labels, {trained_how}.
 
 ## Data
 
@@ -55,8 +69,7 @@ A post classifier with {count} labels, fine-tuned by Feedmill {feedmill} from {b
 
 ## Training
 
-{plan[steps]:,} optimization steps of {plan[effective_batch]} posts ({plan[batch_size]} × {plan[accumulation]} × \
-{plan[devices]} devices), {plan[epochs]:.3g} epochs,
+{training}
 in {record[seconds]:.0f} s on {plan[device]} ({plan[precision]}); {record[samples_per_s]:.1f} posts/s. \
 Seed {options.seed}.
 
@@ -73,7 +86,7 @@ def write(
     options: TrainOptions,
     dataset: Dataset,
     provenance: Provenance,
-    trained: Trained,
+    trained: "Trained | TrainedHead",
     tested: Mapping[str, Any] | None,
     zero_shot: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
@@ -81,7 +94,6 @@ def write(
 
     tested: metrics of the model. zero_shot: metrics of its base model on the same posts. Raises OSError.
     """
-    plan = trained.plan
     record = {
         "trained_at": time.time(),
         # Rebuilt from the options: the command as typed may contain a password in the Redis URL.
@@ -93,15 +105,11 @@ def write(
         "validation": len(dataset.validation),
         "test": len(dataset.test),
         "train_by_label": dataset.counts,
-        "plan": plan._asdict() | {"effective_batch": plan.effective_batch},
-        "seconds": trained.seconds,
-        "samples_per_s": trained.samples_per_s,
-        "peak_mb": trained.peak_mb,
-        "curve": [point._asdict() for point in trained.curve],
+        **trained.summary(),
         "metrics": tested,
         "zero_shot": zero_shot,
         "versions": {"feedmill": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in LIBRARIES},
+        | {name: version(name) for name in LIBRARIES if not (options.head and name in NOT_FOR_HEADS)},
     }
     with replacing(folder / "README.md") as temporary:
         temporary.write_text(_card(folder, options, dataset, record), encoding="utf-8")
@@ -121,11 +129,21 @@ def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping
     purged = (
         "purged posts could not be identified" if posts["purged"] is None else f"{posts['purged']:,} had been purged"
     )
+    base = printable(options.base)
+    if options.head:
+        training = f"A logistic regression with the L2 penalty {plan['penalty']:g}, chosen by cross-validation,"
+    else:
+        training = (
+            f"{plan['steps']:,} optimization steps of {plan['effective_batch']} posts ({plan['batch_size']} × "
+            f"{plan['accumulation']} × {plan['devices']} devices), {plan['epochs']:.3g} epochs,"
+        )
     return CARD_TEMPLATE.format(
-        base=printable(options.base),
+        base=base,
+        library="sentence-transformers" if options.head else "transformers",
+        trained_how=(WITH_HEAD if options.head else FINE_TUNED).format(feedmill=__version__, base=base),
+        training=training,
         name=printable(folder.name),
         count=len(dataset.labels),
-        feedmill=__version__,
         source=printable(options.source),
         purged=purged,
         left_out="".join(f"; {count:,} {why}" for why, count in dataset.left_out.items()),

@@ -5,7 +5,7 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -16,7 +16,9 @@ from rich.progress import Progress as Bar
 from feedmill.evaluation.report import models_table
 from shared.errors import printable
 from workers.training.examples import Dataset
-from workers.training.run import Plan, Point, TrainingProgress
+
+if TYPE_CHECKING:
+    from workers.training.run import Plan, Point, TrainingProgress
 
 Tested = TypeVar("Tested")
 
@@ -34,7 +36,7 @@ class Pace:
         #: Steps done before; not 0 in a resumed training.
         self._before: int | None = None
 
-    def left(self, progress: TrainingProgress, now: float) -> float:
+    def left(self, progress: "TrainingProgress", now: float) -> float:
         """Return the estimated seconds of the remaining steps. now: by time.monotonic."""
         if self._before is None:
             self._before = progress.step - 1
@@ -78,7 +80,7 @@ class TrainingReport:
         elif not self._json and not self._quiet:
             self._notes.print(escape(printable(what)))
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: "Plan") -> None:
         """Print the plan and show the progress bar."""
         self._pace = Pace(time.monotonic())
         if self._json:
@@ -93,7 +95,7 @@ class TrainingReport:
         if self._is_bar_shown:
             self._show_bar("training", plan.steps)
 
-    def progress(self, now: TrainingProgress) -> None:
+    def progress(self, now: "TrainingProgress") -> None:
         """Report an optimization step, and the time left at the pace of the steps so far."""
         left = self._pace.left(now, time.monotonic())
         loss = "" if now.loss is None else f" loss {now.loss:.3f}"
@@ -109,16 +111,21 @@ class TrainingReport:
 
     def testing(self, what: str, outcomes: Iterable[Tested], total: int) -> Iterator[Tested]:
         """Yield the outcomes of posts, reporting how many there were. what: the model that classifies them."""
-        self.phase(f"testing {what} on {total:,} posts")
+        return self.counting(f"testing {what} on", outcomes, total)
+
+    def counting(self, what: str, found: Iterable[Tested], total: int) -> Iterator[Tested]:
+        """Yield what was found for each post, reporting for how many. what: what is done with the posts."""
+        self.phase(f"{what} {total:,} posts")
+        self._printed_at = time.monotonic()
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, total=total)
-        for done, outcome in enumerate(outcomes, 1):
+        for done, each in enumerate(found, 1):
             if self._bar is not None and self._task is not None:
                 self._bar.update(self._task, completed=done)
             elif not self._json and self._is_due():
                 self._printed_at = time.monotonic()
                 self._notes.print(f"{done:,} of {total:,} posts")
-            yield outcome
+            yield each
         self.stop()
 
     def _is_due(self) -> bool:
@@ -139,7 +146,7 @@ class TrainingReport:
             self._bar.stop()
         self._bar = self._task = None
 
-    def finished(self, console: Console, record: Mapping[str, Any], curve: Sequence[Point], folder: Path) -> None:
+    def finished(self, console: Console, record: Mapping[str, Any], curve: "Sequence[Point]", folder: Path) -> None:
         """Print the training time, the curves and the metrics of the finished model."""
         if self._json:
             self._line("trained", {"folder": str(folder), **record})

@@ -62,6 +62,8 @@ class LiveDaemon:
         self._due = self._status_due = clock.monotonic()
         #: Counts since the start: events, filtered and refused posts, connections, gaps; and failures by kind.
         self.read = self.filtered = self.refused = self.connections = self.gaps = 0
+        #: Gaps in the list, those of earlier processes included, at the latest status update.
+        self._gaps_recorded = 0
         self.faults: Counter[str] = Counter()
         #: Current failure of the source or of Redis, for display; "" if there is none.
         self.hindrance = ""
@@ -197,6 +199,7 @@ class LiveDaemon:
         now = self._clock.monotonic()
         if now >= self._status_due:
             self._status_due = now + STATUS_INTERVAL_S
+            self._gaps_recorded = len(self._state.gaps())
             self._state.store_status(self.status())
 
     def status(self) -> dict[str, Any]:
@@ -210,6 +213,7 @@ class LiveDaemon:
             "refused": self.refused,
             "purged": self._purges.purged,
             "gaps": self.gaps,
+            "gaps_recorded": self._gaps_recorded,
             "connections": self.connections,
             "faults": dict(self.faults),
             "paused": self._pusher.gate.closed,

@@ -32,6 +32,7 @@ STATUS_FIGURES = {
     "purged": _counter("posts_purged", "Posts purged because they were deleted at the source."),
     "gaps": _counter("gaps", "Periods whose events the source no longer had."),
     "connections": _counter("connections", "Connections opened to the source."),
+    "gaps_recorded": _gauge("gaps_recorded", "Gaps listed by `feedmill ingest gaps`, until they are cleared."),
     "paused": _gauge("paused", "1 while the queue is full, otherwise 0."),
     "hindrance": _gauge("hindered", "1 while the source or Redis is unavailable, otherwise 0."),
     "delay": _gauge("delay_seconds", "Age of the newest event that was processed; absent before the first."),

@@ -29,8 +29,10 @@ class ArchiveDaemon(Daemon):
     def __init__(self, archive: ArcticShiftClient, *arguments: Any, **named: Any) -> None:
         super().__init__(archive, *arguments, **named)
         self._archive = archive
-        #: Subreddits with more posts to read at once: name -> where to go on.
-        self._behind: dict[str, float] = {}
+        #: Subreddits not read to their end yet: name -> time from which to continue, and whether the read is full.
+        self._behind: dict[str, tuple[float, bool]] = {}
+        #: Newest posts of subreddits whose first read has not finished.
+        self._started: dict[str, dict[str, ListingItem]] = {}
 
     def _walk(self, feed: Feed, tracks: Sequence[Track], full: bool) -> None:
         for track in tracks:
@@ -38,29 +40,40 @@ class ArchiveDaemon(Daemon):
 
     def _poll(self, feed: Feed) -> float:
         pause = super()._poll(feed)
-        behind = any(name in self._behind for name in feed.tracks)
+        # Failing subreddits wait for their retry.
+        behind = any(name in self._behind and name not in feed.failing for name in feed.tracks)
         return 0.0 if behind and self._outbox.held < MAX_HELD_POSTS else pause
 
     def _read(self, feed: Feed, track: Track, full: bool) -> None:
-        """Read a subreddit's posts from its watermark on, and buffer new ones. Raises RedditFault."""
+        """Read a subreddit's posts from its watermark on, and buffer new ones.
+
+        Raises RedditFault, after buffering the posts read before it: else a source that often fails would never be read
+        to its end.
+        """
         if track.watermark is None:
-            items = self._archive.newest(track.name, -(-self._depth // len(feed.tracks)))
+            found = self._started.setdefault(track.name, {})
+            items = self._archive.newest(track.name, -(-self._depth // len(feed.tracks)), found)
+            del self._started[track.name]
             self._hold_walk(feed, Walk(items, [], items[::-1]), [track])
             return
-        since = self._behind.pop(track.name, None)
-        if since is None:
+        since, started_full = self._behind.get(track.name, (None, False))
+        if since is None or full > started_full:
             since = max(track.beginning or 0.0, track.watermark - (FULL_OVERLAP_S if full else OVERLAP_S))
-        found: dict[str, ListingItem] = {}
-        crowded = []
-        for _ in range(MAX_PAGES):
-            span = self._archive.since(track.name, since)
-            found |= {item.fullname: item for item in span.items}
-            since = span.reached
-            crowded += [span.crowded] if span.crowded is not None else []
-            if not span.more:
-                break
-        else:
-            self._behind[track.name] = since
-        items = sorted(found.values(), key=lambda item: (item.created_utc, item.fullname))
-        gaps = [Gap(track.name, at, at + 1, self._clock.time()) for at in crowded]
-        self._hold_walk(feed, Walk(items, [], items[::-1]), [track], gaps)
+        full |= started_full
+        self._behind[track.name] = since, full
+        found = {}
+        gaps = []
+        try:
+            for _ in range(MAX_PAGES):
+                span = self._archive.since(track.name, since)
+                found |= {item.fullname: item for item in span.items}
+                if span.crowded is not None:
+                    gaps.append(Gap(track.name, span.crowded, span.crowded + 1, self._clock.time()))
+                since = span.reached
+                self._behind[track.name] = since, full
+                if not span.more:
+                    del self._behind[track.name]
+                    break
+        finally:
+            items = sorted(found.values(), key=lambda item: (item.created_utc, item.fullname))
+            self._hold_walk(feed, Walk(items, [], items[::-1]), [track], gaps)

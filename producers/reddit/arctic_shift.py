@@ -117,17 +117,19 @@ class ArcticShiftClient:
         items = self._search(names[0], sort="desc", limit=limit)
         return ListingPage(sorted(items, key=lambda item: -item.created_utc), None)
 
-    def newest(self, name: str, count: int) -> list[ListingItem]:
-        """Return about `count` newest posts of a subreddit, oldest first."""
-        found: dict[str, ListingItem] = {}
-        bounds: dict[str, int] = {}
+    def newest(self, name: str, count: int, found: dict[str, ListingItem]) -> list[ListingItem]:
+        """Return about `count` newest posts of a subreddit, oldest first.
+
+        found: posts that are read already, by fullname. New ones are added, so that reading continues after a fault.
+        """
+        size = min(PAGE_SIZE, count)
         while len(found) < count:
-            page = self._search(name, sort="desc", limit=min(PAGE_SIZE, count), **bounds)
+            bounds = {"before": int(min(item.created_utc for item in found.values())) + 1} if found else {}
+            page = self._search(name, sort="desc", limit=size, **bounds)
             new = {item.fullname: item for item in page if item.fullname not in found}
             found |= new
-            if not new or len(page) < min(PAGE_SIZE, count):
+            if not new or len(page) < size:
                 break
-            bounds = {"before": int(min(item.created_utc for item in page)) + 1}
         items = sorted(found.values(), key=lambda item: (item.created_utc, item.fullname))
         return items[-count:]
 

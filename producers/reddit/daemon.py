@@ -132,6 +132,8 @@ class Daemon:
         self._reddit_failures = self._redis_failures = 0
         #: Polls and gaps since the start, and failures by kind.
         self.polls = self.gaps = 0
+        #: Gaps that are not filled, those of earlier processes included, at the latest status update.
+        self._open_gaps = 0
         self.faults: Counter[str] = Counter()
         #: Current failures of Reddit and Redis, for display; "" if there are none.
         self._reddit_trouble = self._redis_trouble = ""
@@ -419,6 +421,7 @@ class Daemon:
             "purged": self._rechecks.purged,
             "returned": self._rechecks.returned,
             "gaps": self.gaps,
+            "gaps_open": self._open_gaps,
             "filled": self._filler.filled if self._filler else 0,
             "source": self._reddit.name,
             "faults": dict(self.faults),
@@ -428,5 +431,6 @@ class Daemon:
         }
 
     def _store_status(self) -> float:
+        self._open_gaps = len(self._state.open_gaps())
         self._state.store_status(self.status() | {"at": self._clock.time()})
         return STATUS_INTERVAL_S

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 60.0
 #: Seconds until a gap is tried again after a failure, and at most after repeated ones.
 MIN_RETRY_S, MAX_RETRY_S = 60.0, 6 * 3600.0
-#: Attempts to fill a gap at once, and pauses in seconds between them.
+#: Failures in a row after which an attempt to fill a gap at once ends, and pauses in seconds between them.
 MAX_ATTEMPTS, BACKOFF = 4, EqualJitterBackoff(cap=20, base=5)
 #: Seconds after the end of a gap from which on the archive counts as complete, even if it has no later post.
 COMPLETE_AFTER_S = 86_400.0
@@ -69,14 +69,18 @@ class GapFiller:
         return 0.0
 
     def fill(self, gap: Gap) -> bool:
-        """Fill a gap now, with some retries. Return false if it remains open."""
-        for failures in range(MAX_ATTEMPTS):
-            while self._fill_part(gap):
-                (gap,) = [each for each in self._state.gaps() if each.field == gap.field]
-                if gap.filled or gap.field in self._failures:
-                    return bool(gap.filled)
-            if failures + 1 < MAX_ATTEMPTS:
-                self._clock.wait(BACKOFF.compute(failures))
+        """Fill a gap now. Return false if it remains open, after several failures without progress."""
+        failures = 0
+        while failures < MAX_ATTEMPTS:
+            if failures:
+                self._clock.wait(BACKOFF.compute(failures - 1))
+            if not self._fill_part(gap):
+                failures += 1
+                continue
+            failures = 0
+            (gap,) = [each for each in self._state.gaps() if each.field == gap.field]
+            if gap.filled or gap.field in self._failures:
+                return bool(gap.filled)
         return False
 
     def _fill_part(self, gap: Gap) -> bool:

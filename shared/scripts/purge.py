@@ -5,16 +5,36 @@ from collections.abc import Collection, Mapping, Sequence
 
 from redis import Redis
 
-from shared.keys import tombstone_key
+from shared.keys import PURGES, RESULTS_STREAM, tombstone_key
 from shared.scripts import Script, as_text
 
-#:   KEYS  feedmill:gone:<id>, string, of each post    ARGV[1]  time, in seconds since 1970    ARGV[2]  ttl, seconds
-_SET_TOMBSTONES: Script[None] = Script("""
-for _, key in ipairs(KEYS) do
-  redis.call('DEL', key)
-  redis.call('SET', key, ARGV[1], 'EX', ARGV[2])
+#: Number of purges that the log keeps, each of up to 1,000 posts. A reader that missed some checks all of its posts.
+MAX_PURGES = 4000
+#: Adds a purge to the log, with the milliseconds since 1970 up to which results are gone. The clock may have been set
+#: back, so this is at least the time of the newest result.
+LOG_PURGE = f"""
+local function log_purge(log, results, field, value, ttl)
+  local time = redis.call('TIME')
+  local newest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
+  local till = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  till = math.max(till, newest and tonumber(string.match(newest[1], '^%d+')) or 0)
+  redis.call('XADD', log, 'MAXLEN', {MAX_PURGES}, '*', field, value, 'until', string.format('%d', till))
+  redis.call('EXPIRE', log, ttl)
 end
-""")
+"""
+#:   KEYS[1]  feedmill:purges, stream    KEYS[2]  feedmill:results, stream
+#:   KEYS[3+] feedmill:gone:<id>, string, of each post
+#:   ARGV[1]  time, in seconds since 1970    ARGV[2]  ttl, seconds    ARGV[3]  the ids, as JSON
+_SET_TOMBSTONES: Script[None] = Script(
+    LOG_PURGE
+    + """
+for i = 3, #KEYS do
+  redis.call('DEL', KEYS[i])
+  redis.call('SET', KEYS[i], ARGV[1], 'EX', ARGV[2])
+end
+log_purge(KEYS[1], KEYS[2], 'ids', ARGV[3], ARGV[2])
+"""
+)
 #:   KEYS  feedmill:gone:<id>, string, of each post    ARGV  the expected time of each tombstone
 #:
 #: Returns 1 for each post that has no tombstone now, else 0.
@@ -103,8 +123,9 @@ def lift(redis: Redis, times: Mapping[str, int]) -> list[int]:
 
 
 def set_tombstones(redis: Redis, posts: Sequence[str], at: int, ttl: int) -> None:
-    """Set the tombstones of posts. at: seconds since 1970. ttl: seconds."""
-    _SET_TOMBSTONES(redis, [tombstone_key(post_id) for post_id in posts], [at, ttl])
+    """Set the tombstones of posts, and log the purge. at: seconds since 1970. ttl: seconds."""
+    keys = [PURGES, RESULTS_STREAM, *map(tombstone_key, posts)]
+    _SET_TOMBSTONES(redis, keys, [at, ttl, json.dumps(posts)])
 
 
 def sweep(redis: Redis, stream: str, posts: Sequence[str], max_bytes: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 
 from shared.keys import (
+    CONTEXTS,
     COUNTERS,
     DEAD_LETTERS,
     RESULTS_STREAM,
@@ -33,7 +34,8 @@ HOUR_S = 3600
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
 #:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
 #:   KEYS[5]  feedmill:runs       zset        KEYS[6]  feedmill:stored  string, and its buckets
-#:   KEYS[7+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
+#:   KEYS[7]  feedmill:contexts  zset
+#:   KEYS[8+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
 #:   feedmill:gone:<id> and feedmill:context:<digest>, string, of each result; feedmill:run:<name>, hash, of each run
 #:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the results stream
 #:   ARGV[3]  length of the dead-letter stream  ARGV[4]  ttl of counts by label, seconds
@@ -42,12 +44,15 @@ HOUR_S = 3600
 #:   ARGV[8]  ids, labels and runs ("" for none) of the results, as JSON: redis-py is slow with many arguments
 #:   ARGV[9], ARGV[10], ARGV[11]  prefix of the names of runs' keys, their ttl in seconds, and maximum runs listed
 #:   ARGV[12] records of the results    ARGV[13] time, seconds since 1970    ARGV[14] contexts by key, as a JSON object
-#:   ARGV[15+] classification and post of each result; then id, letter and run of each dead letter
-_WRITE: Script[tuple[int, int]] = Script(
+#:   ARGV[15] number of results between two checks of their memory
+#:   ARGV[16+] classification and post of each result; then id, letter and run of each dead letter
+#:
+#: Returns the numbers of new results and of trimmed dead letters, and 1 if a check of the memory is due, else 0.
+_WRITE: Script[tuple[int, int, int]] = Script(
     RECORDS
     + COUNT_PROGRESS
     + f"""
-local results, new, failed, gone, labels, runs = cjson.decode(ARGV[8]), 0, 0, 0, {{}}, {{}}
+local results, new, failed, gone, bytes, labels, runs = cjson.decode(ARGV[8]), 0, 0, 0, 0, {{}}, {{}}
 local blob, now, at = ARGV[12], tonumber(ARGV[13]), 1
 local function count(run, what)
   if run ~= '' then
@@ -85,13 +90,13 @@ for i, record in ipairs(records) do
       known = redis.call('HEXISTS', ARGV[6] .. ids[i], hex) == 1
     end
     if not known then
-      local label, text, post = labelled[i], ARGV[13 + 2 * i], ARGV[14 + 2 * i]
+      local label, text, post = labelled[i], ARGV[14 + 2 * i], ARGV[15 + 2 * i]
       if i < total then
         redis.call('XADD', KEYS[1], '*', 'id', ids[i], 'classification', text, 'post', post)
       else
         redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'id', ids[i], 'classification', text, 'post', post)
       end
-      new = new + 1
+      new, bytes = new + 1, bytes + #ids[i] + #text + #post
       labels[label] = (labels[label] or 0) + 1
       count(run_of[i], 'stored')
       local bucket = added[name] or {{''}}
@@ -113,7 +118,11 @@ for name, bucket in pairs(added) do
     redis.call('SET', name, table.concat(bucket), 'EX', ttl)
   end
 end
-for key, context in pairs(cjson.decode(ARGV[14])) do redis.call('SET', key, context, 'EX', ARGV[1] + 3600) end
+for key, context in pairs(cjson.decode(ARGV[14])) do
+  redis.call('SET', key, context, 'EX', ARGV[1] + 3600)
+  redis.call('ZADD', KEYS[7], 'GT', now + ARGV[1], key)
+end
+if total > 0 then redis.call('EXPIRE', KEYS[7], ARGV[1] + 3600) end
 if new > 0 then
   split_buckets(KEYS[6], new, {SPLIT_BYTES}, nil, ttl)
 end
@@ -133,8 +142,8 @@ if new > 0 then
   redis.call('EXPIRE', KEYS[4], ARGV[4])
 end
 local counts = {{stored = new, repeated = total - new - gone}}
-local at = 15 + 2 * total
-for i = 7, #KEYS, 2 do
+local at, due = 16 + 2 * total, 0
+for i = 8, #KEYS, 2 do
   local entry = redis.call('GET', KEYS[i + 1])
   if redis.call('EXISTS', KEYS[i]) == 1 then
     gone = gone + 1
@@ -150,11 +159,14 @@ for run, found in pairs(runs) do
   count_progress(KEYS[5], ARGV[9], run, found, ARGV[10], ARGV[11])
 end
 counts.failed, counts.gone, counts.trimmed = failed, gone, length + new - redis.call('XLEN', KEYS[1])
-counts.dead_trimmed = dead + failed - redis.call('XLEN', KEYS[3])
+counts.dead_trimmed, counts.stream_bytes = dead + failed - redis.call('XLEN', KEYS[3]), bytes
 for name, count in pairs(counts) do
-  if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
+  if count > 0 then
+    local sum = redis.call('HINCRBY', KEYS[2], name, count)
+    if name == 'stored' and math.floor(sum / ARGV[15]) > math.floor((sum - count) / ARGV[15]) then due = 1 end
+  end
 end
-return {{new, counts.dead_trimmed}}
+return {{new, counts.dead_trimmed, due}}
 """
 )
 #:   KEYS[1]  feedmill:counters  hash     KEYS[2]  feedmill:stored  string, and its buckets
@@ -285,17 +297,19 @@ def prepare_write(
     now: int,
     max_labels: int,
     max_runs: int,
-) -> tuple[Callable[[], tuple[int, int]], int]:
+    check_interval: int,
+) -> tuple[Callable[[], tuple[int, int, int]], int]:
     """Return a function that writes a micro-batch and may be called repeatedly, and the number of bytes that it sends.
 
     The function sets each result if absent, and appends new ones to the stream. It skips posts with a tombstone: a
     worker may have held a post when it was purged. It writes a dead letter unless one with its digest is in the stream.
-    It returns the numbers of new results and of trimmed dead letters.
+    It returns the numbers of new results and of trimmed dead letters, and 1 if `check_interval` results were stored
+    since it last returned 1, by whichever worker.
 
     contexts: the results' contexts, by key, as JSON. letters: post id, digest, JSON and run of each. now: seconds since
     1970. max_labels: labels counted per hour. max_runs: runs listed.
     """
-    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(now // HOUR_S), RUNS, STORED]
+    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(now // HOUR_S), RUNS, STORED, CONTEXTS]
     arguments: list[Any] = [
         settings.results_ttl,
         settings.results_stream_length,
@@ -311,6 +325,7 @@ def prepare_write(
         b"".join(results.records),
         now,
         json.dumps({context_key(key): context for key, context in contexts.items()}),
+        check_interval,
     ]
     # Encoded once, for all repetitions, and to bytes: a Python string can take four bytes per character.
     arguments = [each.encode() if isinstance(each, str) else each for each in arguments]

@@ -4,9 +4,21 @@ from collections.abc import Sequence
 
 from redis import Redis
 
-from shared.keys import CLEARS, DEAD_LETTERS, MARKS, RUNS, STORED, earlier_mark_key, earlier_result_key, run_key
+from shared.keys import (
+    CLEARS,
+    DEAD_LETTERS,
+    MARKS,
+    PURGES,
+    RESULTS_STREAM,
+    RUNS,
+    STORED,
+    earlier_mark_key,
+    earlier_result_key,
+    run_key,
+)
 from shared.scripts import Script, as_text
 from shared.scripts.marks import FORGET_MARKS
+from shared.scripts.purge import LOG_PURGE
 from shared.scripts.records import FORGET_RESULT
 
 #: Maximum milliseconds between two activities of a run that count as time in use. In longer pauses, the run waited for
@@ -77,15 +89,21 @@ until from == '' or bytes >= tonumber(ARGV[2])
 return {from, deleted}
 """
 )
-#: Deletes a run's counters, and makes the saved positions in files void: sending its file again would skip its posts.
+#: Deletes a run's counters, logs the purge, and makes the saved positions in files void: sending its file again would
+#: skip its posts.
 #:
 #:   KEYS[1] feedmill:run:<name>, hash    KEYS[2] feedmill:runs, zset    KEYS[3] feedmill:clears, hash
-#:   ARGV[1] the run                      ARGV[2+] queues
-_FORGET: Script[None] = Script("""
+#:   KEYS[4] feedmill:purges, stream      KEYS[5] feedmill:results, stream
+#:   ARGV[1] the run                      ARGV[2] ttl of the log, seconds    ARGV[3+] queues
+_FORGET: Script[None] = Script(
+    LOG_PURGE
+    + """
 redis.call('UNLINK', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
-for i = 2, #ARGV do redis.call('HINCRBY', KEYS[3], ARGV[i], 1) end
-""")
+for i = 3, #ARGV do redis.call('HINCRBY', KEYS[3], ARGV[i], 1) end
+log_purge(KEYS[4], KEYS[5], 'run', ARGV[1], ARGV[2])
+"""
+)
 #:   KEYS[1] feedmill:dead, stream    KEYS[2] feedmill:run:<name>, hash    ARGV[1] entry id of a dead letter
 _REMOVE_RETRIED: Script[int] = Script("""
 local removed = redis.call('XDEL', KEYS[1], ARGV[1])
@@ -113,6 +131,9 @@ def purge(redis: Redis, stream: str, run: str) -> int:
     return total
 
 
-def forget(redis: Redis, run: str, queues: Sequence[str]) -> None:
-    """Delete the counters of a run, and make saved positions void for files sent to these queues."""
-    _FORGET(redis, [run_key(run), RUNS, CLEARS], [run, *queues])
+def forget(redis: Redis, run: str, queues: Sequence[str], log_ttl: int) -> None:
+    """Delete the counters of a run, log its purge, and make saved positions void for files sent to these queues.
+
+    log_ttl: seconds.
+    """
+    _FORGET(redis, [run_key(run), RUNS, CLEARS, PURGES, RESULTS_STREAM], [run, log_ttl, *queues])

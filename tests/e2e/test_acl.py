@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
+from feedmill.reading.purges import BEGINNING, newest_purge, read_purges
 from shared.broker import TRANSPORT_KEYS, connect, publish, queue_depth, user_errors
 from shared.broker import make_app as make_celery
 from shared.errors import RedisUnavailable
@@ -199,6 +200,16 @@ def test_worker_user_may_read_celery_results(guarded: Guarded) -> None:
 def test_reader_user_may_read_results(guarded: Guarded, tmp_path: Path, command: list[str]) -> None:
     said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=guarded.as_user("reader"))
     assert said.returncode == 0, said.stderr
+    assert guarded.refused() == []
+
+
+def test_reader_user_may_follow_purges(guarded: Guarded) -> None:
+    worker = load(redis_url=guarded.as_user("worker"))
+    purge(connect(worker), worker, ["never sent"])
+    reader = connect(load(redis_url=guarded.as_user("reader")))
+    (found,) = read_purges(reader, BEGINNING).purges[-1:]
+    assert found.ids == ["never sent"]
+    assert read_purges(reader, newest_purge(reader)).purges == []
     assert guarded.refused() == []
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from feedmill.cli import export
+from feedmill.cli.export_run import ExportRun, StopRequest
 from feedmill.export.writer import STATE_FILE, ExportFilter, format_of, opened, parts
 from feedmill.reading.rows import RowReader
 from shared.keys import RESULTS_STREAM
@@ -147,13 +147,13 @@ def test_interrupted_export_resumes_later(
     reader, out = RowReader(redis.client), tmp_path / "out"
     told = []
     for yet in (True, True, False):
-        stop = export._StopRequest()
+        stop = StopRequest()
         stop.is_set = yet
         with opened(out, format_of(name), ExportFilter(), reader) as target:
             notes = Console(stderr=True)
-            run = export._Run(reader, target, ExportFilter(), stop, notes, False, 1.0)
+            run = ExportRun(reader, target, ExportFilter(), stop, notes, False, 1.0)
             run.all()
-        told.append(run.report(out, as_json=False))
+        told.append(run.report(str(out), as_json=False))
     assert told == [1, 1, 0]
     assert exported(out, name) == wanted
     assert capsys.readouterr().out

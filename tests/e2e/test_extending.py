@@ -5,14 +5,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from producers.live.state import LiveState, all_gaps, statuses
+from tests.fakes.hacker_news import HackerNews
 from tests.support import Feedmill, RedisServer, body_of, feedmill, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,53 +19,10 @@ EXAMPLES = ROOT / "docs" / "examples" / "extending"
 OURS = {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{ROOT}"}
 
 
-class HackerNews(ThreadingHTTPServer):
-    """A loopback Hacker News. items: by number; changed: numbers of recently changed items."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Items)
-        self.items: dict[int, dict[str, Any] | None] = {}
-        self.changed: list[int] = []
-        #: Paths that were asked for, and statuses of the next answers.
-        self.asked: list[str] = []
-        self.faults: list[int] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v0"
-
-    def answer(self, path: str) -> object:
-        if path == "/v0/maxitem.json":
-            return max(self.items)
-        if path == "/v0/updates.json":
-            return {"items": self.changed, "profiles": []}
-        return self.items.get(int(path.removeprefix("/v0/item/").removesuffix(".json")))
-
-
-class Items(BaseHTTPRequestHandler):
-    server: HackerNews
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        status = self.server.faults.pop(0) if self.server.faults else 200
-        body = json.dumps(self.server.answer(self.path)).encode() if status == 200 else b""
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def hacker_news() -> Iterator[HackerNews]:
     with HackerNews() as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_custom_live_source_sends_posts_once(redis: RedisServer, hacker_news: HackerNews, tmp_path: Path) -> None:

@@ -153,10 +153,11 @@ def test_watch_json_prints_one_line_per_reading(served: RedisServer, tmp_path: P
     once = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
     assert set(once) == {
         "queue", "queues", "workers", "results", "reddit", "live", "oldest_seconds", "gaps", "dead_letters", "asked",
-        "missing", "memory", "runs",
+        "missing", "memory", "kept", "runs",
     }  # fmt: skip
     assert (once["asked"], once["missing"]) == (True, {})
     assert once["memory"]["limit"] > once["memory"]["used"] > 0
+    assert once["kept"]["results_limit"] == Settings().results_memory
 
 
 def test_watch_without_a_terminal_prints_blocks(served: RedisServer, tmp_path: Path) -> None:

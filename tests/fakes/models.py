@@ -20,9 +20,13 @@ from transformers import (
     DistilBertConfig,
     ElectraConfig,
     GPT2Config,
+    GteConfig,
     ModernBertConfig,
+    MPNetConfig,
+    NomicBertConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3Config,
     RobertaConfig,
     XLMRobertaConfig,
 )
@@ -78,6 +82,16 @@ def _decoder() -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def _qwen() -> Tokenizer:
+    """Return a tokenizer that ends texts with a token, like that of Qwen3-Embedding."""
+    tokenizer = _decoder()
+    end = "<|endoftext|>"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.token_to_id(end))]
+    )
     return tokenizer
 
 
@@ -155,6 +169,15 @@ ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]
         _modern,
         {"cls_token": "[CLS]", "pad_token": "<pad>", "sep_token": "[SEP]"},
     ),
+    "mpnet": (MPNetConfig, WIDTH, _bart, BYTES_NAMES),
+    "nomic_bert": (NomicBertConfig, WIDTH, _bert, TYPED_NAMES),
+    "gte": (GteConfig, WIDTH, _bart, BYTES_NAMES),
+    "qwen3": (
+        Qwen3Config,
+        WIDTH | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
+        _qwen,
+        {"pad_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    ),
     "gpt2": (
         GPT2Config,
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200, "initializer_range": 0.2},
@@ -163,7 +186,7 @@ ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]
     ),
 }  # fmt: skip
 #: Architectures with token types.
-TYPED = frozenset({"bert", "electra", "deberta-v2"})
+TYPED = frozenset({"bert", "electra", "deberta-v2", "nomic_bert"})
 
 
 def make_model(
@@ -189,15 +212,40 @@ def make_model(
         if "classifier" in name or "head" in name or "score" in name:
             torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
-    names = ["input_ids", *(["token_type_ids"] if architecture in TYPED else []), "attention_mask"]
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    _fast(tokenizer, architecture, max_length, padding_side).save_pretrained(folder)
+    return folder
+
+
+def _fast(tokenizer: Tokenizer, architecture: str, max_length: int | None, padding_side: str) -> Any:
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
-        model_input_names=names,
+        model_input_names=["input_ids", *(["token_type_ids"] if architecture in TYPED else []), "attention_mask"],
         padding_side=padding_side,
         **({"model_max_length": max_length} if max_length else {}),
-        **specials,
+        **ARCHITECTURES[architecture][-1],
     )
+
+
+def make_gliclass(folder: Path, architecture: str = "deberta-v2", max_length: int | None = 128, **config: Any) -> Path:
+    """Save a GLiClass checkpoint as the package does. config: options of its configuration. Return the folder."""
+    from gliclass import GLiClassModel, GLiClassModelConfig  # noqa: PLC0415 - few tests need it
+
+    make_config, arguments, make_tokenizer, specials = ARCHITECTURES[architecture]
+    tokenizer = make_tokenizer()
+    ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in specials.items()}
+    fast = _fast(tokenizer, architecture, max_length, "right")
+    fast.add_tokens(["<<LABEL>>", "<<SEP>>", "<<EXAMPLE>>"], special_tokens=True)
     fast.save_pretrained(folder)
+    label, separator = fast.convert_tokens_to_ids(["<<LABEL>>", "<<SEP>>"])
+    encoder = make_config(**arguments | ids | {"vocab_size": len(fast), "max_position_embeddings": 200})
+    options = {"class_token_index": label, "text_token_index": separator, "prompt_first": True, "scorer_num_heads": 4}
+    torch.manual_seed(7)
+    made = GLiClassModelConfig(encoder_config=encoder, encoder_model="none", initializer_range=0.2, **options | config)
+    model = GLiClassModel(made)
+    for name, parameter in model.named_parameters():  # biases of zeros would hide that one is missing
+        if "encoder_model" not in name and parameter.dim():
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
     return folder
 
 

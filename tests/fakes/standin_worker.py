@@ -3,7 +3,8 @@
     python -m tests.fakes.standin_worker NAME
 
 Only the classifier is replaced. torch and transformers, which take most of a worker's start-up time, are not imported.
-STANDIN_ROW_SECONDS is the time per row; deployed models take none. Post titles and the signals below inject faults.
+STANDIN_ROW_SECONDS is the time per row; deployed models take none. With STANDIN_TOPICS, results have the scores of the
+sixteen default topics instead of two labels'. Post titles and the signals below inject faults.
 """
 
 import os
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+from shared.topics import TOPICS
 from workers.models.shapes import EXACT
 
 #: Texts in a post's title that make the forward pass raise, or kill the process.
@@ -28,6 +30,10 @@ KILLS_EARLY = "(this one kills early)"
 HANG, FULL, CLOCK = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2, signal.SIGRTMIN + 3
 #: Token ids. Each row uses a slice, of its length.
 TOKENS = [0] * 256
+#: Scores of every post.
+SCORES = {"good": 0.75, "bad": 0.25}
+if os.environ.get("STANDIN_TOPICS"):
+    SCORES = {label: 2 * (number + 1) / (len(TOPICS) * (len(TOPICS) + 1)) for number, label in enumerate(TOPICS)}
 #: Seconds by which the clock jumps, alternately forwards and backwards.
 JUMP = 3600.0
 
@@ -72,7 +78,7 @@ class StandIn:
         from workers.models.weights import Weights  # noqa: PLC0415
 
         self._row_seconds = 0.0 if model != "stand-in" else float(os.environ.get("STANDIN_ROW_SECONDS", "0"))
-        self._labels = LabelSet(("good", "bad"), False, model)
+        self._labels = LabelSet(tuple(SCORES), False, model)
         self.weights = Weights(model, None, None, sha256)  # type: ignore[arg-type]
 
     def warm_up(self) -> None: ...
@@ -105,7 +111,7 @@ class StandIn:
         return Done(len(rows) * self._row_seconds)
 
     def finish(self, rows: Sequence[Any], _: Done) -> list[tuple[Any, dict[str, float]]]:
-        return [(row, {"good": 0.75, "bad": 0.25}) for row in rows]
+        return [(row, dict(SCORES)) for row in rows]
 
 
 def listen() -> None:

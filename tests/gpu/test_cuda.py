@@ -14,7 +14,7 @@ import torch
 from shared.errors import DeviceFull, ModelError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
-from tests.fakes.models import NLI, make_model, make_sentence_model
+from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
 from tests.unit.test_canary import overflowing
 from workers.models.classifiers import Row
 from workers.models.classifiers.registry import load_classifier
@@ -57,6 +57,12 @@ def test_scores_match_the_cpu(folder: Path, dtype: str, tolerance: float) -> Non
     assert found[0].keys() == found[1].keys() == set(range(5))
     for number, exact in found[1].items():
         assert found[0][number] == pytest.approx(exact, abs=tolerance)
+
+
+@pytest.mark.parametrize("architecture", ["deberta-v2", "modernbert"])
+def test_scores_of_gliclass_match_the_cpu(tmp_path: Path, architecture: str) -> None:
+    folder = make_gliclass(tmp_path, architecture, scorer_type="mlp", use_segment_embeddings=True)
+    test_scores_match_the_cpu(folder, "float32", 1e-4)
 
 
 def test_models_run_in_the_precision_that_they_need(tmp_path: Path) -> None:

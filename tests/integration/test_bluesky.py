@@ -322,6 +322,7 @@ def test_exceeded_replay_window_is_a_gap(
     jetstream.post("after the gap")
     run(third, lambda: third.status()["sent"] == 1, "reading continues")
     assert len(all_gaps(redis.client)) == 1, "the gap is recorded once"
+    assert third.status()["gaps_recorded"] == 1
 
 
 def test_server_that_begins_too_early_repeats_nothing(redis: RedisServer, make: Make) -> None:

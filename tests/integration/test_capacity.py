@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from feedmill.monitoring import capacity, watch
+from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import HORIZON_HOURS, Memory, estimate_memory, span
 from shared.keys import labels_key
 from shared.results import HOUR_S, ResultsStore
+from shared.retention import measure
 from shared.settings import DAY_S, Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer, mark_sent
@@ -33,7 +34,7 @@ def seen(server: RedisServer, room: float, rate: float = RATE) -> Memory:
     info: Any = server.client.info("memory")
     server.client.config_set("maxmemory", int(info["used_memory"] + room))
     try:
-        found = estimate_memory(server.client, Settings.model_validate({"results_stream_length": 1}), rate)
+        found, _ = estimate_memory(server.client, Settings.model_validate({"results_stream_length": 1}), rate)
     finally:
         server.client.config_set("maxmemory", 0)
     assert found
@@ -42,8 +43,9 @@ def seen(server: RedisServer, room: float, rate: float = RATE) -> Memory:
 
 @pytest.mark.usefixtures("store")
 def test_forecasts_full_memory_at_the_current_rate(server: RedisServer) -> None:
-    post = sum(capacity._measure(server.client))
-    assert 300 < post < 3000
+    kept = measure(server.client, Settings())
+    post = kept.result_bytes + kept.sent_record_bytes
+    assert 100 < post < 3000
     found = seen(server, 35 * 60 * RATE * post)
     assert found.full_seconds == pytest.approx(35 * 60, rel=0.1)
     assert "35 min" in str(found)
@@ -71,7 +73,7 @@ def test_forecast_counts_entries_until_the_stream_is_full(server: RedisServer) -
     server.client.config_set("maxmemory", info["used_memory"] + 10**9)
     try:
         growing, trimmed = (
-            estimate_memory(server.client, Settings.model_validate({"results_stream_length": length}), RATE)
+            estimate_memory(server.client, Settings.model_validate({"results_stream_length": length}), RATE)[0]
             for length in (10**9, 1)
         )
     finally:
@@ -83,8 +85,30 @@ def test_forecast_counts_entries_until_the_stream_is_full(server: RedisServer) -
     assert growing.full_seconds < trimmed.full_seconds
 
 
+@pytest.mark.usefixtures("store")
+def test_memory_within_the_bounds_never_fills(server: RedisServer) -> None:
+    """At a rate that would need terabytes, results and sent records are dropped instead."""
+    bounds = Settings()
+    found = seen(server, 1.1 * (bounds.results_memory + bounds.sent_memory), rate=100_000.0)
+    assert found.full_seconds is None
+    assert found.results_needed > 10**12
+    assert found.needed < found.limit
+    assert not found.warning
+    assert found.results_kept_seconds
+    assert found.results_kept_seconds < HOUR_S
+
+
+@pytest.mark.usefixtures("store")
+def test_warns_if_the_rate_needs_more_than_the_limit(server: RedisServer) -> None:
+    found = seen(server, 10**9, rate=100_000.0)
+    assert found.needed > found.limit
+    assert "100,000.0 posts/s" in found.warning
+    assert "FEEDMILL_RESULTS_MEMORY" in found.warning
+    assert watch._lasting(found._replace(full_seconds=None)) == (True, found.warning)
+
+
 def test_uses_the_machines_memory_without_maxmemory(server: RedisServer) -> None:
-    found = estimate_memory(server.client, Settings(), 0.0)
+    found, _ = estimate_memory(server.client, Settings(), 0.0)
     assert found
     assert found.machine
     assert "maxmemory" in str(found)

@@ -209,6 +209,21 @@ def test_default_model_accepts_a_revision(locate: Locate, folder: Path) -> None:
         assert locate(hub, name, revision="main").revision == hub.commit(name)
 
 
+def test_downloads_static_embeddings(locate: Locate, folder: Path, tmp_path: Path) -> None:
+    """Without config.json, and with the table in a folder of its own."""
+    part = tmp_path / "static" / "0_StaticEmbedding"
+    part.mkdir(parents=True)
+    (part.parent / "modules.json").write_text('[{"type": "a.StaticEmbedding", "path": "0_StaticEmbedding"}]')
+    shutil.copy(folder / "tokenizer.json", part)
+    save_file({"embedding.weight": torch.zeros(9, 4)}, part / "model.safetensors")
+    (part / "README.md").write_text("unwanted")
+    with Hub({NAME: part.parent}) as hub:
+        found = locate(hub)
+        assert (found.error, found.parameters) == (None, 36)
+        wanted = {"model.safetensors", "tokenizer.json"}
+        assert hub.files_asked() == {"modules.json", *(f"{part.name}/{name}" for name in wanted)}
+
+
 def test_downloads_sharded_weights(locate: Locate, folder: Path, tmp_path: Path) -> None:
     several = variant(folder, tmp_path / "several", model_DOT_safetensors=None)
     model = AutoModel.from_pretrained(folder)
@@ -332,7 +347,7 @@ def test_reports_files_missing_in_the_repository(
         assert NAME in error
         assert hub.commit(NAME) in error
         assert words in error
-        assert hub.files_asked() <= {"config.json"}, "the weights were downloaded before the check"
+        assert hub.files_asked() <= {"config.json", "modules.json"}, "the weights were downloaded before the check"
     if ".bin" in words:
         assert "refs/pr/N" in error
         assert "save_pretrained" in error

@@ -12,10 +12,12 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from redis.exceptions import ConnectionError as ConnectionFault
 
+from feedmill.reading import purges
+from feedmill.reading.purges import BEGINNING, Purges, newest_purge, read_purges
 from shared import purge as purging
 from shared.broker import make_app, publish
 from shared.errors import MessageFailed, RequestRefused, UserError
-from shared.keys import reddit_known_key, tombstone_key
+from shared.keys import PURGES, reddit_known_key, tombstone_key
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.purge import PurgeCounts, lift_tombstones, purge
 from shared.results import Counters, Result, ResultsStore
@@ -80,7 +82,7 @@ def letter(post_id: str | None) -> DeadLetter:
 
 
 def everything(client: Redis) -> str:
-    """Return everything in Redis except the tombstones."""
+    """Return everything in Redis except the tombstones and the log of purges, which contain only ids."""
 
     untyped: Any = client
 
@@ -88,7 +90,7 @@ def everything(client: Redis) -> str:
         return untyped.execute_command("GET", key, **{NEVER_DECODE: True})
 
     read: dict[str, Any] = {"string": raw, "hash": client.hgetall, "stream": client.xrange}
-    names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith(tombstone_key("")))
+    names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith((tombstone_key(""), PURGES)))
     return str([(name, read[str(client.type(name))](name)) for name in names])
 
 
@@ -349,3 +351,20 @@ def test_normalizes_ids_as_posts_do(client: Redis, settings: Settings, store: Re
     store.write([Result(odd, classification(odd.id))])
     assert purge(client, settings, [" a\ud800 ", odd.id]) == PurgeCounts(results=1, entries=1)
     assert purge(client, settings, []) == PurgeCounts()
+
+
+def test_log_of_purges_is_read_in_order(client: Redis, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purges, "PURGES_PER_READ", 2)
+    monkeypatch.setattr(purges, "MAX_PURGES", 4)
+    assert read_purges(client, BEGINNING) == Purges([], BEGINNING)
+    for post_id in ("a", "b", "c"):
+        purge(client, settings, [post_id])
+    first = read_purges(client, BEGINNING)
+    assert [each.ids for each in first.purges] == [["a"], ["b"]]
+    second = read_purges(client, first.position)
+    assert ([each.ids for each in second.purges], second.position) == ([["c"]], newest_purge(client))
+    assert read_purges(client, second.position) == Purges([], second.position)
+    purge(client, settings, ["d"])
+    assert read_purges(client, BEGINNING) == Purges([], newest_purge(client), missed=True)  # the log may be longer
+    client.xdel(PURGES, second.position)
+    assert read_purges(client, second.position).missed

@@ -10,7 +10,7 @@ import torch
 from feedmill.evaluation.run import settings_for_comparison
 from shared.errors import DeviceFull, ModelError, SettingsError
 from shared.settings import Settings
-from tests.fakes.models import NLI, make_model, make_sentence_model
+from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
 from tests.support import naming
 from workers.models.classifiers import registry
 from workers.models.classifiers.nli import Entailment
@@ -32,6 +32,7 @@ def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:
         make_model("bert", tmp_path / "g", {0: "LABEL_0"}, problem_type="regression"): "sequence",
         make_model("bert", tmp_path / "h", {0: "relevant"}, sentence_transformers={"version": "4.0.1"}): "rerank",
         make_sentence_model(tmp_path / "d"): "similarity",
+        make_gliclass(tmp_path / "i"): "gliclass",
     }
     for folder, kind in kinds.items():
         assert load_classifier(Settings(model=str(folder)), FP32).kind == kind
@@ -48,12 +49,13 @@ def test_rejects_settings_without_effect(tmp_path: Path) -> None:
         "nli": make_model("bert", tmp_path / "a", NLI),
         "rerank": make_model("bert", tmp_path / "b", {0: "LABEL_0"}),
         "sequence": make_model("bert", tmp_path / "c", {0: "NEGATIVE", 1: "POSITIVE"}),
+        "gliclass": make_gliclass(tmp_path / "d"),
     }
-    values: dict[str, str | int] = {"post_prompt": "query: ", "label_prompt": "none", "truncate_dim": 8}
+    values: dict[str, str | int] = {"post_prompt": "query: ", "label_prompt": "none", "truncate_dim": 8, "shortlist": 4}
     for kind, folder in folders.items():
         for setting, value in values.items():
             settings = Settings.model_validate({"model": str(folder), setting: value})
-            if (kind, setting) == ("rerank", "post_prompt"):
+            if kind in registry.USED_BY[setting]:
                 load_classifier(settings, FP32)
                 continue
             with pytest.raises(SettingsError, match=naming(f"FEEDMILL_{setting.upper()}", kind)):

@@ -74,7 +74,7 @@ def test_copied_env_has_distinct_secret_passwords(folder: Path) -> None:
 
 
 def test_docker_compose_accepts_the_file(folder: Path) -> None:
-    profiles = [flag for name in ("cpu", "gpu", "reddit", "tools") for flag in ("--profile", name)]
+    profiles = [flag for name in ("cpu", "gpu", "reddit", "bluesky", "tools") for flag in ("--profile", name)]
     done = docker_compose(folder, *profiles, "config")
     assert (done.returncode, done.stderr) == (0, "")
     found = yaml.safe_load(done.stdout)["services"]
@@ -96,7 +96,7 @@ def test_services_profiles_and_volumes() -> None:
     assert {name: service.get("profiles", []) for name, service in SERVICES.items()} == {
         "redis": [], "metrics": [], "flower": [], "prometheus": [], "grafana": [],
         "worker-cpu": ["cpu"], "worker-gpu-0": ["gpu"], "worker-gpu-1": ["gpu"],
-        "ingest": ["reddit"], "feedmill": ["tools"],
+        "ingest": ["reddit"], "bluesky": ["bluesky"], "feedmill": ["tools"],
     }  # fmt: skip
     sources = {volume.partition(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])}
     assert {source for source in sources if not source.startswith("./")} == set(COMPOSE["volumes"])
@@ -171,7 +171,7 @@ def test_third_party_images_are_pinned() -> None:
         assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+\S*@sha256:[0-9a-f]{64}", SERVICES[name]["image"])
 
 
-@pytest.mark.parametrize("name", ["ingest", "metrics"])
+@pytest.mark.parametrize("name", ["ingest", "bluesky", "metrics"])
 def test_health_checks_request_the_served_port(name: str) -> None:
     service = SERVICES[name]
     assert service["healthcheck"]["test"][:3] == ["CMD", "python", "-c"]
@@ -190,7 +190,7 @@ def test_prometheus_scrapes_every_metrics_port() -> None:
         for each in job.get("static_configs", ()):
             found |= set(each["targets"])
     ports = {name: settings_in(dockerfile_of(service))["FEEDMILL_METRICS_PORT"] for name, service in WORKERS.items()}
-    ports |= {name: OURS[name]["command"][-1] for name in ("ingest", "metrics")}
+    ports |= {name: OURS[name]["command"][-1] for name in ("ingest", "bluesky", "metrics")}
     assert found == {f"{name}:{port}" for name, port in ports.items()}
     assert all({"metrics"} & set(SERVICES[name]["networks"]) for name in ports)
 
@@ -207,8 +207,8 @@ def test_grafana_finds_its_datasource_and_dashboard() -> None:
 @pytest.fixture
 def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
     """The port of a Redis started by redis.sh with its own configuration, except for address and folder."""
-    server = installed_redis()
-    if server is None:
+    installed = installed_redis()
+    if installed is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
     assert SERVICES["redis"]["command"] == ["sh", "/etc/feedmill/redis.sh"]
     for name in ("redis.sh", "redis.conf", "users.conf"):
@@ -216,7 +216,7 @@ def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
         shutil.copy(folder / name, tmp_path)
     port, script = free_port(), (tmp_path / "redis.sh").read_text()
     places = {
-        "exec redis-server": f"exec {server}",
+        "exec redis-server": f"exec {installed}",
         "dir /data": f"dir {tmp_path}",
         "bind * -::*": f"bind 127.0.0.2\nport {port}",
     }
@@ -227,13 +227,13 @@ def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
     made = environment_in(folder)
     given = {name: made[name] for name in SERVICES["redis"]["environment"]}
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(["sh", tmp_path / "redis.sh"], env=os.environ | given, stdout=log)  # noqa: S607
+        process = subprocess.Popen(["sh", tmp_path / "redis.sh"], env=os.environ | given, stdout=log)  # noqa: S607
     try:
-        wait_until(lambda: server.poll() is None and _answers(port, made["REDIS_PASSWORD"]), "Redis answers")
+        wait_until(lambda: process.poll() is None and _answers(port, made["REDIS_PASSWORD"]), "Redis answers")
         yield port
     finally:
-        server.terminate()
-        assert server.wait(120) == 0, "signals must reach Redis, not a shell"
+        process.terminate()
+        assert process.wait(120) == 0, "signals must reach Redis, not a shell"
 
 
 @pytest.mark.parametrize("missing", SERVICES["redis"]["environment"])

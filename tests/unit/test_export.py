@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from feedmill.export.parquet import Parquet, batch_of, schema_of
-from feedmill.export.text import COLUMNS, Csv, Jsonl, PostKey, label_set
+from feedmill.export.text import COLUMNS, Csv, Jsonl, PostKey, label_set_of
 from feedmill.export.writer import STATE_FILE, format_of, purge
 from feedmill.reading.rows import ResultRow
 from producers import exported
@@ -248,7 +248,7 @@ def test_writes_run_label_set_and_own_columns(tmp_path: Path, name: str) -> None
     form, path = format_of(name, columns), tmp_path / "out"
     writer = form.create(path)
     writer.add([row(Post(id="1", title="a", run="=monday", extra={"device": "phone", "=own": 5}))])
-    writer.add([row(Post(id="t3_x", title="b", run="tuesday")), row(Post(id="2", title="c"))])
+    writer.add([row(Post(id="t3_x", title="b", run="tuesday")), row(Post(id="2", title="c"), unscored=["a"])])
     writer.close()
     assert list(format_of(name).posts(path)) == [PostKey("1", "=monday"), PostKey("t3_x"), PostKey("2")]
     if name == "parquet":
@@ -260,6 +260,7 @@ def test_writes_run_label_set_and_own_columns(tmp_path: Path, name: str) -> None
     else:
         records = list(map(json.loads, path.read_text().splitlines()))
     assert [record["run"] for record in records] == ["=monday", "tuesday", None]
-    assert [record["label_set"] for record in records] == [label_set(row(Post(id="1", title="a")).found["scores"])] * 3
+    scored = label_set_of(row(Post(id="1", title="a")).found)
+    assert [record["label_set"] for record in records] == [scored, scored, f"a, {scored}"]
     assert [record["device"] for record in records] == ["phone", None, None]
     assert [str(record["=own"]) for record in records] == ["5", "None", "None"]

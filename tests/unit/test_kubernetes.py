@@ -40,10 +40,10 @@ def container_of(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_manifests_are_complete() -> None:
-    assert set(PODS) == {"redis", "worker-cpu", "worker-gpu", "metrics", "flower", "ingest"}
-    # KEDA's objects are applied separately: a cluster without KEDA rejects them.
+    assert set(PODS) == {"redis", "worker-cpu", "worker-gpu", "metrics", "flower", "ingest", "bluesky"}
+    # KEDA's objects are applied separately: a cluster without KEDA rejects them. Bluesky would fill the queue unasked.
     assert {str(DOCKER / path) for path in KUSTOMIZATION["resources"]} == {
-        str(file) for file in FILES if file.name != "keda.yaml"
+        str(file) for file in FILES if file.name not in ("keda.yaml", "bluesky.yaml")
     }
     (secrets,), (files,) = KUSTOMIZATION["secretGenerator"], KUSTOMIZATION["configMapGenerator"]
     assert (secrets["name"], secrets["envs"]) == ("feedmill", [".env"])
@@ -191,4 +191,4 @@ def test_prometheus_scrapes_the_pods() -> None:
         ports = {port["name"] for port in container_of(pod)["ports"]}
         assert (kept["regex"] in ports) == (name != "flower")
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
-        assert component == name.partition("-")[0]
+        assert component == {"bluesky": "live"}.get(name, name.partition("-")[0])

@@ -42,11 +42,12 @@ UNITS = ("seconds", "bytes", "ratio", "messages", "tokens", "requests", "info", 
 STATUS: dict[str, Any] = {
     "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7, "sent": 33, "skipped": 1, "held": 0, "paused": False,
     "looked": 3, "purged": 2, "returned": 1, "filled": 1,
-    "gaps": 1, "faults": {"TooMany": 2}, "requests": 40, "budget": 90.0, "hindrance": "",
+    "gaps": 1, "gaps_open": 1, "faults": {"TooMany": 2}, "requests": 40, "budget": 90.0, "hindrance": "",
 }  # fmt: skip
 LIVE_STATUS: dict[str, Any] = {
-    "read": 100, "sent": 33, "skipped": 1, "filtered": 20, "refused": 2, "purged": 3, "gaps": 1, "connections": 4,
-    "faults": {"source": 3}, "paused": True, "delay": 1.5, "hindrance": "bluesky: the server answered 502",
+    "read": 100, "sent": 33, "skipped": 1, "filtered": 20, "refused": 2, "purged": 3, "gaps": 1, "gaps_recorded": 1,
+    "connections": 4, "faults": {"source": 3}, "paused": True, "delay": 1.5,
+    "hindrance": "bluesky: the server answered 502",
 }  # fmt: skip
 
 

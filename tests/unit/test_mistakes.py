@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
+import feedmill.export
 from feedmill import local_model
 from feedmill.cli import deploy, flower, main, measuring, offline, options, train
 from feedmill.cli.main import app
@@ -100,10 +101,35 @@ def test_reading_a_model_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch,
         deploy._requested(tmp_path)
 
 
+def test_export_to_postgresql_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    monkeypatch.delitem(sys.modules, "feedmill.export.postgres", raising=False)
+    monkeypatch.delattr(feedmill.export, "postgres", raising=False)
+    said = CliRunner().invoke(app, ["export", "postgresql://host/database"]).exception
+    assert re.search(naming("psycopg", "feedmill[postgres]"), str(said))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("postgresql://host/database --columns id,label", ["--columns"]),
+        ("postgres://host/database --latest --follow", ["--latest"]),
+        ("postgresql://host/database --follow --until 2026-01-01", ["--follow", "--until"]),
+        ("labels.csv --table labels", ["--table", "postgresql://user@host/database"]),
+    ],
+)
+def test_flags_that_a_table_lacks_are_refused(arguments: str, words: list[str]) -> None:
+    said = CliRunner().invoke(app, ["export", *arguments.split()]).exception
+    assert isinstance(said, UserError)
+    assert re.search(naming(*words), str(said))
+
+
 def test_training_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"feedmill\[worker,train\]"):
         train._check_packages()
+    with pytest.raises(UserError, match=r"feedmill\[worker\]"):
+        train._check_packages(only_head=True)
 
 
 def test_training_refuses_a_file_as_output(tmp_path: Path) -> None:

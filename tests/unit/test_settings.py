@@ -40,6 +40,8 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", ("redis://",)),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:6379/zero", ("redis://",)),
         ("FEEDMILL_DRAIN", "0", ()),
+        ("FEEDMILL_RESULTS_MEMORY", "1MB", ("10MB", "'1MB'")),
+        ("FEEDMILL_SENT_MEMORY", "much", ("GiB", "'much'")),
     ],
 )
 def test_invalid_value_names_the_variable(

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer
 from shared.errors import ModelError, SettingsError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
-from tests.fakes.models import make_sentence_model
+from tests.fakes.models import make_model, make_sentence_model
 from tests.support import naming
 from workers.models.classifiers import MAX_LABEL_SETS
 from workers.models.classifiers.registry import load_classifier
@@ -199,6 +199,22 @@ def test_truncated_embeddings_match_sentence_transformers(tmp_path: Path, dimens
         expected = library.encode(TEXTS, convert_to_tensor=True, normalize_embeddings=True)
         assert found.shape == (len(TEXTS), dimensions)
         assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["query", None])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_generative_embedders_match_sentence_transformers(tmp_path: Path, side: str, name: str | None) -> None:
+    """Qwen3-Embedding reads the last token, and has a prompt for queries and none for documents."""
+    folder = make_sentence_model(tmp_path, "qwen3", {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False})
+    make_model("qwen3", folder, padding_side=side)
+    prompts = {"prompts": {"query": "Instruct: find the topic\nQuery:", "document": ""}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    ours = Similarity(Weights("m", folder, None, "00"), FP32, Settings(post_prompt=name))
+    with torch.inference_mode():
+        found = ours.embed([rows[0].tokens for rows in ours.prepare(TEXTS, ours.label_set(ClassifyOptions()))])
+    library = SentenceTransformer(str(folder), device="cpu")
+    expected = library.encode(TEXTS, prompt_name=name, convert_to_tensor=True, normalize_embeddings=True)
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_no_prompt_replaces_the_default(tmp_path: Path) -> None:

@@ -136,12 +136,15 @@ def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     values |= {"loader_workers": 1, "pin_memory": False, "checkpoint_steps": 10, "resume": True, "tensorboard": True}
     options = TrainOptions.parse(values)
     assert options.model_dump(exclude_defaults=True, by_alias=True) == values, "every option has another value"
-    assert len(values) == len(TrainOptions.model_fields)
+    assert {*values, "head"} == {field.alias or name for name, field in TrainOptions.model_fields.items()}
+    of_a_head = TrainOptions.parse({"from": "posts.csv", "out": "o", "head": True, "class_weights": True})
     found = []
     monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
+    monkeypatch.setattr(train, "_train_head", lambda given, *_: found.append(given))
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    assert CliRunner().invoke(app, ["train", *options.flags()], catch_exceptions=False).exit_code == 0
-    assert found == [options]
+    for each in (options, of_a_head):
+        assert CliRunner().invoke(app, ["train", *each.flags()], catch_exceptions=False).exit_code == 0
+    assert found == [options, of_a_head]
 
 
 def test_unset_flags_leave_the_defaults_to_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +202,19 @@ def test_reads_labels_of_an_export(tmp_path: Path, how: str) -> None:
     assert [each.scores for each in soft.examples] == [row.found["scores"] for row in rows()]
     topics = collected(tmp_path / path_of(how))
     assert [(each.post.id, each.label) for each in topics.examples] == [("p1", "Food")]
+
+
+@pytest.mark.parametrize("how", ["csv", "jsonl", "parquet"])
+def test_results_of_a_shortlist_are_no_soft_labels(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = rows()
+    partial = [each._replace(found=each.found | {"unscored": ["travel"]}) for each in whole]
+    monkeypatch.setattr("tests.unit.test_training_data.rows", lambda: [*whole[:1], *partial[1:]])
+    path = export(tmp_path, how)
+    assert len(collected(path, targets="soft", min_score=0.0).examples) == 1
+    assert len(collected(path, targets="zero-shot", min_score=0.0).examples) == len(whole)
+    monkeypatch.setattr("tests.unit.test_training_data.rows", lambda: partial)
+    with pytest.raises(InputError, match="shortlist"):
+        collected(export(tmp_path, how), targets="soft", min_score=0.0)
 
 
 def path_of(how: str) -> str:

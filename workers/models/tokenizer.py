@@ -8,13 +8,15 @@ compared with the tokenizer's own. If any differs, the tokenizer encodes each pa
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from shared.errors import ModelError, clause
-from workers.models.weights import Weights
+from workers.models.truncation import encode_starts, find_boundaries
+from workers.models.weights import GLICLASS, Weights, read_config_file
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +85,14 @@ class Tokenizer:
     """
 
     def __init__(self, weights: Weights, max_tokens: int, remote_code: bool = False) -> None:
+        # transformers warns about configurations that it does not know. A tokenizer does not depend on this one.
+        gliclass = read_config_file(weights).get("model_type") == GLICLASS
         try:
             loaded: Any = AutoTokenizer.from_pretrained(
-                weights.folder, local_files_only=True, trust_remote_code=remote_code
+                weights.folder,
+                config=PreTrainedConfig() if gliclass else None,
+                local_files_only=True,
+                trust_remote_code=remote_code,
             )
             self._rust: Any = loaded.backend_tokenizer
         except Exception as error:  # broken files raise many kinds of errors
@@ -103,6 +110,7 @@ class Tokenizer:
         self._rust.no_padding()
         self._rust.no_truncation()
         self._types_matter = "token_type_ids" in loaded.model_input_names
+        self._boundaries = cache(lambda: None if self._cuts_left else find_boundaries(self._rust))
         #: Number of special tokens in a pair.
         self.pair_size: int = self._rust.num_special_tokens_to_add(True)
         #: None if pairs cannot be assembled from parts.
@@ -111,16 +119,32 @@ class Tokenizer:
     def encode(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> list[Tokens]:
         """Return the row of each text or pair. Truncates the text, or a pair's first text, to fit `max_tokens`."""
         direction = "left" if self._cuts_left else "right"
+        firsts = [text if isinstance(text, str) else text[0] for text in texts]
+
+        def encode(indices: list[int], starts: list[str]) -> list[Any]:
+            given = [
+                start if isinstance(texts[index], str) else (start, texts[index][1])
+                for index, start in zip(indices, starts, strict=True)
+            ]
+            return list(self._rust.encode_batch_fast(given))
+
         self._rust.enable_truncation(self.max_tokens, strategy="only_first", direction=direction)
         try:
-            encodings = self._rust.encode_batch_fast(list(texts))
+            encodings = encode_starts(firsts, self.max_tokens, self._boundaries, encode)
         finally:
             self._rust.no_truncation()
         return [self._tokens(encoding) for encoding in encodings]
 
-    def parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, untruncated and without special tokens, for `cut` and `Frame.pair`."""
-        return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def parts(self, texts: Sequence[str], max_tokens: int | None = None) -> list[list[int]]:
+        """Return the token ids of each text without special tokens, for `cut` and `Frame.pair`.
+
+        max_tokens: how many will be kept at most; the end of a longer text may be missing. None keeps all.
+        """
+
+        def encode(_: list[int], starts: list[str]) -> list[list[int]]:
+            return [encoding.ids for encoding in self._rust.encode_batch_fast(starts, add_special_tokens=False)]
+
+        return encode_starts(texts, max_tokens or 0, self._boundaries if max_tokens else lambda: None, encode)
 
     def cut(self, part: list[int], max_tokens: int) -> list[int]:
         """Return the first `max_tokens` tokens of a text, or the last if the tokenizer truncates on the left."""

@@ -9,12 +9,13 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.errors import ModelError
+from shared.errors import ModelError, clause
 from shared.training import BEGUN, CHECKPOINTS
 from workers.models import hub
 
@@ -34,9 +35,19 @@ EMBEDDED_FILES = {
     "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
 }
 CONFIG_FILE = "config.json"
+#: Model type of GLiClass checkpoints, which transformers does not know.
+GLICLASS = "GLiClass"
 WEIGHTS_FILE = "model.safetensors"
 #: Lists the weight files of a model that is split into several.
 INDEX_FILE = "model.safetensors.index.json"
+#: The head of a model that `feedmill train --head` or `feedmill label` wrote (classifiers/head.py).
+HEAD_FILE = "head.safetensors"
+#: The pickled head of a SetFit model, and its configuration, which older models lack.
+SETFIT_HEAD, SETFIT_CONFIG = "model_head.pkl", "config_setfit.json"
+#: Lists the modules of a sentence-transformers model.
+MODULES_FILE = "modules.json"
+#: Folders in which sentence-transformers stores static embeddings and their tokenizer; versions differ.
+STATIC_FOLDERS = ("", "0_StaticEmbedding/")
 #: Sets of files to build a tokenizer from. A model needs one of these sets.
 TOKENIZERS = (
     {"tokenizer.json"},
@@ -72,7 +83,7 @@ class Weights(NamedTuple):
     revision: str | None
     #: SHA-256 of the weights file in hex. For several files: of their concatenated digests, in the order of `files`.
     sha256: str
-    #: The weight files, in the order of their names.
+    #: The weight files in the order of their names, then the head if there is one.
     files: tuple[Path, ...] = ()
 
 
@@ -110,6 +121,20 @@ def parameters(weights: Weights) -> int:
         raise ModelError(
             f"Cannot read the files of the model {weights.name}: {error}. Check the folder's permissions."
         ) from None
+
+
+def read_config_file(weights: Weights) -> dict[str, Any]:
+    """Return the content of config.json; empty for static embeddings without one. Raises ModelError."""
+    file = weights.folder / CONFIG_FILE
+    if (weights.folder / MODULES_FILE).is_file() and not file.exists():
+        return {}
+    try:
+        config = json.loads(file.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it must contain an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"Cannot read {file}: {clause(error)}. Download the model again.") from None
+    return config
 
 
 def _embedded() -> Weights:
@@ -172,7 +197,11 @@ def _in_package(name: str) -> tuple[Path, str]:
 def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool) -> Weights:
     repository = hub.Repository(model, revision, offline, first=(CONFIG_FILE, INDEX_FILE))
     names = repository.sizes.keys()
+    if _may_be_static(names):
+        repository.fetch([MODULES_FILE])
     shards = _shards(f"The model {model} at commit {repository.commit}", repository.folder, names)
+    if SETFIT_HEAD in names and SETFIT_CONFIG not in names:  # the head is never downloaded, so nothing would show it
+        raise setfit_error(f"The model {model}")
     repository.fetch([name for name in names if name in shards or _is_needed(name, remote_code)])
     return _read(model, repository.folder, repository.commit, cached=True)
 
@@ -215,6 +244,11 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
 
     model: the model's name in errors. folder: where INDEX_FILE is, if the model has one. names: all files of the model.
     """
+    head = (HEAD_FILE,) if HEAD_FILE in names else ()
+    if static := _static(folder, names):
+        return (*static, *head)
+    if CONFIG_FILE not in names and MODULES_FILE in names:
+        _refuse_pickles(model, names)
     if CONFIG_FILE not in names:
         raise ModelError(f"{model} has no {CONFIG_FILE} and is not a transformers model. {MODEL_FORMS}")
     indexed = INDEX_FILE in names and WEIGHTS_FILE not in names
@@ -228,7 +262,46 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
             "merges.txt, or a SentencePiece model such as spiece.model). Create one with the tokenizer's "
             "save_pretrained."
         )
-    return shards
+    return (*shards, *head)
+
+
+def setfit_error(model: str) -> ModelError:
+    """Return the error for a SetFit model. model: its name in the message."""
+    return ModelError(
+        f"{model} is a SetFit model, whose head is a pickle ({SETFIT_HEAD}), which can run any code when loaded. Train "
+        "a head on the same examples: `feedmill train --head --from EXAMPLES --base FOLDER`, where FOLDER holds the "
+        "SetFit model or another sentence-transformers model."
+    )
+
+
+def copy_model(weights: Weights, folder: Path, remote_code: bool = False) -> None:
+    """Copy the files of a model to a folder, except those that are there. The files that make it a model are last.
+
+    remote_code: also copy Python files. Raises OSError.
+    """
+    paths = sorted(
+        (*weights.folder.iterdir(), *weights.folder.glob("[0-9]*_*/*")),
+        key=lambda path: path.name in (CONFIG_FILE, MODULES_FILE),
+    )
+    for path in paths:
+        name = path.relative_to(weights.folder).as_posix()
+        is_part = path.is_file() and (path in weights.files or _is_needed(name, remote_code))
+        if is_part and not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+
+
+def _may_be_static(names: Collection[str]) -> bool:
+    """Return whether a folder without the files of a transformers model may hold static embeddings."""
+    return MODULES_FILE in names and INDEX_FILE not in names and not {CONFIG_FILE, WEIGHTS_FILE} <= set(names)
+
+
+def _static(folder: Path, names: Collection[str]) -> tuple[str, ...]:
+    """Return the weight file of static embeddings that sentence-transformers wrote; empty if there is none."""
+    if not _may_be_static(names) or b"StaticEmbedding" not in (folder / MODULES_FILE).read_bytes():
+        return ()
+    found = (f"{part}{WEIGHTS_FILE}" for part in STATIC_FOLDERS if f"{part}tokenizer.json" in names)
+    return tuple(file for file in found if file in names)[:1]
 
 
 def _refuse_pickles(model: str, names: Collection[str]) -> None:

@@ -21,7 +21,7 @@ from shared.errors import RedisUnavailable, printable
 from shared.messages import Classification, DeadLetter, Outcome, PostError
 from shared.redis_errors import permanent_reason
 from shared.results import Result
-from workers.models.classifiers import Scores
+from workers.models.classifiers import Row, Scores
 from workers.models.weights import Weights
 from workers.pipeline.backlog import Backlog
 from workers.pipeline.batch_loop import Computed
@@ -159,8 +159,7 @@ class Recording:
             self._context.statistics.count(rows, outputs.seconds, share)
             device = loaded.classifier.device.name
             outcomes = [
-                (row.owner, self._outcome(row.owner, scores, loaded.classifier.weights, device))
-                for row, scores in scored
+                (row.owner, self._outcome(row, scores, loaded.classifier.weights, device)) for row, scores in scored
             ]
         results, complete = [], []
         for work, outcome in outcomes:
@@ -172,7 +171,9 @@ class Recording:
                 complete.append(work.message)
         return results, complete
 
-    def _outcome(self, work: PendingPost, scores: Scores, weights: Weights, device: str) -> Outcome:
+    def _outcome(self, row: Row, scores: Scores, weights: Weights, device: str) -> Outcome:
+        work: PendingPost = row.owner
+        labels = row.label_set.labels
         if not math.isfinite(sum(scores.values())):
             return PostError(
                 id=work.post.id,
@@ -186,6 +187,7 @@ class Recording:
             id=work.post.id,
             label=next(iter(best_first)),
             scores=best_first,
+            unscored=tuple(sorted(set(labels) - scores.keys())) if len(scores) < len(labels) else (),
             model=weights.name,
             revision=weights.revision,
             weights=weights.sha256,

@@ -6,11 +6,13 @@ each calling thread submits one message and waits for it.
 
 import os
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shared.broker import connect
 from shared.errors import DeviceFull, DeviceLost, ModelError, clause
+from shared.metrics import connect_for_monitoring
 from shared.results import ResultsStore
+from shared.retention import MemoryBounds
 from shared.settings import Settings
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import select_device
@@ -66,6 +68,8 @@ class InProcessPipeline:
         """Stop a replaced pipeline once its last user is done. Called with the lock held."""
         if self is not InProcessPipeline._latest and not self._users:
             self._pipeline.stop()
+            if self._bounds:
+                self._bounds.stop()
 
     def __init__(self, settings: Settings, worker: str | None) -> None:
         self._made_for = (os.getpid(), settings, worker)
@@ -80,7 +84,11 @@ class InProcessPipeline:
                 "FEEDMILL_TOKEN_BUDGET."
             ) from None
         self._submitting = threading.Lock()
-        store = ResultsStore(connect(settings), settings) if worker else NullStore()
+        self._bounds = MemoryBounds(connect_for_monitoring(settings), settings) if worker else None
+        store: Any = NullStore()
+        if self._bounds:
+            self._bounds.start()
+            store = ResultsStore(connect(settings), settings, self._bounds.check_soon)
         self._pipeline = Pipeline(classifier, store, settings, budget, worker or "here", Waiting())
         self._pipeline.start()
 

@@ -44,6 +44,24 @@ class Dataset(NamedTuple):
         return {label: counted[label] for label in self.labels}
 
     @property
+    def label_weights(self) -> list[float]:
+        """Weight of each label so that all labels contribute equally; the mean over the training examples is 1."""
+        counts = self.counts.values()
+        share = len(self.train) / sum(count > 0 for count in counts)
+        return [share / count if count else 0.0 for count in counts]
+
+    def target(self, example: Example, soft: bool) -> int | list[float]:
+        """Return the number of the example's label; if `soft`, its scores normalized to sum to 1.
+
+        They are normalized because models score on different scales.
+        """
+        if not soft:
+            return self.labels.index(example.label)
+        scores = [max((example.scores or {})[label], 0.0) for label in self.labels]
+        total = sum(scores) or 1.0
+        return [score / total for score in scores]
+
+    @property
     def digest(self) -> str:
         """Digest of the labels and all training and validation examples. A run resumes only with an equal digest."""
         learnt = (*self.train, *self.validation)

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from shared.errors import ModelError, clause
 from workers.models.engines.network import PADDING_SENSITIVE_TYPES, max_row_tokens, padding_token, read_config
-from workers.models.weights import Weights
+from workers.models.weights import GLICLASS, Weights, read_config_file
 
 #: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
 #: below 0.01 the head overfits.
@@ -50,6 +50,8 @@ def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call] # the head is new on purpose
+    if read_config_file(weights).get("model_type") == GLICLASS:
+        raise ModelError(f"{weights.name} is a GLiClass model, which cannot be fine-tuned here. Use another base.")
     config = read_config(weights, remote_code)
     if config.model_type in PADDING_SENSITIVE_TYPES:
         raise ModelError(
@@ -108,30 +110,41 @@ def fit_head(model: Any, batches: Sequence[dict[str, Any]], loss_of: Callable[[A
         return
     # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
     scale = features.std().clamp_min(1e-6)
-    weight, bias = _fit(features / scale, wanted, last.out_features, loss_of)
+    weight, bias = fit_logistic(features / scale, wanted, last.out_features, loss_of, RIDGE_PENALTY)
     last.weight.copy_(weight / scale)
     if last.bias is not None:
         last.bias.copy_(bias)
 
 
 @torch.enable_grad()
-def _fit(
-    features: torch.Tensor, wanted: torch.Tensor, labels: int, loss_of: Callable[[Any, Any], torch.Tensor]
+def fit_logistic(
+    features: torch.Tensor,
+    wanted: torch.Tensor,
+    labels: int,
+    loss_of: Callable[[Any, Any], torch.Tensor],
+    penalty: float,
+    bias_penalty: float = 0.0,
+    start: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tolerance: float = 1e-9,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fit a multinomial logistic regression. Returns (weight [labels, dimensions], bias [labels])."""
-    weight = torch.zeros(labels, features.shape[1], dtype=features.dtype, requires_grad=True)
-    bias = torch.zeros(labels, dtype=features.dtype, requires_grad=True)
+    """Fit a multinomial logistic regression with L2 penalties. Returns (weight [labels, dimensions], bias [labels]).
+
+    start: weight and bias to begin with; default: 0. tolerance: greatest component of the gradient at the end.
+    """
+    zeros = features.new_zeros(labels, features.shape[1]), features.new_zeros(labels)
+    weight, bias = (tensor.clone().requires_grad_() for tensor in start or zeros)
     optimizer = torch.optim.LBFGS(
         [weight, bias],
         max_iter=MAX_ITERATIONS,
-        tolerance_grad=1e-9,
-        tolerance_change=1e-14,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance * 1e-5,
         line_search_fn="strong_wolfe",
     )
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of(features @ weight.T + bias, wanted).mean() + RIDGE_PENALTY * weight.square().sum()
+        loss = loss_of(features @ weight.T + bias, wanted).mean()
+        loss = loss + penalty * weight.square().sum() + bias_penalty * bias.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 

@@ -105,6 +105,16 @@ class Trained(NamedTuple):
     #: Peak memory in 10^6 bytes; None if unknown.
     peak_mb: float | None
 
+    def summary(self) -> dict[str, Any]:
+        """Return the training's part of the record in training.json."""
+        return {
+            "plan": self.plan._asdict() | {"effective_batch": self.plan.effective_batch},
+            "seconds": self.seconds,
+            "samples_per_s": self.samples_per_s,
+            "peak_mb": self.peak_mb,
+            "curve": [point._asdict() for point in self.curve],
+        }
+
 
 class Training:
     """One training run. Raises UserError if it cannot start.
@@ -133,7 +143,7 @@ class Training:
         self._collate = DataCollatorWithPadding(
             self._tokenizer, pad_to_multiple_of=8 if self._device.torch.type == "cuda" else None
         )
-        self._class_weights = self._label_weights() if options.class_weights else None
+        self._class_weights = torch.tensor(dataset.label_weights) if options.class_weights else None
 
     def run(self) -> Trained:
         """Train the model. Raises UserError, or ModelError if the device fails."""
@@ -175,24 +185,11 @@ class Training:
     def _rows(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         if not examples:
             return []
-        place = {label: number for number, label in enumerate(self._dataset.labels)}
         tokens = self._tokenizer([example.post.text for example in examples], truncation=True)
         soft = self._options.targets == "soft"
-        labels = [self._distribution(each) if soft else place[each.label] for each in examples]
+        labels = [self._dataset.target(each, soft) for each in examples]
         columns = {**tokens, "labels": labels}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-    def _distribution(self, example: Example) -> list[float]:
-        """Normalize the scores to sum to 1: models score on different scales."""
-        scores = [max((example.scores or {})[label], 0.0) for label in self._dataset.labels]
-        total = sum(scores) or 1.0
-        return [score / total for score in scores]
-
-    def _label_weights(self) -> torch.Tensor:
-        """Return a weight per label so that all labels contribute equally; the mean over examples is 1."""
-        counts = self._dataset.counts.values()
-        share = len(self._dataset.train) / sum(count > 0 for count in counts)
-        return torch.tensor([share / count if count else 0.0 for count in counts])
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weights = None if self._class_weights is None else self._class_weights.to(logits)

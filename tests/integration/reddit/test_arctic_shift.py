@@ -130,6 +130,30 @@ def test_faults_lose_and_repeat_nothing(house: House, archived: Archived, archiv
     assert len(house.ids()) == len(set(house.ids()))
 
 
+@pytest.mark.parametrize("fault", ["too_many", "server_error_502", "truncated_json"])
+def test_keeps_pages_read_before_a_fault(house: House, archived: Archived, archive: ArcticShift, fault: str) -> None:
+    house.run(archived.daemon(), 2 * MINUTE)
+    posts = fresh(house, "cooking", 250)
+    later = "|".join(str(int(house.clock.time()) - age) for age in range(160))
+    archive.faults.always(fault, where=f"after=({later})", seconds=1)
+    running = archived.daemon()
+    house.run(running, 5 * MINUTE)
+    assert set(posts[:90]) <= set(house.ids())
+    archive.faults.clear()
+    house.run(running, 20 * MINUTE)
+    assert [house.ids().count(post) for post in posts] == [1] * 250
+
+
+def test_the_first_read_continues_after_a_fault(house: House, archived: Archived, archive: ArcticShift) -> None:
+    posts = fresh(house, "cooking", 250)
+    archive.faults.next("server_error_502", times=2, where="subreddit=cooking.*before=")
+    house.run(archived.daemon(), 5 * MINUTE)
+    assert [house.ids().count(post) for post in posts] == [1] * 250
+    newest = "subreddit=cooking&sort=desc&limit=100"
+    assert [each.query for each in archive.ledger.requests].count(newest) == 1
+    assert archive.ledger.faults.total() == 2
+
+
 def test_waits_for_the_archives_rate_limit(house: House, loopback: LoopbackReddit) -> None:
     with ArcticShift(loopback, window=60.0, budget=8) as archive:
         daemon = Archived(house, archive).daemon()
@@ -198,7 +222,7 @@ def test_the_daemon_fills_its_gaps(house: House, archived: Archived) -> None:
     assert gap.found >= 300
     assert house.state.open_gaps() == []
     status = running.status()
-    assert (status["gaps"], status["filled"]) == (1, 1)
+    assert (status["gaps"], status["filled"], status["gaps_open"]) == (1, 1, 0)
 
 
 @short_listings
@@ -213,6 +237,7 @@ def test_an_archive_that_is_down_or_behind_keeps_the_gap(
     running = house.daemon(archive=archived.client())
     house.run(running, 10 * MINUTE)
     assert [gap.problem for gap in house.state.open_gaps()] == [BEHIND]
+    assert running.status()["gaps_open"] == 1
     assert running.hindrance == ""  # Reddit itself answers
     house.run(running, 5 * HOUR)
     assert set(posts) <= set(house.ids())

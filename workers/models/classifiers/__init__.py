@@ -1,7 +1,7 @@
 """Classifiers: prepare texts, run the forward pass, turn outputs into scores.
 
-`nli.py`, `rerank.py`, `sequence.py` and `similarity.py` implement the protocol below; `registry.py` picks one by the
-model's files.
+`head.py`, `nli.py`, `rerank.py`, `sequence.py` and `similarity.py` implement the protocol below; `registry.py` picks
+one by the model's files.
 
 `prepare` turns texts into token rows (tokenizer thread), `forward` runs one micro-batch of rows from any posts and
 label sets (device thread), and `finish` turns the outputs into scores (writer thread). A classifier does not
@@ -41,6 +41,8 @@ class LabelSet:
     prepared: Any = field(default=None, repr=False)
     #: The classifier's device-side data. The first batch fills it, on the device thread.
     on_device: Any = field(default=None, repr=False)
+    #: The same labels for the embedding model that chooses which of them to score; None to score all.
+    shortlist: "LabelSet | None" = field(default=None, repr=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +114,7 @@ class Outputs(Protocol):
 class Classifier(Protocol):
     """The interface between the pipeline and a classifier."""
 
-    #: nli, rerank, sequence, similarity, or the name of a plug-in.
+    #: head, nli, rerank, sequence, similarity, or the name of a plug-in.
     kind: str
     weights: Weights
     device: Device
@@ -137,6 +139,8 @@ class Classifier(Protocol):
 
     def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
         """Wait for the device; return the scores of every post whose last row is in `rows`, with that row.
+
+        A shortlist leaves out the scores of some labels.
 
         Raises DeviceLost.
         """

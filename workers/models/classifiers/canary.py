@@ -35,7 +35,8 @@ def check_scores(classifier: Classifier) -> list[Scores]:
     Other errors of the classifier propagate: RequestRefused if it cannot serve the configured labels.
     """
     label_set = classifier.label_set(ClassifyOptions())
-    if label_set.rows > CANARY_LABELS and not hasattr(classifier, "fixed_labels"):
+    each_a_row = label_set.rows > 1 and not hasattr(classifier, "fixed_labels")
+    if each_a_row and len(label_set.labels) > CANARY_LABELS:
         label_set = classifier.label_set(ClassifyOptions.parse({"labels": list(label_set.labels[:CANARY_LABELS])}))
     rows = [row for of_post in classifier.prepare(CANARY_POSTS, label_set) for row in of_post]
     found = [scores for _, scores in classifier.finish(rows, classifier.forward(rows))]

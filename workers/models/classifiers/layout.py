@@ -1,11 +1,13 @@
 """Read a sentence-transformers folder: text limits, pooling and dense layers.
 
-modules.json lists the modules: a transformer, one pooling, optional dense layers, an optional normalisation. The
-sentence-transformers library is not used, because the worker runs the transformer itself. Nothing is unpickled.
+modules.json lists the modules: a transformer and one pooling, or static embeddings; then optional dense layers and an
+optional normalisation. The sentence-transformers library is not used, because the worker runs the model itself. Nothing
+is unpickled.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from shared.errors import ModelError, SettingsError, clause
 from shared.messages import digest
 from shared.settings import PREFIX, Settings
 from workers.models.engines.network import POOLINGS
-from workers.models.weights import Weights
+from workers.models.weights import CONFIG_FILE, MODULES_FILE, Weights
 
 #: Possible names of the file with the text limits. As in sentence-transformers, the first existing file is read.
 TEXT_CONFIGS = tuple(
@@ -26,7 +28,9 @@ TEXT_CONFIGS = tuple(
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 #: Supported modules, by class name without the package.
-SUPPORTED_MODULES = frozenset({"Transformer", "Pooling", "Dense", "Normalize"})
+SUPPORTED_MODULES = frozenset({"Transformer", "Pooling", "StaticEmbedding", "Dense", "Normalize"})
+#: Architecture in the config.json of model2vec, whose older versions wrote no modules.json.
+MODEL2VEC = "StaticModel"
 #: Supported activations of dense layers, as in torch.nn.
 ACTIVATIONS = frozenset({"Identity", "Tanh", "ReLU", "GELU"})
 #: Value of the prompt settings for no prompt.
@@ -61,10 +65,12 @@ class TextSettings(NamedTuple):
 class Layout(NamedTuple):
     """The parts of a sentence-transformers model besides its transformer.
 
-    pooling: modes whose vectors are concatenated. dense: layers applied after pooling; float32, created on the CPU.
+    pooling: modes whose vectors are concatenated. static: the folder of static embeddings, for a model without a
+    transformer and pooling. dense: layers applied after pooling; float32, created on the CPU.
     """
 
     pooling: tuple[str, ...]
+    static: Path | None
     dense: tuple[torch.nn.Module, ...]
     texts: TextSettings
     #: Dimensions to keep of each embedding; None for all.
@@ -79,24 +85,29 @@ def read_layout(weights: Weights, settings: Settings) -> Layout:
     Raises SettingsError if the model lacks a prompt that the settings name.
     """
     folder = weights.folder
-    modules_file = folder / "modules.json"
-    if not modules_file.is_file():
+    modules_file = folder / MODULES_FILE
+    if not modules_file.is_file() and is_model2vec(_json_if_there(folder / CONFIG_FILE)):
+        listed: Any = [{"type": "StaticEmbedding"}]
+    elif not modules_file.is_file():
         raise ModelError(
             f"{folder} is not a sentence-transformers model: modules.json is missing. Use such a model, or set another "
             "FEEDMILL_CLASSIFIER."
         )
-    listed = _json(modules_file)
+    else:
+        listed = _json(modules_file)
     if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
         raise ModelError(f"{modules_file} must contain a list of modules. Download the model again.")
     modules = [(str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))) for module in listed]
     if unsupported := [kind for kind, _ in modules if kind not in SUPPORTED_MODULES]:
         raise ModelError(f"{modules_file} has an unsupported module: {unsupported[0]}. Use a model without it.")
     poolings = [path for kind, path in modules if kind == "Pooling"]
-    if len(poolings) != 1:
+    static = [folder / path for kind, path in modules if kind == "StaticEmbedding"]
+    if len(poolings) + len(static) != 1:
         raise ModelError(
-            f"{modules_file} has {len(poolings)} pooling modules; exactly one is supported. Use another model."
+            f"{modules_file} has {len(poolings)} pooling modules and {len(static)} static ones; exactly one of either "
+            "is supported. Use another model."
         )
-    pooling, with_prompt = _pooling(folder / poolings[0] / "config.json")
+    pooling, with_prompt = _pooling(folder / poolings[0] / "config.json") if poolings else ((), True)
     texts = read_text_settings(weights, settings)
     if (texts.post_prompt or texts.label_prompt) and not with_prompt:
         raise ModelError(
@@ -109,7 +120,22 @@ def read_layout(weights: Weights, settings: Settings) -> Layout:
     # Only where they differ from the defaults, so that they leave the identity of earlier results as it was.
     parts += [f"label_prompt={texts.label_prompt}"] if texts.label_prompt != texts.post_prompt else []
     parts += [f"truncate_dim={truncate_dim}"] if truncate_dim else []
-    return Layout(pooling, tuple(layer for layer, _ in dense), texts, truncate_dim, digest(*parts))
+    return Layout(
+        pooling, next(iter(static), None), tuple(layer for layer, _ in dense), texts, truncate_dim, digest(*parts)
+    )
+
+
+def is_model2vec(config: Mapping[str, Any]) -> bool:
+    """Return whether a model was written by model2vec. config: its config.json."""
+    return MODEL2VEC in (config.get("architectures") or ())
+
+
+def is_static(weights: Weights) -> bool:
+    """Return whether a model has static embeddings instead of a transformer. Raises ModelError."""
+    path = weights.folder / MODULES_FILE
+    modules = _json(path) if path.is_file() else None
+    listed = isinstance(modules, list) and any("StaticEmbedding" in str(module) for module in modules)
+    return listed or is_model2vec(_json_if_there(weights.folder / CONFIG_FILE))
 
 
 def read_text_settings(weights: Weights, settings: Settings) -> TextSettings:

@@ -1,33 +1,55 @@
 """Select the classifier for a model: from the model's files, or from the `classifier` setting (built-in or plug-in)."""
 
-import json
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from shared.errors import ModelError, RequestRefused, SettingsError, clause
 from shared.settings import PREFIX, Settings
 from workers.models.classifiers import Classifier, canary
-from workers.models.classifiers.layout import read_sentence_config
+from workers.models.classifiers.gliclass import Gliclass
+from workers.models.classifiers.head import Head
+from workers.models.classifiers.layout import is_model2vec, is_static, read_sentence_config
 from workers.models.classifiers.nli import Entailment, entailment_class
 from workers.models.classifiers.rerank import Reranker, is_reranker
 from workers.models.classifiers.sequence import SequenceClassifier
 from workers.models.classifiers.similarity import Similarity
 from workers.models.device import Device, proc_field
 from workers.models.plugins import load_plugin
-from workers.models.weights import CONFIG_FILE, Weights, locate, parameters
+from workers.models.weights import (
+    CONFIG_FILE,
+    GLICLASS,
+    HEAD_FILE,
+    MODULES_FILE,
+    SETFIT_CONFIG,
+    SETFIT_HEAD,
+    Weights,
+    locate,
+    parameters,
+    read_config_file,
+    setfit_error,
+)
 
 #: Memory that a forward pass needs in addition, as a share of the weights' memory (a lower bound).
 MEMORY_MARGIN = 0.1
-CLASSIFIERS: dict[str, type[Entailment] | type[Reranker] | type[SequenceClassifier] | type[Similarity]] = {
-    classifier.kind: classifier for classifier in (Entailment, Reranker, SequenceClassifier, Similarity)
+CLASSIFIERS: dict[
+    str,
+    type[Entailment] | type[Gliclass] | type[Head] | type[Reranker] | type[SequenceClassifier] | type[Similarity],
+] = {
+    classifier.kind: classifier for classifier in (Entailment, Gliclass, Head, Reranker, SequenceClassifier, Similarity)
 }
+#: Classifiers whose models have labels of their own.
+WITH_FIXED_LABELS = ("head", "sequence")
 #: Settings that only some built-in classifiers use.
-USED_BY = {"post_prompt": ("rerank", "similarity"), "label_prompt": ("similarity",), "truncate_dim": ("similarity",)}
+USED_BY = {
+    "post_prompt": ("rerank", "similarity"),
+    "label_prompt": ("similarity",),
+    "truncate_dim": ("similarity",),
+    "shortlist": ("nli", "rerank"),
+}
 
 
 def load_classifier(settings: Settings, device: Device) -> Classifier:
@@ -37,7 +59,9 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     """
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
     kind = classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
-    device = device.for_model(_config(weights), settings.engine)
+    device = device.for_model(read_config_file(weights), settings.engine)
+    if device.automatic and is_static(weights):
+        device = device._replace(dtype=torch.float32, dtype_reason="half precision does not speed up static embeddings")
     check_size(weights, device)
     for setting in unused_settings(kind):
         if getattr(settings, setting) is not None:
@@ -81,21 +105,29 @@ def _in_float32(make: Callable[..., Classifier], weights: Weights, settings: Set
 
 
 def classifier_kind(weights: Weights) -> str:
-    """Return nli, rerank, sequence or similarity. Raises ModelError if the files match none of them."""
-    config = _config(weights)
+    """Return gliclass, head, nli, rerank, sequence or similarity. Raises ModelError if the files match none of them."""
+    config = read_config_file(weights)
+    if (weights.folder / HEAD_FILE).is_file():
+        return "head"
+    if any((weights.folder / name).is_file() for name in (SETFIT_HEAD, SETFIT_CONFIG)):
+        raise setfit_error(weights.name)
     try:
         names = [str(name) for name in config.get("architectures") or ()]
         labels = {str(name): int(place) for name, place in (config.get("label2id") or {}).items()}
         sentence_config = read_sentence_config(weights.folder)
         reranks = is_reranker(config, sentence_config)
     except (ValueError, AttributeError, TypeError) as error:
-        raise _unreadable(weights, error) from None
+        raise ModelError(
+            f"Cannot read {weights.folder / CONFIG_FILE}: {clause(error)}. Download the model again."
+        ) from None
+    if config.get("model_type") == GLICLASS or any(name.startswith(GLICLASS) for name in names):
+        return "gliclass"
     if any(name.endswith("ForSequenceClassification") for name in names):
         if entailment_class(labels) is not None:
             return "nli"
         return "rerank" if reranks else "sequence"
     embeds = sentence_config.get("model_type", "SentenceTransformer") == "SentenceTransformer"
-    if embeds and (weights.folder / "modules.json").is_file():
+    if (embeds and (weights.folder / MODULES_FILE).is_file()) or is_model2vec(config):
         return "similarity"
     if any(name.endswith("ForCausalLM") for name in names):
         raise ModelError(
@@ -107,21 +139,6 @@ def classifier_kind(weights: Weights) -> str:
         "but a …ForSequenceClassification architecture or a sentence-transformers model is required. Choose another "
         "model, or set FEEDMILL_CLASSIFIER."
     )
-
-
-def _config(weights: Weights) -> dict[str, Any]:
-    """Return the content of config.json. Raises ModelError."""
-    try:
-        config = json.loads((weights.folder / CONFIG_FILE).read_text())
-        if not isinstance(config, dict):
-            raise ValueError("it must contain an object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(weights, error) from None
-    return config
-
-
-def _unreadable(weights: Weights, error: Exception) -> ModelError:
-    return ModelError(f"Cannot read {weights.folder / CONFIG_FILE}: {clause(error)}. Download the model again.")
 
 
 def check_size(weights: Weights, device: Device) -> None:

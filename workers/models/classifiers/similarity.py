@@ -19,9 +19,11 @@ from shared.topics import DESCRIBED_TOPICS
 from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
 from workers.models.classifiers.layout import read_layout
 from workers.models.device import Device
+from workers.models.engines import Engine
 from workers.models.engines.factory import create_engine
 from workers.models.engines.outputs import TensorOutputs, device_errors
-from workers.models.tokenizer import Tokens
+from workers.models.engines.static_engine import StaticTokenizer, create_static_engine
+from workers.models.tokenizer import Tokenizer, Tokens
 from workers.models.weights import Weights
 
 #: Cosine multiplier, from the model's training.
@@ -43,7 +45,14 @@ class Similarity(Classifier):
         self._layout = read_layout(weights, settings)
         self._texts = self._layout.texts
         max_tokens = min(settings.max_tokens, self._texts.max_tokens or settings.max_tokens)
-        self._engine, self._tokenizer = create_engine(weights, device, settings, self._layout.pooling, max_tokens)
+        self._engine: Engine
+        self._tokenizer: Tokenizer | StaticTokenizer
+        if self._layout.static is None:
+            self._engine, self._tokenizer = create_engine(weights, device, settings, self._layout.pooling, max_tokens)
+        else:
+            self._engine, self._tokenizer = create_static_engine(
+                weights, device, settings, self._layout.static, max_tokens
+            )
         self.packed = self._engine.packed
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
         self._label_sets = LabelSets(
@@ -84,10 +93,16 @@ class Similarity(Classifier):
 
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
         """Return the scores of rows that share one label set: [rows, labels]."""
+        cosines = embeddings @ self.label_vectors(label_set).T
+        independent = label_set.multi_label or len(label_set.labels) == 1
+        return cosines if independent else (COSINE_SCALE * cosines).softmax(-1)
+
+    def label_vectors(self, label_set: LabelSet) -> torch.Tensor:
+        """Return each label's unit vector, embedded at the first call: [labels, dimensions]. Device thread only."""
         if label_set.on_device is None:
             sentences: list[list[Tokens]] | None = label_set.prepared  # by label
             if sentences is None:  # another lane embedded them meanwhile
-                return self._scores(embeddings, label_set)
+                return self.label_vectors(label_set)
             rows = list(chain.from_iterable(sentences))
             pieces = [
                 self.embed(rows[at : at + SENTENCE_BATCH_SIZE]) for at in range(0, len(rows), SENTENCE_BATCH_SIZE)
@@ -95,9 +110,8 @@ class Similarity(Classifier):
             per_label = torch.split(torch.cat(pieces), [len(described) for described in sentences])
             label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in per_label]), dim=-1)
             label_set.prepared = None  # free the tokens: they are needed once and can be large
-        cosines: torch.Tensor = embeddings @ label_set.on_device.T
-        independent = label_set.multi_label or len(label_set.labels) == 1
-        return cosines if independent else (COSINE_SCALE * cosines).softmax(-1)
+        vectors: torch.Tensor = label_set.on_device
+        return vectors
 
     def embed(self, rows: Sequence[Tokens]) -> torch.Tensor:
         """Embed rows as unit vectors: [rows, dimensions] in float32. Raises ModelError if it has too few dimensions."""

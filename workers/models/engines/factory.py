@@ -18,8 +18,8 @@ def create_engine(
 ) -> tuple[Engine, Tokenizer]:
     """Load a model into the configured engine. Return the engine and the model's tokenizer.
 
-    reads: outputs to return, LOGITS or pooling modes (network.py). most: maximum tokens per row; the model's own limit
-    applies if it is lower.
+    reads: outputs to return, LOGITS, STATES or pooling modes (network.py). most: maximum tokens per row; the model's
+    own limit applies if it is lower.
     Raises ModelError, or SettingsError if the engine is not installed.
     """
     remote_code = settings.trust_remote_code

@@ -1,28 +1,36 @@
 """A transformers model together with the outputs that Feedmill needs from it.
 
-Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Differences between
-architectures belong here: packing, attention masks and workarounds. Batch layout is in torch_engine.py, ONNX Runtime in
-onnx_engine.py.
+Classifiers return logits; sentence encoders return a vector pooled from the last hidden states; encoders of GLiClass
+models return these states. Differences between architectures belong here (attention masks and workarounds) and in
+packing.py. Batch layout is in torch_engine.py, ONNX Runtime in onnx_engine.py.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from shared.errors import ModelError, clause
-from workers.models.weights import Weights
+from workers.models.engines.packing import PACKED, Run, packed_head, packed_states, prepare
+from workers.models.weights import GLICLASS, Weights, read_config_file
 
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
 LOGITS = ("logits",)
+#: Value of `reads` for encoders whose hidden states the classifier pools itself.
+STATES = ("states",)
+#: Prefix of the encoder's weights in a GLiClass checkpoint. The encoder's configuration is under `encoder_config`.
+GLICLASS_ENCODER = "model.encoder_model."
+#: Supported encoders in GLiClass checkpoints, and the classes that load them. Tests compare each with the package.
+GLICLASS_ENCODERS = {"deberta-v2": "DebertaV2Model", "modernbert": "ModernBertModel"}
+#: Weights of GLiClass checkpoints that add a vector to each token: one for labels, another for the text.
+GLICLASS_SEGMENTS = "model.segment_embeddings.weight"
 #: Supported pooling modes for token embeddings, named as in sentence-transformers.
 POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
-#: Architectures that can be packed: encoders that take token positions as an argument.
-PACKABLE_TYPES = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
 #: Architectures whose positions start after the padding token's id instead of at 0.
 OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
 #: Architectures that take a ready-made mask of [rows, 1, 1, tokens]. Given a mask of [rows, tokens], the model would
@@ -34,14 +42,6 @@ ENCODER_CLASSES = {
 }
 #: Architectures whose scores depend on padding, and therefore on the other rows of the batch.
 PADDING_SENSITIVE_TYPES = frozenset({"fnet", "xlnet"})
-
-
-class Run(NamedTuple):
-    """Adjacent rows of equal length in a packed micro-batch. start and length are in tokens."""
-
-    start: int
-    rows: int
-    length: int
 
 
 def pool(states: torch.Tensor, mask: torch.Tensor | None, ways: Sequence[str]) -> torch.Tensor:
@@ -83,10 +83,10 @@ def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class Network(torch.nn.Module):
-    """A model that returns logits or pooled embeddings. Stays on the CPU until it is moved.
+    """A model that returns logits, pooled embeddings or hidden states. Stays on the CPU until it is moved.
 
-    reads: LOGITS, or pooling modes. pad_id: padding token if the model's configuration names none. attention: name of
-    the attention implementation; None selects the library's default.
+    reads: LOGITS, STATES, or pooling modes. pad_id: padding token if the model's configuration names none. attention:
+    name of the attention implementation; None selects the library's default.
     Raises ModelError if the folder does not hold such a model.
     """
 
@@ -111,11 +111,15 @@ class Network(torch.nn.Module):
                 "Use another model."
             )
         architecture: Any = AutoModelForSequenceClassification if self.classifies else AutoModel
-        if self.kind in ENCODER_CLASSES and not self.classifies:
+        source: dict[str, Any] = {"pretrained_model_name_or_path": weights.folder}
+        if self.reads == STATES:
+            architecture = getattr(transformers, GLICLASS_ENCODERS[self.kind])
+            source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": _encoder_tensors(weights)}
+        elif self.kind in ENCODER_CLASSES and not self.classifies:
             architecture = getattr(transformers, ENCODER_CLASSES[self.kind])
         try:
             model, loading = architecture.from_pretrained(
-                weights.folder,
+                **source,
                 dtype=dtype,
                 attn_implementation=attention,
                 local_files_only=True,
@@ -143,6 +147,9 @@ class Network(torch.nn.Module):
         if self.kind == "bart":
             for layer in self.model.base_model.encoder.layers:
                 layer.forward = MethodType(_bart_layer, layer)
+        if attention == PACKED:
+            prepare(self.model)
+        self.segments = _segment_embeddings(weights, dtype) if self.reads == STATES else None
         self._extra: dict[str, Any] = {}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             self._extra["use_cache"] = False
@@ -161,7 +168,7 @@ class Network(torch.nn.Module):
         token_type_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return each row's outputs: [rows, …] in float32.
+        """Return each row's outputs: [rows, …] in float32. For STATES: [rows, tokens, dimensions].
 
         input_ids, token_type_ids: [rows, tokens]. mask: [rows, tokens], true for real tokens. attention_mask: the mask
         in the form that the model takes; None if no row is padded.
@@ -169,8 +176,12 @@ class Network(torch.nn.Module):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._extra}
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
+        if self.segments is not None and token_type_ids is not None:
+            embedded = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+            inputs["inputs_embeds"] = embedded + self.segments(inputs.pop("token_type_ids"))
         if not self.classifies:
-            return pool(self.model(**inputs).last_hidden_state, mask, self.reads)
+            states: torch.Tensor = self.model(**inputs).last_hidden_state
+            return states.float() if self.reads == STATES else pool(states, mask, self.reads)
         if self.kind == "bart":
             # transformers' own head looks for the last end-of-sequence token, always a row's last token here, and
             # rejects batches whose rows contain different numbers of them.
@@ -191,36 +202,59 @@ class Network(torch.nn.Module):
 
         Supports only PACKABLE_TYPES.
         """
-        encoder = self.model.base_model
-        states = encoder(
-            input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, runs=runs
-        ).last_hidden_state[0]
+        states = packed_states(self.model.base_model, input_ids, position_ids, token_type_ids, runs)
+        ways = (getattr(self.config, "classifier_pooling", "cls"),) if self.classifies else self.reads
         pooled = torch.cat(
             [
-                pool(states[start : start + rows * length].view(rows, length, -1), None, self.reads)
-                if not self.classifies
-                else states[start : start + rows * length : length]
+                pool(states[start : start + rows * length].view(rows, length, -1), None, ways)
                 for start, rows, length in runs
             ]
         )
-        if not self.classifies:
-            return pooled
-        # These heads read the first token of each row, from [rows, tokens, dimensions].
-        first = pooled.unsqueeze(1)
-        if self.kind == "bert":
-            first = encoder.pooler(first)
-        logits: torch.Tensor = self.model.classifier(first)
-        return logits.float()
+        return packed_head(self.model, pooled.to(states.dtype)).float() if self.classifies else pooled
 
 
 def read_config(weights: Weights, remote_code: bool = False) -> Any:
-    """Load the model's configuration. Raises ModelError."""
+    """Load the model's configuration; of a GLiClass checkpoint, that of its encoder. Raises ModelError."""
     try:
+        written = read_config_file(weights)
+        if written.get("model_type") == GLICLASS:
+            encoder = {"model_type": "deberta-v2"} | written["encoder_config"]  # the package's default
+            return AutoConfig.for_model(**encoder | {"vocab_size": written.get("vocab_size") or encoder["vocab_size"]})
         return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=remote_code)
     except Exception as error:
         raise ModelError(
             f"Cannot read {weights.folder}/config.json: {clause(error)}. Download the model again, or use another one."
         ) from error
+
+
+def read_tensors(weights: Weights, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Read the tensors with wanted names. Raises ModelError."""
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for file in weights.files:
+            with safe_open(file, "pt") as opened:
+                found |= {name: opened.get_tensor(name) for name in filter(wanted, opened.keys())}
+    except Exception as error:
+        raise ModelError(f"Cannot read {file}: {clause(error)}. Download the model again.") from error
+    return found
+
+
+def _encoder_tensors(weights: Weights) -> dict[str, torch.Tensor]:
+    """Return the weights of the encoder in a GLiClass checkpoint. Raises ModelError."""
+    tensors = read_tensors(weights, lambda name: name.startswith(GLICLASS_ENCODER))
+    return {name.removeprefix(GLICLASS_ENCODER): tensor for name, tensor in tensors.items()}
+
+
+def _segment_embeddings(weights: Weights, dtype: torch.dtype) -> torch.nn.Embedding | None:
+    """Return the vectors that a GLiClass checkpoint adds to its tokens; None if it adds none. Raises ModelError."""
+    if not read_config_file(weights).get("use_segment_embeddings"):
+        return None
+    tensors = read_tensors(weights, GLICLASS_SEGMENTS.__eq__)
+    if not tensors:
+        raise ModelError(f"{weights.name} has no weights for {GLICLASS_SEGMENTS}. Download it again.")
+    weight = tensors[GLICLASS_SEGMENTS].to(dtype)
+    rows, size = weight.shape
+    return torch.nn.Embedding(rows, size, _weight=weight, _freeze=True)
 
 
 def padding_token(config: Any, pad_id: int) -> int:
@@ -236,6 +270,8 @@ def first_position(config: Any) -> int:
 
 def max_row_tokens(config: Any) -> int | None:
     """Return the maximum tokens per row that the model's positions allow; None if the positions are unlimited."""
+    if not getattr(config, "position_biased_input", True):  # DeBERTa with relative positions only
+        return None
     positions = getattr(config, "max_position_embeddings", None)
     return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None
 

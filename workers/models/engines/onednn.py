@@ -9,10 +9,11 @@ import platform
 import torch
 
 from workers.models.device import Device, onednn_has_bfloat16
+from workers.models.engines.packing import PACKABLE_TYPES
 
 #: Architectures whose linear layers are replaced: those that call the layers and never read their weights. Tests
 #: compare each with transformers' own model.
-REORDERED_TYPES = frozenset({"bart", "bert", "deberta-v2", "distilbert", "electra", "roberta", "xlm-roberta"})
+REORDERED_TYPES = PACKABLE_TYPES | {"bart", "deberta-v2"}
 
 
 class ReorderedLinear(torch.nn.Module):

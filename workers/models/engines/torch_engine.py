@@ -4,9 +4,9 @@ A micro-batch has one of two layouts:
 
 - padded: [rows, longest row], with a mask. Works on GPUs, with `torch.compile` and for every model. On CUDA, rows and
   lengths are padded further, to one of a few shapes (shapes.py).
-- packed: the rows concatenated into a single sequence in which each row attends only to itself. Nothing is computed for
-  padding, and attention needs no mask (on a CPU in half precision, a mask costs a quarter of the forward pass).
-  Requires a CPU and an encoder that takes token positions as an argument.
+- packed: the rows concatenated into a single sequence in which each row attends only to itself (packing.py). Nothing is
+  computed for padding, and attention needs no mask (on a CPU in half precision, a mask costs a quarter of the forward
+  pass). Requires a CPU and an architecture of PACKABLE_TYPES.
 
 Both give the same outputs up to rounding; tests check this for every architecture that can be packed.
 """
@@ -19,48 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from workers.models.device import Device
-from workers.models.engines.network import PACKABLE_TYPES, Network, Run, first_position, read_config
+from workers.models.engines.network import STATES, Network, first_position, read_config
 from workers.models.engines.onednn import REORDERED_TYPES, can_reorder, reorder_linear_layers
 from workers.models.engines.outputs import device_errors
+from workers.models.engines.packing import PACKABLE_TYPES, PACKED, Run
 from workers.models.shapes import Shapes
 from workers.models.tokenizer import Tokens, filled, padded
 from workers.models.weights import Weights
 
-#: Name under which `packed_attention` is registered with transformers.
-PACKED = "feedmill_packed"
 #: Compiled models pad lengths to multiples of this, so that few shapes need compiling.
 LENGTH_BUCKET = 32
-
-
-def packed_attention(
-    module: torch.nn.Module,  # noqa: ARG001 - transformers' signature
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,  # noqa: ARG001 - rows of one length need none
-    *,
-    runs: Sequence[Run],
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention within each row, for transformers' AttentionInterface.
-
-    query, key, value: [1, heads, tokens, dimensions of a head]. Returns [1, tokens, heads, dimensions of a head].
-    """
-    heads = query.shape[1]
-    attended = []
-    for start, rows, length in runs:
-        of_run = slice(start, start + rows * length)
-        q, k, v = (states[0, :, of_run].view(heads, rows, length, -1).transpose(0, 1) for states in (query, key, value))
-        attended.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
-    return torch.cat(attended).unsqueeze(0), None
-
-
-AttentionInterface.register(PACKED, packed_attention)
 
 
 def use_attention_without_plans(device: Device) -> None:
@@ -77,10 +47,10 @@ def use_attention_without_plans(device: Device) -> None:
 class TorchEngine:
     """A transformers model on its device.
 
-    reads: outputs to return, LOGITS or pooling modes (network.py). pad_id: padding token if the model names none.
-    most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported. reordered:
-    give linear layers weights in oneDNN's layout where supported (onednn.py). remote_code: allow Python code that comes
-    with the model. shapes: of padded micro-batches; None selects the device's.
+    reads: outputs to return, LOGITS, STATES or pooling modes (network.py). pad_id: padding token if the model names
+    none. most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported.
+    reordered: give linear layers weights in oneDNN's layout where supported (onednn.py). remote_code: allow Python code
+    that comes with the model. shapes: of padded micro-batches; None selects the device's.
     Raises ModelError if the folder does not hold such a model.
     """
 
@@ -107,9 +77,8 @@ class TorchEngine:
         config = read_config(weights, remote_code)
         # Remote code may claim a known model type and behave differently.
         own = not (remote_code and getattr(config, "auto_map", None))
-        self.packed = (
-            packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES and not compiled
-        )
+        packable = config.model_type in PACKABLE_TYPES and tuple(reads) != STATES
+        self.packed = packed and own and device.torch.type == "cpu" and packable and not compiled
         self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else None, remote_code)
         with device_errors():
             self.network.to(device.torch)

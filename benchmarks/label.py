@@ -1,0 +1,133 @@
+"""Measure how accurate a head is after some answers of `feedmill label`, beside random posts and zero-shot.
+
+    python -m benchmarks.label --posts FILE [--answers 48,96,160] [--seeds 5]
+
+The posts' topics are the answers. Posts whose id has an even SHA-1 are those to label; accuracy is that on the others.
+
+- `zero-shot`: the classifier `similarity`, without any answer;
+- `label`: the posts that `feedmill label` picks, and its head;
+- `random`: random posts, and the same head;
+- `logistic`: random posts, and the head of `feedmill train --head`, which sees no posts without an answer.
+
+Each runs with the topics' names as labels, and with their descriptions. The figures are means of the seeds, with the
+lowest and the highest. The last line is JSON.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from hashlib import sha1
+from statistics import mean
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.hardware import describe
+from benchmarks.throughput import read_posts
+from shared.errors import UserError
+from shared.messages import ClassifyOptions
+from shared.settings import load
+from shared.topics import DESCRIBED_TOPICS
+from shared.training import TrainOptions
+from workers.training.active import RANDOM, Answer, Pick, Pool, Session
+from workers.training.head import Fitted, embed_all, fit, label_vectors, load_embedder, one_thread
+
+#: Maximum tokens to read of a post, as in `feedmill label`.
+MAX_TOKENS = TrainOptions.model_fields["max_tokens"].default
+
+#: Variants that have answers.
+VARIANTS = ("label", "random", "logistic")
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+def picked(pool: Pool, truth: Sequence[int], labels: int, seed: int, count: int) -> list[Answer]:
+    """Return the first answers to the posts that `feedmill label` picks."""
+    session = Session(pool, labels, seed)
+    while len(session.answers) < count and (pick := session.next()) is not None:
+        session.answer(truth[pick.place])
+    return session.answers
+
+
+def at_random(truth: Sequence[int], seed: int, count: int) -> list[Answer]:
+    """Return the answers to random posts."""
+    places = random.Random(seed).sample(range(len(truth)), count)
+    return [Answer(Pick(place, RANDOM), truth[place]) for place in places]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--posts", required=True, help="file of posts with topics, which are the answers")
+    parser.add_argument("--answers", default="48,96,160", help="numbers of answers; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=5, help="number of random seeds; default: %(default)s")
+    arguments = parser.parse_args()
+    counts = [int(count) for count in arguments.answers.split(",")]
+    try:
+        settings = load()
+        posts = [post for post in read_posts(arguments.posts, sys.maxsize) if post.topic in DESCRIBED_TOPICS]
+        embedder, _ = load_embedder(settings.model, settings, MAX_TOKENS)
+        console.print(describe(embedder.device))
+        vectors = embed_all(embedder, [post.text for post in posts], lambda _what, found, _count: found)
+        names = tuple(DESCRIBED_TOPICS)
+        by_sentences = {
+            "names": {name: (name,) for name in names},
+            "descriptions": DESCRIBED_TOPICS,
+        }
+        sentences = {
+            kind: label_vectors(embedder, ClassifyOptions.parse({"labels": described}))
+            for kind, described in by_sentences.items()
+        }
+    except UserError as error:
+        sys.exit(f"benchmark: {error}")
+    is_pooled = torch.tensor(
+        [int(sha1(post.id.encode(), usedforsecurity=False).hexdigest(), 16) % 2 == 0 for post in posts]
+    )
+    truth = torch.tensor([names.index(post.topic or "") for post in posts])
+    pooled, tested, known = vectors[is_pooled], vectors[~is_pooled], truth[is_pooled].tolist()
+
+    def accuracy(head: Fitted) -> float:
+        return float(((tested @ head[0].T + head[1]).argmax(1) == truth[~is_pooled]).double().mean())
+
+    def logistic(answers: Sequence[Answer]) -> Fitted:
+        places = [answer.pick.place for answer in answers]
+        found = fit(pooled[places], torch.tensor([known[place] for place in places]), len(names), 7)
+        return found.weight, found.bias
+
+    accuracies: dict[str, dict[str, dict[int, list[float]]]] = {}
+    with one_thread():
+        for kind, of_labels in sentences.items():
+            pool = Pool(pooled, of_labels)
+            found: dict[str, dict[int, list[float]]] = {name: {count: [] for count in counts} for name in VARIANTS}
+            for seed in range(arguments.seeds):
+                chosen = picked(pool, known, len(names), seed, max(counts))
+                unchosen = at_random(known, seed, max(counts))
+                for count in counts:
+                    found["label"][count].append(accuracy(pool.head(chosen[:count])))
+                    found["random"][count].append(accuracy(pool.head(unchosen[:count])))
+                    found["logistic"][count].append(accuracy(logistic(unchosen[:count])))
+            accuracies[kind] = {"zero-shot": {0: [accuracy((of_labels, torch.zeros(len(names))))]}, **found}
+    table = Table("labels", "variant", *(f"{count} answers" for count in (0, *counts)))
+    for kind, variants in accuracies.items():
+        for name, by_count in variants.items():
+            table.add_row(kind, name, *(_figures(by_count.get(count, [])) for count in (0, *counts)))
+    console.print(f"{len(pooled):,} posts to label, {len(tested):,} to test on; means of {arguments.seeds} seeds")
+    console.print(table)
+    means = {
+        kind: {name: {count: round(mean(each), 4) for count, each in by.items()} for name, by in variants.items()}
+        for kind, variants in accuracies.items()
+    }
+    print(json.dumps({"pooled": len(pooled), "tested": len(tested), "seeds": arguments.seeds, "accuracy": means}))
+
+
+def _figures(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    spread = f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else ""
+    return f"{mean(values):.3f}{spread}"
+
+
+if __name__ == "__main__":
+    main()

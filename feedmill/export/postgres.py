@@ -1,0 +1,384 @@
+"""Export results to a table in PostgreSQL with psycopg (the extra `postgres`). Imported only when one is the target.
+
+One transaction copies a batch of rows to a temporary table, inserts them into the results table, deletes purged posts,
+and stores the positions in the streams of results and of purges. So whatever crashes, each result is in the table once.
+A thread runs the transaction while the caller reads the next rows. Docs: docs/export.md.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, LiteralString, NamedTuple
+from urllib.parse import urlsplit
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import Conninfo
+from psycopg.sql import SQL, Identifier
+from psycopg.types.json import set_json_dumps
+from redis import Redis
+
+from feedmill.export.postgres_columns import KEY, TYPES, as_text, as_time, definition, names, to_jsonb, values_of
+from feedmill.export.state import STATE_VERSION, check_options
+from feedmill.export.writer import ExportFilter
+from feedmill.reading.entry_ids import id_before
+from feedmill.reading.purges import Purges, newest_purge, read_purges
+from feedmill.reading.rows import ResultRow, RowReader
+from shared.errors import DatabaseUnavailable, UserError, printable
+from shared.scripts.stream import Place
+
+#: Rows per transaction. They fit into PostgreSQL's default `temp_buffers`, 8 MB.
+BATCH_ROWS = 5000
+#: Rows whose posts are compared with the tombstones at once.
+CHECKED_ROWS = 10_000
+#: Table of the positions, one row per results table, in the same schema.
+POSITIONS = "feedmill_exports"
+#: Options of the connection that the URL can override, in seconds and milliseconds. A sink whose server vanishes
+#: without a word notices it within half a minute.
+CONNECTION = {
+    "application_name": "feedmill export",
+    "connect_timeout": "10",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+#: Settings of the session. The first ones let the server notice within half a minute that the sink's machine vanished,
+#: so that it releases the lock. The last one limits the wait for a lock of the last sink, which may just have been
+#: killed.
+SESSION = {
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "lock_timeout": "5s",
+}
+#: Name of a table, optionally with its schema. PostgreSQL truncates longer names.
+TABLE_NAME = re.compile(r'(?:([^."]+)\.)?([^."]+)')
+MAX_NAME_BYTES = 63
+#: Errors after which the same statement may succeed later, on a new connection if this one is lost: an unreachable,
+#: restarting or full server, a lock that is held, a server that has become a standby.
+TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+
+
+class Address(NamedTuple):
+    """A database's address: options for psycopg, which may include a password, and a name for people."""
+
+    options: dict[str, Any]
+    name: str
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        """Parse a URL. Raises UserError, which never quotes the URL: a malformed one can hold a password anywhere."""
+        try:
+            parts = urlsplit(url)
+            given = conninfo_to_dict(url)
+        except (ValueError, psycopg.ProgrammingError):
+            given = None
+        is_port = given is not None and re.fullmatch(r"[\d,]*", str(given.get("port", "")))
+        if given is None or not is_port or url.count("@") > 1 or ("@" in url and "@" not in parts.netloc):
+            raise UserError(
+                "The address of the database must look like postgresql://user@host:5432/database. Percent-encode "
+                "@ : / # and ? in a password, or give it in PGPASSWORD or ~/.pgpass."
+            )
+        defaults = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
+        known = defaults | {name: str(value) for name, value in given.items()}
+        database = known.get("dbname") or known.get("user", "")
+        name = f"{known.get('host') or 'localhost'}:{known.get('port', 5432)}/{database}"
+        return cls(CONNECTION | given | {"client_encoding": "utf8"}, printable(name))
+
+
+class _Written(NamedTuple):
+    """What a transaction changed: rows inserted, rows of purged posts removed, and the new positions."""
+
+    rows: int
+    removed: int
+    place: Place
+    purges: str
+
+
+@contextmanager
+def opened(url: str, table: str, wanted: ExportFilter | None, reader: RowReader, redis: Redis) -> Iterator["Table"]:
+    """Connect, lock the table and create it if needed. An earlier export to it is resumed if its options are the same.
+
+    wanted: None to only remove purged posts from an existing table, whatever its options. Raises UserError, and
+    DatabaseUnavailable if PostgreSQL is unreachable or another export holds the lock.
+    """
+    target = Table(Address.parse(url), table, wanted, reader, redis)
+    try:
+        yield target
+    finally:
+        target.disconnect()
+
+
+class Table:
+    """A table of results. See Folder in writer.py.
+
+    The methods raise DatabaseUnavailable, after which `resume` reconnects; other UserErrors if PostgreSQL rejects a
+    statement; and redis.exceptions.RedisError.
+    """
+
+    can_resume = True
+
+    def __init__(
+        self, address: Address, table: str, wanted: ExportFilter | None, reader: RowReader, redis: Redis
+    ) -> None:
+        found = TABLE_NAME.fullmatch(table)
+        if found is None or found[2] == POSITIONS or max(map(len, table.encode().split(b"."))) > MAX_NAME_BYTES:
+            raise UserError(
+                f"--table: {printable(table)!r:.80} cannot be the name of the table. Give NAME or SCHEMA.NAME, of at "
+                f"most {MAX_NAME_BYTES} bytes each, and not {POSITIONS}."
+            )
+        self._given, self._schema, self._name = table, found[1], found[2]
+        self._address = address
+        self._reader, self._redis = reader, redis
+        self._options = None if wanted is None else {"version": STATE_VERSION, **wanted._asdict()}
+        #: Rows written, and rows removed because their posts were purged.
+        self.written = self.removed = 0
+        self._rows: list[ResultRow] = []
+        self._thread = ThreadPoolExecutor(1, "postgres")
+        self._running: Future[_Written] | None = None
+        self._connect()
+
+    def __str__(self) -> str:
+        return f"table {printable(self._given)} in PostgreSQL at {self._address.name}"
+
+    def _connect(self) -> None:
+        """Connect, lock the table, and read the position from which to continue."""
+        self.begun = time.monotonic()
+        try:
+            self._connection = psycopg.connect(**self._address.options, autocommit=True)
+        except psycopg.Error as error:
+            raise DatabaseUnavailable(
+                f"PostgreSQL at {self._address.name} is unavailable ({_reason(error)}). Check the address, and the "
+                "password in PGPASSWORD or ~/.pgpass."
+            ) from None
+        try:
+            with self._explaining():
+                self._prepare()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _prepare(self) -> None:
+        connection = self._connection
+        if connection.info.parameter_status("server_encoding") != "UTF8":
+            raise UserError(f"The database at {self._address.name} is not encoded in UTF-8. Create one that is.")
+        set_json_dumps(to_jsonb, connection)
+        for setting in SESSION.items():
+            connection.execute("SELECT set_config(%s, %s, false)", setting)
+        schema = self._schema or self._value("SELECT current_schema()")
+        if schema is None:
+            raise UserError(f"The database at {self._address.name} has no current schema. Give --table SCHEMA.NAME.")
+        self._table, self._positions = Identifier(schema, self._name), Identifier(schema, POSITIONS)
+        try:  # the lock is held until the connection ends
+            self._value("SELECT pg_advisory_lock(hashtextextended(%s, 0))", f"feedmill {schema}.{self._name}")
+        except psycopg.errors.LockNotAvailable:
+            raise DatabaseUnavailable(f"Another export is writing to {self}. Wait for it, or stop it.") from None
+        connection.execute("SET lock_timeout TO DEFAULT")
+        with connection.transaction():
+            # Two first exports at once would both create the table of positions.
+            self._value("SELECT pg_advisory_xact_lock(hashtextextended('feedmill', 0))")
+            self._create()
+        columns = SQL(", ").join(definition(name, optional=True) for name in TYPES)
+        connection.execute(SQL("CREATE TEMPORARY TABLE feedmill_staging ({}) ON COMMIT DELETE ROWS").format(columns))
+        self._read_position()
+
+    def _create(self) -> None:
+        """Create the missing tables, and check the columns of an existing one."""
+        positions, name = (each.as_string(self._connection) for each in (self._positions, self._table))
+        if self._options is None and None in (
+            self._value("SELECT to_regclass(%s)", each) for each in (positions, name)
+        ):
+            raise UserError(f"There is no {self}. Give the --table of an earlier export.")
+        if self._value("SELECT to_regclass(%s)", positions) is None:
+            self._connection.execute(
+                SQL(
+                    "CREATE TABLE {} (table_name text PRIMARY KEY, options jsonb NOT NULL, place jsonb NOT NULL, "
+                    "purges text NOT NULL, updated_at timestamptz NOT NULL DEFAULT now())"
+                ).format(self._positions)
+            )
+        if self._value("SELECT to_regclass(%s)", name) is None:
+            parts = [*map(definition, TYPES), SQL("PRIMARY KEY ({})").format(names(KEY))]
+            self._connection.execute(SQL("CREATE TABLE {} ({})").format(self._table, SQL(", ").join(parts)))
+            # The position of a table that was dropped.
+            self._connection.execute(SQL("DELETE FROM {} WHERE table_name = %s").format(self._positions), [self._name])
+        else:
+            rows = self._connection.execute("SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(%s)", [name])
+            if missing := TYPES.keys() - {column for (column,) in rows}:
+                raise UserError(f"{self} has no column {min(missing)}. Give another --table.")
+
+    def _read_position(self) -> None:
+        found = self._connection.execute(
+            SQL("SELECT options, place, purges FROM {} WHERE table_name = %s").format(self._positions), [self._name]
+        ).fetchone()
+        #: True if this run continues an earlier one.
+        self.resumed = found is not None
+        if found is None:
+            if self._options is None:
+                raise UserError(f"{self} is not of an export: it has no row in {POSITIONS}. Give another --table.")
+            self.place, self._purged = Place(id_before(self._options["since"] or 0.0)), newest_purge(self._redis)
+            self._connection.execute(
+                SQL("INSERT INTO {} (table_name, options, place, purges) VALUES (%s, %s, %s, %s)").format(
+                    self._positions
+                ),
+                [self._name, to_jsonb(self._options).decode(), self._stored(self.place), self._purged],
+            )
+            return
+        check_options(str(self), found[0], self._options or {})
+        #: Stream position up to which rows are in the table.
+        self.place, self._purged = Place(**found[1]), found[2]
+
+    @staticmethod
+    def _stored(place: Place) -> str:
+        return json.dumps(place._asdict())
+
+    def _value(self, query: LiteralString, *parameters: object) -> Any:
+        row = self._connection.execute(query, parameters).fetchone()
+        return row and row[0]
+
+    def add(self, rows: Sequence[ResultRow], place: Place) -> None:
+        """Append rows. place: the reader's position after them."""
+        self._rows += rows
+        if len(self._rows) >= BATCH_ROWS:
+            self._write(place)
+
+    def close(self, place: Place) -> None:
+        """Write all rows added so far, and delete the posts that were purged since."""
+        more = True
+        while more:
+            more = self._write(place)
+            self._finish()
+
+    stop = close
+
+    def _write(self, place: Place) -> bool:
+        """Start a transaction, and return whether there may be more purges.
+
+        Purges are read after the rows of this batch, which may be of posts that were purged meanwhile. Rows read later
+        are not of posts that these purges concern.
+        """
+        self._finish()
+        self.begun = time.monotonic()
+        purges = read_purges(self._redis, self._purged)
+        rows, self._rows = self._rows, []
+        if purges.missed:
+            self._start(rows, place, Purges([], self._purged))
+            self.check_posts()
+            rows = []
+        if rows or purges.position != self._purged or place != self.place:
+            self._start(rows, place, purges)
+        return bool(purges.purges)
+
+    def _start(self, rows: Sequence[ResultRow], place: Place, purges: Purges) -> None:
+        self._running = self._thread.submit(self._transact, rows, place, purges)
+
+    def _finish(self) -> None:
+        """Wait for the transaction in progress."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        done = running.result()
+        self.written, self.removed = self.written + done.rows, self.removed + done.removed
+        self.place, self._purged = done.place, done.purges
+
+    def _transact(self, rows: Sequence[ResultRow], place: Place, purges: Purges) -> _Written:
+        with self._explaining(), self._connection.transaction(), self._connection.cursor() as cursor:
+            inserted = self._insert(cursor, rows) if rows else 0
+            removed = self._remove(cursor, purges)
+            cursor.execute(
+                SQL(
+                    "UPDATE {} SET place = %s, purges = %s, updated_at = now() "
+                    "WHERE table_name = %s AND place = %s AND purges = %s"
+                ).format(self._positions),
+                [self._stored(place), purges.position, self._name, self._stored(self.place), self._purged],
+            )
+            if cursor.rowcount == 0:
+                raise UserError(f"Another export has written to {self}. Run only one, then run this command again.")
+        return _Written(inserted, removed, place, purges.position)
+
+    def _insert(self, cursor: Any, rows: Sequence[ResultRow]) -> int:
+        # An INSERT cannot update a row twice. The stream has a result twice if it was classified again, or if Redis
+        # lost its data and the worker repeated its last writes.
+        latest = {(row.post["id"], row.found["fingerprint"]): row for row in rows}
+        with cursor.copy("COPY pg_temp.feedmill_staging FROM STDIN (FORMAT BINARY)") as copy:
+            copy.set_types(list(TYPES.values()))
+            for row in latest.values():
+                copy.write_row(values_of(row))
+        others = SQL(", ").join(SQL("{0} = excluded.{0}").format(Identifier(each)) for each in TYPES if each not in KEY)
+        cursor.execute(
+            SQL("INSERT INTO {} ({}) SELECT {} FROM pg_temp.feedmill_staging ON CONFLICT ({}) DO UPDATE SET {}").format(
+                self._table, names(TYPES), names(TYPES), names(KEY), others
+            )
+        )
+        return int(cursor.rowcount)
+
+    def _remove(self, cursor: Any, purges: Purges) -> int:
+        removed = 0
+        for ids, run, until in purges.purges:
+            which = SQL("id = ANY(%s)") if run is None else SQL("run = %s")
+            statement = SQL("DELETE FROM {} WHERE {} AND stored_at <= %s").format(self._table, which)
+            posts = [*map(as_text, ids)] if run is None else run
+            removed += cursor.execute(statement, [posts, as_time(until / 1000)]).rowcount
+        return removed
+
+    def check_posts(self) -> None:
+        """Compare all posts in the table with the tombstones in Redis, and delete the purged ones."""
+        self._finish()
+        last = ""
+        query = SQL("SELECT DISTINCT id FROM {} WHERE id > %s ORDER BY id LIMIT %s").format(self._table)
+        while True:
+            with self._explaining():
+                ids = [each for (each,) in self._connection.execute(query, [last, CHECKED_ROWS])]
+            if not ids:
+                return
+            if gone := self._reader.gone(ids):
+                delete = SQL("DELETE FROM {} WHERE id = ANY(%s)").format(self._table)
+                with self._explaining():
+                    self.removed += self._connection.execute(delete, [[*gone]]).rowcount
+            last = ids[-1]
+
+    def purge(self) -> None:
+        """Delete all posts and runs that were purged after they were exported."""
+        self.close(self.place)
+        self.check_posts()
+
+    def abandon(self) -> None:
+        """Discard the rows that are not in the table. The reader resumes at `place` and adds them again."""
+        with suppress(UserError):
+            self._finish()
+        self._rows.clear()
+
+    def resume(self) -> Place:
+        """Discard the rows that are not in the table, reconnect if needed, and return the place to read from."""
+        self.abandon()
+        if self._connection.closed:
+            self._connect()  # reads the position: the last transaction may have been committed
+        return self.place
+
+    def disconnect(self) -> None:
+        """Discard the rows that are not in the table, and release its lock."""
+        self.abandon()
+        self._thread.shutdown()
+        self._connection.close()
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Convert psycopg's errors. Its texts do not contain the password; details, which quote rows, are left out."""
+        try:
+            yield
+        except TRANSIENT as error:
+            raise DatabaseUnavailable(
+                f"PostgreSQL at {self._address.name} is unavailable ({_reason(error)})."
+            ) from None
+        except psycopg.Error as error:
+            raise UserError(
+                f"PostgreSQL at {self._address.name} refuses the export ({_reason(error)}). See docs/export.md "
+                "for the privileges and the columns that an export needs."
+            ) from None
+
+
+def _reason(error: psycopg.Error) -> str:
+    return printable(" ".join((error.diag.message_primary or str(error)).split()).removesuffix("."))

@@ -1,0 +1,408 @@
+"""feedmill/export/postgres.py on a real PostgreSQL: each result once, whatever crashes; purges reach the table."""
+
+import re
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from feedmill.export import postgres
+from feedmill.export.postgres import Table, opened
+from feedmill.export.postgres_columns import TYPES
+from feedmill.export.writer import ExportFilter
+from feedmill.reading.entry_ids import seconds_of
+from feedmill.reading.purges import PURGES_PER_READ
+from feedmill.reading.rows import RowReader
+from producers.purge_run import purge_run
+from shared.errors import DatabaseUnavailable, UserError
+from shared.keys import PURGES, RESULTS_STREAM
+from shared.messages import Classification, Post, digest
+from shared.purge import lift_tombstones, purge
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.postgres import PostgresServer, postgres_folder
+from tests.support import PASSWORD, Feedmill, RedisServer, feedmill, last_json, naming, running, wait_until
+
+TABLE = "feedmill_results"
+#: Lets every INSERT fail as on a full disk.
+FULL_DISK = """
+CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql
+AS $$ BEGIN RAISE EXCEPTION 'disk full' USING ERRCODE = 'disk_full'; END $$;
+CREATE TRIGGER full_disk BEFORE INSERT ON feedmill_results FOR EACH STATEMENT EXECUTE FUNCTION fail()
+"""
+DOCUMENTATION = Path(__file__).parent.parent.parent / "docs" / "export.md"
+
+
+@pytest.fixture(scope="module")
+def postgres_server() -> Iterator[PostgresServer]:
+    programs = postgres_folder()
+    if programs is None:
+        pytest.skip("needs PostgreSQL: apt install postgresql")
+    server = PostgresServer(programs)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def database(postgres_server: PostgresServer) -> PostgresServer:
+    """The module's PostgreSQL, emptied."""
+    postgres_server.rows("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    return postgres_server
+
+
+@pytest.fixture
+def store(redis: RedisServer) -> ResultsStore:
+    return ResultsStore(redis.client, Settings())
+
+
+def result(post_id: str, label: str = "food", at: float = 1.0, **fields: Any) -> Result:
+    found = Classification(
+        id=post_id, label=label, scores={label: 0.9, "other": 0.1}, model="m", revision=None, weights="00",
+        fingerprint=digest(post_id, label), classified_at=at, worker="w", device="cpu", queued_seconds=None,
+    )  # fmt: skip
+    return Result(Post(id=post_id, **({"title": f"title of {post_id}"} | fields)), found)
+
+
+def export(
+    redis: RedisServer, database: PostgresServer, wanted: ExportFilter | None = None, table: str = TABLE
+) -> Table:
+    reader = RowReader(redis.client)
+    with opened(database.url, table, wanted or ExportFilter(), reader, redis.client) as target:
+        place = target.place
+        for chunk in reader.chunks(place):
+            place = chunk.place
+            target.add((wanted or ExportFilter()).of(chunk.rows), place)
+        target.close(place)
+    return target
+
+
+def ids(database: PostgresServer, table: str = TABLE) -> list[str]:
+    return [post_id for (post_id,) in database.rows(f"SELECT id FROM {table} ORDER BY id")]  # noqa: S608
+
+
+# Rows.
+
+
+def test_writes_every_column(redis: RedisServer, database: PostgresServer, store: ResultsStore) -> None:
+    """Text with what PostgreSQL cannot store, too."""
+    post: dict[str, Any] = {
+        "title": "nul \0, \\u0000, “quotes”",
+        "score": 2**53,
+        "created_utc": 253_402_300_799,
+        "nsfw": True,
+        "extra": {"a\0": ["\0", {"b": None}], "c": 0.5},
+        "run": "monday",
+    }
+    store.write([result("1", "food\0", **post), result("2", at=1.5)])
+    assert export(redis, database).written == 2
+    full, plain = database.rows("SELECT * FROM feedmill_results ORDER BY id")
+    first, second = dict(zip(TYPES, full, strict=True)), dict(zip(TYPES, plain, strict=True))
+    assert first["title"] == "nul \ufffd, \\u0000, “quotes”"
+    assert first["extra"] == {"a\ufffd": ["\ufffd", {"b": None}], "c": 0.5}
+    assert (first["label"], first["label_score"], first["scores"]) == (
+        "food\ufffd",
+        0.9,
+        {"food\ufffd": 0.9, "other": 0.1},
+    )
+    assert (first["score"], first["nsfw"], first["run"], first["label_set"]) == (
+        2**53,
+        True,
+        "monday",
+        "food\ufffd, other",
+    )
+    assert (second["title"], second["body"], second["url"], second["nsfw"]) == ("title of 2", "", None, False)
+    assert second["classified_at"].timestamp() == 1.5
+    stored_at = database.rows(
+        "SELECT extract(epoch FROM stored_at)::float8, date::text FROM feedmill_results ORDER BY id"
+    )
+    entries: Any = redis.client.xrange(RESULTS_STREAM)
+    assert stored_at[0] == (seconds_of(entries[0][0]), "9999-12-31 23:59:59+00")
+
+
+def test_documented_tables_and_queries_work(redis: RedisServer, database: PostgresServer, store: ResultsStore) -> None:
+    def columns() -> list[tuple[Any, ...]]:
+        return database.rows(
+            "SELECT table_name, column_name, data_type, is_nullable, column_default FROM information_schema.columns "
+            "WHERE table_schema = 'public' ORDER BY table_name, ordinal_position"
+        )
+
+    store.write([result("1")])
+    export(redis, database)
+    created = columns()
+    database.rows("DROP TABLE feedmill_results, feedmill_exports")
+    tables, queries = re.findall(r"```sql\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+    database.rows(tables)
+    assert columns() == created
+    export(redis, database)
+    for query in queries.split(";"):
+        database.rows(query)
+    assert ids(database) == ["1"]
+
+
+def test_continues_where_the_last_export_stopped(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("feedmill.reading.rows.FETCH_BYTES", 1)
+    monkeypatch.setattr(postgres, "BATCH_ROWS", 60)
+    wanted = [f"{number:03}" for number in range(180)]
+    store.write([result(post_id) for post_id in wanted[:130]])
+    assert not export(redis, database).resumed
+    store.write([result(post_id) for post_id in wanted[130:]])
+    found = export(redis, database)
+    assert (found.resumed, found.written, ids(database)) == (True, 50, wanted)
+
+
+def test_result_that_is_stored_again_replaces_its_row(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore
+) -> None:
+    store.write([result("1", at=1.0)])
+    redis.client.delete("feedmill:stored:0", *redis.client.keys("feedmill:stored*"))  # as after their time to live
+    store.write([result("1", at=2.0)])
+    for at in (2.0, 3.0):  # within a transaction, then in another one
+        redis.client.delete(*redis.client.keys("feedmill:stored*"))
+        store.write([result("1", at=at)])
+        export(redis, database)
+        assert database.rows("SELECT extract(epoch FROM classified_at)::float8 FROM feedmill_results") == [(at,)]
+
+
+def test_exports_selections_to_several_tables(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore
+) -> None:
+    store.write([result("1"), result("2", "books"), result("3", run="monday")])
+    database.rows("CREATE SCHEMA other")
+    export(redis, database, ExportFilter(label="books"), "other.books")
+    export(redis, database, ExportFilter(run="monday"), "Monday's posts")
+    assert (ids(database, "other.books"), ids(database, '"Monday\'s posts"')) == (["2"], ["3"])
+    with pytest.raises(UserError, match=naming("books", "--label")):
+        export(redis, database, ExportFilter(label="food"), "other.books")
+
+
+def test_dropped_table_is_exported_from_the_beginning(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore
+) -> None:
+    store.write([result("1")])
+    export(redis, database)
+    database.rows("DROP TABLE feedmill_results")
+    assert not export(redis, database).resumed
+    assert ids(database) == ["1"]
+
+
+# Purges.
+
+
+def test_purged_posts_leave_the_table(redis: RedisServer, database: PostgresServer, store: ResultsStore) -> None:
+    store.write([result("1"), result("2"), result("2", "books")])
+    export(redis, database)
+    for number in range(PURGES_PER_READ):
+        purge(redis.client, Settings(), [f"unknown {number}"])
+    purge(redis.client, Settings(), ["2", "unknown"])
+    assert export(redis, database).removed == 2
+    lift_tombstones(redis.client, ["2"])
+    store.write([result("2")])
+    assert (export(redis, database).removed, ids(database)) == (0, ["1", "2"])
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_post_purged_after_it_was_read_leaves_the_table(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore, missed: bool
+) -> None:
+    """missed: the log lacks the purge by then."""
+    store.write([result("1"), result("2")])
+    purge(redis.client, Settings(), ["0"])
+    reader = RowReader(redis.client)
+    with opened(database.url, TABLE, ExportFilter(), reader, redis.client) as target:
+        chunk = reader.fetch(target.place)
+        purge(redis.client, Settings(), ["1"])
+        if missed:
+            redis.client.xtrim(PURGES, 0)
+        target.add(chunk.rows, chunk.place)
+        target.close(chunk.place)
+        assert ids(database) == ["2"]
+        purge(redis.client, Settings(), ["2"])
+        target.close(chunk.place)
+    assert (ids(database), target.removed) == ([], 2)
+
+
+def test_purged_runs_leave_the_table(redis: RedisServer, database: PostgresServer, store: ResultsStore) -> None:
+    settings = Settings.model_validate({"redis_url": redis.url})
+    store.write([result("1", run="monday"), result("1", "books", run="tuesday"), result("2", run="monday")])
+    export(redis, database)
+    purge_run(redis.client, settings, "monday")
+    purged: Any = redis.client.time()
+    wait_until(lambda: redis.client.time() > (purged[0], purged[1] + 1000), "a millisecond has passed")
+    store.write([result("1", run="monday")])  # the file is sent again
+    assert (export(redis, database).removed, ids(database)) == (1, ["1", "1"])
+
+
+def test_removes_purged_posts_without_exporting(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore
+) -> None:
+    def remove() -> int:
+        with opened(database.url, TABLE, None, RowReader(redis.client), redis.client) as target:
+            target.purge()
+        return target.removed
+
+    with pytest.raises(UserError, match=TABLE):
+        remove()
+    store.write([result(str(number)) for number in range(4)])
+    export(redis, database, ExportFilter(label="food"))
+    purge(redis.client, Settings(), ["1", "3"])
+    redis.client.delete(PURGES)
+    store.write([result("5")])
+    assert (remove(), ids(database)) == (2, ["0", "2"])
+
+
+# Mistakes.
+
+
+def test_second_export_to_a_table_is_refused(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(postgres.SESSION, "lock_timeout", "50ms")
+    store.write([result("1")])
+    reader = RowReader(redis.client)
+    with opened(database.url, TABLE, ExportFilter(), reader, redis.client) as target:
+        with pytest.raises(DatabaseUnavailable, match=TABLE):
+            export(redis, database)
+        export(redis, database, table="another")
+        # As if a pooler in transaction mode had let a second one in.
+        database.rows("UPDATE feedmill_exports SET place = '{}' WHERE table_name = %s", TABLE)
+        chunk = reader.fetch(target.place)
+        target.add(chunk.rows, chunk.place)
+        with pytest.raises(UserError, match=TABLE):
+            target.close(chunk.place)
+    assert (ids(database), ids(database, "another")) == ([], ["1"])
+
+
+def test_table_of_another_kind_is_refused(redis: RedisServer, database: PostgresServer) -> None:
+    database.rows("CREATE TABLE feedmill_results (id text)")
+    with pytest.raises(UserError, match=naming(TABLE, "body")):
+        export(redis, database)
+
+
+@pytest.mark.parametrize("name", ["", "a.b.c", "feedmill_exports", "é" * 32, 'a"b'])
+def test_name_of_a_table_is_checked(redis: RedisServer, name: str) -> None:
+    with (
+        pytest.raises(UserError, match="--table"),
+        opened("postgresql://nowhere.invalid/db", name, ExportFilter(), RowReader(redis.client), redis.client),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "address", ["user:sec/ret@host/db", "user:sec@ret@host/db", "user:sec?ret@host/db", "user:sec#ret@host/db",
+                "user:secret@host:port/db", "user:secret@host/db?secret=1", "user:secret@[host/db"]
+)  # fmt: skip
+def test_malformed_address_is_not_quoted(address: str) -> None:
+    with pytest.raises(UserError) as error:
+        postgres.Address.parse(f"postgresql://{address}")
+    assert not {"sec", "ret"} & {*str(error.value).split("'")}
+    assert "secret" not in str(error.value)
+    assert "host/db" not in str(error.value)
+
+
+def test_mistakes_do_not_show_the_password(redis: RedisServer, database: PostgresServer, tmp_path: Path) -> None:
+    for url, said in (
+        (database.url.replace(PASSWORD, "wrong-password"), "authentication failed"),
+        (database.url.replace(f":{database.port}/", ":1/"), "refused"),
+        (database.url + "x", '"postgresx"'),
+    ):
+        found = feedmill("export", url, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+        assert (found.returncode, found.stdout, len(found.stderr.splitlines())) == (2, "", 1), found.stderr
+        assert said in found.stderr
+        assert PASSWORD not in found.stderr
+        assert "wrong-password" not in found.stderr
+
+
+# The command.
+
+
+def test_follows_through_faults(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore, tmp_path: Path
+) -> None:
+    """Lost connections, a full disk, a crash of PostgreSQL and a purge; SIGTERM ends it."""
+    command = ("export", "--follow", database.url)
+    store.write([result("1"), result("2")])
+    with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:
+        _wait_for(database, "1", "2")
+        database.rows(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'feedmill export'"
+        )
+        store.write([result("3")])
+        _wait_for(database, "1", "2", "3")
+        redis.client.client_kill_filter(_type="normal", skipme=True)
+        purge(redis.client, Settings(), ["2"])
+        _wait_for(database, "1", "3")
+        database.rows(FULL_DISK)
+        store.write([result("4")])
+        wait_until(lambda: "disk full" in following.text(), "the export has noticed the full disk")
+        database.rows("DROP TRIGGER full_disk ON feedmill_results")
+        _wait_for(database, "1", "3", "4")
+        faults = following.text().count("retrying")
+        database.kill()
+        store.write([result("5")])
+        wait_until(lambda: following.text().count("retrying") > faults, "the export has noticed the crash")
+        database.start()
+        _wait_for(database, "1", "3", "4", "5")
+        assert following.end(signal.SIGTERM) == 0
+    assert PASSWORD not in following.text()
+    store.write([result("6")])
+    said = feedmill("export", database.url, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert last_json(said.stdout) == {"rows": 1, "removed": 0, "complete": True, "missed": 0}
+    said = feedmill("export", database.url, "--purge", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert last_json(said.stdout) == {"removed": 0}
+
+
+def _wait_for(database: PostgresServer, *wanted: str) -> None:
+    def arrived() -> bool:
+        try:
+            return ids(database) == [*wanted]
+        except psycopg.errors.UndefinedTable:
+            return False
+
+    wait_until(arrived, f"the table has {wanted}")
+
+
+def test_reports_missed_results(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore, tmp_path: Path
+) -> None:
+    store.write([result("1")])
+    export(redis, database)
+    small = ResultsStore(redis.client, Settings.model_validate({"results_stream_length": 100}))
+    for start in range(0, 900, 90):
+        small.write([result(f"new {number}") for number in range(start, start + 90)])
+    said = feedmill("export", database.url, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    found = last_json(said.stdout)
+    assert (said.returncode, found["rows"] + found["missed"]) == (1, 900)
+
+
+def test_kill_at_any_time_leaves_each_result_once(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore, tmp_path: Path
+) -> None:
+    wanted = {f"p{number}" for number in range(6_000)}
+    posts = [result(post_id, score=len(post_id)) for post_id in wanted]
+    for start in range(0, len(posts), 500):
+        store.write(posts[start : start + 500])
+    for rows in (1, 2_000, 4_000):
+        with running("export", "--follow", database.url, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
+            wait_until(partial(_has_rows, database, process, rows), f"{rows} rows are in the table")
+            process.end(signal.SIGKILL)
+    said = feedmill("export", database.url, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 0, said.stderr
+    assert len(ids(database)) == len(wanted)
+    assert set(ids(database)) == wanted
+    assert database.rows(
+        "SELECT count(*) FROM feedmill_results WHERE score <> length(id) OR title <> 'title of ' || id"
+    ) == [(0,)]
+
+
+def _has_rows(database: PostgresServer, process: Feedmill, rows: int) -> bool:
+    assert process.process.poll() is None, process.text()
+    try:
+        return len(ids(database)) >= rows
+    except psycopg.errors.UndefinedTable:
+        return False

@@ -1,0 +1,157 @@
+"""workers/training/active.py: picking posts, and heads of few answers and many posts."""
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from workers.training.active import (
+    FIRST,
+    FIRST_PER_LABEL,
+    PRIOR_POSTS,
+    RANDOM,
+    RANDOM_EVERY,
+    ROUND_POSTS,
+    UNCERTAIN,
+    Answer,
+    Pick,
+    Pool,
+    Session,
+)
+
+LABELS, DIMENSIONS, POSTS = 4, 24, 200
+#: The true label of each post.
+TRUTH = [place % LABELS for place in range(POSTS)]
+FIRST_ROUND = FIRST_PER_LABEL * LABELS
+
+
+def pool(blur: float = 0.35, prior_blur: float = 0.3) -> Pool:
+    """Return posts around a centre for each label, with label sentences near the centres."""
+    source = torch.Generator().manual_seed(3)
+    centres = torch.randn(LABELS, DIMENSIONS, generator=source)
+    posts = centres[TRUTH] + blur * DIMENSIONS**0.5 * torch.randn(POSTS, DIMENSIONS, generator=source)
+    sentences = centres + prior_blur * DIMENSIONS**0.5 * torch.randn(LABELS, DIMENSIONS, generator=source)
+    return Pool(normalize(posts, dim=1), normalize(sentences, dim=1))
+
+
+def answer(place: int, why: str = RANDOM) -> Answer:
+    return Answer(Pick(place, why), TRUTH[place])
+
+
+def accuracy(posts: Pool, answers: list[Answer]) -> float:
+    found = posts.predict(answers, range(POSTS))
+    return sum(best == truth for best, truth in zip(found, TRUTH, strict=True)) / POSTS
+
+
+def label(session: Session, count: int) -> list[Pick]:
+    picks = []
+    for _ in range(count):
+        pick = session.next()
+        assert pick is not None
+        picks.append(pick)
+        session.answer(TRUTH[pick.place])
+    return picks
+
+
+def test_answers_improve_the_head() -> None:
+    posts = pool(prior_blur=3.0)
+    none, some = accuracy(posts, []), accuracy(posts, [answer(place) for place in range(10 * LABELS)])
+    assert some > none + 0.1
+
+
+def test_the_head_is_a_linear_layer_on_embeddings() -> None:
+    vectors = normalize(torch.randn(60, 8, generator=torch.Generator().manual_seed(3)), dim=1)
+    posts = Pool(vectors, vectors[:3])
+    answers = [Answer(Pick(place, RANDOM), place % 3) for place in range(20)]
+    weight, bias = posts.head(answers)
+    assert (vectors @ weight.T + bias).argmax(1).tolist() == posts.predict(answers, range(60))
+
+
+def test_a_skipped_post_counts_as_one_without_a_label() -> None:
+    posts = pool()
+    answers = [answer(0), answer(1)]
+    skipped = [*answers, Answer(Pick(2, RANDOM), None)]
+    for one, other in zip(posts.head(answers), posts.head(skipped), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_first_picks_are_a_random_sample() -> None:
+    posts = pool(blur=0.1)
+    one, other = (posts.pick([], FIRST_ROUND, seed) for seed in (7, 8))
+    assert {TRUTH[pick.place] for pick in one if pick.why == FIRST} == set(range(LABELS))
+    assert {pick.place for pick in one} != {pick.place for pick in other}
+
+
+def test_every_fifth_pick_is_random_and_none_repeats() -> None:
+    session = Session(pool(), LABELS, seed=7)
+    picks = label(session, FIRST_ROUND + 2 * ROUND_POSTS)
+    assert len({pick.place for pick in picks}) == len(picks)
+    assert all((pick.why == RANDOM) == (number % RANDOM_EVERY == RANDOM_EVERY - 1)
+               for number, pick in enumerate(picks[:RANDOM_EVERY * 2]))  # fmt: skip
+    assert {pick.why for pick in picks[FIRST_ROUND:]} == {UNCERTAIN, RANDOM}
+
+
+def test_later_picks_are_uncertain() -> None:
+    """A post between two labels is picked before those that are clearly of one."""
+    ends = normalize(torch.eye(2, 8) + 0.01 * torch.randn(80, 2, 8, generator=torch.Generator().manual_seed(3)), dim=2)
+    between = normalize(torch.ones(2, 8) * torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0]), dim=1)
+    posts = Pool(torch.cat([ends.flatten(0, 1), between]), torch.eye(2, 8))
+    answers = [Answer(Pick(place, RANDOM), place % 2) for place in range(20)]
+    (pick,) = posts.pick(answers, 1, seed=7)
+    assert pick.place >= 160
+
+
+def test_all_posts_are_picked_in_the_end() -> None:
+    session = Session(pool(), LABELS, seed=7)
+    assert {pick.place for pick in label(session, POSTS)} == set(range(POSTS))
+    assert session.next() is None
+
+
+def test_undo_shows_the_last_post_again() -> None:
+    session = Session(pool(), LABELS, seed=7)
+    assert not session.undo()
+    first, second = label(session, 2)
+    session.next()
+    assert session.undo()
+    assert session.next() == second
+    assert session.undo()
+    assert session.next() == first
+    assert session.labelled == 0
+
+
+def test_resuming_picks_the_same_posts() -> None:
+    """In the first round, in which each pick depends on the others, and at the start of a later one."""
+    for count in (FIRST_ROUND - 4, FIRST_ROUND + ROUND_POSTS):
+        session = Session(pool(), LABELS, seed=7)
+        label(session, count)
+        resumed = Session(pool(), LABELS, 7, session.answers)
+        assert label(resumed, 4) == label(session, 4)
+
+
+def test_accuracy_is_that_of_random_posts_that_the_head_has_not_seen() -> None:
+    session = Session(pool(), LABELS, seed=7)
+    for number in range(2 * ROUND_POSTS):
+        pick = session.next()
+        assert pick is not None
+        session.answer(TRUTH[pick.place])
+        found = session.measure()
+        assert (found is None) == ((number + 1) % ROUND_POSTS != 0)
+    assert [labelled for labelled, _ in session.curve] == [ROUND_POSTS, 2 * ROUND_POSTS]
+    assert all(pick.why == RANDOM for pick, _ in session.held_back)
+    # Wrong answers to the posts held back change the measurement, and not the head that is measured.
+    wrong = [
+        each._replace(label=(each.label or 0) ^ 1) if each.pick.why == RANDOM else each for each in session.answers
+    ]
+    other = Session(pool(), LABELS, 7, wrong)
+    assert other.measure() == pytest.approx(0.0, abs=1 - session.curve[-1][1])
+    session.undo()
+    assert [labelled for labelled, _ in session.curve] == [ROUND_POSTS]
+
+
+def test_labels_sentences_count_as_some_posts() -> None:
+    """With few answers the sentences decide, with many the answers do: here, all answers contradict them."""
+    vectors = normalize(torch.eye(2, 8).repeat(200, 1) + torch.randn(400, 8) * 0.05, dim=1)
+    posts = Pool(vectors, torch.eye(2, 8))
+    few = [Answer(Pick(place, RANDOM), 1 - place % 2) for place in range(2)]
+    many = [Answer(Pick(place, RANDOM), 1 - place % 2) for place in range(round(60 * PRIOR_POSTS))]
+    assert posts.predict(few, [398, 399]) == [0, 1]
+    assert posts.predict(many, [398, 399]) == [1, 0]

@@ -1,0 +1,252 @@
+"""workers/models/classifiers/gliclass.py: scores equal those of the package gliclass on equal weights."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gliclass import GLiClassModel, ZeroShotClassificationPipeline
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from shared.errors import ModelError, RequestRefused, SettingsError
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from tests.fakes.models import make_gliclass
+from tests.support import naming
+from tests.unit.test_nli import LABELS, TEXTS, fp
+from workers.models.classifiers import Row
+from workers.models.classifiers.gliclass import Gliclass
+from workers.models.classifiers.gliclass_head import POOLINGS, SCORERS
+from workers.models.classifiers.registry import classifier_kind, load_classifier
+from workers.models.engines.network import GLICLASS_ENCODERS
+from workers.models.weights import locate
+from workers.training.model import make_model as make_trainable
+
+ENCODERS = tuple(GLICLASS_ENCODERS)
+
+#: Heads of published checkpoints, and every other scorer, pooling and order.
+HEADS: dict[str, dict[str, Any]] = {
+    "edge-v3.0": {"scorer_type": "mlp"},
+    "modern-base-v3.0": {"scorer_type": "simple", "normalize_features": True},
+    "instruct-edge-v1.0": {"scorer_type": "mlp", "class_token_pooling": "average", "use_segment_embeddings": True},
+    "multilang-edge": {
+        "scorer_type": "cross-attn", "pooling_strategy": "pass", "class_token_pooling": "average",
+        "extract_text_features": True,
+    },
+    "text first": {"scorer_type": "weighted-dot", "prompt_first": False, "use_segment_embeddings": True},
+    "text first, averages": {
+        "scorer_type": "hopfield", "prompt_first": False, "class_token_pooling": "average", "embed_class_token": False,
+    },
+    "last": {"pooling_strategy": "last", "embed_class_token": False},
+    "max": {"pooling_strategy": "max"},
+    "max of text": {"pooling_strategy": "max", "extract_text_features": True},
+    **{f"{name} of text": {"pooling_strategy": name, "extract_text_features": True} for name in ("first", *POOLINGS)},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint on either base with one of the heads."""
+    encoder = ENCODERS[list(HEADS).index(request.param) % len(ENCODERS)]
+    return make_gliclass(tmp_path_factory.mktemp("head"), encoder, **HEADS[request.param])
+
+
+@pytest.fixture(scope="module", params=ENCODERS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gliclass(tmp_path_factory.mktemp(request.param), request.param, scorer_type="mlp")
+
+
+def loaded(folder: Path, **settings: Any) -> Gliclass:
+    return Gliclass(locate(str(folder)), fp(), Settings(**settings))
+
+
+def ours(classifier: Gliclass, texts: Sequence[str], **options: Any) -> torch.Tensor:
+    """Return the scores of all texts from one padded micro-batch: [texts, labels]."""
+    label_set = classifier.label_set(ClassifyOptions.parse(options))
+    rows = [row for (row,) in classifier.prepare(texts, label_set)]
+    found = classifier.finish(rows, classifier.forward(rows))
+    return torch.tensor([list(scores.values()) for _, scores in found])
+
+
+def theirs(folder: Path, texts: Sequence[str], labels: Sequence[str], multi_label: bool = False) -> torch.Tensor:
+    """Return the package's scores, computed row by row: [texts, labels]."""
+    pipe = ZeroShotClassificationPipeline(
+        GLiClassModel.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+        max_length=128,
+        classification_type="multi-label" if multi_label else "single-label",
+        device="cpu",
+        progress_bar=False,
+    )
+    found = pipe(list(texts), list(labels), batch_size=1, return_hierarchical=True)
+    return torch.tensor([list(scores.values()) for scores in found])
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_scores_match(head: Path, multi_label: bool) -> None:
+    texts = [text for text in TEXTS if len(text) < 200] + ["bread"]  # the package truncates labels after a long text
+    expected = theirs(head, texts, LABELS, multi_label)
+    found = ours(loaded(head), texts, labels=LABELS, multi_label=multi_label)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert expected.std(dim=0).max() > 1e-3, "scores differ enough to compare"
+
+
+def test_heads_cover_all_scorers_and_poolings() -> None:
+    """Of the test above."""
+    assert {each.get("scorer_type", "simple") for each in HEADS.values()} == set(SCORERS)
+    assert {each.get("pooling_strategy", "first") for each in HEADS.values()} >= {"first", "last", "max", *POOLINGS}
+
+
+def test_long_posts_are_truncated_as_by_the_package(folder: Path) -> None:
+    texts = [*TEXTS, "I baked bread " + "and bread " * 4_000]
+    expected = theirs(folder, texts, LABELS, multi_label=True)
+    assert torch.allclose(
+        ours(loaded(folder, max_tokens=512), texts, labels=LABELS, multi_label=True), expected, atol=1e-5
+    )
+
+
+def test_only_label_is_scored_by_itself(folder: Path) -> None:
+    expected = theirs(folder, TEXTS[:1], ["sports"], multi_label=True)
+    assert torch.allclose(ours(loaded(folder), TEXTS[:1], labels=["sports"]), expected, atol=1e-5)
+
+
+def test_a_post_is_one_row_whatever_the_number_of_labels(folder: Path) -> None:
+    classifier = loaded(folder)
+    for labels in (["a"], LABELS, list("abcdefghijklmnop")):
+        label_set = classifier.label_set(ClassifyOptions.parse({"labels": labels}))
+        assert label_set.rows == len(classifier.prepare(["A post."], label_set)[0]) == 1
+
+
+@pytest.mark.parametrize("scorer", ["hopfield", "mlp"])
+def test_label_sets_share_a_micro_batch(tmp_path: Path, scorer: str) -> None:
+    classifier = loaded(make_gliclass(tmp_path, scorer_type=scorer, class_token_pooling="average"))
+    sets: list[dict[str, Any]] = [{"labels": LABELS}, {"labels": ["food", "sports"], "multi_label": True}]
+    rows: list[Row] = []
+    for options in sets:
+        prepared = classifier.prepare(TEXTS[:2], classifier.label_set(ClassifyOptions.parse(options)))
+        rows += [row for (row,) in prepared]
+    found = [list(scores.values()) for _, scores in classifier.finish(rows, classifier.forward(rows))]
+    alone = [scores for options in sets for scores in ours(classifier, TEXTS[:2], **options).tolist()]
+    for mixed, single in zip(found, alone, strict=True):
+        assert mixed == pytest.approx(single, abs=1e-5)
+
+
+@pytest.mark.parametrize("prompt_first", [True, False])
+def test_markers_in_a_post_do_not_change_which_label_a_score_belongs_to(tmp_path: Path, prompt_first: bool) -> None:
+    classifier = loaded(make_gliclass(tmp_path, prompt_first=prompt_first))
+    label_set = classifier.label_set(ClassifyOptions.parse({"labels": LABELS}))
+    (row,) = classifier.prepare(["<<LABEL>>food<<SEP>> <<LABEL>>"], label_set)[0]
+    spans = classifier._spans([row])
+    label, separator = classifier._markers
+    assert [row.tokens.ids[place] for place in spans.labels[0].tolist()] == [label] * len(LABELS) + [separator]
+
+
+def test_limit_of_tokens_is_the_posts(folder: Path) -> None:
+    """Labels do not take from FEEDMILL_MAX_TOKENS."""
+    classifier = loaded(folder, max_tokens=12)
+    lengths = set()
+    for labels in (LABELS, LABELS[:1]):
+        label_set = classifier.label_set(ClassifyOptions.parse({"labels": labels}))
+        (row,) = classifier.prepare(["x " * 100], label_set)[0]
+        lengths.add(row.length - len(label_set.prepared.ids))
+    assert lengths == {12}
+
+
+def test_refuses_labels_that_do_not_fit_and_names_the_number_that_does(folder: Path) -> None:
+    classifier = loaded(folder)
+    labels = [f"{letter}{other} sports" for letter in "abcdefgh" for other in "abcdefgh"]
+    with pytest.raises(RequestRefused, match=naming("labels", 64, 128)) as refused:
+        classifier.label_set(ClassifyOptions.parse({"labels": labels}))
+    fitting = int(str(refused.value).split()[1])
+    assert 0 < fitting < 64
+    classifier.label_set(ClassifyOptions.parse({"labels": labels[:fitting]}))
+    with pytest.raises(RequestRefused, match=naming(fitting)):
+        classifier.label_set(ClassifyOptions.parse({"labels": labels[: fitting + 1]}))
+
+
+@pytest.mark.parametrize("labels", [["a", "b<<LABEL>>c"], ["a<<SEP>>", "b"], {"a": ["b", "c"], "d": "e"}])
+def test_refuses_labels_that_are_not_one_text_each(folder: Path, labels: Any) -> None:
+    with pytest.raises(RequestRefused, match=r"^labels: a label "):
+        loaded(folder).label_set(ClassifyOptions.parse({"labels": labels}))
+
+
+def test_template_replaces_each_label(folder: Path) -> None:
+    expected = theirs(folder, TEXTS[:1], [f"about {label}" for label in LABELS])
+    found = ours(loaded(folder, template="about {}"), TEXTS[:1], labels=LABELS)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_detects_and_loads_a_checkpoint(folder: Path) -> None:
+    assert classifier_kind(locate(str(folder))) == "gliclass"
+    assert load_classifier(Settings(model=str(folder)), fp()).kind == "gliclass"
+    assert load_classifier(Settings(model=str(folder)), fp(torch.bfloat16)).kind == "gliclass"
+
+
+def change(folder: Path, **config: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"architecture_type": "bi-encoder"}, ["architecture_type", "bi-encoder", "uni-encoder"]),
+        ({"architecture_type": "encoder-decoder"}, ["architecture_type", "encoder-decoder", "uni-encoder"]),
+        ({"scorer_type": "decoder-kv"}, ["scorer_type", "decoder-kv", *SCORERS]),
+        ({"pooling_strategy": "middle"}, ["pooling_strategy", "middle", "first"]),
+        ({"pooling_strategy": "pass"}, ["pooling_strategy", "pass", "scorer_type"]),
+        ({"use_lstm": True}, ["use_lstm", "True"]),
+        ({"use_calibrator": True}, ["use_calibrator", "True"]),
+        ({"encoder_config": {"model_type": "bert", "vocab_size": 9}}, ["bert", *ENCODERS]),
+        ({"scorer_type": "mlp"}, ["scorer"]),
+        ({"hidden_size": 16}, ["config.json", "text_projector"]),
+        ({"class_token_index": 5}, ["<<LABEL>>", 5]),
+    ],
+)
+def test_rejects_models_whose_scores_would_be_wrong(tmp_path: Path, config: dict[str, Any], words: list[Any]) -> None:
+    folder = make_gliclass(tmp_path)
+    change(folder, **config)
+    with pytest.raises(ModelError, match=naming(folder, *words)):
+        load_classifier(Settings(model=str(folder)), fp())
+
+
+def test_everything_that_changes_scores_is_part_of_the_recipe(tmp_path: Path) -> None:
+    folder = make_gliclass(tmp_path)
+    recipes = {loaded(folder, max_tokens=100).label_set(ClassifyOptions()).recipe}
+    changes: list[dict[str, Any]] = [{}, {"prompt_first": False}, {"embed_class_token": False}]
+    changes += [{"class_token_pooling": "average"}, {"extract_text_features": True}, {"pooling_strategy": "avg"}]
+    for changed in changes:
+        change(folder, **changed)
+        recipes.add(loaded(folder).label_set(ClassifyOptions()).recipe)
+    assert len(recipes) == 1 + len(changes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.text_projector.linear_1.weight",
+        "model.segment_embeddings.weight",
+        "model.encoder_model.encoder.layer.1.output.dense.weight",
+    ],
+)
+def test_rejects_missing_weights(tmp_path: Path, name: str) -> None:
+    folder = make_gliclass(tmp_path, use_segment_embeddings=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=naming(folder, name.removeprefix("model.").removeprefix("encoder_model."))):
+        load_classifier(Settings(model=str(folder)), fp())
+
+
+def test_is_no_base_for_training(folder: Path) -> None:
+    with pytest.raises(ModelError, match=naming(folder, "GLiClass", "base")):
+        make_trainable(locate(str(folder)), ["a", "b"], 0)
+
+
+def test_rejects_an_engine_without_hidden_states(folder: Path) -> None:
+    with pytest.raises(SettingsError, match="FEEDMILL_ENGINE=torch"):
+        loaded(folder, engine="onnx")

@@ -1,0 +1,242 @@
+"""Training and serving a head on frozen embeddings: `feedmill train --head`."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from typer.testing import CliRunner
+
+from feedmill.cli.main import app
+from shared import logs
+from shared.errors import ModelError, RequestRefused, SettingsError, UserError
+from shared.messages import ClassifyOptions, Post
+from shared.model_routing import RequestedModel
+from shared.settings import Settings
+from shared.training import TrainOptions
+from tests.fakes.models import make_model, make_sentence_model
+from tests.support import naming
+from workers.models import hub
+from workers.models.classifiers import Classifier
+from workers.models.classifiers.head import read_head, write_head
+from workers.models.classifiers.registry import classifier_kind, load_classifier
+from workers.models.device import Device
+from workers.models.weights import HEAD_FILE, locate
+from workers.runtime.hot_swap import load_wanted
+from workers.training.examples import Dataset, Example
+from workers.training.head import PENALTIES, TrainedHead, fit, save, train_head
+
+FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
+LABELS = ("food", "sports")
+WORDS = {"food": "bread crust sourdough baked", "sports": "match keeper penalty draw"}
+TEXTS = ["bread the bread", "match the match", "baked bread " * 60, "🙃"]
+
+
+def examples(count: int) -> list[Example]:
+    found = []
+    for number in range(count):
+        label = LABELS[number % 2]
+        words = WORDS[label].split()
+        found.append(
+            Example(Post(id=f"p{number}", title=f"{words[number % 4]} the {words[number % 3]} {number}"), label)
+        )
+    return found
+
+
+def trained(base: Path, settings: Settings | None = None, **options: Any) -> TrainedHead:
+    dataset = Dataset(LABELS, examples(40), [], [], {})
+    parsed = TrainOptions.parse({"from": "x", "out": "y", "base": str(base), "head": True, "max_tokens": 16} | options)
+    return train_head(dataset, parsed, settings or Settings(device="cpu", dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_sentence_model(tmp_path_factory.mktemp("base"))
+    prompts = {"prompts": {"topic": "climate: "}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    settings = Settings(device="cpu", dtype="float32", post_prompt="topic", truncate_dim=24)
+    save(trained(base, settings).model, folder, settings)
+    return folder
+
+
+def scores(classifier: Classifier, texts: list[str]) -> torch.Tensor:
+    """Return the scores: [texts, labels]."""
+    rows = [row for rows in classifier.prepare(texts, classifier.label_set(ClassifyOptions())) for row in rows]
+    found = [scores for _, scores in classifier.finish(rows, classifier.forward(rows))]
+    return torch.tensor([[each[label] for label in LABELS] for each in found])
+
+
+def test_scores_equal_those_of_the_saved_model_in_sentence_transformers(model: Path) -> None:
+    """The folder holds all that determines the embeddings: the token limit, the prompt and the dimensions."""
+    classifier = load_classifier(Settings(model=str(model)), FP32)
+    assert classifier.kind == "head"
+    labels, weight, bias = read_head(locate(str(model)))
+    assert (labels, [*weight.shape]) == (LABELS, [2, 24])
+    assert (model / HEAD_FILE).stat().st_mode == (model / "config.json").stat().st_mode, "other users serve models"
+    features = torch.tensor(SentenceTransformer(str(model), device="cpu").encode(TEXTS, normalize_embeddings=True))
+    expected = (features @ weight.T + bias).softmax(-1)
+    assert torch.allclose(scores(classifier, TEXTS), expected, atol=1e-5)
+    assert float(expected[:, 0].max() - expected[:, 0].min()) > 0.01, "scores differ enough to compare"
+
+
+def test_learns_the_examples(model: Path) -> None:
+    found = scores(load_classifier(Settings(model=str(model)), FP32), [each.post.text for each in examples(40)])
+    right = sum(LABELS[int(best)] == each.label for best, each in zip(found.argmax(1), examples(40), strict=True))
+    assert right >= 38
+
+
+def test_same_seed_gives_the_same_head(base: Path) -> None:
+    one, other = trained(base), trained(base)
+    assert torch.equal(one.model.weight, other.model.weight)
+    assert torch.equal(one.model.bias, other.model.bias)
+
+
+def test_serves_only_its_labels(model: Path) -> None:
+    classifier = load_classifier(Settings(model=str(model), labels="sports,food"), FP32)
+    assert classifier.label_set(ClassifyOptions.parse({"labels": ["sports", "food"]})).labels == LABELS
+    for options in ({"labels": ["a", "b"]}, {"template": "About {}"}, {"multi_label": True}):
+        with pytest.raises(RequestRefused, match=next(iter(options))):
+            classifier.label_set(ClassifyOptions.parse(options))
+    for name, value in (("labels", "a,b"), ("template", "About {}."), ("post_prompt", "topic"), ("truncate_dim", 8)):
+        settings = Settings.model_validate({"model": str(model), name: value})
+        with pytest.raises(SettingsError, match=f"FEEDMILL_{name.upper()}"):
+            load_classifier(settings, FP32)
+
+
+def test_a_deployment_loads_the_head(model: Path) -> None:
+    asked = RequestedModel(str(model), locate(str(model)).sha256, 0.0)
+    assert load_wanted(asked, Settings(), FP32).kind == "head"
+
+
+def test_another_head_is_another_model(model: Path, tmp_path: Path) -> None:
+    """Results, deployments and token budgets tell models apart by the digest of their weights."""
+    other = tmp_path / "other"
+    settings = Settings(device="cpu", dtype="float32")
+    other.mkdir()
+    save(trained(model, settings).model, other, settings)  # a model with a head can be the base of another
+    assert classifier_kind(locate(str(other))) == "head"
+    labels, weight, bias = read_head(locate(str(other)))
+    before = locate(str(other)).sha256
+    write_head(other / HEAD_FILE, labels, weight, bias + 1)
+    assert locate(str(other)).sha256 != before
+
+
+def test_fit_chooses_penalty_and_scale_by_cross_validation() -> None:
+    """Scores are low where labels are noise, and high where labels are clear."""
+    source = torch.Generator().manual_seed(3)
+    wanted = torch.arange(60) % 3
+    noise = torch.randn(60, 16, generator=source)
+    clear = torch.eye(3)[wanted] @ torch.randn(3, 16, generator=source) + noise / 100
+    of_noise, of_clear = fit(noise, wanted, 3, 7), fit(clear, wanted, 3, 7)
+    for found in (of_noise, of_clear):
+        assert set(found.accuracies) == set(PENALTIES)
+        assert found.accuracies[found.penalty] == max(found.accuracies.values())
+    certain = [
+        float((features @ found.weight.T + found.bias).softmax(1).amax(1).mean())
+        for features, found in ((noise, of_noise), (clear, of_clear))
+    ]
+    assert certain[0] < 0.7
+    assert certain[1] > 0.95
+    assert (clear @ of_clear.weight.T + of_clear.bias).argmax(1).tolist() == wanted.tolist()
+    assert fit(clear[:4], wanted[:4], 3, 7).accuracies == {}
+
+
+def test_fit_follows_label_weights_and_soft_labels() -> None:
+    features = torch.randn(40, 8, generator=torch.Generator().manual_seed(3))
+    wanted = (torch.arange(40) % 4 == 0).long()
+
+    def logits(*given: Any) -> torch.Tensor:
+        found = fit(features, *given)
+        return features @ found.weight.T + found.bias
+
+    plain = logits(wanted, 2, 7)
+    heavy = logits(wanted, 2, 7, torch.tensor([0.2, 3.0]))
+    assert (heavy.argmax(1) == 1).sum() > (plain.argmax(1) == 1).sum()
+    assert torch.allclose(logits(torch.eye(2)[wanted], 2, 7), plain, atol=1e-3)
+
+
+def test_rejects_a_base_without_embeddings(tmp_path: Path) -> None:
+    folder = make_model("bert", tmp_path)
+    with pytest.raises(ModelError, match=naming(folder, "modules.json")):
+        trained(folder)
+
+
+def test_rejects_a_broken_head(model: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(model))
+    weights = locate(str(model))._replace(folder=tmp_path)
+    for content in (b"", b"x" * 100):
+        (tmp_path / HEAD_FILE).write_bytes(content)
+        with pytest.raises(ModelError, match=HEAD_FILE):
+            read_head(weights)
+    write_head(tmp_path / HEAD_FILE, LABELS, torch.zeros(3, 24), torch.zeros(2))
+    with pytest.raises(ModelError, match=naming(HEAD_FILE, "[3, 24]")):
+        read_head(weights)
+    original = (model / HEAD_FILE).read_bytes()
+    try:
+        write_head(model / HEAD_FILE, LABELS, torch.zeros(2, 23), torch.zeros(2))
+        with pytest.raises(ModelError, match=naming("23", "24")):
+            load_classifier(settings, FP32)
+    finally:
+        (model / HEAD_FILE).write_bytes(original)
+
+
+@pytest.mark.parametrize("file", ["model_head.pkl", "config_setfit.json"])
+def test_rejects_setfit_models_but_takes_them_as_a_base(tmp_path: Path, file: str) -> None:
+    folder = tmp_path / "setfit"
+    make_sentence_model(folder)
+    (folder / file).write_bytes(b"{}")
+    with pytest.raises(ModelError, match=naming(folder, "model_head.pkl", "feedmill train --head")):
+        load_classifier(Settings(model=str(folder)), FP32)
+    settings = Settings(device="cpu", dtype="float32")
+    out = tmp_path / "out"
+    out.mkdir()
+    save(trained(folder).model, out, settings)
+    assert classifier_kind(locate(str(out))) == "head"
+
+
+def test_rejects_setfit_models_of_the_hub_before_downloading_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old ones have no configuration file that would show what they are once they are downloaded."""
+    names = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "model_head.pkl")
+    repository = Mock(sizes=dict.fromkeys(names, 1), folder=tmp_path, commit="c0ffee")
+    monkeypatch.setattr(hub, "Repository", Mock(return_value=repository))
+    with pytest.raises(ModelError, match=naming("SetFit/mini", "feedmill train --head")):
+        locate("SetFit/mini")
+    repository.fetch.assert_not_called()
+
+
+def test_refuses_options_of_fine_tuning() -> None:
+    for option, value in (("epochs", 3), ("resume", True), ("learning_rate", 1e-4)):
+        with pytest.raises(UserError, match=naming(option, "head")):
+            TrainOptions.parse({"from": "x", "out": "y", "head": True, option: value})
+    options = TrainOptions.parse({"from": "x", "out": "y", "head": True})
+    assert options.min_posts == 2
+    assert TrainOptions.parse({"from": "x", "out": "y", "head": True, "min_posts": 5}).min_posts == 5
+
+
+def test_command_writes_a_tested_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    posts = tmp_path / "posts.jsonl"
+    rows = [each.post.model_dump(exclude_defaults=True) | {"topic": each.label} for each in examples(60)]
+    posts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--head", "--from", str(posts), "--base", str(base), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    found = CliRunner().invoke(app, ["train", *flags, "--json"], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert record["plan"]["penalty"] in PENALTIES
+    assert record["metrics"]["accuracy"] > 0.8
+    assert record["metrics"]["posts"] == record["zero_shot"]["posts"] == record["test"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "sentence-transformers" in card
+    assert "bread the" not in card
+    assert (tmp_path / "out" / "config.json").is_file()

@@ -1,0 +1,185 @@
+"""`feedmill label`: answers from a pipe and from a terminal, saved after each, and the model made of them."""
+
+import csv
+import json
+import os
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from feedmill.cli import label as label_command
+from feedmill.cli.main import app
+from feedmill.training.data import collect
+from shared import logs
+from shared.messages import ClassifyOptions, Post
+from shared.settings import Settings
+from shared.training import TrainOptions
+from tests.fakes.models import make_sentence_model
+from tests.support import naming
+from workers.models.classifiers.registry import load_classifier
+from workers.models.device import select_device
+
+Label = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sentence_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def label(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Label:
+    """Run the command on thirty posts with these piped answers."""
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    monkeypatch.setenv("FEEDMILL_DTYPE", "float32")
+    rows = [{"id": f"p{number}", "title": f"bread {number}", "body": "a\x1b[31mb"} for number in range(30)]
+    (tmp_path / "posts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(answers: str, *flags: str, labels: str = "food,sports") -> Any:
+        given = [str(tmp_path / "posts.jsonl"), "--out", str(tmp_path / "out"), "--base", str(base), "--device", "cpu"]
+        return CliRunner().invoke(app, ["label", *given, "--labels", labels, *flags], input=answers)
+
+    return run
+
+
+def saved(tmp_path: Path) -> list[dict[str, str]]:
+    with (tmp_path / "out" / "labels.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_piped_answers_make_labels_and_a_model(label: Label, tmp_path: Path) -> None:
+    """Keys and names of labels are answers; the end of the input ends the command."""
+    found = label("1\nsports\n" * 6, "--json")
+    assert found.exit_code == 0, found.output
+    summary = json.loads(found.stdout.splitlines()[-1])
+    assert (summary["labelled"], summary["labels"]) == (12, {"food": 6, "sports": 6})
+    assert (summary["held_back"], len(summary["curve"])) == (2, 1)
+    assert [row["label"] for row in saved(tmp_path)] == ["food", "sports"] * 6
+    assert "accuracy on 2 held-back posts" in found.stderr
+    settings = Settings(model=summary["model"], device="cpu", dtype="float32")
+    model = load_classifier(settings, select_device("cpu", "float32"))
+    assert (model.kind, model.label_set(ClassifyOptions()).labels) == ("head", ("food", "sports"))
+    options = TrainOptions.parse({"from": str(tmp_path / "out" / "labels.csv"), "out": "x", "head": True})
+    examples = collect(options, Settings(), Console(quiet=True)).examples
+    assert [example.label for example in examples] == ["food", "sports"] * 6
+
+
+def test_undo_skip_and_resume(label: Label, tmp_path: Path) -> None:
+    assert label("1\n2\nu\nu\n2\ns\nq\n1\n").exit_code == 0
+    first = saved(tmp_path)
+    assert [row["label"] for row in first] == ["sports", ""]
+    assert label("nonsense\n1\n").exit_code == 0
+    resumed = saved(tmp_path)
+    assert resumed[:2] == first
+    assert [row["label"] for row in resumed[2:]] == ["food"]
+    straight = label("2\ns\n1\n", "--out", str(tmp_path / "straight"))
+    assert straight.exit_code == 0, straight.output
+    assert (tmp_path / "straight" / "labels.csv").read_text() == (tmp_path / "out" / "labels.csv").read_text()
+
+
+def test_resumes_with_posts_that_the_file_has_no_more(label: Label, tmp_path: Path) -> None:
+    assert label("1\n2\n").exit_code == 0
+    gone = {row["id"] for row in saved(tmp_path)}
+    lines = (tmp_path / "posts.jsonl").read_text().splitlines()
+    (tmp_path / "posts.jsonl").write_text("".join(f"{line}\n" for line in lines if json.loads(line)["id"] not in gone))
+    found = label("1\n", "--json")
+    assert json.loads(found.stdout.splitlines()[-1])["labelled"] == 3
+
+
+def test_ends_when_every_post_has_an_answer(label: Label, tmp_path: Path) -> None:
+    found = label("1\n" * 40, "--pool", "10")
+    assert found.exit_code == 0, found.output
+    assert "10 of 30 posts" in found.stderr
+    assert len({row["id"] for row in saved(tmp_path)}) == 10
+
+
+def test_samples_the_whole_file_without_repeats() -> None:
+    posts = [Post(id=f"p{number}", title=f"text {number % 300}") for number in range(600)]
+    sample, read = label_command._sample(posts, 100, seed=7)
+    titles = [post.title for post in sample]
+    assert len(set(titles)) == len(titles) == 100
+    assert read > 300
+    assert any(int(post.id[1:]) >= 300 for post in sample)
+    assert sample == label_command._sample(posts, 100, seed=7)[0]
+
+
+def test_quitting_at_once_writes_no_model(label: Label, tmp_path: Path) -> None:
+    found = label("q\n", "--json")
+    assert json.loads(found.stdout.splitlines()[-1])["model"] is None
+    assert not (tmp_path / "out" / "model").exists()
+    assert label("1\n").exit_code == 0
+
+
+def test_labels_that_are_keys_are_their_own(label: Label, tmp_path: Path) -> None:
+    assert label("1\n3\n", labels="3,2,1").exit_code == 0
+    assert [row["label"] for row in saved(tmp_path)] == ["1", "3"]
+
+
+def test_control_characters_are_escaped(label: Label) -> None:
+    found = label("q\n")
+    assert "\x1b" not in found.output
+    assert "a\\x1b[31mb" in found.stderr
+
+
+def test_interrupted_answers_are_kept(label: Label, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["1", "2"])
+
+    def interrupted() -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(label_command, "_line", interrupted)
+    found = label("")
+    assert found.exit_code != 0
+    assert [row["label"] for row in saved(tmp_path)] == ["food", "sports"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "flags", "words"),
+    [
+        ("food", [], ["--labels"]),
+        (",".join(f"l{number}" for number in range(80)), [], ["80", "--labels"]),
+        ("food,music", [], ["sports", "labels.csv", "--out"]),
+        ("food,sports", ["--out", "full"], ["full"]),
+    ],
+)
+def test_mistakes_are_named(
+    label: Label, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: str, flags: list[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("x")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "labels.csv").write_text("id,title,body,label,picked\np1,bread 1,,sports,random\n")
+    found = label("", *flags, labels=labels)
+    assert found.exit_code != 0
+    with pytest.raises(Exception, match=naming(*words)):
+        raise found.exception or AssertionError(found.output)
+
+
+def test_a_broken_file_of_answers_is_named(label: Label, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for content in ("a,b\n1,2\n", "id,title,body,label,picked\n,,,food,random\n"):
+        (tmp_path / "out" / "labels.csv").write_text(content)
+        with pytest.raises(Exception, match="labels.csv"):
+            raise label("").exception or AssertionError
+
+
+def test_a_terminal_takes_single_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard, terminal = os.openpty()
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        before: Any = termios.tcgetattr(stdin)
+        with label_command._answers() as answers:
+            for key in ("1", "u", "\x04"):
+                os.write(keyboard, key.encode())
+                assert next(answers) == key
+        assert termios.tcgetattr(stdin) == before
+    os.close(keyboard)

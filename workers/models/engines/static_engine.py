@@ -1,0 +1,130 @@
+"""Static embeddings: a text's embedding is the mean of its tokens' vectors, looked up in a table. No transformer.
+
+Reads folders of sentence-transformers (`StaticEmbedding`) and model2vec. Embeddings equal those of the library that
+wrote the folder: sentence-transformers averages all tokens, model2vec leaves out unknown ones. Lookups take less time
+than a copy to a GPU, so they run on the CPU whatever the worker's device.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.nn.functional import embedding_bag
+
+from shared.errors import ModelError, SettingsError, clause
+from shared.settings import Settings
+from workers.models.device import Device
+from workers.models.tokenizer import Tokens
+from workers.models.truncation import encode_starts, find_boundaries
+from workers.models.weights import WEIGHTS_FILE, Weights
+
+#: Names of the table in the files of sentence-transformers and of model2vec.
+SENTENCE_TRANSFORMERS, MODEL2VEC = "embedding.weight", "embeddings"
+
+
+class StaticTokenizer:
+    """A tokenizer without special tokens. Has a part of `Tokenizer`'s interface. Raises ModelError.
+
+    drops_unknown: leave out unknown tokens. empty: the row of a text without tokens.
+    """
+
+    def __init__(self, folder: Path, max_tokens: int, drops_unknown: bool, empty: int) -> None:
+        try:
+            self._rust: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises no more specific one
+            raise ModelError(
+                f"Cannot read {folder / 'tokenizer.json'}: {clause(error)}. Download the model again."
+            ) from error
+        self.max_tokens = max_tokens
+        self.size: int = self._rust.get_vocab_size()
+        self._rust.no_padding()
+        self._rust.enable_truncation(max_tokens)
+        self._boundaries = cache(lambda: find_boundaries(self._rust))
+        self._unknown = _unknown_token(self._rust) if drops_unknown else None
+        self._empty = empty
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the token ids of each text, at most `max_tokens`, unknown ones included."""
+
+        def encode(_: list[int], starts: list[str]) -> list[list[int]]:
+            return [encoding.ids for encoding in self._rust.encode_batch_fast(starts, add_special_tokens=False)]
+
+        found = encode_starts(texts, self.max_tokens, self._boundaries, encode)
+        return [Tokens([token for token in ids if token != self._unknown] or [self._empty]) for ids in found]
+
+
+class StaticEngine:
+    """A table of token vectors, on the CPU. Raises ModelError if the folder holds none."""
+
+    packed = True
+    home = torch.device("cpu")
+
+    def __init__(self, weights: Weights, device: Device, folder: Path) -> None:
+        self.device = device
+        try:
+            tensors = load_file(folder / WEIGHTS_FILE)
+            #: True if the folder is model2vec's.
+            self.of_model2vec = SENTENCE_TRANSFORMERS not in tensors
+            table = tensors[MODEL2VEC].float() if self.of_model2vec else tensors[SENTENCE_TRANSFORMERS].float()
+            if self.of_model2vec and "mapping" in tensors:  # several tokens share a vector
+                table = table[tensors["mapping"].long()]
+            if self.of_model2vec and "weights" in tensors:
+                table = table * tensors["weights"].float()[:, None]
+            #: Number of tokens. The row after the last is zero: the embedding of a text without tokens.
+            self.size = len(table)
+            self._table = torch.cat([table, torch.zeros(1, table.shape[1])]).to(device.dtype)
+        except (OSError, KeyError, IndexError, RuntimeError, SafetensorError) as error:
+            raise ModelError(
+                f"Cannot read the static embeddings of {weights.name} in {folder / WEIGHTS_FILE}: {clause(error)}. "
+                f"They must be named {SENTENCE_TRANSFORMERS} or {MODEL2VEC}. Download the model again."
+            ) from error
+
+    def begin(self) -> float:
+        """Mark the start of a micro-batch."""
+        return time.perf_counter()
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
+        """Return each row's mean vector: [rows, dimensions] in float32."""
+        ids = torch.tensor(list(chain.from_iterable(row.ids for row in rows)))
+        starts = torch.tensor([0, *accumulate(len(row.ids) for row in rows)][:-1])
+        return embedding_bag(ids, self._table, starts, mode="mean").float()
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: the host's memory is the engine's."""
+        return tensor
+
+
+def create_static_engine(
+    weights: Weights, device: Device, settings: Settings, folder: Path, max_tokens: int
+) -> tuple[StaticEngine, StaticTokenizer]:
+    """Load a table and its tokenizer. folder: the folder of both. Raises ModelError or SettingsError."""
+    if settings.engine != "torch":
+        raise SettingsError(
+            f"FEEDMILL_ENGINE is {settings.engine}, but {weights.name} has static embeddings, which need none: unset "
+            "FEEDMILL_ENGINE."
+        )
+    engine = StaticEngine(weights, device, folder)
+    tokenizer = StaticTokenizer(folder, max_tokens, engine.of_model2vec, engine.size)
+    if tokenizer.size > engine.size:
+        raise ModelError(
+            f"{weights.name} has vectors for {engine.size:,} tokens, but its tokenizer has {tokenizer.size:,}. "
+            "Download the model again."
+        )
+    return engine, tokenizer
+
+
+def _unknown_token(rust: Any) -> int | None:
+    """Return the id of the tokenizer's unknown token, if it has one."""
+    if hasattr(rust.model, "unk_token"):
+        return rust.token_to_id(rust.model.unk_token) if rust.model.unk_token is not None else None
+    unknown: int | None = json.loads(rust.to_str())["model"].get("unk_id")
+    return unknown

@@ -1,0 +1,305 @@
+"""Train a head: a linear layer for the labels, on the frozen embeddings of a sentence-transformers model.
+
+The layer is a multinomial logistic regression, a convex problem that takes seconds and few examples. Posts are embedded
+as a worker embeds them.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from shared.atomic_files import replacing
+from shared.errors import DeviceFull, DeviceLost, ModelError, clause
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from shared.training import TrainOptions
+from workers.models.classifiers import Row
+from workers.models.classifiers.head import write_head
+from workers.models.classifiers.layout import TEXT_CONFIGS, Layout, read_layout
+from workers.models.classifiers.registry import load_classifier
+from workers.models.classifiers.similarity import Similarity
+from workers.models.device import select_device
+from workers.models.engines.outputs import device_errors
+from workers.models.weights import HEAD_FILE, Weights, copy_model
+from workers.training.examples import Dataset
+from workers.training.model import fit_logistic, loss_of_rows
+
+#: L2 penalties to choose from, for centred features of unit mean square.
+PENALTIES = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
+#: Penalty if there are too few examples for a choice.
+USUAL_PENALTY = 3e-4
+#: Greatest component of the gradient at the end of a fit.
+TOLERANCE = 1e-6
+#: Penalty of the biases, divided by the number of examples. Without one, the few examples' label frequencies are learnt
+#: as if they were those of all posts, which costs 7% of accuracy with 48 examples and 2% with 160.
+BIAS_PENALTY = 5.0
+#: Parts of the cross-validation, and the maximum number of examples in it.
+FOLDS, MAX_VALIDATED = 5, 2000
+#: Texts tokenized and sorted by length together, and maximum tokens per forward pass, with padding.
+TEXTS_SORTED_TOGETHER, BATCH_TOKENS = 512, 4096
+#: Factors of the logits to choose from.
+SHARPNESSES = tuple(2 ** (step / 4) for step in range(-4, 17))
+#: Name of the prompt that FEEDMILL_POST_PROMPT chose, in the saved model.
+PROMPT_NAME = "posts"
+
+
+#: Wraps an iteration to show progress. Its other arguments are what is done, and how often.
+Track = Callable[[str, Iterable[int], int], Iterable[int]]
+#: Weight [labels, dimensions] and bias [labels].
+Fitted = tuple[torch.Tensor, torch.Tensor]
+#: Maps logits and targets to a loss per row.
+LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Fit(NamedTuple):
+    """A fitted head. weight: [labels, dimensions]; bias: [labels]; float32."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    penalty: float
+    #: Factor by which the logits were scaled.
+    sharpness: float
+    #: Cross-validated accuracy by penalty; empty if there are too few examples.
+    accuracies: dict[float, float]
+
+
+class HeadModel(NamedTuple):
+    """A head and the model that it belongs to."""
+
+    weights: Weights
+    layout: Layout
+    #: Maximum tokens to read of a post; the model's own limit applies if it is lower.
+    max_tokens: int
+    labels: tuple[str, ...]
+    #: Float32, on the CPU: [labels, dimensions] and [labels].
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+class TrainedHead(NamedTuple):
+    """Result of the training of a head."""
+
+    model: HeadModel
+    fit: Fit
+    seconds: float
+    #: Examples embedded per second.
+    samples_per_s: float
+    precision: str
+    device: str
+
+    def summary(self) -> dict[str, Any]:
+        """Return the training's part of the record in training.json."""
+        plan = {
+            "penalty": self.fit.penalty,
+            "sharpness": self.fit.sharpness,
+            "accuracies": self.fit.accuracies,
+            "max_tokens": self.model.max_tokens,
+            "precision": self.precision,
+            "device": self.device,
+        }
+        return {"plan": plan, "seconds": self.seconds, "samples_per_s": self.samples_per_s, "curve": []}
+
+
+def train_head(
+    dataset: Dataset,
+    options: TrainOptions,
+    settings: Settings,
+    phase: Callable[[str], None] = lambda _: None,
+    track: Track = lambda _what, found, _count: found,
+) -> TrainedHead:
+    """Embed the training posts and fit a head to them. Raises UserError.
+
+    phase: called with what is done next. track: shows the progress of embedding.
+    """
+    phase(f"loading {options.base}")
+    classifier, layout = load_embedder(options.base, settings, options.max_tokens)
+    began = time.monotonic()
+    texts = [example.post.text for example in dataset.train]
+    features = embed_all(classifier, texts, track)
+    seconds_to_embed = time.monotonic() - began
+    phase("fitting the head")
+    soft = options.targets == "soft"
+    wanted = torch.tensor([dataset.target(example, soft) for example in dataset.train])
+    weights = torch.tensor(dataset.label_weights) if options.class_weights else None
+    fitted = fit(features, wanted, len(dataset.labels), options.seed, weights)
+    model = HeadModel(classifier.weights, layout, options.max_tokens, dataset.labels, fitted.weight, fitted.bias)
+    precision = f"{classifier.device.precision}: {classifier.device.dtype_reason}"
+    seconds = time.monotonic() - began
+    return TrainedHead(model, fitted, seconds, len(texts) / seconds_to_embed, precision, classifier.device.name)
+
+
+def load_embedder(base: str, settings: Settings, max_tokens: int) -> tuple[Similarity, Layout]:
+    """Load a sentence-transformers model that reads `max_tokens` of a post. Raises UserError."""
+    own = {"model": base, "classifier": "similarity", "max_tokens": max_tokens, "labels": None, "template": None}
+    chosen = settings.model_copy(update=own)
+    classifier = load_classifier(chosen, select_device(settings.device, settings.dtype, settings.engine))
+    if not isinstance(classifier, Similarity):
+        raise TypeError("the classifier `similarity` must be the built-in one")
+    return classifier, read_layout(classifier.weights, chosen)
+
+
+def embed(classifier: Similarity, texts: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Embed texts, yielding micro-batches: the places of their texts, and their unit vectors [texts, dimensions].
+
+    The vectors are in float32 on the CPU. Raises ModelError if the device fails.
+    """
+    label_set = classifier.label_set(ClassifyOptions())
+    try:
+        for start in range(0, len(texts), TEXTS_SORTED_TOGETHER):
+            rows = [each for (each,) in classifier.prepare(texts[start : start + TEXTS_SORTED_TOGETHER], label_set)]
+            for places in _batches(rows):
+                with device_errors(), torch.inference_mode():
+                    vectors = classifier.embed([rows[place].tokens for place in places])
+                yield [start + place for place in places], vectors.float().cpu()
+    except (DeviceFull, DeviceLost) as error:
+        raise ModelError(f"The device failed: {clause(error)}. Check the device, or set another --device.") from None
+
+
+def _batches(rows: Sequence[Row]) -> Iterator[list[int]]:
+    """Divide rows into micro-batches of similar lengths; yield the places of each."""
+    batch: list[int] = []
+    for place in sorted(range(len(rows)), key=lambda place: rows[place].length):
+        if batch and rows[place].length * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def embed_all(classifier: Similarity, texts: Sequence[str], track: Track) -> torch.Tensor:
+    """Return the unit vectors of texts: [texts, dimensions]. Raises ModelError if the device fails."""
+    places: list[int] = []
+    vectors: list[torch.Tensor] = []
+
+    def embedded() -> Iterator[int]:
+        for some, found in embed(classifier, texts):
+            places.extend(some)
+            vectors.append(found)
+            yield from some
+
+    for _ in track("embedding", embedded(), len(texts)):
+        pass
+    return torch.cat(vectors)[torch.tensor(places).argsort()]
+
+
+def label_vectors(classifier: Similarity, options: ClassifyOptions) -> torch.Tensor:
+    """Return the unit vectors of the labels' sentences: [labels, dimensions]. Raises RequestRefused."""
+    with torch.inference_mode():
+        vectors = classifier.label_vectors(classifier.label_set(options)).float().cpu()
+    return vectors.clone()  # outside of the block: a tensor as any other
+
+
+def write_vectors(path: Path, vectors: torch.Tensor, key: str) -> None:
+    """Keep embeddings for `read_vectors`. key: digest of all that determines them. Raises OSError."""
+    with replacing(path) as temporary:
+        save_file({"vectors": vectors.contiguous()}, temporary, {"key": key})
+
+
+def read_vectors(path: Path, key: str) -> torch.Tensor | None:
+    """Return the embeddings that were kept with this key; None if there are none."""
+    try:
+        with safe_open(path, "pt") as file:
+            found: torch.Tensor | None = file.get_tensor("vectors") if file.metadata()["key"] == key else None
+    except (OSError, KeyError, TypeError, SafetensorError):
+        return None
+    return found
+
+
+def fit(
+    features: torch.Tensor, wanted: torch.Tensor, labels: int, seed: int, label_weights: torch.Tensor | None = None
+) -> Fit:
+    """Fit a head with the penalty of the highest cross-validated accuracy, then scale its logits.
+
+    The scale has the lowest log loss on the held-out examples: the most accurate penalties give scores that are too low
+    (Guo et al., "On Calibration of Modern Neural Networks", 2017, temperature scaling).
+
+    features: [examples, dimensions]. wanted: label numbers [examples], or distributions [examples, labels].
+    label_weights: [labels].
+    """
+    centre = features.mean(0)
+    scale = (features - centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
+    # In float64, the fit converges to the same result despite rounding.
+    scaled = ((features - centre) / scale).double()
+    weights = None if label_weights is None else label_weights.double()
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss_of_rows(logits, targets, weights)
+
+    def fitted(places: torch.Tensor, penalty: float, start: Fitted | None = None) -> Fitted:
+        bias_penalty = BIAS_PENALTY / len(places)
+        return fit_logistic(scaled[places], wanted[places], labels, loss_of, penalty, bias_penalty, start, TOLERANCE)
+
+    with one_thread():
+        order = torch.randperm(len(scaled), generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
+        held_out = _held_out_logits(scaled, order, fitted) if len(order) >= FOLDS else {}
+        expected = wanted[order]
+        best = expected if expected.dim() == 1 else expected.argmax(1)
+        accuracies = {each: float((logits.argmax(1) == best).double().mean()) for each, logits in held_out.items()}
+        penalty = max(accuracies, key=accuracies.__getitem__, default=USUAL_PENALTY)
+        sharpness = 1.0
+        if held_out:
+            sharpness = min(SHARPNESSES, key=lambda each: float(loss_of(each * held_out[penalty], expected).mean()))
+        weight, bias = (sharpness * tensor for tensor in fitted(torch.arange(len(scaled)), penalty))
+    weight = weight / scale
+    return Fit(weight.float(), (bias - weight @ centre.double()).float(), penalty, sharpness, accuracies)
+
+
+def _held_out_logits(
+    scaled: torch.Tensor, order: torch.Tensor, fitted: Callable[..., Fitted]
+) -> dict[float, torch.Tensor]:
+    """Return the logits of each example by a head that has not seen it, for each penalty: [examples, labels]."""
+    parts = order.tensor_split(FOLDS)
+    found: dict[float, list[torch.Tensor]] = {penalty: [] for penalty in PENALTIES}
+    for number, part in enumerate(parts):
+        last: Fitted | None = None
+        for penalty in PENALTIES:  # each fit starts at the previous one, which is near
+            last = fitted(torch.cat(parts[:number] + parts[number + 1 :]), penalty, last)
+            found[penalty].append(scaled[part] @ last[0].T + last[1])
+    return {penalty: torch.cat(logits) for penalty, logits in found.items()}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one thread inside the block: with matrices this small, threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def save(model: HeadModel, folder: Path, settings: Settings) -> None:
+    """Write the model's folder: a copy of the base, with the head beside it.
+
+    The base's configuration gets the training's token limit, prompt and dimensions, so that workers, and
+    sentence-transformers' `encode`, embed texts as the training did. Raises OSError.
+    """
+    layout, weights = model.layout, model.weights
+    write_head(folder / HEAD_FILE, model.labels, model.weight, model.bias)
+    config = dict(layout.texts.config)
+    if settings.post_prompt is not None:
+        chosen = {PROMPT_NAME: layout.texts.post_prompt} if layout.texts.post_prompt else {}
+        config["prompts"] = (config.get("prompts") or {}) | chosen
+        config["default_prompt_name"] = PROMPT_NAME if chosen else None
+    if layout.truncate_dim:
+        config["truncate_dim"] = layout.truncate_dim
+    if config:
+        _write_json(folder / "config_sentence_transformers.json", config)
+    text_config = next((path for name in TEXT_CONFIGS if (path := weights.folder / name).is_file()), None)
+    found = json.loads(text_config.read_text()) if text_config else {}
+    limit = min(model.max_tokens, layout.texts.max_tokens or model.max_tokens)
+    _write_json(folder / TEXT_CONFIGS[0], found | {"max_seq_length": limit})
+    copy_model(weights, folder, settings.trust_remote_code)
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
