@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from redis import Redis
 
-from feedmill.cli.dates import utc
+from feedmill.cli.dates import parse_period, utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.entry_ids import id_before
@@ -19,7 +19,7 @@ from feedmill.reading.groups import CLAIM_AFTER_S
 from feedmill.reading.results import Reader, batches, open_reader
 from feedmill.reading.rows import RowReader
 from feedmill.reading.runs import check_run, unknown_run
-from feedmill.reading.stream import Missed, Read, ResultFilter, newest
+from feedmill.reading.stream import NO_FILTER, Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
 from shared.errors import UserError, json_line, printable, similar_name
 from shared.messages import Classification, DeadLetter, Post, parse_run
@@ -50,6 +50,10 @@ def results(
     ] = None,
     subreddit: Annotated[str | None, typer.Option(help="Show only posts of this subreddit.")] = None,
     run: RunFilter = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="DATE", help="Show only results stored since DATE, such as 2026-01-31T12:30 (UTC)."),
+    ] = None,
     group: Annotated[
         str | None, typer.Option(help="Read as a member of this consumer group, which resumes where it stopped.")
     ] = None,
@@ -71,13 +75,13 @@ def results(
     """Show the newest results, follow new ones, or read as a consumer group.
 
     With --group, each result goes to one reader of the group, at least once. A result is acknowledged once it is
-    written to standard output.
+    written to standard output. Exits 1 if no result matches the filters.
     """
     if context.invoked_subcommand:
         return
     if failed and follow:
         raise UserError("--failed cannot be combined with --follow. Leave out one of them.")
-    if failed and (group, consumer, label, min_score, subreddit) != (None,) * 5:
+    if failed and (group, consumer, label, min_score, subreddit, since) != (None,) * 6:
         raise UserError(
             "--failed can only be combined with --limit and --run: failed posts have no label and no group."
         )
@@ -91,8 +95,11 @@ def results(
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, None if run is None else parse_run(run))
     shown = DEFAULT_LIMIT if limit is None else limit
-    since, after = 0.0 if from_start else None, CLAIM_AFTER_S if claim_after is None else claim_after
-    reader = open_reader(redis, group, consumer, filters, since, shown, after)
+    if from_start and since is not None:
+        raise UserError("--from-start and --since both say where a new group starts. Leave out one of them.")
+    start, after = parse_period(since, None, 0.0)[0], CLAIM_AFTER_S if claim_after is None else claim_after
+    begins = 0.0 if from_start else start
+    reader = open_reader(redis, group, consumer, filters, begins, shown if since is None else 0, after)
     with _exiting_on_interrupt(), user_errors(settings):
         if follow or group is not None:
             if filters.run is not None and progress(redis, filters.run) is None:  # it may be about to be sent
@@ -100,11 +107,13 @@ def results(
             _explain_label(redis, filters)
             _show(reader, follow, as_json)
         else:
-            _list(redis, filters, failed, limit, as_json)
+            _list(redis, filters, failed, limit, as_json, start)
 
 
-def _list(redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, as_json: bool) -> None:
-    """Print the newest results, or dead letters if `failed`."""
+def _list(
+    redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, as_json: bool, since: float | None
+) -> None:
+    """Print the newest results, or dead letters if `failed`. since: seconds since 1970."""
     if filters.run is not None:
         check_run(redis, filters.run)
     count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
@@ -116,28 +125,34 @@ def _list(redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, 
             return
         lines = list(failures)
     else:
-        lines = [_line(result, as_json) for result in newest(redis, count, filters)]
-        if not lines:
-            _explain_label(redis, filters)
+        lines = [_line(result, as_json) for result in newest(redis, count, filters, since=since)]
+        if not lines and limit != 0 and (filters._replace(run=None) != NO_FILTER or since is not None):
+            if not _explain_label(redis, filters):
+                typer.echo("feedmill: no result matches the filters", err=True)
+            raise typer.Exit(1)
     more = limit is None and len(lines) > DEFAULT_LIMIT
     _print(lines[1:] if more else lines)
     if more and not as_json:
         typer.echo(f"showing the newest {DEFAULT_LIMIT}; use --limit N for more", err=True)
 
 
-def _explain_label(redis: Redis, filters: ResultFilter) -> None:
-    """Print the labels of all results, of the selected run, if none has the wanted one: it may be misspelt."""
+def _explain_label(redis: Redis, filters: ResultFilter) -> bool:
+    """Print the labels of all results, of the selected run, if none has the wanted one: it may be misspelt.
+
+    Returns whether they were printed.
+    """
     if filters.label is None:
-        return
+        return False
     rows = (row for chunk in RowReader(redis).chunks(Place(id_before(0.0))) for row in chunk.rows)
     labels = Counter(row.found["label"] for row in rows if filters.run in (None, row.post.get("run")))
     if filters.label in labels:
-        return
+        return False
     near = similar_name(filters.label, list(labels))
     meant = "" if near is None else f" Did you mean {_named(near)}?"
     typer.echo(
         f"feedmill: no result has the label {_named(filters.label)}.{meant} Labels seen: {_first(labels)}", err=True
     )
+    return True
 
 
 def _named(name: str) -> str:
