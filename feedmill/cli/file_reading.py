@@ -66,6 +66,8 @@ class FileReading:
         self.records, self.left_out, self.removed = start, 0, 0
         #: Bad records; how many of them were skipped; and how many of those have no text, or a removed one.
         self.wrong = self.skipped = self.without_text = 0
+        #: Those of `without_text` whose text was deleted or removed on Reddit.
+        self.removed_texts = 0
         #: True once the whole file was read without an error.
         self.complete = False
 
@@ -146,6 +148,7 @@ class FileReading:
         self.wrong += 1
         self.skipped += 1
         self.without_text += bad.reason in (NO_TEXT, REMOVED)
+        self.removed_texts += bad.reason == REMOVED
         if bad.reason in self._reasons or len(self._reasons) < BAD_RECORDS_SHOWN:
             self._reasons[bad.reason] += 1
             if self._shown[bad.reason] < SAME_REASON_SHOWN and self._shown.total() < BAD_RECORDS_SHOWN:
