@@ -3,6 +3,7 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -67,7 +68,8 @@ def test_notebooks_show_the_sentence_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    shell = InteractiveShell()
+    make: Any = InteractiveShell
+    shell = make()
     shell.user_ns["error"] = UserError("There is no such column.")
     shell.run_cell("raise error")
     assert capsys.readouterr().out.strip() == "UserError: There is no such column."
