@@ -45,6 +45,14 @@ def test_counts_records_by_outcome(mixed: Path) -> None:
     assert "(kept" in second
 
 
+def test_deleted_texts_are_counted_apart(tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl"
+    path.write_text('{"id": 1, "text": "[deleted]"}\n{"id": 2, "text": " "}\n')
+    read, _ = reading(path)
+    assert list(read.posts()) == []
+    assert (read.without_text, read.removed_texts) == (2, 1)
+
+
 def test_long_texts_are_cut_and_noted_once(tmp_path: Path) -> None:
     path = tmp_path / "posts.jsonl"
     path.write_text("".join(json.dumps({"id": number, "body": "word " * 30_000}) + "\n" for number in (1, 2)))
