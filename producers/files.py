@@ -197,6 +197,8 @@ class Source:
             raise InputError(
                 f"Cannot read {self.name} as {encoding}: {error}. Give another --encoding, or none for UTF-8."
             ) from None
+        except PermissionError:
+            raise InputError(f"This user may not read {self._path}. Change the file's permissions.") from None
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(
                 f"Cannot read {self.name} to the end: {error}. Check the file, then run the command again."

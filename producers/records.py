@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from shared.errors import PostRefused, printable
-from shared.messages import MAX_BODY, MAX_TITLE, REDDIT_FULLNAME, REMOVED_BODIES, Post, digest, is_missing
+from shared.messages import MAX_BODY, MAX_TITLE, REMOVED_BODIES, Post, digest, is_missing
 
 #: Post field -> names it may have in a record, in order of preference.
 FIELD_ALIASES: dict[str, tuple[str, ...]] = {
@@ -32,6 +32,8 @@ FIELD_ALIASES: dict[str, tuple[str, ...]] = {
 }
 #: All recognized names.
 FIELD_NAMES = frozenset(name for names in FIELD_ALIASES.values() for name in names)
+#: A post's fullname on Reddit.
+REDDIT_FULLNAME = re.compile(r"t3_[a-z0-9]+")
 #: Keys that hold a post's fullname in dumps. In other files they hold other names, shared by many posts.
 FULLNAME_FIELDS = ("name", "fullname")
 #: Optional fields: an invalid value drops the field, not the post.

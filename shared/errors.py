@@ -263,9 +263,15 @@ def json_problem(error: ValueError | RecursionError, unit: str = "column") -> st
     return str(error)
 
 
+#: redis-py's text before the error of a command in a pipeline.
+PIPELINE_COMMAND = re.compile(r"^Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
+
+
 def clause(error: BaseException) -> str:
-    """Return an error's text without its final full stop, for use within a sentence."""
-    return str(error).removesuffix(".")
+    """Return an error's text for use within a sentence: without its final full stop, and without a pipeline's command,
+    which redis-py puts before Redis' answer and which may contain posts.
+    """
+    return PIPELINE_COMMAND.sub("", str(error)).removesuffix(".")
 
 
 #: Characters that move the cursor, change the terminal's state, end a line or change the text's direction; and lone

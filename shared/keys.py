@@ -207,7 +207,7 @@ TABLE: tuple[Key, ...] = (
         "producers/reddit/state.py",
         "ttl RECHECKS_TTL; one member per post, until its last recheck",
     ),
-    Key(REDDIT_STATUS, "string", "producers/reddit/state.py", "ttl STATUS_TTL"),
+    Key(REDDIT_STATUS, "string", "producers/reddit/state.py", "ttl STATUS_TTL while the daemon runs; then one word"),
     Key("feedmill:reddit:known:*", "zset", "producers/reddit/state.py", "MAX_KNOWN_POSTS members; ttl KNOWN_TTL"),
     Key("feedmill:reddit:texts:*", "hash", "producers/reddit/state.py", "MAX_KNOWN_POSTS fields; ttl KNOWN_TTL"),
     Key(LIVE_STATUS, "hash", "producers/live/state.py", "one field per source"),

@@ -6,7 +6,6 @@ the outcomes. The models define what is valid; they do not depend on Celery, Red
 
 import html
 import operator
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -76,8 +75,6 @@ MAX_ALL_DESCRIPTIONS = 512
 EMPTY_LABEL = "a label is empty; name each label"
 #: Body texts that Reddit shows in place of removed or deleted bodies.
 REMOVED_BODIES = frozenset({"[removed]", "[deleted]"})
-#: A post's fullname on Reddit: the only ids that are unique across runs.
-REDDIT_FULLNAME = re.compile(r"t3_[a-z0-9]+")
 
 
 def clean(title: str, body: str) -> str:
@@ -175,7 +172,7 @@ class Post(BaseModel):
     nsfw: bool = False
     spoiler: bool = False
     extra: dict[str, JsonValue] | None = None
-    #: Run that the post belongs to. Ids that are not Reddit fullnames (t3_…) are unique within their run only.
+    #: Run that the post belongs to. Ids are unique within their run.
     run: Run | None = None
 
     @model_validator(mode="before")
@@ -215,11 +212,6 @@ class Post(BaseModel):
     def text(self) -> str:
         """The text to classify; see `clean`."""
         return clean(self.title, self.body)
-
-    @property
-    def scope(self) -> str | None:
-        """The run within which the id is unique; None if the id is a Reddit fullname, or the post has no run."""
-        return scope_within(self.id, self.run)
 
     @classmethod
     def parse(cls, raw: object) -> "Post":
@@ -434,14 +426,9 @@ def fingerprint(post: Post, recipe: str) -> str:
     return digest(post.id, post.text, str(CLEANING_VERSION), recipe, *scope_of(post))
 
 
-def scope_within(post_id: str, run: str | None) -> str | None:
-    """Return the run within which the id is unique; None if it is a Reddit fullname, or there is no run."""
-    return None if run is None or REDDIT_FULLNAME.fullmatch(post_id) else run
-
-
 def scope_of(post: Post) -> tuple[str, ...]:
-    """Return the post's scope as parts of a digest. Digests of posts without a scope do not depend on runs."""
-    return () if (scope := post.scope) is None else (scope,)
+    """Return the run within which the post's id is unique, as parts of a digest; none without a run."""
+    return () if post.run is None else (post.run,)
 
 
 def parse_run(name: str) -> str:

@@ -414,15 +414,23 @@ class Settings(BaseSettings):
 
     @property
     def broker_url(self) -> str:
-        """Redis' address including its password. Use it to connect; never show it to users."""
+        """Redis' address including its password. Use it to connect; never show it to users.
+
+        Raises SettingsError while a `feedmill up` has not started its Redis yet.
+        """
         if self.redis_url is not None:
             return self.redis_url.get_secret_value()
-        if not is_stack_running(self.data_folder):
+        # The lock, because a killed `feedmill up` leaves its file behind, and another program may have taken its port.
+        if not is_folder_locked(self.data_folder):
             return FALLBACK_REDIS_URL
         try:
             return str(json.loads((self.data_folder / STACK_FILE).read_text())["redis_url"])
         except FileNotFoundError:
-            return FALLBACK_REDIS_URL
+            # Not localhost: another Redis there would take the posts that are meant for this one.
+            raise SettingsError(
+                f"`feedmill up` with data in {self.data_folder} is starting or stopping. Run the command again when it "
+                "has started Redis."
+            ) from None
         except (OSError, ValueError, KeyError) as error:
             raise SettingsError(
                 f"Cannot read the address of the running `feedmill up` from {self.data_folder / STACK_FILE} ({error}). "
@@ -457,14 +465,6 @@ def _require_scheme(scheme: str, info: ValidationInfo) -> None:
         raise ValueError(
             f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {actual}; change the address, or unset this setting"
         )
-
-
-def is_stack_running(folder: Path) -> bool:
-    """Return whether a running `feedmill up` has announced its address in this data folder.
-
-    Checks the lock, because a killed stack leaves its file behind, and another program may have taken its port.
-    """
-    return is_folder_locked(folder) and (folder / STACK_FILE).exists()
 
 
 def is_folder_locked(folder: Path) -> bool:

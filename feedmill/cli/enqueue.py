@@ -1,9 +1,10 @@
 """The `feedmill enqueue` command: send a file's posts to the queue, resuming where an interrupted command stopped."""
 
+import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Annotated
@@ -30,6 +31,7 @@ from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, printable
 from shared.messages import ClassifyOptions, parse_run
 from shared.model_routing import check_options, deployed_weights, has_worker
+from shared.settings import PREFIX, Settings, is_folder_locked
 
 app = typer.Typer()
 
@@ -116,11 +118,8 @@ def enqueue(
         if start:
             notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
         reading = FileReading(file, notes, filters, start, chosen, columns.encoding, shows_ids=True)
-        if not has_worker(redis, settings.queue):
-            notes.print(
-                f"no worker serves queue {settings.queue}: posts wait until `feedmill worker` or `feedmill up` runs",
-                markup=False,
-            )
+        for warning in _warnings(redis, settings):
+            notes.print(warning, markup=False)
         try:
             if kept:
                 pusher.retry_until_memory(partial(runs.keep_columns, redis, run, kept, settings.sent_ttl))
@@ -140,15 +139,27 @@ def enqueue(
             "The filters exclude every record, including records without a subreddit or date. Check --subreddit, "
             "--since and --until."
         )
+    if reading.repeated:
+        notes.print("exports with --latest keep one post per id and run; --id-column names another column")
     failed = 0
     with user_errors(settings):
         if pusher.skipped and not pusher.sent:
-            notes.print(_nothing_new(redis, run), markup=False)
+            notes.print(f"run {printable(run)} has these posts already. --again sends them again", markup=False)
         if wait:
             failed = wait_for_run(redis, settings, notes, run, by_counts=not again)
         elif pusher.sent:
             notes.print(f"run {printable(run)}: `feedmill status` shows its progress", markup=False)
     raise typer.Exit(1 if _is_incomplete(reading, pusher) or found_none or failed else 0)
+
+
+def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
+    """Yield warnings about the place that the posts are sent to."""
+    is_empty = os.environ.get(f"{PREFIX}REDIS_URL") == ""  # as after `export FEEDMILL_REDIS_URL=$(…)` failed
+    if settings.redis_url is None and (is_empty or not is_folder_locked(settings.data_folder)):
+        why = f"{PREFIX}REDIS_URL is empty" if is_empty else "no `feedmill up` is running"
+        yield f"{why}: sending to the Redis at {settings.redis_address}"
+    if not has_worker(redis, settings.queue):
+        yield f"no worker serves queue {settings.queue}: posts wait until `feedmill worker` or `feedmill up` runs"
 
 
 def _scope(redis: Redis, queue: str, options: ClassifyOptions) -> str:
@@ -160,13 +171,6 @@ def _is_incomplete(reading: FileReading, pusher: Pusher) -> bool:
     """Return whether records were malformed, or none had text."""
     found = pusher.sent + pusher.skipped + pusher.gone
     return reading.skipped > reading.without_text or (reading.skipped > 0 and not found)
-
-
-def _nothing_new(redis: Redis, run: str) -> str:
-    """Return a message for a command whose posts were all sent before."""
-    if runs.progress(redis, run):
-        return f"run {printable(run)} has these posts already. --again sends them again"
-    return "these Reddit posts belong to the run that sent them first. --again sends them again"
 
 
 def _interrupted(pusher: Pusher, run: str) -> str:
@@ -262,6 +266,8 @@ def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
         counts.append(f"{pusher.gone:,} purged (such as id {first}; `feedmill purge {first} --lift` unblocks it)")
     if removed := reading.removed + reading.removed_texts:
         counts.append(f"{removed:,} deleted or removed")
+    if reading.repeated:
+        counts.append(f"{reading.repeated:,} with a repeated id")
     if filters != NO_FILTERS:
         counts.append(f"{reading.left_out:,} excluded by the filters")
     return ", ".join(counts)

@@ -19,9 +19,10 @@ from feedmill.export import writer
 from feedmill.export.single_file import File, ParquetFile
 from feedmill.export.writer import ExportFilter, Folder, Target
 from feedmill.reading.entry_ids import seconds_of
+from feedmill.reading.labels import unknown_label
 from feedmill.reading.rows import Chunk, RowReader
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
-from shared.errors import DatabaseUnavailable, clause
+from shared.errors import DatabaseUnavailable, UserError, clause
 from shared.settings import PREFIX
 
 if TYPE_CHECKING:
@@ -107,8 +108,18 @@ class ExportRun:
             if self._stop.is_set and not chunk.ended:
                 target.stop(place)
                 return
+        if not (target.written or target.resumed):
+            self._check_label()
         target.close(place)
         self._complete = True
+
+    def _check_label(self) -> None:
+        """Raise UserError if no result has the wanted label. An earlier OUT then stays as it is."""
+        wanted = self._filters
+        if wanted.label is None or wanted.until is not None:
+            return
+        if problem := unknown_label(self._reader, wanted.label, wanted.run):
+            raise UserError(problem)
 
     def _follow_stream(self, target: "Folder | Table", bar: "_Bar") -> None:
         """Export entries until a signal, or to the end. While following, reconnect after a lost connection.

@@ -27,6 +27,8 @@ from shared.messages import Post
 BAD_RECORDS_SHOWN, SAME_REASON_SHOWN = 20, 3
 #: Maximum records read for one batch: filters may drop nearly all posts of a large dump.
 TRIP_RECORDS = 100_000
+#: Posts whose ids are compared for repetitions, in about 60 MB.
+MAX_COMPARED = 500_000
 
 
 class FileReading:
@@ -35,8 +37,8 @@ class FileReading:
     If reading fails, the posts read before the error are still yielded, and `end` raises the error.
 
     filters: posts to keep. start: number of records to skip at the beginning. columns, encoding: see `Source`.
-    shows_ids: print a note if the file has no id column, for commands that find posts by id. text_only: do not report
-    invalid optional fields, for commands that use only the text.
+    shows_ids: print a note if the file has no id column, and count repeated ids, for commands that find posts by id.
+    text_only: do not report invalid optional fields, for commands that use only the text.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class FileReading:
     ) -> None:
         self._notes = notes
         self._id_column = columns.id
-        self._shows_ids = shows_ids
+        self._shows_ids = self._counts_ids = shows_ids
+        #: Hashes of the posts' ids, and of each id with its text.
+        self._seen: set[int] = set()
         self._text_only = text_only
         #: Number of posts kept without an invalid value, and the first such post, by column.
         self._kept: dict[str, tuple[int, BadRecord]] = {}
@@ -68,6 +72,8 @@ class FileReading:
         self.wrong = self.skipped = self.without_text = 0
         #: Those of `without_text` whose text was deleted or removed on Reddit.
         self.removed_texts = 0
+        #: Posts with the id of an earlier one, but another text.
+        self.repeated = 0
         #: True once the whole file was read without an error.
         self.complete = False
 
@@ -126,10 +132,20 @@ class FileReading:
                 self.records += 1
                 self.left_out += item is LeftOut.BY_FILTERS
                 self.removed += item is LeftOut.REMOVED
+                if self._counts_ids and isinstance(item, Post):
+                    self._count_id(item)
                 yield item if isinstance(item, Post | Labelled) else None
             self.complete = True
         except InputError as error:
             self._broken = error
+
+    def _count_id(self, post: Post) -> None:
+        """Count a post if an earlier one with another text has its id."""
+        identity, whole = hash(post.id), hash((post.id, post.text))
+        if identity in self._seen:
+            self.repeated += whole not in self._seen
+        if len(self._seen) < 2 * MAX_COMPARED:
+            self._seen.update((identity, whole))
 
     def _note_missing_ids(self, columns: list[str]) -> None:
         note = f"{self.source.name}: no id column ({', '.join(FIELD_ALIASES['id'])}), so ids are derived from the text"

@@ -5,13 +5,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
+from redis.exceptions import RedisError
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -232,6 +233,8 @@ class _Steps(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
+    def report_end(self) -> None: ...
+
 
 def _run(
     daemon: _Steps,
@@ -244,11 +247,16 @@ def _run(
     if settings.metrics_port:
         metrics.serve()
     with _status_line(describe) as show:
-        while True:
-            pause = daemon.step()
-            show(daemon)
-            metrics.update(daemon.status())
-            clock.wait(min(pause, REFRESH_INTERVAL_S))
+        try:
+            while True:
+                pause = daemon.step()
+                show(daemon)
+                metrics.update(daemon.status())
+                clock.wait(min(pause, REFRESH_INTERVAL_S))
+        except Stopped:
+            with suppress(RedisError):  # `feedmill health` then takes the daemon for lost
+                daemon.report_end()
+            raise
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import re
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
 from shared.errors import SettingsError, UserError, explain_missing, plain_reason, printable, printable_lines
-from shared.settings import PREFIX, is_stack_running, load
+from shared.settings import PREFIX, Settings, is_folder_locked, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
@@ -177,7 +178,7 @@ def up(data_folder: DataFolder = None) -> None:
         try:
             start(stack, notes)
             notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C or `feedmill down` stops everything."))
-            notes.print("In another terminal:\n  feedmill enqueue posts.csv\n  feedmill results --follow")
+            notes.print(Text(f"In another terminal:\n{_next_commands(settings)}"))
             stack.stay(partial(notes.print, markup=False))
         except SystemExit:
             notes.print("stopping …")
@@ -185,6 +186,14 @@ def up(data_folder: DataFolder = None) -> None:
         finally:
             stack.stop()
             notes.print("stopped")
+
+
+def _next_commands(settings: Settings) -> str:
+    """Return commands to type next, which find this data folder."""
+    commands = ["feedmill enqueue posts.csv", "feedmill results --follow"]
+    if settings.data_folder != Settings.model_fields["data_folder"].default.expanduser():
+        commands.insert(0, f"export {PREFIX}DATA_FOLDER={shlex.quote(str(settings.data_folder))}")
+    return "".join(f"  {command}\n" for command in commands).rstrip()
 
 
 @app.command()
@@ -210,7 +219,7 @@ def url(data_folder: DataFolder = None) -> None:
     Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`.
     """
     settings = settings_of(data_folder=data_folder)
-    if settings.redis_url is None and not is_stack_running(settings.data_folder):
+    if settings.redis_url is None and not is_folder_locked(settings.data_folder):
         raise SettingsError(
             f"No `feedmill up` is running with data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set. "
             "Start `feedmill up`, or set the variable."

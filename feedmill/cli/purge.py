@@ -9,6 +9,7 @@ import typer
 from redis import Redis
 
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
+from feedmill.reading.runs import unknown_run
 from producers.purge_run import purge_run
 from shared import runs
 from shared.broker import connect, user_errors
@@ -29,11 +30,9 @@ def purge(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Delete the posts and results of this run instead; asks first, and blocks nothing."
-        ),
+        typer.Option(metavar="NAME", help="Delete the posts and results of this run instead; blocks nothing."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation of --run.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     lift: Annotated[
         bool, typer.Option("--lift", help="Unblock the posts instead; deletes and restores nothing.")
     ] = False,
@@ -48,8 +47,8 @@ def purge(
 ) -> None:
     """Delete everything stored about the given posts and block them from being ingested again.
 
-    The block lasts FEEDMILL_TOMBSTONE_TTL seconds (365 days). With --run, delete what is stored about a run: other runs
-    keep their posts, and its file can be sent again. Exits 1 if nothing was stored.
+    Asks first in a terminal. The block lasts FEEDMILL_TOMBSTONE_TTL seconds (365 days). With --run, delete what is
+    stored about a run: other runs keep their posts, and its file can be sent again. Exits 1 if nothing was stored.
     """
     settings = settings_of(redis_url=redis_url)
     if bool(ids) == (run is not None):
@@ -59,7 +58,7 @@ def purge(
     if run is not None and lift:
         raise UserError("--lift needs the ids of posts: purging a run blocks none. Leave out --run.")
     redis = connect(settings)
-    done = _purge_posts(redis, settings, ids or [], lift) if run is None else _purge_run(redis, settings, run, yes)
+    done = _purge_posts(redis, settings, ids or [], lift, yes) if run is None else _purge_run(redis, settings, run, yes)
     typer.echo(json.dumps(done.counts) if as_json else done.summary)
     if rewrite:
         with user_errors(settings):
@@ -75,12 +74,16 @@ class _Done(NamedTuple):
     has_removed: bool
 
 
-def _purge_posts(redis: Redis, settings: Settings, ids: list[str], lift: bool) -> _Done:
-    """Purge or unblock posts."""
+def _purge_posts(redis: Redis, settings: Settings, ids: list[str], lift: bool, yes: bool) -> _Done:
+    """Purge posts, after asking in a terminal, or unblock them."""
     posts = dict.fromkeys(post_id.strip() for given in ids for post_id in (_lines() if given == "-" else [given]))
     if not posts:
         raise UserError("Standard input contains no post id. Give one id per line.")
     subject = printable(next(iter(posts))) if len(posts) == 1 else f"{len(posts):,} posts"
+    blocked = f"{settings.tombstone_ttl / DAY_S:.3g} days"
+    # Scripts delete posts at their authors' request; a block by mistake is lifted by --lift.
+    if not (lift or yes or "-" in ids) and _in_terminal():
+        typer.confirm(f"Delete everything stored about {subject}, and block it for {blocked}?", abort=True)
     with user_errors(settings):
         if lift:
             counts = {"lifted": lift_tombstones(redis, posts)}
@@ -88,7 +91,7 @@ def _purge_posts(redis: Redis, settings: Settings, ids: list[str], lift: bool) -
         else:
             found = purge_posts(redis, settings, posts)
             counts = found._asdict()
-            summary = f"{subject} purged ({_removed(found)}); blocked for {settings.tombstone_ttl / DAY_S:.3g} days"
+            summary = f"{subject} purged ({_removed(found)}); blocked for {blocked}"
     return _Done({"posts": len(posts)} | counts, summary, any(counts.values()))
 
 
@@ -101,6 +104,8 @@ def _purge_run(redis: Redis, settings: Settings, name: str, yes: bool) -> _Done:
         if not yes:
             _confirm(run, stored)
         found = purge_run(redis, settings, run)
+        if known is None and not any(found):
+            raise UserError(unknown_run(redis, run))
     counts = {"results": found.results, "dead letters": found.dead_letters, "posts that waited": found.waiting}
     summary = f"run {printable(run)} purged ({_listed(counts)})"
     if found.outside:
@@ -114,9 +119,13 @@ def _purge_run(redis: Redis, settings: Settings, name: str, yes: bool) -> _Done:
 def _confirm(run: str, stored: str) -> None:
     """Ask for confirmation and abort on "no". Raises UserError if standard input is not a terminal."""
     what = f"all posts and results of run {printable(run)} ({stored})"
-    if not sys.stdin.isatty():
+    if not _in_terminal():
         raise UserError(f"This deletes {what}. Add --yes to confirm.")
     typer.confirm(f"Delete {what}?", abort=True)
+
+
+def _in_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _removed(found: PurgeCounts) -> str:

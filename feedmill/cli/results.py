@@ -3,7 +3,6 @@
 import json
 import select
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
@@ -14,24 +13,21 @@ from redis import Redis
 from feedmill.cli.dates import parse_period, utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
 from feedmill.reading.dead_letters import DeadLetters
-from feedmill.reading.entry_ids import id_before
 from feedmill.reading.groups import CLAIM_AFTER_S
+from feedmill.reading.labels import unknown_label
 from feedmill.reading.results import Reader, batches, open_reader
 from feedmill.reading.rows import RowReader
 from feedmill.reading.runs import check_run, unknown_run
 from feedmill.reading.stream import NO_FILTER, Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
-from shared.errors import UserError, json_line, printable, similar_name
+from shared.errors import UserError, json_line, printable
 from shared.messages import Classification, DeadLetter, Post, parse_run
 from shared.results import Result, ResultsStore, Score
 from shared.runs import progress
-from shared.scripts.stream import Place
 from shared.settings import PREFIX
 
 #: Results that are shown by default.
 DEFAULT_LIMIT = 20
-#: Labels that a note shows if no result has the wanted one.
-MAX_LABELS = 50
 
 app = typer.Typer(name="results", invoke_without_command=True, no_args_is_help=False)
 
@@ -141,28 +137,10 @@ def _explain_label(redis: Redis, filters: ResultFilter) -> bool:
 
     Returns whether they were printed.
     """
-    if filters.label is None:
+    if filters.label is None or not (problem := unknown_label(RowReader(redis), filters.label, filters.run)):
         return False
-    rows = (row for chunk in RowReader(redis).chunks(Place(id_before(0.0))) for row in chunk.rows)
-    labels = Counter(row.found["label"] for row in rows if filters.run in (None, row.post.get("run")))
-    if filters.label in labels:
-        return False
-    near = similar_name(filters.label, list(labels))
-    meant = "" if near is None else f" Did you mean {_named(near)}?"
-    typer.echo(
-        f"feedmill: no result has the label {_named(filters.label)}.{meant} Labels seen: {_first(labels)}", err=True
-    )
+    typer.echo(f"feedmill: {problem}", err=True)
     return True
-
-
-def _named(name: str) -> str:
-    return printable(f"{name!r:.80}")
-
-
-def _first(labels: Counter[str]) -> str:
-    """Return the most frequent labels for a message."""
-    shown = printable(", ".join(label for label, _ in labels.most_common(MAX_LABELS)))
-    return f"{shown}, …" if len(labels) > MAX_LABELS else shown or "none"
 
 
 @contextmanager
@@ -262,7 +240,10 @@ def get(
             found = [each for each in found if wanted is None or (each[1] is not None and each[1].run == wanted)]
             if not found:
                 missing += 1
-                typer.echo(f"No result for post {_named(post_id)}: not classified yet, purged or expired.", err=True)
+                typer.echo(
+                    f"No result for post {printable(f'{post_id!r:.80}')}: not classified yet, purged or expired.",
+                    err=True,
+                )
                 continue
             _show_post(found, store.score(post_id), as_json)
     raise typer.Exit(1 if missing else 0)

@@ -26,7 +26,7 @@ from shared.broker import user_errors
 from shared.errors import UserError, clause, printable
 from shared.messages import parse_run
 from shared.metrics import RedisMetrics, connect_for_monitoring, serve
-from shared.settings import Settings
+from shared.settings import Settings, is_folder_locked
 
 #: Seconds between two snapshots of `status --watch`; the workers take about one second to answer.
 REFRESH_INTERVAL_S = 2.0
@@ -58,7 +58,7 @@ def status(
     if not watched:
         with user_errors(settings):
             seen = watch.status(settings)
-        typer.echo(json.dumps(seen.as_json()) if as_json else _summary(seen))
+        typer.echo(json.dumps(seen.as_json()) if as_json else _summary(seen, settings))
         return
     with user_errors(settings):
         connect_for_monitoring(settings).ping()  # fail if Redis is unreachable now; later losses are retried
@@ -80,7 +80,7 @@ def _show_run(settings: Settings, name: str, as_json: bool) -> None:
     typer.echo(json.dumps(found.as_json()) if as_json else run_progress.line(found, time.time(), has_worker))
 
 
-def _summary(seen: watch.Status) -> str:
+def _summary(seen: watch.Status, settings: Settings) -> str:
     """Format a snapshot as lines of a name and a value."""
     facts = [
         ("queue", _queue(seen)),
@@ -93,9 +93,7 @@ def _summary(seen: watch.Status) -> str:
     if not seen.asked:
         facts.append(("workers", WORKERS_UNKNOWN))
     elif not seen.workers:
-        facts.append(
-            ("workers", "none answers: start one with `feedmill worker`, or the whole stack with `feedmill up`")
-        )
+        facts.append(("workers", _no_worker(settings)))
     facts += [("worker", _missing(node, age)) for node, age in seen.missing.items()]
     if seen.reddit:
         facts.append(("reddit", ingest.format_daemon_status(seen.reddit)))
@@ -120,8 +118,14 @@ def _summary(seen: watch.Status) -> str:
     return "\n".join(f"{name:<12}  {printable(value)}" for name, value in facts)
 
 
+def _no_worker(settings: Settings) -> str:
+    if settings.redis_url is None and is_folder_locked(settings.data_folder):
+        return "none answers: `feedmill up` is running, and starts it"
+    return "none answers: start one with `feedmill worker`, or the whole stack with `feedmill up`"
+
+
 def _missing(node: str, age: float) -> str:
-    return printable(f"{node} does not answer; last seen {span(age)} ago")
+    return printable(f"{node} does not answer; last report, one a minute, {span(age)} ago")
 
 
 def _queue(seen: watch.Status) -> str:
@@ -130,7 +134,7 @@ def _queue(seen: watch.Status) -> str:
 
 
 def _results(seen: watch.Status) -> str:
-    return f"{seen.results.stored:,} stored · {seen.results.answered + seen.results.repeated:,} duplicates"
+    return f"{seen.results.stored:,} stored so far · {seen.results.answered + seen.results.repeated:,} duplicates"
 
 
 def _memory(seen: watch.Status) -> list[str]:
@@ -266,9 +270,7 @@ def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
     if not found.asked:
         return Group(head, Text(), facts, Text(), Text(WORKERS_UNKNOWN, style="red"))
     if not found.workers:
-        return Group(
-            head, Text(), facts, Text(), Text("no worker answers: start one with `feedmill worker`", style="red")
-        )
+        return Group(head, Text(), facts, Text(), Text(f"workers: {_no_worker(settings)}", style="red"))
     return Group(head, Text(), facts, Text(), _workers(seen))
 
 

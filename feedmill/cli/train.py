@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,8 +102,14 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     from workers.training import run  # noqa: PLC0415
     from workers.training.examples import make_dataset  # noqa: PLC0415
 
-    collected = collect(options, settings, notes)
-    dataset = make_dataset(collected.examples, collected.tested, options)
+    try:
+        collected = collect(options, settings, notes)
+        dataset = make_dataset(collected.examples, collected.tested, options)
+    except UserError:
+        if first:
+            with suppress(OSError):  # an interrupted training stays
+                folder.rmdir()
+        raise
     report = training_report.TrainingReport(notes, as_json, quiet=not first)
     report.data(dataset)
     training = run.Training(dataset, options, settings, report.planned, report.progress, report.phase)

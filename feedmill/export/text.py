@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 
 from feedmill.reading.rows import ResultRow
 from producers import exported
-from shared.messages import Post, scope_within
+from shared.messages import Post
 
 #: Column of a post -> the post's field, and the field's default, which stored posts omit.
 POST_FIELDS = {column: (field, Post.model_fields[field].default) for field, column in exported.COLUMNS.items()}
@@ -77,11 +77,11 @@ class PostKey(NamedTuple):
 
     id: str
     #: Run within which the id is unique; None if there is none, or the file has no column `run`.
-    scope: str | None = None
+    run: str | None = None
 
     @classmethod
     def of(cls, post_id: str, run: str | None) -> "PostKey":
-        return cls(post_id, scope_within(post_id, run or None))
+        return cls(post_id, run or None)
 
 
 class TextFormat(Format, Protocol):

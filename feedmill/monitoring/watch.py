@@ -284,7 +284,8 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> Iterator[
         with user_errors(settings):
             redis.ping()
             depth, queues = _queues(redis, settings)
-            daemon, has_run = State(redis).load_status(), bool(redis.exists(REDDIT_BEGINNINGS))
+            state = State(redis)
+            daemon, has_ended, has_run = state.load_status(), state.has_ended(), bool(redis.exists(REDDIT_BEGINNINGS))
             live = statuses(redis)
             wanted = not {HealthPart.WORKERS, HealthPart.ROWS, HealthPart.MEMORY}.isdisjoint(parts)
             # Asking registered workers by name ends as soon as all have answered.
@@ -301,7 +302,7 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> Iterator[
         HealthPart.QUEUE: _full(depth, queues, settings),
         HealthPart.WORKERS: _workers(workers, missing),
         HealthPart.ROWS: _rows(workers, missing, settings),
-        HealthPart.REDDIT: _reddit(daemon, has_run),
+        HealthPart.REDDIT: _reddit(daemon, has_run, has_ended),
         HealthPart.LIVE: _live(live),
     }
     for part, (well, sentence) in found.items():
@@ -343,7 +344,7 @@ def _workers(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float
     if workers is None:
         return False, "unknown: workers cannot answer while Redis refuses writes"
     if missing:
-        silent = ", ".join(f"{node} (last seen {capacity.span(age)} ago)" for node, age in missing.items())
+        silent = ", ".join(f"{node} (last report {capacity.span(age)} ago)" for node, age in missing.items())
         answering = ", ".join(workers) or "none"
         return False, f"no answer from {silent}: check the worker's log, or restart the worker. Answering: {answering}"
     return bool(workers), f"{', '.join(workers)}" or "none answers: start one with `feedmill worker`"
@@ -363,23 +364,41 @@ def _rows(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float], 
     return True, f"oldest row has waited {max(ages.values()):.1f} s" if ages else "no rows are waiting in workers"
 
 
-def _reddit(report: dict[str, Any] | None, has_run: bool) -> tuple[bool, str]:
-    """Check that the Reddit daemon reports its status, if it has ever run."""
+def _reddit(report: dict[str, Any] | None, has_run: bool, has_ended: bool) -> tuple[bool, str]:
+    """Check that the Reddit daemon reports its status, if it has ever run and was not stopped."""
     if report is not None:
         return True, f"the daemon reads {report['subreddits']} subreddits" + (
             f", but: {report['hindrance']}" if report["hindrance"] else ""
         )
+    if has_ended:
+        return True, "the daemon was stopped; `feedmill ingest reddit` starts it"
     if has_run:
         return False, f"no report from the daemon for {STATUS_TTL} s: start it with `feedmill ingest reddit`"
     return True, "not in use; `feedmill ingest reddit` starts the daemon"
 
 
 def _live(known: dict[str, LiveStatus]) -> tuple[bool, str]:
-    """Check that the daemon of every live source that ran in the last week still reports its status."""
-    silent = [f"{name} (for {capacity.span(found.age)})" for name, found in known.items() if not found.running]
+    """Check the daemons of live sources that ran in the last week.
+
+    Each still reports its status, unless it was stopped, and has read something, unless nothing has failed yet. A
+    source that fails later is no failure of its daemon.
+    """
+    silent = [
+        f"{name} (for {capacity.span(found.age)})"
+        for name, found in known.items()
+        if not (found.running or found.ended)
+    ]
     if silent:
         return False, f"no report from the daemon of {', '.join(silent)}: start it again with `feedmill ingest`"
     if not known:
         return True, "not in use; `feedmill ingest bluesky` starts a daemon"
-    hindered = [found.report["hindrance"] for found in known.values() if found.report["hindrance"]]
-    return True, f"reading {', '.join(known)}" + (f", but: {'; '.join(hindered)}" if hindered else "")
+    running = {name: found.report for name, found in known.items() if found.running}
+    parts = {
+        "reading ": [name for name, report in running.items() if report["read"]],
+        "nothing read yet from ": [name for name, report in running.items() if not report["read"]],
+        "": [f"{name} was stopped" for name, found in known.items() if found.ended],
+    }
+    said = "; ".join(f"{what}{', '.join(names)}" for what, names in parts.items() if names)
+    hindered = [report["hindrance"] for report in running.values() if report["hindrance"]]
+    well = all(report["read"] or not report["hindrance"] for report in running.values())
+    return well, said + (f"{', but' if well else ''}: {'; '.join(hindered)}" if hindered else "")

@@ -24,6 +24,7 @@ from feedmill.stack.addresses import kept_addresses, new_addresses
 from feedmill.stack.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
 from feedmill.stack.processes import Child, python_command
 from feedmill.stack.restarts import Service
+from shared.atomic_files import replacing
 from shared.broker import make_app
 from shared.errors import StackError
 from shared.metrics import connect_for_monitoring
@@ -107,7 +108,9 @@ class Stack:
 
     def start(self) -> Iterator[str]:
         """Start the processes and yield a line about each one once it answers. Raises StackError."""
-        yield self._start_redis()
+        redis = self._start_redis()
+        self._announce()  # at once: a command that finds no address cannot tell this stack from one that is stopping
+        yield redis
         self.step = "loading the model"
         worker = self._add(self._launch_worker, self._ping_worker)
         flower = self._add(self._launch_flower, lambda: _answers(f"{self.flower_url}/healthcheck"))
@@ -115,7 +118,6 @@ class Stack:
         yield f"worker {WORKER_NODE}"
         self.step = "waiting for Flower"
         flower.child.wait_until(lambda: flower.answers() and self._hears_events())
-        self._announce()
         yield f"Flower at {self.flower_url}, user {self.settings.flower_user}, {self._password_hint()}"
 
     def _add(self, launch: Callable[[], Child], answers: Callable[[], bool]) -> Service:
@@ -195,15 +197,15 @@ class Stack:
 
     def _announce(self) -> None:
         """Write the stack's addresses to a file that this user's other `feedmill` commands read."""
-        path = self._folder / STACK_FILE
-        path.touch(mode=0o600)
         found = {
             "redis_url": self.settings.broker_url,
             "flower_url": self.flower_url,
             "flower_user": self.settings.flower_user,
             "flower_password": self.flower_password,
         }
-        path.write_text(json.dumps(found))
+        with replacing(self._folder / STACK_FILE) as temporary:
+            temporary.touch(mode=0o600)
+            temporary.write_text(json.dumps(found))
 
     def _password_hint(self) -> str:
         """Return Flower's password, or where to find it if standard error is a log file."""
@@ -262,7 +264,7 @@ def _lock(folder: Path) -> IO[str]:
 def _locks(lock: IO[str]) -> bool:
     """Lock the file; return False if another stack holds the lock.
 
-    Several attempts are needed, because commands that check for a running stack (`is_stack_running`) hold the lock for
+    Several attempts are needed, because commands that check for a running stack (`is_folder_locked`) hold the lock for
     microseconds.
     """
     for _ in range(LOCK_ATTEMPTS):

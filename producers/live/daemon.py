@@ -20,7 +20,7 @@ from producers.live.purges import Purges, author_of
 from producers.live.source import Event, Source, SourceFailed
 from producers.live.state import LiveState, Position
 from producers.push import FULL_QUEUE_POLL_S, Pusher
-from shared.errors import PostRefused, printable
+from shared.errors import PostRefused, clause, printable
 from shared.messages import Post
 from shared.settings import Settings
 
@@ -77,7 +77,7 @@ class LiveDaemon:
         except SourceFailed as fault:
             pause = self._failed("source", f"{self._source.name}: {fault}", SOURCE_BACKOFF, fault.retry_after)
         except (RedisError, OperationalError) as error:
-            pause = self._failed("redis", f"Redis at {self._redis_address} failed ({error})", REDIS_BACKOFF)
+            pause = self._failed("redis", f"Redis at {self._redis_address} failed ({clause(error)})", REDIS_BACKOFF)
         except Exception:
             logger.exception("unexpected error; resuming from the stored position")
             pause = self._failed("unexpected", "unexpected error, see the log", SOURCE_BACKOFF)
@@ -88,6 +88,10 @@ class LiveDaemon:
         events, self._events, self._failure = self._events, None, None
         if events is not None:
             events.close()
+
+    def report_end(self) -> None:
+        """Record that the daemon stops on request. Raises redis.exceptions.RedisError."""
+        self._state.store_status(self.status(), ended=True)
 
     def _run(self) -> float:
         self._purges.run_if_due()
@@ -103,6 +107,8 @@ class LiveDaemon:
     def _failed(self, kind: str, reason: str, backoff: EqualJitterBackoff, at_least: float = 0.0) -> float:
         """Close the connection after a failure, and return the seconds until the next attempt."""
         self.faults[kind] += 1
+        if not self.hindrance and kind != "redis":
+            self._status_due = self._clock.monotonic()  # report the first failure at once
         self.close()
         pause = max(backoff.compute(self._failures), at_least)
         self._failures += 1

@@ -37,14 +37,15 @@ class LiveGap(NamedTuple):
 
 
 class LiveStatus(NamedTuple):
-    """The latest status of a source's daemon. age: seconds since it was stored."""
+    """The latest status of a source's daemon. age: seconds since it was stored. ended: it was stopped on request."""
 
     report: dict[str, Any]
     age: float
+    ended: bool
 
     @property
     def running(self) -> bool:
-        return self.age <= STATUS_TTL
+        return self.age <= STATUS_TTL and not self.ended
 
 
 class LiveState:
@@ -110,17 +111,21 @@ class LiveState:
         """Forget accounts that were deleted before this time, in seconds since 1970."""
         self._redis.zremrangebyscore(live_authors_key(self._source), "-inf", f"({at}")
 
-    def store_status(self, report: Mapping[str, Any]) -> None:
-        """Store the daemon's status for `feedmill status`."""
-        self._redis.hset(LIVE_STATUS, self._source, json.dumps({**report, "at": _now(self._redis)}))
+    def store_status(self, report: Mapping[str, Any], ended: bool = False) -> None:
+        """Store the daemon's status for `feedmill status`. ended: the daemon stops on request, and is not missed."""
+        status = {**report, "at": _now(self._redis), "ended": ended}
+        self._redis.hset(LIVE_STATUS, self._source, json.dumps(status))
 
 
 def statuses(redis: Redis) -> dict[str, LiveStatus]:
-    """Return the latest status of each source whose daemon runs or is expected to run."""
+    """Return the latest status of each source whose daemon ran in the last EXPECTED_S seconds."""
     found: Any = redis.hgetall(LIVE_STATUS)
     now = _now(redis) if found else 0
     reports = {name: json.loads(text) for name, text in found.items()}
-    known = {name: LiveStatus(report, max(0.0, now - report["at"])) for name, report in sorted(reports.items())}
+    known = {
+        name: LiveStatus(report, max(0.0, now - report["at"]), report.get("ended", False))
+        for name, report in sorted(reports.items())
+    }
     return {name: status for name, status in known.items() if status.age <= EXPECTED_S}
 
 

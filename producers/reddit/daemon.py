@@ -430,6 +430,10 @@ class Daemon:
             "hindrance": self.hindrance,
         }
 
+    def report_end(self) -> None:
+        """Record that the daemon stops on request. Raises redis.exceptions.RedisError."""
+        self._state.store_end()
+
     def _store_status(self) -> float:
         self._open_gaps = len(self._state.open_gaps())
         self._state.store_status(self.status() | {"at": self._clock.time()})

@@ -39,6 +39,8 @@ RECHECKS_TTL = 30 * 86_400
 MAX_GAPS = 10_000
 #: Lifetime of the daemon's status in seconds.
 STATUS_TTL = 120
+#: Value instead of a status after a daemon was stopped on request.
+ENDED = "ended"
 
 
 class Gap(NamedTuple):
@@ -276,7 +278,15 @@ class State:
         """Store the daemon's status for `feedmill status`."""
         self._redis.set(REDDIT_STATUS, json.dumps(status), ex=STATUS_TTL)
 
+    def store_end(self) -> None:
+        """Record that the daemon stops on request, and is not missed."""
+        self._redis.set(REDDIT_STATUS, ENDED)
+
     def load_status(self) -> dict[str, Any] | None:
         """Return the status of a running daemon; None if none is running."""
         found: Any = self._redis.get(REDDIT_STATUS)
-        return json.loads(found) if found else None
+        return json.loads(found) if found and found != ENDED else None
+
+    def has_ended(self) -> bool:
+        """Return whether the latest daemon was stopped on request."""
+        return self._redis.get(REDDIT_STATUS) == ENDED

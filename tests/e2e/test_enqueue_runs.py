@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from feedmill import submit
-from feedmill.cli.enqueue import _resuming_command
+from feedmill.cli.enqueue import _resuming_command, _warnings
 from producers.runs import default_run
 from shared import runs
 from shared.errors import UserError
@@ -21,7 +21,7 @@ from shared.messages import MAX_RUN, Classification, DeadLetter, Post, fingerpri
 from shared.model_routing import announce, deregister, known_queues, register
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import RedisServer, body_of, feedmill, running, wait_until
+from tests.support import RedisServer, announced, body_of, feedmill, running, wait_until
 
 
 @pytest.fixture
@@ -66,19 +66,19 @@ def test_files_with_equal_ids_are_runs_of_their_own(redis: RedisServer, csv: Pat
     assert enqueue(redis, other).returncode == 0
     names = {post["run"] for post in sent(redis)}
     assert len(names) == 2
-    assert all(re.fullmatch(r"posts\.csv [0-9a-f]{6}", name) for name in names)
+    assert all(re.fullmatch(r"posts\.csv-[0-9a-f]{6}", name) for name in names)
     again = enqueue(redis, csv)
     assert again.stdout.startswith("0 posts sent")
-    assert re.search(r"run posts\.csv [0-9a-f]{6} has these posts already\. --again", again.stderr)
+    assert re.search(r"run posts\.csv-[0-9a-f]{6} has these posts already\. --again", again.stderr)
     assert len(sent(redis)) == 3
 
 
-def test_names_the_run_of_reddit_posts_that_another_run_sent(redis: RedisServer, csv: Path) -> None:
-    csv.write_text("id,title\nt3_a,first\n")
-    assert enqueue(redis, csv, "--run", "monday").returncode == 0
-    again = enqueue(redis, csv, "--run", "tuesday")
-    assert again.stdout.startswith("0 posts sent")
-    assert "belong to the run that sent them first. --again" in again.stderr
+def test_counts_repeated_ids(redis: RedisServer, csv: Path) -> None:
+    """`export --latest` keeps one post per id and run."""
+    csv.write_text("id,title\n7,first\n8,second\n7,another\n7,first\n")
+    said = enqueue(redis, csv)
+    assert said.stdout == "3 posts sent (messages: 1), 1 already sent, 0 malformed, 1 with a repeated id\n"
+    assert "--latest" in said.stderr
 
 
 def test_a_limit_sends_the_first_posts_once(redis: RedisServer, csv: Path) -> None:
@@ -100,7 +100,7 @@ def test_named_runs_are_sent_separately(redis: RedisServer, csv: Path) -> None:
 
 def test_names_a_pipe_by_its_time(redis: RedisServer, csv: Path) -> None:
     assert enqueue(redis, "-", stdin=csv.read_text()).returncode == 0
-    assert all(re.fullmatch(r"stdin \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", post["run"]) for post in sent(redis))
+    assert all(re.fullmatch(r"stdin-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", post["run"]) for post in sent(redis))
 
 
 def test_default_names_are_valid(tmp_path: Path) -> None:
@@ -109,6 +109,10 @@ def test_default_names_are_valid(tmp_path: Path) -> None:
     assert len(default_run(str(odd))) <= MAX_RUN
     assert Post(id="1", title="x", run=default_run(str(odd))).run == default_run(str(odd))
     assert default_run(str(tmp_path / "missing.csv"))
+    assert default_run("/dev/fd/63").startswith("pipe-")
+    blank = tmp_path / "my posts.csv"
+    blank.write_text("id,title\n")
+    assert default_run(str(blank)).startswith("my_posts.csv-")
 
 
 def test_keeps_chosen_columns(redis: RedisServer, csv: Path) -> None:
@@ -173,6 +177,22 @@ def test_goes_on_without_a_worker_and_says_so(redis: RedisServer, csv: Path) -> 
     register(redis.client, "w@host")
     deregister(redis.client, "w@host")
     assert "no worker" in enqueue(redis, csv).stderr
+
+
+def test_names_a_redis_that_the_user_did_not_choose(
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(redis.client, "w@host")
+    announce(redis.client, "feedmill", "m")
+    chosen = Settings.model_validate({"redis_url": redis.url})
+    assert list(_warnings(redis.client, chosen)) == []
+    (said,) = _warnings(redis.client, Settings(data_folder=tmp_path))
+    assert all(words in said for words in ("`feedmill up`", "127.0.0.1:6379"))
+    with announced(tmp_path, json.dumps({"redis_url": redis.url})):
+        assert list(_warnings(redis.client, Settings(data_folder=tmp_path))) == []
+        monkeypatch.setenv("FEEDMILL_REDIS_URL", "")
+        (said,) = _warnings(redis.client, Settings(data_folder=tmp_path))
+        assert all(words in said for words in ("FEEDMILL_REDIS_URL", chosen.redis_address))
 
 
 def test_an_interrupted_command_says_how_to_go_on(redis: RedisServer, tmp_path: Path) -> None:

@@ -188,12 +188,16 @@ def test_exports_by_time_and_label(redis: RedisServer, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     for flags, status in (
         (("--label", "food"), 0),
-        (("--label", "books"), 1),
         (("--since", "2020-01-01"), 0),
         (("--until", "2020-01-01"), 1),
     ):
         said = feedmill("export", "--format", "csv", *flags, "out.csv", cwd=tmp_path, **url)
         assert (said.returncode, said.stdout[:2]) == (status, f"{1 - status} ")
+    earlier = (tmp_path / "out.csv").read_bytes()
+    said = feedmill("export", "--label", "foot", "out.csv", cwd=tmp_path, **url)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert "Did you mean 'food'" in said.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == {"out.csv": earlier}
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_health_names_a_stopped_worker(redis: RedisServer, tmp_path: Path) -> No
         seen = last_json(feedmill("status", "--json", cwd=tmp_path, **url).stdout)
         one.process.send_signal(signal.SIGCONT)
         assert said.returncode == 1
-        assert re.match(r"✗ workers  .*one@\S+ \(last seen \d+ s ago\).*two@", said.stdout)
+        assert re.match(r"✗ workers  .*one@\S+ \(last report \d+ s ago\).*two@", said.stdout)
         assert [name.partition("@")[0] for name in seen["missing"]] == ["one"]
         assert one.end() == 0
         said = feedmill("health", "--check", "workers", cwd=tmp_path, **url)

@@ -110,7 +110,7 @@ def test_a_misspelt_label_names_similar_ones(redis: RedisServer, tmp_path: Path)
     said = feedmill("results", "--label", "gamming", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert (said.returncode, said.stdout) == (1, "")
     assert (
-        "no result has the label 'gamming'. Did you mean 'gaming'? Labels seen: refund, gaming, travel" in said.stderr
+        "No result has the label 'gamming'. Did you mean 'gaming'? Labels seen: refund, gaming, travel" in said.stderr
     )
 
 

@@ -71,6 +71,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
     data = {"FEEDMILL_DATA_FOLDER": "data"}
     with running("up", cwd=tmp_path, **data) as up:
         wait_until(lambda: up.says("Ctrl-C"), "the stack is up", 150)
+        assert up.says(f"export FEEDMILL_DATA_FOLDER={tmp_path / 'data'}")
         second = feedmill("up", cwd=tmp_path, **data)
         assert second.returncode == 2
         assert str(tmp_path / "data") in second.stderr
@@ -234,7 +235,11 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     monkeypatch.setenv("FLOWER_URL_PREFIX", "elsewhere")
     made = Stack(Settings(), tmp_path / "data", durable=False)
     try:
-        assert [line.split()[0] for line in made.start()] == ["redis-server", "worker", "Flower"]
+        lines = made.start()
+        assert next(lines).startswith("redis-server")
+        # Commands find this Redis before the worker answers.
+        assert Settings(data_folder=tmp_path / "data").broker_url == made.settings.broker_url
+        assert [line.split()[0] for line in lines] == ["worker", "Flower"]
         yield made
     finally:
         made.stop()

@@ -143,7 +143,7 @@ def test_health_queries_registered_workers_by_name(
     register(server.client, "a@host")
     said = next(watch.check_health(settings, (HealthPart.WORKERS,))).said
     assert asked == [None, ["a@host", "b@host"]]
-    assert re.search(r"a@host \(last seen \d+ s ago\), b@host \(last seen \d+ s ago\)", said)
+    assert re.search(r"a@host \(last report \d+ s ago\), b@host \(last report \d+ s ago\)", said)
     deregister(server.client, "a@host")
     silent = {"seen": time.time() - EXPECTED_S - 60, "place": "", "pid": 0}
     server.client.hset(WORKERS, "b@host", json.dumps(silent))

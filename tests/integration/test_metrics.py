@@ -24,7 +24,7 @@ from shared.messages import ClassifyOptions
 from shared.metrics import QUEUE_OLDEST, RedisMetrics, connect_for_monitoring, oldest_seconds
 from shared.model_routing import announce, register
 from shared.settings import Settings
-from tests.support import RedisServer, make_posts
+from tests.support import RedisServer, announced, make_posts
 
 pytestmark = pytest.mark.each_redis
 
@@ -34,7 +34,7 @@ POOL: dict[str, Any] = {
     "recent": {"posts_per_second": 12.5, "device_busy": 0.97, "seconds": 10.4},
 }  # fmt: skip
 LIVE_REPORT: dict[str, Any] = {
-    "sent": 1, "filtered": 20, "paused": True, "delay": 3.5, "gaps": 1, "purged": 3, "hindrance": "",
+    "read": 21, "sent": 1, "filtered": 20, "paused": True, "delay": 3.5, "gaps": 1, "purged": 3, "hindrance": "",
 }  # fmt: skip
 
 
@@ -172,6 +172,10 @@ def test_health_passes_when_all_is_well(settings: Settings) -> None:
 
 def test_health_fails_without_workers(settings: Settings, workers: dict[str, Any]) -> None:
     workers.clear()
+    assert "`feedmill worker`" in status._no_worker(settings)
+    with announced(settings.data_folder, "{}"):  # `feedmill up` restarts a worker that exits
+        assert "`feedmill worker`" in status._no_worker(settings)
+        assert "`feedmill worker`" not in status._no_worker(settings.model_copy(update={"redis_url": None}))
     found = findings(settings)
     assert not found[HealthPart.WORKERS][0]
     assert "`feedmill worker`" in found[HealthPart.WORKERS][1]
@@ -246,6 +250,30 @@ def test_health_reports_live_sources(redis: RedisServer, settings: Settings) -> 
     assert (well, numbers(said)) == (False, [5])
     assert "bluesky" in said
     assert "hacker_news" not in said
+
+
+def test_health_reports_a_source_that_was_never_read(redis: RedisServer, settings: Settings) -> None:
+    state = LiveState(redis.client, "bluesky")
+    for hindrance, healthy in (("", True), ("bluesky: the connection failed", False)):
+        state.store_status(LIVE_REPORT | {"read": 0, "hindrance": hindrance})
+        well, said = findings(settings, HealthPart.LIVE)[HealthPart.LIVE]
+        assert well == healthy
+        assert "bluesky" in said
+        assert "reading" not in said
+    assert "the connection failed" in said
+
+
+def test_health_does_not_miss_a_daemon_that_was_stopped(redis: RedisServer, settings: Settings) -> None:
+    State(redis.client).begin({"cooking": 1.0}, [])
+    assert not findings(settings, HealthPart.REDDIT)[HealthPart.REDDIT][0]
+    State(redis.client).store_end()
+    LiveState(redis.client, "bluesky").store_status(LIVE_REPORT, ended=True)
+    found = findings(settings, HealthPart.LIVE, HealthPart.REDDIT)
+    assert [well for well, _ in found.values()] == [True, True]
+    assert "bluesky was stopped" in found[HealthPart.LIVE][1]
+    assert "was stopped" in found[HealthPart.REDDIT][1]
+    seen = StatusMonitor(settings).look().status
+    assert (seen.live, seen.reddit) == ({}, None)
 
 
 def test_health_queries_workers_only_for_checks_that_need_them(
@@ -344,7 +372,7 @@ def test_status_and_the_screen_show_the_same_numbers(redis: RedisServer, setting
     send(app, 2, sent_at=time.time() - 3000)
     redis.client.hset(COUNTERS, mapping={"stored": 22, "answered": 22})
     seen = StatusMonitor(settings).look()
-    for shown in (screen(seen, settings), status._summary(seen.status)):
+    for shown in (screen(seen, settings), status._summary(seen.status, settings)):
         lines = {name: told for name, _, told in (line.partition("  ") for line in shown.splitlines())}
         assert numbers(lines["queue"]) == [2, 0, 50]
         assert numbers(lines["results"]) == [22, 22]
@@ -359,12 +387,12 @@ def test_a_run_without_workers_is_stalled(redis: RedisServer, settings: Settings
     redis.client.zadd(RUNS, {"monday": now})
 
     def lines(found: StatusWithRates) -> list[str]:
-        shown = (screen(found, settings), status._summary(found.status))
+        shown = (screen(found, settings), status._summary(found.status, settings))
         return [line for each in shown for line in each.splitlines() if "monday" in line]
 
     served = StatusMonitor(settings).look()
     assert all("monday: 357 of 500 done · 35.7 posts/s · about 4 s left" in line for line in lines(served))
-    assert "12.5 posts/s, device busy 0.97 in the last 10 s" in status._summary(served.status)
+    assert "12.5 posts/s, device busy 0.97 in the last 10 s" in status._summary(served.status, settings)
     workers.clear()
     for line in lines(StatusMonitor(settings).look()):
         assert "monday: 357 of 500 done · stalled for " in line
@@ -381,7 +409,7 @@ def test_screen_lists_each_queue_with_its_model(redis: RedisServer, settings: Se
     assert seen.status.oldest_seconds
     assert seen.status.oldest_seconds >= 90
     assert json.loads(json.dumps(seen.status.as_json()))["queues"]["other"]["waiting"] == 1
-    for shown in (screen(seen, settings), status._summary(seen.status)):
+    for shown in (screen(seen, settings), status._summary(seen.status, settings)):
         assert re.search("feedmill: 2 ", shown)
         assert re.search(r"other: 1 .*a model \\x1b \(no worker\)", shown)
 
@@ -392,7 +420,7 @@ def test_marks_no_queue_as_unserved_while_workers_are_unknown(
     announce(redis.client, "other", "a model")
     monkeypatch.setattr(watch, "_ask", lambda *_: None)
     seen = StatusMonitor(settings).look()
-    for shown in (screen(seen, settings), status._summary(seen.status)):
+    for shown in (screen(seen, settings), status._summary(seen.status, settings)):
         assert "other: 0 " in shown
         assert "(no worker)" not in shown
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from feedmill.cli import purge as purge_command
 from feedmill.cli.main import app
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from producers.clear import Cleared, clear, messages_cleared
@@ -86,10 +87,14 @@ def test_equal_ids_of_two_runs_have_their_own_results(store: ResultsStore) -> No
     assert len({found.fingerprint for found in store.get("0")}) == 3
 
 
-def test_reddit_posts_have_one_identity_in_every_run(store: ResultsStore) -> None:
-    assert store.write([result(post("t3_x", "a")), result(post("t3_x", "b"))]) == 1
-    assert post("t3_x", "a").scope is None
-    assert [post(post_id, "a").scope for post_id in ("t3_X", "xt3_x", "0")] == ["a", "a", "a"]
+def test_a_run_of_reddit_posts_that_another_run_sent_is_complete(
+    server: RedisServer, settings: Settings, store: ResultsStore
+) -> None:
+    posts = [post("t3_x"), post("t3_y")]
+    for run in ("a", "b"):
+        assert push(server, settings, posts[: 1 + (run == "b")], run, again=run == "b").sent == 1 + (run == "b")
+    assert store.write([result(post("t3_x", "a")), *(result(post(each.id, "b")) for each in posts)]) == 3
+    assert (counts(server, "a"), counts(server, "b")) == ((1, 1, 0), (2, 2, 0))
 
 
 def test_posts_without_a_run_keep_their_identity() -> None:
@@ -102,8 +107,8 @@ def test_posts_are_marked_as_sent_by_run(server: RedisServer, settings: Settings
     assert push(server, settings, posts, "a").sent == 2
     assert push(server, settings, posts, "a").skipped == 2
     again = push(server, settings, posts, "b")
-    assert (again.sent, again.skipped) == (1, 1)
-    assert push(server, settings, posts, None).sent == 1
+    assert (again.sent, again.skipped) == (2, 0)
+    assert push(server, settings, posts, None).sent == 2
     assert sent_marks(server.client, "0") == 3
 
 
@@ -322,8 +327,23 @@ def test_purge_of_a_run_asks_first(server: RedisServer, store: ResultsStore) -> 
     said = CliRunner().invoke(app, [*arguments, "--yes"])
     assert (said.exit_code, said.stdout) == (0, "run a purged (results: 1)\n")
     assert store.latest(9) == []
-    again = CliRunner().invoke(app, [*arguments, "--yes", "--json"])
-    assert (again.exit_code, json.loads(again.stdout)["results"]) == (1, 0)
+    again = CliRunner().invoke(app, [*arguments, "--yes"])
+    assert isinstance(again.exception, UserError)
+    assert "'a'" in str(again.exception)
+
+
+def test_purge_of_posts_asks_in_a_terminal(
+    server: RedisServer, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(purge_command, "_in_terminal", lambda: True)
+    store.write([result(post("0"))])
+    arguments = ["purge", "0", "--redis-url", server.url]
+    assert CliRunner().invoke(app, arguments, input="n\n").exit_code != 0
+    assert len(store.latest(9)) == 1
+    said = CliRunner().invoke(app, arguments, input="y\n")
+    assert "365 days?" in said.stdout
+    assert store.latest(9) == []
+    assert CliRunner().invoke(app, [*arguments, "--lift"]).exit_code == 0
 
 
 @pytest.mark.parametrize("arguments", [[], ["1", "--run", "a"], ["--run", "a", "--lift"], ["--run", ""]])

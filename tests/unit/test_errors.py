@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from redis.exceptions import ResponseError
 
 from shared import errors
-from shared.errors import FeedmillError, PostRefused, RequestRefused, UserError, explain_missing
+from shared.errors import FeedmillError, PostRefused, RequestRefused, UserError, clause, explain_missing
 from shared.messages import ClassifyOptions, Post
 from tests.support import feedmill
 
@@ -21,6 +22,14 @@ def test_tree_in_the_docstring_equals_the_classes() -> None:
         if isinstance(found, type) and issubclass(found, FeedmillError) and found is not FeedmillError
     ]
     assert re.findall(r"[├└]─ (\w+)", errors.__doc__ or "") == classes
+
+
+def test_errors_of_pipelines_are_shown_without_the_command() -> None:
+    """It may contain posts."""
+    error = ResponseError(
+        'Command # 4 (LPUSH feedmill {"body": "(a \n post) of pipeline"}) of pipeline caused error: No.'
+    )
+    assert clause(error) == "No"
 
 
 @pytest.mark.parametrize("then", ["raise ModuleNotFoundError('interrupted')", "raise ImportError('numpy')", "pass"])

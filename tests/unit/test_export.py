@@ -250,7 +250,7 @@ def test_writes_run_label_set_and_own_columns(tmp_path: Path, name: str) -> None
     writer.add([row(Post(id="1", title="a", run="=monday", extra={"device": "phone", "=own": 5}))])
     writer.add([row(Post(id="t3_x", title="b", run="tuesday")), row(Post(id="2", title="c"), unscored=["a"])])
     writer.close()
-    assert list(format_of(name).posts(path)) == [PostKey("1", "=monday"), PostKey("t3_x"), PostKey("2")]
+    assert list(format_of(name).posts(path)) == [PostKey("1", "=monday"), PostKey("t3_x", "tuesday"), PostKey("2")]
     if name == "parquet":
         records: list[dict[str, object]] = pq.read_table(path).to_pylist()
     elif name == "csv":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -436,6 +437,13 @@ def test_junk_is_an_input_error_or_a_bad_record(tmp_path: Path, data: bytes) -> 
         assert str(tmp_path) in str(error)  # noqa: PT017 - junk may also be a bad record
     else:
         assert bad
+
+
+def test_names_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read every file, so that its mode cannot be used here."""
+    monkeypatch.setattr(Source, "_open", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(InputError, match=rf"may not read {tmp_path}/posts.csv"):
+        list(Source(str(tmp_path / "posts.csv")).items())
 
 
 def test_rejects_a_folder(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from feedmill.cli import deploy, flower, main, measuring, offline, options, trai
 from feedmill.cli.main import app
 from feedmill.evaluation.tuning_report import TuningReport
 from feedmill.stack import demo
+from feedmill.training import data as training_data
 from feedmill.training.job import within
 from shared import logs
 from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
@@ -138,6 +139,13 @@ def test_training_refuses_a_file_as_output(tmp_path: Path) -> None:
         train.check_folder(tmp_path / "out", resume=False)
     with pytest.raises(UserError, match=r"^Cannot create .*/out/below: Not a directory\..* --out"):
         train.check_folder(tmp_path / "out" / "below", resume=False)
+
+
+def test_training_without_posts_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_data, "collect", Mock(side_effect=UserError("no posts")))
+    with pytest.raises(UserError, match="no posts"):
+        train._train(TrainOptions.parse({"from": "results", "out": str(tmp_path / "out")}), Settings(), as_json=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_training_refuses_a_base_outside_its_folder(tmp_path: Path) -> None:

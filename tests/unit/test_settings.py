@@ -175,6 +175,9 @@ def test_finds_a_running_stack(tmp_path: Path) -> None:
         file.write_text("{")
         with pytest.raises(SettingsError, match=STACK_FILE):
             _ = settings.broker_url
+        file.unlink()  # it is starting, and another Redis may listen on localhost's port
+        with pytest.raises(SettingsError, match=naming(tmp_path)):
+            _ = settings.broker_url
 
 
 def test_ignores_the_address_of_a_killed_stack(tmp_path: Path) -> None:
