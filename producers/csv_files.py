@@ -131,9 +131,10 @@ class Table:
     def rows(self) -> Iterator[tuple[Lines, list[str] | str]]:
         """Yield (lines, cells) for each row that is not a blank line; instead of cells, the reason why it is malformed.
 
-        A short row lacks its last cells.
+        A short row lacks its last cells. Empty cells beyond the header, as after a delimiter at the end of each line,
+        are dropped.
         """
-        lines = self._lines
+        lines, width = self._lines, len(self.header)
         while True:
             lines.row_start = lines.number
             row: list[str] = []
@@ -153,11 +154,11 @@ class Table:
                     problem = "a quote opened here is never closed; the rest of the file is not read"
                 else:
                     problem = f"not CSV: {error}; a quote may be missing, or a quote inside a text may not be doubled"
-            if len(row) > len(self.header):
-                problem = f"{len(row)} fields, but {len(self.header)} columns; a quote may be missing"
+            if any(row[width:]):
+                problem = f"{len(row)} fields, but {width} columns; a quote may be missing"
             if row or problem:
                 first, last = lines.row_start + 1, lines.number
-                yield first if first >= last else f"{first}-{last}", problem or row
+                yield first if first >= last else f"{first}-{last}", problem or row[:width]
 
 
 def delimiter_of(header_line: str) -> str:

@@ -1,4 +1,4 @@
-"""Read posts from files: JSONL, a JSON array or CSV; plain, gzip or zstd; from a path or standard input.
+"""Read posts from files: JSONL, JSON arrays, CSV, Parquet or lines of text; from a path or standard input.
 
 Each record yields a post, a `BadRecord` with place and reason, or `LeftOut`; bad records do not affect good ones. Files
 are streamed and record length is bounded, so a dump of millions of posts needs no more memory than its compression
@@ -17,10 +17,10 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_jsonable_python
 
 from producers import exported
-from producers.csv_files import MAX_ROW_SIZE, Table, column_names
+from producers.csv_files import DELIMITER_LINE, MAX_ROW_SIZE, Table, column_names
 from producers.records import (
     DETECTED,
     FIELD_ALIASES,
@@ -41,7 +41,7 @@ from producers.records import (
 )
 from producers.transcode import UTF16_MARKS, check_encoding, transcoded
 from producers.unpack import CHUNK_BYTES, CountedFile, decompressed
-from shared.errors import InputError, json_problem, printable, similar_name
+from shared.errors import InputError, clause, explain_missing, json_problem, printable, similar_name
 from shared.messages import Post
 
 #: Maximum size of a record: characters, or bytes for a line of JSON. The largest valid post, escaped, is well below.
@@ -52,6 +52,13 @@ MAX_BINARY_SHARE = 0.3
 #: Control characters that text does not contain, and the replacement character for invalid UTF-8.
 BINARY_CHARACTERS = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
 LINE_END = re.compile(r"[\r\n]")
+#: First bytes of Parquet; and of ZIP archives, which modern Excel files are, and of older Excel files.
+PARQUET, SPREADSHEETS = b"PAR1", (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")
+#: Rows of Parquet converted at once.
+PARQUET_ROWS = 1000
+#: Names of files with a table, whose only column is the text; and with a text per line.
+TABLE_FILE = re.compile(r"\.(csv|tsv)(\.gz|\.zst)?$", re.IGNORECASE)
+TEXT_FILE = re.compile(r"\.txt(\.gz|\.zst)?$", re.IGNORECASE)
 #: Reason for rejecting a record that is not UTF-8: guessing its encoding could silently change the text.
 NOT_UTF8 = "not UTF-8; save the file as UTF-8, or give its encoding, such as --encoding cp1252 for Excel on Windows"
 
@@ -103,6 +110,8 @@ class Source:
         self._path = path
         #: Name in messages.
         self.name = "stdin" if path == "-" else printable(path)
+        #: True for standard input, and for a copy of it.
+        self.is_stdin = path == "-"
         self._filters = filters
         self._start = start
         self._columns = columns
@@ -183,6 +192,11 @@ class Source:
             raise InputError(f"There is no file {self._path}. Check the path.") from None
         except IsADirectoryError:
             raise InputError(f"{self.name} is a folder. Give a file in it.") from None
+        except UnicodeError as error:
+            encoding = self._encoding or "UTF-16"
+            raise InputError(
+                f"Cannot read {self.name} as {encoding}: {error}. Give another --encoding, or none for UTF-8."
+            ) from None
         except PermissionError:
             raise InputError(f"This user may not read {self._path}. Change the file's permissions.") from None
         except (OSError, EOFError, zlib.error) as error:
@@ -227,8 +241,10 @@ class Source:
         """Yield each record with its place, detecting the format by the file's first characters."""
         binary = decompressed(self._open(opened), self.name, opened)
         start = binary.peek(4)
-        if start.startswith(b"PAR1"):
-            raise InputError(f"{self.name} is a Parquet file. Convert it to JSONL or CSV, as docs/export.md shows.")
+        if start.startswith(PARQUET):
+            return islice(self._parquet(binary), self._start, None)
+        if start.startswith(SPREADSHEETS):
+            raise InputError(f"{self.name} is an Excel file or an archive. Save the sheet as CSV UTF-8, or unpack it.")
         binary = transcoded(binary, self._encoding, opened)
         head = binary.peek(CHUNK_BYTES)
         self.has_mark = head.startswith(codecs.BOM_UTF8) or start.startswith(UTF16_MARKS)
@@ -241,15 +257,44 @@ class Source:
                     f"{self.name} is not UTF-8 text; it may be an archive, a spreadsheet or in another encoding. "
                     "Convert it to JSONL, a JSON array or CSV, or give its --encoding, such as utf-16-le."
                 )
-            # JSONL with a damaged first line is still JSONL.
-            header = column_names(LINE_END.split(beginning, maxsplit=1)[0])
-            is_lines = b"\n{" in head and not self._has_text(map(normalize_column, header))
+            first_line = LINE_END.split(beginning, maxsplit=1)[0]
+            header = column_names(first_line)
+            if not self._has_text(map(normalize_column, header)):
+                # JSONL with a damaged first line is still JSONL.
+                is_lines = b"\n{" in head
+                if not is_lines and self._is_plain_text(first_line, header):
+                    return _text_lines(binary, self._start)
         if is_lines:
             return _json_lines(binary, self._filters, self._start)
         text = opened.enter_context(
             TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline=None if is_array else "")
         )
         return islice(_json_array(text) if is_array else self._csv(text), self._start, None)
+
+    def _is_plain_text(self, first_line: str, header: Sequence[str]) -> bool:
+        """Return true if each line is a text: in a file `.txt`, and from standard input if no delimiter is in sight."""
+        if self._columns.text or not first_line or DELIMITER_LINE.fullmatch(first_line):
+            return False
+        return TEXT_FILE.search(self._path) is not None or (self.is_stdin and len(header) == 1)
+
+    def _parquet(self, binary: BufferedReader) -> Iterator[Placed]:
+        """Yield the rows of a Parquet file, with dates as text. Holds a thousand rows, besides what pyarrow needs."""
+        with explain_missing(f"Reading {self.name}", "export"):
+            import pyarrow as pa  # noqa: PLC0415 - an extra
+            import pyarrow.parquet as pq  # noqa: PLC0415
+        if not binary.seekable():
+            raise InputError(f"{self.name} is Parquet, which cannot be read from a pipe. Give the path of a file.")
+        number = 0
+        try:
+            with pq.ParquetFile(binary) as file:
+                for batch in file.iter_batches(PARQUET_ROWS):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield Placed(number, to_jsonable_python(row, bytes_mode="base64", fallback=str))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise InputError(f"Cannot read {self.name} as Parquet: {clause(error)}. Give another file.") from None
+        if not number:
+            raise InputError(f"{self.name} has no rows. Give another file.")
 
     def _open(self, opened: ExitStack) -> BufferedReader:
         if self._path == "-":
@@ -276,12 +321,15 @@ class Source:
     def _csv(self, text: TextIOWrapper) -> Iterator[Placed]:
         self.table = Table(text, self.name)
         header = [normalize_column(name) for name in self.table.header]
+        is_named_table = TABLE_FILE.search(self._path) and not self._columns.text
+        if is_named_table and len(header) == 1 and header[0] and header[0] not in FIELD_NAMES:
+            self._columns = self._columns._replace(body=header[0])
         if not self._has_text(iter(header)) and not self._columns.text:
             raise InputError(
                 f"{self.name} is neither JSON nor a CSV file with a title or body column (its columns: "
                 f"{listed(self.table.header)}). Name the column of the text with --body-column, or "
                 f"rename it to one of: {', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}. If the "
-                "first line is not a header, add one."
+                "first line is not a header, add one; or save a text per line as a .txt file."
             )
         self._check_distinct(header)
         is_export = exported.is_export_row(header)
@@ -331,6 +379,18 @@ def _json_lines(binary: BufferedReader, filters: Filters, start: int) -> Iterato
             yield Placed(number, LeftOut.BY_FILTERS)
         else:
             yield Placed(number, _json_record(line))
+
+
+def _text_lines(binary: BufferedReader, start: int) -> Iterator[Placed]:
+    """Yield each line of plain text as a record."""
+    for number, line in islice(_lines(binary), start, None):
+        if line is None:
+            yield Placed(number, f"the line is longer than {MAX_RECORD_SIZE:,} bytes")
+            continue
+        try:
+            yield Placed(number, {"text": line.decode().strip()})
+        except UnicodeDecodeError:
+            yield Placed(number, NOT_UTF8)
 
 
 def _lines(binary: BufferedReader) -> Iterator[tuple[int, bytes | None]]:

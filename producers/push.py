@@ -124,6 +124,8 @@ class Pusher:
         self._on_published = on_published
         self.gate = QueueGate(redis, settings)
         self.sent = self.skipped = self.gone = self.messages = 0
+        #: Id of the first purged post.
+        self.first_gone = ""
         #: Reason why `push` is waiting, for display; "" if it is not.
         self.waiting = ""
 
@@ -176,6 +178,7 @@ class Pusher:
         for mark, post, status in zip(marks, posts, scripts.lookup(self._redis, marks), strict=True):
             if status == scripts.PURGED:
                 self.gone += 1
+                self.first_gone = self.first_gone or post.id
             elif mark in waiting or (status == scripts.SENT and not self._again):
                 self.skipped += 1
             else:

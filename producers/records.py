@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from shared.errors import PostRefused, printable
-from shared.messages import MAX_BODY, REMOVED_BODIES, Post, digest, is_missing
+from shared.messages import MAX_BODY, MAX_TITLE, REMOVED_BODIES, Post, digest, is_missing
 
 #: Post field -> names it may have in a record, in order of preference.
 FIELD_ALIASES: dict[str, tuple[str, ...]] = {
@@ -52,6 +52,8 @@ REDDIT_ID = re.compile(r"[a-z0-9]+")
 #: Reasons for rejecting a record.
 COMMENT, NO_TEXT = "a comment; only posts are read", "title or body must contain text"
 REMOVED = "deleted or removed on Reddit"
+#: Maximum characters of each text field. Models read less than that.
+MAX_TEXT = {"title": MAX_TITLE, "body": MAX_BODY}
 #: Reddit's permalinks, which lack the host.
 REDDIT_PATH = re.compile(r"/(r|u|user)/[^/]+/comments/")
 #: Placeholder titles of deleted and removed posts.
@@ -73,7 +75,7 @@ class BadRecord(NamedTuple):
     """A problem with a record. where: file:line, and the element's number in an array.
 
     skipped: true if the record yields no post. Otherwise its post follows, without the invalid field. column: key of
-    the invalid value, if the post is kept.
+    the invalid value, if the post is kept; "" if a text was cut.
     """
 
     where: str
@@ -264,6 +266,16 @@ def reddit_body(record: Mapping[str, Any]) -> str:
     return body
 
 
+def plain_id(given: object) -> object:
+    """Return an id without the decimal point of a column with missing values: pandas reads 1 as 1.0 there."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+def id_of_text(title: object, body: object) -> str:
+    """Return an id for a post without one: the same for the same text."""
+    return f"text-{digest(str(title), str(body))}"
+
+
 def has_id(record: dict[str, Any]) -> bool:
     """Return true if the record has an id or a field for one; otherwise `parse_post` derives an id from the text."""
     return any(name in record for name in FIELD_ALIASES["id"]) or _own_id(record) is not None
@@ -284,6 +296,10 @@ def parse_post(record: dict[str, Any], where: str, columns: Columns = DETECTED) 
         reason = f"{printable(columns.id)} is empty; the post's id is derived from its text"
         yield BadRecord(where, reason, skipped=False, column=columns.id)
     fields = _fields(record, own_id, columns)
+    for field, limit in MAX_TEXT.items():
+        if isinstance(text := fields.get(field), str) and len(text) > limit:
+            yield BadRecord(where, f"{field}: only the first {limit:,} characters are used", skipped=False)
+            fields[field] = text[:limit]
     if columns.keep:
         kept = {name: value for key, name in columns.keep if (value := record.get(key)) != "" and not is_missing(value)}
         fields["extra"] = (extra if isinstance(extra := fields.get("extra"), dict) else {}) | kept
@@ -292,7 +308,7 @@ def parse_post(record: dict[str, Any], where: str, columns: Columns = DETECTED) 
             post = Post.parse(fields)
         except PostRefused as refused:
             field = refused.field.split(".")[0]
-            reason = printable(str(refused)) if refused.field else _missing_text(fields)  # may quote a key of `extra`
+            reason = _reason(refused, fields)
             if field in TIME_FIELDS:
                 reason = (
                     f"{field}: {fields[field]!r:.40} is neither seconds since 1970 nor a date such as 2026-11-20; for "
@@ -317,11 +333,25 @@ def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) ->
         return REMOVED
     if _is_comment(record):
         return COMMENT
-    fields = {field: value for field in ("title", "body") if (value := _text(record, field, columns)) is not None}
+    fields = {field: cut(field, value) for field in MAX_TEXT if (value := _text(record, field, columns)) is not None}
     try:
         return Post.parse(fields | {"id": row})
     except PostRefused as refused:
-        return printable(str(refused)) if refused.field else _missing_text(fields)
+        return _reason(refused, fields)
+
+
+def _reason(refused: PostRefused, fields: dict[str, Any]) -> str:
+    """Return why a record is no post."""
+    if not refused.field:
+        return _missing_text(fields)
+    is_column = refused.field in ("id", *MAX_TEXT) and isinstance(fields.get(refused.field), dict)
+    hint = "; if it holds a column, write the rows with pandas' to_json(orient='records')" if is_column else ""
+    return f"{printable(str(refused))}{hint}"  # may quote a key of `extra`
+
+
+def cut(field: str, value: Any) -> Any:
+    """Return a text without the characters beyond the limit of a post's field; other values unchanged."""
+    return value[: MAX_TEXT[field]] if isinstance(value, str) else value
 
 
 def _missing_text(fields: dict[str, Any]) -> str:
@@ -364,9 +394,7 @@ def _fields(record: dict[str, Any], own_id: Any, columns: Columns) -> dict[str, 
         fields[field] = _seconds(fields[field], columns.date_format)
     if isinstance(address := fields.get("permalink"), str) and REDDIT_PATH.match(address):
         fields["permalink"] = f"https://www.reddit.com{address}"
-    if own_id is None:
-        own_id = f"text-{digest(str(fields.get('title', '')), str(fields.get('body', '')))}"
-    fields["id"] = own_id
+    fields["id"] = id_of_text(fields.get("title", ""), fields.get("body", "")) if own_id is None else plain_id(own_id)
     return fields
 
 

@@ -39,13 +39,17 @@ class JsonFormatter(logging.Formatter):
         return json_line(entry)
 
 
-def configure(settings: Settings) -> None:
-    """Send all log records to standard error in the configured format. Replaces earlier handlers."""
+def configure(settings: Settings, plain: bool = False) -> None:
+    """Send all log records to standard error in the configured format. Replaces earlier handlers.
+
+    plain: print messages alone as text, for commands that a person waits for.
+    """
     handler = logging.StreamHandler(sys.stderr)
     if settings.log_format == "json":
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        before = "" if plain else "%(asctime)s %(levelname)s %(name)s: "
+        handler.setFormatter(TextFormatter(f"{before}%(message)s"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     # Celery logs two lines per message at INFO. Flower shows these events instead.
     for chatty in ("celery.worker.strategy", "celery.app.trace"):

@@ -40,6 +40,7 @@ from shared.errors import (
     UserError,
     first_problem,
     printable,
+    similar_name,
     truncate,
 )
 
@@ -313,6 +314,8 @@ class ClassifyOptions(BaseModel):
             return cls.model_validate(raw)
         except ValidationError as error:
             option, reason = first_problem(error)
+            if option not in cls.model_fields and (meant := similar_name(option, list(cls.model_fields))):
+                reason = f"{reason}; did you mean {meant}?"
             raise RequestRefused(f"{option}: {reason}") from None
 
     def arguments(self) -> dict[str, Any]:
@@ -429,7 +432,9 @@ def scope_of(post: Post) -> tuple[str, ...]:
 
 
 def parse_run(name: str) -> str:
-    """Return the name of a run in the form of `Post.run`. Raises UserError."""
+    """Return the name of a run in the form of `Post.run`. Raises UserError, also for values other than text."""
+    if not isinstance(name, str):
+        raise UserError(f"The name of a run must be text, not {truncate(repr(name))}.")
     try:
         run: str = _RUN.validate_python(name)
     except ValidationError as error:

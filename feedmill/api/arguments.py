@@ -1,10 +1,18 @@
-"""Types of the arguments that `feedmill.classify`, `Classifier.classify` and `feedmill.submit` share."""
+"""Types of the arguments that the functions of the Python API share, and errors about misspelt arguments."""
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar
 
+from shared.errors import similar_name
 from shared.messages import Post
+
+P = ParamSpec("P")
+R = TypeVar("R")
+#: Likely guesses at the name of the argument `body`.
+BODY_GUESSES = ("text", "column", "text_column", "body_column")
 
 #: Names of labels, or a dictionary from each name to its description or descriptions.
 Labels = Iterable[str] | Mapping[str, Any]
@@ -47,3 +55,30 @@ class ModelOptions(Options, total=False):
 
     model: str | Path | None
     device: str | None
+
+
+def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function, so that the TypeError for an unknown keyword suggests the one that was meant."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    shown = f"feedmill.{function.__qualname__.removesuffix('.__init__')}()"
+
+    @wraps(function)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+        if unknown := next((name for name in kwargs if name not in names), None):
+            raise TypeError(f"{shown} has no argument {unknown!r}{_hint(unknown, names)}")
+        return function(*args, **kwargs)
+
+    return explained
+
+
+def _hint(unknown: str, names: list[str]) -> str:
+    """Return the end of an error about an unknown keyword."""
+    if unknown in BODY_GUESSES and "body" in names:
+        return ": name the text's column with body=."
+    if unknown == "posts" and "items" in names:  # the Celery task had this name before
+        return (
+            ": items come first. The Celery task is feedmill.classify_task: send posts to a worker with "
+            "feedmill.classify_task.delay(posts=posts)."
+        )
+    meant = similar_name(unknown, names)
+    return f". Its arguments are: {', '.join(names)}." if meant is None else f". Did you mean {meant}=?"

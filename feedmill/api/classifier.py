@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, overload
 
-from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series
+from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series, explain_arguments
 from feedmill.api.items import Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.local_model import explain_refusals, load_model
-from shared.errors import SettingsError, UserError
+from shared.errors import SettingsError, UserError, truncate
 from shared.messages import ClassifyOptions, Outcome, Post
 from shared.settings import PREFIX, Settings, load_arguments, variables
 
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 #: Models that `feedmill.classify` keeps loaded. The least recently used one is released first.
 MAX_KEPT_MODELS = 2
+_NO_OPTIONS = ClassifyOptions()
 
 
 def local_settings(model: str | Path | None, device: str | None, **others: Any) -> Settings:
     """Return the settings of a model in this process. Raises SettingsError, which names the argument."""
+    if not isinstance(model, str | Path | None):
+        raise SettingsError(f"model= must be a name or a folder, not {truncate(repr(model))}.")
     return load_arguments(model=None if model is None else str(model), device=device, **others)
 
 
@@ -52,6 +55,7 @@ class Classifier:
     Args:
         model: A folder with a transformers or sentence-transformers model, `package:NAME`, or a name on the Hugging
             Face Hub. Default: FEEDMILL_MODEL, else the included all-MiniLM-L6-v2.
+        labels: Labels of calls that name none; see `feedmill.classify`.
         device: `cpu`, `cuda`, `cuda:1` or `mps`. Default: FEEDMILL_DEVICE, else the fastest one of this machine.
         dtype: `float32`, `bfloat16`, `float16`, or `int8` with engine `onnx`. Default: half precision where the device
             supports it.
@@ -59,25 +63,29 @@ class Classifier:
         revision: Branch, tag or commit of a model on the Hub.
 
     Raises:
-        feedmill.UserError: If torch is not installed, the model cannot be loaded, or the device is missing.
+        feedmill.UserError: If torch is not installed, the model or the labels are invalid, or the device is missing.
 
     Example:
-        with feedmill.Classifier(device="cpu") as classifier:
-            praise = classifier(["I love it", "It broke"], labels=["praise", "complaint"])
+        with feedmill.Classifier(device="cpu", labels=["praise", "complaint"]) as classifier:
+            found = classifier(["I love it", "It broke"])
+            subjects = classifier(["I love it", "It broke"], labels=["feelings", "things"])
             for prediction in classifier.stream(open("comments.txt")):
                 print(prediction.label)
     """
 
+    @explain_arguments
     def __init__(
         self,
         model: str | Path | None = None,
         *,
+        labels: Labels | None = None,
         device: str | None = None,
         dtype: str | None = None,
         engine: str | None = None,
         revision: str | None = None,
     ) -> None:
-        self._open(local_settings(model, device, dtype=dtype, engine=engine, revision=revision))
+        options = read_options(labels, None, False)
+        self._open(local_settings(model, device, dtype=dtype, engine=engine, revision=revision), options)
 
     @classmethod
     def _with(cls, settings: Settings) -> Self:
@@ -85,8 +93,8 @@ class Classifier:
         made._open(settings)
         return made
 
-    def _open(self, settings: Settings) -> None:
-        self._settings = settings
+    def _open(self, settings: Settings, options: ClassifyOptions = _NO_OPTIONS) -> None:
+        self._settings, self._default = settings, options
         self._lock = threading.Lock()
         self._calls, self._closed = 0, False
         with _naming_arguments(settings):
@@ -100,7 +108,7 @@ class Classifier:
         try:
             with explain_refusals(settings):
                 budget = calibrate(loaded, settings)
-                self._labels = loaded.label_set(ClassifyOptions()).labels
+                self._labels = loaded.label_set(options).labels
         finally:
             torch.set_num_threads(threads)  # calibration uses a lane's share of the cores
         self._model, self._device = loaded.weights.name, loaded.device.name
@@ -134,6 +142,7 @@ class Classifier:
     def classify(
         self, items: Iterable[Any], labels: Labels | None = None, **options: Unpack[Options]
     ) -> Predictions: ...
+    @explain_arguments
     def classify(
         self,
         items: "OneItem | Frame | Series | Iterable[Any]",
@@ -149,13 +158,14 @@ class Classifier:
         progress: bool = False,
     ) -> "Prediction | Predictions | Any":
         """Classify items with this model. See `feedmill.classify` for the arguments and the result."""
-        options = read_options(labels, template, multi_label)
+        options = self._options(labels, template, multi_label)
         request = Request(items, options, Columns(title, body, id), scores, prefix, progress)
         with self._in_use():
             return self._run(request)
 
     __call__ = classify
 
+    @explain_arguments
     def stream(
         self,
         items: Iterable[Any],
@@ -172,8 +182,11 @@ class Classifier:
         Reads the items as they are needed, at most FEEDMILL_WINDOW_ROWS and a message ahead, so that any number of
         them fits in memory.
         """
-        request = Request(items, read_options(labels, template, multi_label), Columns(title, body, id))
+        request = Request(items, self._options(labels, template, multi_label), Columns(title, body, id))
         return self._stream(request)
+
+    def _options(self, labels: Labels | None, template: str | None, multi_label: bool) -> ClassifyOptions:
+        return read_options(self._default.labels if labels is None else labels, template, multi_label)
 
     def _stream(self, request: Request) -> Iterator[Prediction]:
         with self._in_use():

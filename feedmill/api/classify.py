@@ -1,40 +1,15 @@
 """The function `feedmill.classify`: classify in this process, with a model that is kept for the next call."""
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Unpack, overload
 
-from feedmill.api.arguments import Frame, FrameT, Labels, ModelOptions, OneItem, Series
+from feedmill.api.arguments import Frame, FrameT, Labels, ModelOptions, OneItem, Series, explain_arguments
 from feedmill.api.classifier import KeptClassifiers, local_settings
 from feedmill.api.items import Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from shared.messages import ClassifyOptions, Outcome, Post
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-#: Likely guesses at the name of the argument `body`.
-GUESSES = ("text", "column", "text_column", "body_column")
-
-
-def _explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Explain likely wrong arguments: those of the Celery task, which had this name before, and guesses at `body`."""
-
-    @wraps(function)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
-        if guessed := next((name for name in GUESSES if name in kwargs), None):
-            raise TypeError(f"feedmill.classify() has no argument {guessed!r}: name the text's column with body=.")
-        if "posts" in kwargs:
-            raise TypeError(
-                "feedmill.classify() classifies in this process: write feedmill.classify(posts). The Celery task is "
-                "feedmill.classify_task: send posts to a worker with feedmill.classify_task.delay(posts=posts)."
-            )
-        return function(*args, **kwargs)
-
-    return explained
 
 
 @overload
@@ -45,7 +20,7 @@ def classify(items: FrameT, labels: Labels | None = None, **options: Unpack[Mode
 def classify(items: Series, labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Any: ...
 @overload
 def classify(items: Iterable[Any], labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Predictions: ...
-@_explain_arguments
+@explain_arguments
 def classify(
     items: "OneItem | Frame | Series | Iterable[Any]",
     labels: Labels | None = None,

@@ -14,6 +14,8 @@ from shared.errors import InputError, UserError, similar_name, truncate
 ROWS_AT_ONCE = 10_000
 #: Name of a Series' column, if the Series has no name.
 SERIES_NAME = "text"
+#: Columns of a frame, one row of which could be taken for a column of texts.
+MAX_ROW_COLUMNS = 1000
 #: Columns named in an error.
 MAX_COLUMNS_NAMED = 8
 
@@ -61,7 +63,11 @@ class PandasTable(Table):
     def with_columns(self, texts: Mapping[str, Sequence[Any]], numbers: Mapping[str, Sequence[float]]) -> Any:
         # Without the index of the new columns, so that rows are matched by position.
         made = {name: self._pandas.Series(values, dtype="float64").array for name, values in numbers.items()}
-        return self._frame.assign(**{**texts, **made})
+        below = [""] * (self._frame.columns.nlevels - 1)
+        frame = self._frame.copy()
+        for name, values in {**texts, **made}.items():
+            frame[(name, *below) if below else name] = values
+        return frame
 
 
 class PolarsTable(Table):
@@ -129,6 +135,11 @@ def table_of(given: Any) -> Table | None:
         return PolarsTable(polars, given)
     if pyarrow is not None and isinstance(given, pyarrow.Table):
         return ArrowTable(pyarrow, given)
+    if pandas is not None and isinstance(given, pandas.Series) and _is_row(given):
+        raise InputError(
+            "The Series is a row of a DataFrame, not a column. Give its to_dict(), or the DataFrame's rows, as in "
+            "frame.iloc[[0]]."
+        )
     series: Table | None = None
     if pandas is not None and isinstance(given, pandas.Series):
         series = PandasTable(pandas, given.to_frame(SERIES_NAME if given.name is None else given.name))
@@ -143,6 +154,12 @@ def table_of(given: Any) -> Table | None:
     if hasattr(given, "columns"):  # iterating it would yield the names of its columns
         raise InputError(f"Cannot read a {kind}. Convert it to a pandas or polars DataFrame first.")
     return None
+
+
+def _is_row(series: Any) -> bool:
+    """Return whether a pandas Series is a row of a frame: it is indexed by the names of columns with text."""
+    known = {name for field in TEXT_FIELDS for name in FIELD_ALIASES[field]}
+    return len(series) <= MAX_ROW_COLUMNS and any(normalize_key(str(name)) in known for name in series.index)
 
 
 def frame_package() -> Any:

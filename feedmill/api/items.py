@@ -10,7 +10,7 @@ from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
-from producers.records import FIELD_ALIASES, normalize_key
+from producers.records import FIELD_ALIASES, cut, normalize_key, plain_id
 from shared.errors import InputError, PostRefused, truncate
 from shared.messages import Post, is_missing
 
@@ -91,10 +91,10 @@ def as_text(value: object) -> str:
 
 def make_item(position: int, title: Sequence[object], body: Sequence[object], own_id: object = None) -> Item:
     """Return the item with the first text among each field's values. Its post's id is the position."""
-    given = None if is_missing(own_id) else str(own_id)
+    given = None if is_missing(own_id) else str(plain_id(own_id))
     kind = _kind_of((*title, *body))
     try:
-        fields = {"title": _first_text(title), "body": _first_text(body)}
+        fields = {"title": cut("title", _first_text(title)), "body": cut("body", _first_text(body))}
         return Item(Post.parse({"id": str(position), **fields}), "", given, kind=kind)
     except PostRefused as refused:
         return Item(None, str(refused) if refused.field else NO_TEXT, given, kind=kind)
@@ -113,14 +113,15 @@ def items_of(given: Iterable[object], columns: Columns) -> Iterator[Item]:
 
 
 def check_types(items: Iterator[Item], unit: str) -> Iterator[Item]:
-    """Yield the items. Raises InputError, before the first one, if some have a wrong type and none is text.
+    """Yield the items. Raises InputError, before the first one, if none is text and some have a wrong type or no
+    key with text.
 
     Reads on until the first text. unit: the word for an item.
     """
     head: list[Item] = []
     for item in islice(items, MAX_CHECKED_ITEMS):
         head.append(item)
-        if not item.kind and item.reason != NO_TEXT:
+        if item.post is not None and not item.kind:
             break
     else:
         for at, item in enumerate(head):
@@ -129,6 +130,8 @@ def check_types(items: Iterator[Item], unit: str) -> Iterator[Item]:
                     f"No {unit} is text: {unit} {at} is of type {item.kind}. Give texts or dictionaries with title "
                     "and body, or convert the values to text first."
                 )
+            if item.post is None and item.reason != NO_TEXT:
+                raise InputError(f"No {unit} has a text, such as {unit} {at}: {item.reason}.")
     yield from head
     yield from items
 

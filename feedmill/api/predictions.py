@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from numbers import Real
 from typing import Any, SupportsIndex, overload
 
 from feedmill.api.frames import make_frame
-from shared.errors import printable, truncate
+from shared.errors import UserError, printable, truncate
 
 #: Characters of a text in a repr, and items in the repr of a list.
 SHOWN_CHARACTERS, SHOWN_ITEMS = 60, 10
@@ -45,13 +46,16 @@ class Prediction:
     def labels_above(self, threshold: float) -> list[str]:
         """Return the labels with at least this score, best first: the labels that apply, with `multi_label=True`.
 
-        Models differ in their scores: choose the threshold by looking at the scores of some texts.
+        Models differ in their scores: choose the threshold by looking at the scores of some texts. Raises
+        feedmill.UserError if it is not a number.
 
         Example:
             >>> found = feedmill.classify("The parcel was late and wet", ["delivery", "damage"], multi_label=True)
             >>> found.labels_above(0.1)
             ['delivery', 'damage']
         """
+        if not isinstance(threshold, Real):
+            raise UserError(f"The threshold must be a number, not {truncate(repr(threshold))}.")
         return [label for label, score in self.scores.items() if score >= threshold]
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ Engine = Callable[[Iterable[Post], ClassifyOptions], Iterator[tuple[Post, Outcom
 #: Reasons named in the warning about items without a label.
 MAX_REASONS = 3
 #: A single text that looks like the name of a file, so that it is not classified as a text.
-FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv|parquet|xlsx?)(\.gz|\.zst)?", re.IGNORECASE)
+FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv|txt|parquet|xlsx?)(\.gz|\.zst)?", re.IGNORECASE)
 
 
 def read_options(labels: Any, template: str | None, multi_label: bool) -> ClassifyOptions:

@@ -1,17 +1,22 @@
 """The function `feedmill.results`: read classification results from Redis."""
 
 from collections.abc import Generator
+from datetime import datetime
 
 from redis import Redis
 
+from feedmill.api.arguments import explain_arguments
 from feedmill.reading.results import Reader, items, open_reader
 from feedmill.reading.runs import check_run
 from feedmill.reading.stream import Missed, ResultFilter
+from producers.records import in_utc
 from shared.broker import connect, user_errors
+from shared.messages import parse_run
 from shared.results import Result
-from shared.settings import Settings, load
+from shared.settings import Settings, load_arguments
 
 
+@explain_arguments
 def results(
     redis_url: str | None = None,
     *,
@@ -22,7 +27,7 @@ def results(
     min_score: float | None = None,
     subreddit: str | None = None,
     run: str | None = None,
-    since: float | None = None,
+    since: float | datetime | None = None,
     claim_after: float = 60.0,
 ) -> Generator[Result | Missed]:
     """Yield classification results from Redis as they arrive.
@@ -41,8 +46,8 @@ def results(
         min_score: Yield only results whose best label has at least this score.
         subreddit: Yield only posts of this subreddit, in upper or lower case, with or without `r/`.
         run: Yield only posts of this run.
-        since: Start at this time, in seconds since 1970; 0 starts at the oldest result in the stream. Default: now,
-            or 0 with `follow=False` and no group. An existing group ignores it.
+        since: Start at this time: a datetime (UTC if it has no zone), or seconds since 1970; 0 starts at the oldest
+            result in the stream. Default: now, or 0 with `follow=False` and no group. An existing group ignores it.
         claim_after: Seconds after which this reader takes over results that another reader of the group received and
             has not acknowledged. Must exceed the time that one result takes to process.
 
@@ -65,9 +70,12 @@ def results(
                 found = item.classification
                 print(item.post.id, found.label, found.scores[found.label])
     """
-    settings = load(redis_url=redis_url)
+    settings = load_arguments(redis_url=redis_url)
     if since is None and not follow and group is None:
         since = 0.0
+    if isinstance(since, datetime):
+        since = in_utc(since)
+    run = None if run is None else parse_run(run)
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, run)
     reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)

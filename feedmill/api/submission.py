@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.api.arguments import Frame, Labels, OneItem, Series
+from feedmill.api.arguments import Frame, Labels, OneItem, Series, explain_arguments
 from feedmill.api.items import Columns, Item, type_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
 from feedmill.api.request import Failures, LabelColumns, Request, failed_prediction, read_options, warn
 from producers.clear import messages_cleared
 from producers.push import Pusher
+from producers.records import id_of_text
 from shared import runs
 from shared.broker import Application, connect, make_app, user_errors
 from shared.errors import PostRefused, RequestRefused, UserError, truncate
@@ -114,13 +115,13 @@ class SubmittedRun:
             if item.post is None:
                 self._settle(place, failed_prediction(item))
                 continue
-            post = _complete(item, item.post, self._unique_id(item, place))
+            post = _complete(item, item.post, self._unique_id(item, item.post, place))
             self._places[post.id] = place
             yield post
 
-    def _unique_id(self, item: Item, place: int) -> str:
-        """Return the item's id, or its place if it has none. The place is appended to an id that occurred before."""
-        own = (item.id or "").strip()[: MAX_ID - len(f"~{place}")] or str(place)
+    def _unique_id(self, item: Item, post: Post, place: int) -> str:
+        """Return the item's id, or one derived from its text. The place is appended to an id that occurred before."""
+        own = (item.id or "").strip()[: MAX_ID - len(f"~{place}")] or id_of_text(post.title, post.body)
         return f"{own}~{place}" if own in self._places else own
 
     def _published(self, task_id: str, posts: Sequence[Post]) -> None:
@@ -203,10 +204,11 @@ class SubmittedRun:
 
     def _pauses(self, timeout: float | None) -> Iterator[float]:
         """Yield how long to sleep before each look. Raises TimeoutError, and UserError for an invalid timeout."""
-        if timeout is not None and (not isinstance(timeout, Real) or isinstance(timeout, bool) or is_missing(timeout)):
+        is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and timeout >= 0):
             raise UserError(
-                f"timeout= must be a number of seconds, or None to wait without a limit, not {truncate(repr(timeout))} "
-                f"({type_of(timeout)})."
+                "timeout= must be a number of seconds from 0, or None to wait without a limit, not "
+                f"{truncate(repr(timeout))} ({type_of(timeout)})."
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_PAUSE_S
@@ -315,6 +317,7 @@ def _new_name() -> str:
     return f"python {datetime.now():%Y-%m-%d %H:%M:%S} {token_hex(2)}"
 
 
+@explain_arguments
 def submit(
     items: "OneItem | Frame | Series | Iterable[Any]",
     labels: Labels | None = None,
@@ -340,8 +343,8 @@ def submit(
             the same name before are not computed again. Default: a new name with the time.
         title: Key or column with the title; see `feedmill.classify`.
         body: Key or column with the text.
-        id: Key or column with an id. Default: `id` or `post_id`, else the item's position. A repeated id gets the
-            position appended.
+        id: Key or column with an id. Default: `id` or `post_id`. An item without one gets an id derived from its
+            text. A repeated id gets the position appended.
         template: Sentence with `{}` in place of the label.
         multi_label: Score each label by itself.
         prefix: Text before the name of each new column of a DataFrame.

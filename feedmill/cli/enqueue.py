@@ -50,7 +50,8 @@ def enqueue(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="Posts as JSONL, a JSON array or CSV; plain, gzip or zstd; - is standard input."
+            metavar="FILE",
+            help="Posts as CSV, JSONL, a JSON array, Parquet or .txt; plain, gzip or zstd; - is standard input.",
         ),
     ],
     columns: FileFlags,
@@ -137,9 +138,7 @@ def enqueue(
         except KeyboardInterrupt:
             notes.print(_interrupted(pusher, name), markup=False)
             raise SystemExit(130) from None  # not typer.Exit, which main.py explains
-    if reading.has_content:
-        typer.echo(_summary(reading, pusher, filters))
-    reading.end()
+    _end(reading, pusher, filters)
     found_none = start == 0 < reading.left_out == reading.records
     if found_none:
         notes.print(
@@ -256,18 +255,28 @@ def _filters(subreddits: Iterable[str], since: str | None, until: str | None, da
     return Filters(frozenset(names), *period, date_format if any(each is not None for each in period) else None)
 
 
+def _end(reading: FileReading, pusher: Pusher, filters: Filters) -> None:
+    """Print sums and the summary. Raises InputError if the file could not be read to its end."""
+    try:
+        reading.end()
+    finally:
+        if reading.has_content:
+            typer.echo(_summary(reading, pusher, filters))
+
+
 def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
     counts = [
         f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})",
-        f"{pusher.skipped:,} already sent",
+        f"{pusher.skipped:,} already sent or repeated",
         f"{reading.skipped - reading.without_text:,} malformed",
     ]
-    if reading.without_text:
-        counts.append(f"{reading.without_text:,} without text")
+    if without_text := reading.without_text - reading.removed_texts:
+        counts.append(f"{without_text:,} without text")
     if pusher.gone:
-        counts.append(f"{pusher.gone:,} purged")
-    if reading.removed:
-        counts.append(f"{reading.removed:,} removed on Reddit")
+        first = printable(pusher.first_gone)
+        counts.append(f"{pusher.gone:,} purged (such as id {first}; `feedmill purge {first} --lift` unblocks it)")
+    if removed := reading.removed + reading.removed_texts:
+        counts.append(f"{removed:,} deleted or removed")
     if reading.repeated:
         counts.append(f"{reading.repeated:,} with a repeated id")
     if filters != NO_FILTERS:

@@ -70,6 +70,8 @@ class FileReading:
         self.records, self.left_out, self.removed = start, 0, 0
         #: Bad records; how many of them were skipped; and how many of those have no text, or a removed one.
         self.wrong = self.skipped = self.without_text = 0
+        #: Those of `without_text` whose text was deleted or removed on Reddit.
+        self.removed_texts = 0
         #: Posts with the id of an earlier one, but another text.
         self.repeated = 0
         #: True once the whole file was read without an error.
@@ -105,6 +107,8 @@ class FileReading:
             what = escape(printable(f"{first.where}: {first.reason}"))
             named = "" if first.reason.startswith((f"{column}:", f"{column} ")) else f"column {printable(column)}, "
             posts = "kept without this field" if count == 1 else f"{count:,} posts kept without this field"
+            if not column:
+                named, posts = "", f"{count:,} post{'' if count == 1 else 's'}"
             self._notes.print(f"{what} [dim]({escape(named)}{posts})[/]")
         if self._broken:
             raise self._broken
@@ -152,14 +156,15 @@ class FileReading:
     def _report_bad(self, bad: BadRecord) -> None:
         """Count a bad record, and print it unless many others were printed."""
         if not bad.skipped:
-            if not self._text_only or bad.column == self._id_column:
-                self.wrong += 1
+            if not self._text_only or bad.column in ("", self._id_column):
+                self.wrong += bool(bad.column)
                 count, first = self._kept.get(bad.column, (0, bad))
                 self._kept[bad.column] = (count + 1, first)
             return
         self.wrong += 1
         self.skipped += 1
         self.without_text += bad.reason in (NO_TEXT, REMOVED)
+        self.removed_texts += bad.reason == REMOVED
         if bad.reason in self._reasons or len(self._reasons) < BAD_RECORDS_SHOWN:
             self._reasons[bad.reason] += 1
             if self._shown[bad.reason] < SAME_REASON_SHOWN and self._shown.total() < BAD_RECORDS_SHOWN:

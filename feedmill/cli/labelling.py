@@ -129,7 +129,8 @@ class Labelling:
 
     def _open(self, path: str) -> Source:
         source = self._open_source(path)
-        source.name = "stdin" if self._path == STANDARD else printable(self._path)
+        source.is_stdin = self._path == STANDARD
+        source.name = "stdin" if source.is_stdin else printable(self._path)
         return source
 
     def _format(self, source: Source) -> str:
@@ -210,11 +211,12 @@ class Labelling:
         """Return the summary: rows per label, and rows without one by reason."""
         tally, seconds = self.tally, time.monotonic() - self._began
         where = "" if self._out == STANDARD else f", written to {printable(self._out)}"
-        lines = [f"{_rows(tally.rows)} of {source.name} in {_duration(seconds)}{where}"]
+        rows = f"{tally.written:,} of {_rows(tally.rows)}" if tally.left_out.counts else _rows(tally.rows)
+        lines = [f"{rows} of {source.name} in {_duration(seconds)}{where}"]
         labels = tally.labels.most_common(MAX_LABELS_SHOWN)
         width = max((len(printable(label)) for label, _ in labels), default=0)
         for label, count in labels:
-            lines.append(f"  {printable(label):<{width}}  {count:>9,}  {count / tally.rows:>4.0%}")
+            lines.append(f"  {printable(label):<{width}}  {count:>9,}  {count / tally.written:>4.0%}")
         if more := tally.labels.keys() - {label for label, _ in labels}:
             lines.append(f"  and {len(more):,} more labels, {_rows(sum(tally.labels[label] for label in more))}")
         if tally.uncertain:

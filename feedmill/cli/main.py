@@ -7,6 +7,7 @@ found; 2 on a user error, which the message explains, or if the output cannot be
 import errno
 import io
 import os
+import re
 import shlex
 import sys
 from contextlib import suppress
@@ -63,7 +64,7 @@ from feedmill.stack.processes import python_command
 from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
-from shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
+from shared.errors import SettingsError, UserError, explain_missing, plain_reason, printable, printable_lines
 from shared.settings import PREFIX, Settings, is_folder_locked, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
@@ -294,7 +295,7 @@ def run() -> None:
         finally:
             _flush()
     except UserError as error:
-        _end(2, str(error))
+        _end(2, _naming_flags(str(error)))
     except USAGE_ERROR as error:
         _end(error.exit_code, _usage_message(error))
     except typer.Abort:
@@ -315,11 +316,18 @@ def run() -> None:
     _end(status or 0, "Interrupted." if status == INTERRUPTED else "")
 
 
+def _naming_flags(text: str) -> str:
+    """Replace variables by the flags of the command line that set them."""
+    given = {argument.split("=")[0] for argument in sys.argv[1:]}
+    flags = {f"{PREFIX}{flag.removeprefix('--').replace('-', '_').upper()}": flag for flag in given if flag[:2] == "--"}
+    return re.sub(rf"\b{PREFIX}[A-Z_]+\b", lambda found: flags.get(found[0], found[0]), text)
+
+
 def _usage_message(error: Any) -> str:
     """Return a message for an option or argument that typer rejects, with the option's help if its value is missing."""
     if type(error).__name__ == "NoArgsIsHelpError":  # its text is the help, which was printed
         return ""
-    message, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
+    message, context = plain_reason(error.format_message().rstrip(".")), getattr(error, "ctx", None)
     if context is not None:
         message = message if message.endswith("?") else f"{message}."
         return f"{message} See `{context.command_path} --help`."

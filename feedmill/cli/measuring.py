@@ -31,7 +31,9 @@ app = typer.Typer()
 #: Topics that an error message names at most.
 MAX_TOPICS_NAMED = 10
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="Posts as JSONL, a JSON array or CSV; - is standard input.")]
+File = Annotated[
+    str, typer.Argument(metavar="FILE", help="Posts: CSV, JSONL, JSON, Parquet, .txt; - is standard input.")
+]
 
 
 @app.command()
@@ -54,7 +56,7 @@ def tune(
 
     Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
     """
-    settings = settings_of(model=model, **vars(flags))
+    settings = settings_of(model=model, **vars(flags), plain_logs=True)
     _check_writable(csv_file, png)
     console, notes = _consoles()
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, text_only=True)
@@ -118,7 +120,7 @@ def evaluate(
     Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
     compare models. Exits 1 if a post failed or a record was skipped.
     """
-    each = [settings_of(model=model, **vars(flags)) for model in models or (None,)]
+    each = [settings_of(model=model, **vars(flags), plain_logs=True) for model in models or (None,)]
     if len(each) > 1 and (png or csv_file):
         raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
     _check_writable(csv_file, png)

@@ -21,6 +21,7 @@ from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
 from feedmill.labelling.rows import Classify
 from feedmill.local_model import explain_refusals, load_calibrated
 from producers.files import Place, Source
+from producers.records import cut
 from shared.errors import InputError, PostRefused, UserError, json_line, printable
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings
@@ -28,7 +29,7 @@ from shared.settings import Settings
 app = typer.Typer()
 
 #: Arguments that look like a file name, so that a mistyped one is not classified as a text.
-FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
+FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv|txt|parquet|xlsx?)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
 #: Labels shown per post of a file, and for a single text.
 POST_LABELS, TEXT_LABELS = 3, 16
 #: Width of the longest bar in characters.
@@ -42,7 +43,8 @@ def classify(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="TEXT|FILE", help="A text, or a file of posts (JSONL, a JSON array or CSV); - is standard input."
+            metavar="TEXT|FILE",
+            help="A text, or a file of posts (CSV, JSONL, a JSON array, Parquet, .txt); - is standard input.",
         ),
     ],
     model: ModelOption = None,
@@ -58,7 +60,7 @@ def classify(
     Needs neither Redis nor a worker. Prints the labels, or writes the file's rows with their labels to --out. Exits 1
     if a post failed or a record could not be read; rows without text are no failure.
     """
-    settings = settings_of(model=model, **vars(flags))
+    settings = settings_of(model=model, **vars(flags), plain_logs=True)
     options = ClassifyOptions(multi_label=multi_label)
     output.check()
     is_file = what == "-" or _is_file(what)
@@ -158,7 +160,7 @@ def _is_file(what: str) -> bool:
 def _post(text: str) -> Post:
     """Return a post with this text. Raises InputError for a text that no post can have."""
     try:
-        return Post.parse({"id": "text", "body": text})
+        return Post.parse({"id": "text", "body": cut("body", text)})
     except PostRefused as refused:
         raise InputError(f"Cannot classify the text: {refused.reason}.") from None
 

@@ -92,14 +92,14 @@ MultiLabelOption = Annotated[bool, typer.Option("--multi-label", help="Score eac
 log_format: str | None = None
 
 
-def settings_of(**flags: Any) -> Settings:
+def settings_of(*, plain_logs: bool = False, **flags: Any) -> Settings:
     """Load the settings with these option values, configure logging and warn about unknown variables.
 
-    flags: option values by setting name; None means that the option was not given.
+    flags: option values by setting name; None means that the option was not given. plain_logs: see `logs.configure`.
     Raises SettingsError for a value that is out of range or malformed.
     """
     settings = load(log_format=log_format, **flags)
-    logs.configure(settings)
+    logs.configure(settings, plain=plain_logs)
     for warning in unknown_variables():
         logger.warning(warning)
     if flags.get("labels") is not None and len(settings.labels or ()) == 1:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from redis import Redis
 
-from feedmill.cli.dates import utc
+from feedmill.cli.dates import parse_period, utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
 from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
 from feedmill.reading.dead_letters import DeadLetters
@@ -19,7 +19,7 @@ from feedmill.reading.labels import unknown_label
 from feedmill.reading.results import Reader, batches, open_reader
 from feedmill.reading.rows import RowReader
 from feedmill.reading.runs import check_run, unknown_run
-from feedmill.reading.stream import Missed, Read, ResultFilter, newest
+from feedmill.reading.stream import NO_FILTER, Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
 from shared.errors import UserError, json_line, printable
 from shared.messages import Classification, DeadLetter, Post, parse_run
@@ -47,6 +47,10 @@ def results(
     ] = None,
     subreddit: Annotated[str | None, typer.Option(help="Show only posts of this subreddit.")] = None,
     run: RunFilter = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="DATE", help="Show only results stored since DATE, such as 2026-01-31T12:30 (UTC)."),
+    ] = None,
     group: Annotated[
         str | None, typer.Option(help="Read as a member of this consumer group, which resumes where it stopped.")
     ] = None,
@@ -68,13 +72,13 @@ def results(
     """Show the newest results, follow new ones, or read as a consumer group.
 
     With --group, each result goes to one reader of the group, at least once. A result is acknowledged once it is
-    written to standard output.
+    written to standard output. Exits 1 if no result matches the filters.
     """
     if context.invoked_subcommand:
         return
     if failed and follow:
         raise UserError("--failed cannot be combined with --follow. Leave out one of them.")
-    if failed and (group, consumer, label, min_score, subreddit) != (None,) * 5:
+    if failed and (group, consumer, label, min_score, subreddit, since) != (None,) * 6:
         raise UserError(
             "--failed can only be combined with --limit and --run: failed posts have no label and no group."
         )
@@ -88,8 +92,11 @@ def results(
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, None if run is None else parse_run(run))
     shown = DEFAULT_LIMIT if limit is None else limit
-    since, after = 0.0 if from_start else None, CLAIM_AFTER_S if claim_after is None else claim_after
-    reader = open_reader(redis, group, consumer, filters, since, shown, after)
+    if from_start and since is not None:
+        raise UserError("--from-start and --since both say where a new group starts. Leave out one of them.")
+    start, after = parse_period(since, None, 0.0)[0], CLAIM_AFTER_S if claim_after is None else claim_after
+    begins = 0.0 if from_start else start
+    reader = open_reader(redis, group, consumer, filters, begins, shown if since is None else 0, after)
     lines = _Lines(as_json)
     with _exiting_on_interrupt(), user_errors(settings):
         if follow or group is not None:
@@ -98,7 +105,7 @@ def results(
             _explain_label(redis, filters)
             _show(reader, follow, lines)
         else:
-            _list(redis, filters, failed, limit, lines)
+            _list(redis, filters, failed, limit, lines, start)
 
 
 class _Lines:
@@ -125,8 +132,10 @@ def _as_json(found: Classification, post: Post | None) -> dict[str, Any]:
     return {"post": shown, **found.model_dump(mode="json")}
 
 
-def _list(redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, shown: _Lines) -> None:
-    """Print the newest results, or dead letters if `failed`."""
+def _list(
+    redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, shown: _Lines, since: float | None
+) -> None:
+    """Print the newest results, or dead letters if `failed`. since: seconds since 1970."""
     if filters.run is not None:
         check_run(redis, filters.run)
     count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
@@ -138,19 +147,26 @@ def _list(redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, 
             return
         lines = list(failures)
     else:
-        lines = shown.of(list(newest(redis, count, filters)))
-        if not lines:
-            _explain_label(redis, filters)
+        lines = shown.of(list(newest(redis, count, filters, since=since)))
+        if not lines and limit != 0 and (filters._replace(run=None) != NO_FILTER or since is not None):
+            if not _explain_label(redis, filters):
+                typer.echo("feedmill: no result matches the filters", err=True)
+            raise typer.Exit(1)
     more = limit is None and len(lines) > DEFAULT_LIMIT
     _print(lines[1:] if more else lines)
     if more and not shown.as_json:
         typer.echo(f"showing the newest {DEFAULT_LIMIT}; use --limit N for more", err=True)
 
 
-def _explain_label(redis: Redis, filters: ResultFilter) -> None:
-    """Print the labels of all results, of the selected run, if none has the wanted one: it may be misspelt."""
-    if filters.label is not None and (problem := unknown_label(RowReader(redis), filters.label, filters.run)):
-        typer.echo(f"feedmill: {problem}", err=True)
+def _explain_label(redis: Redis, filters: ResultFilter) -> bool:
+    """Print the labels of all results, of the selected run, if none has the wanted one: it may be misspelt.
+
+    Returns whether they were printed.
+    """
+    if filters.label is None or not (problem := unknown_label(RowReader(redis), filters.label, filters.run)):
+        return False
+    typer.echo(f"feedmill: {problem}", err=True)
+    return True
 
 
 @contextmanager

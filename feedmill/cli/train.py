@@ -50,7 +50,7 @@ def train(
     """
     if renamed is not None:
         raise UserError("--labels is now --targets, which selects what to learn: topic, zero-shot or soft.")
-    settings = settings_of(device=device, redis_url=redis_url)
+    settings = settings_of(device=device, redis_url=redis_url, plain_logs=True)
     _check_packages(options.head)
     if options.head:
         _train_head(options, settings, as_json)

@@ -83,6 +83,11 @@ class Tally:
         return bool(others) and not self._alone and best - others[0] < UNCERTAIN_MARGIN
 
     @property
+    def written(self) -> int:
+        """Rows that the output has."""
+        return self.rows - self.left_out.counts.total()
+
+    @property
     def has_failures(self) -> bool:
         """True if a row was left out, or has a text and no label."""
         return bool(self.left_out.counts) or not self.unlabelled.counts.keys() <= {NO_TEXT, REMOVED}

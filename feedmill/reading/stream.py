@@ -116,12 +116,18 @@ class Follower:
         """Do nothing: followers have no pending entries."""
 
 
-def newest(redis: Redis, count: int, wanted: ResultFilter = NO_FILTER, until: str = "+") -> list[Result]:
-    """Return the newest `count` matching results up to the entry id `until`, oldest first."""
+def newest(
+    redis: Redis, count: int, wanted: ResultFilter = NO_FILTER, until: str = "+", since: float | None = None
+) -> list[Result]:
+    """Return the newest `count` matching results up to the entry id `until`, oldest first.
+
+    since: seconds since 1970; results that were stored earlier are left out.
+    """
     found: list[Result] = []
+    first = "-" if since is None else f"({id_before(since)}"
     while len(found) < count:
         at_once = min(FOLLOWED_AT_ONCE, count - len(found)) if wanted == NO_FILTER else FOLLOWED_AT_ONCE
-        entries: Any = redis.xrevrange(RESULTS_STREAM, until, count=at_once)
+        entries: Any = redis.xrevrange(RESULTS_STREAM, until, first, count=at_once)
         if not entries:
             break
         found += [result for _, result in parsed(entries) if result and wanted.has(result)]

@@ -73,13 +73,14 @@ def page(report: Report) -> str:
         f'<div class="two">{_dead(report)}{_gaps(report)}</div>' if report.is_of_reddit else _dead(report),
     )
     hours = "1 hour" if report.hours == 1 else f"{report.hours:,} hours"
+    run = "" if report.run is None else f", run {escape(printable(report.run))}"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>Feedmill: {hours}</title>\n<style>{_style()}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>Feedmill</h1>\n<p>{_span(report)}</p>\n" + "\n".join(sections) + "\n</main>\n</body>\n</html>\n"
+        f"<title>Feedmill{run}: {hours}</title>\n<style>{_style()}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>Feedmill{run}</h1>\n<p>{_span(report)}</p>\n" + "\n".join(sections) + "\n</main>\n</body>\n</html>\n"
     )
 
 

@@ -170,7 +170,7 @@ def _next_steps() -> str:
     activate = Path(sys.executable).parent / "activate"
     steps = {
         f"feedmill demo --own {EXAMPLE_LABELS}": "type three sentences",
-        f"feedmill classify posts.csv --labels {EXAMPLE_LABELS}": "label a file",
+        f"feedmill classify posts.csv --labels {EXAMPLE_LABELS}": "label your own file, named posts.csv here",
         "feedmill up": "keep everything running",
     }
     if not _is_on_path() and activate.exists():

@@ -169,8 +169,8 @@ def test_works_before_a_celery_application_exists(here: Caller) -> None:
         ("posts=[{'id': 'x'}]", f"MessageFailed: 1 of 1 posts failed: x: {NO_TEXT}"),
         ("posts=[*POSTS, {'id': 'x'}], strict=True", f"MessageFailed: 1 of 3 posts failed: x: {NO_TEXT}"),
         ("", "RequestRefused: posts: expected a list of at least one post"),
-        ("posts=POSTS, lables='a'", "RequestRefused: lables: extra inputs are not permitted"),
-        ("POSTS, None, None, 0, 0, None, 1", "RequestRefused: argument 7: extra inputs are not permitted"),
+        ("posts=POSTS, lables='a'", "RequestRefused: lables: unknown argument; did you mean labels?"),
+        ("POSTS, None, None, 0, 0, None, 1", "RequestRefused: argument 7: unknown argument"),
         ("posts=POSTS, labels=''", "RequestRefused: labels: name at least one label"),
     ],
 )

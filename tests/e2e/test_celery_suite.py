@@ -833,7 +833,7 @@ def test_priorities_in_a_chain() -> None:
 def test_invalid_arguments() -> None:
     for args, kwargs, words in (
         ([number(1)], {"posts": number(1)}, "got multiple values for argument 'posts'"),
-        ([number(1)], {"lables": "a"}, "lables: extra inputs are not permitted"),
+        ([number(1)], {"lables": "a"}, "lables: unknown argument; did you mean labels?"),
     ):
         sent = app.send_task("feedmill.classify", args, kwargs)
         with pytest.raises(Exception, match=re.escape(words)):

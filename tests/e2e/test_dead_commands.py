@@ -49,7 +49,7 @@ class House:
 
 @pytest.fixture
 def house(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> House:
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     return House(redis)
 
 

@@ -79,7 +79,7 @@ def test_counts_repeated_ids(redis: RedisServer, csv: Path) -> None:
     """`export --latest` keeps one post per id and run."""
     csv.write_text("id,title\n7,first\n8,second\n7,another\n7,first\n")
     said = enqueue(redis, csv)
-    assert said.stdout == "3 posts sent (messages: 1), 1 already sent, 0 malformed, 1 with a repeated id\n"
+    assert said.stdout == "3 posts sent (messages: 1), 1 already sent or repeated, 0 malformed, 1 with a repeated id\n"
     assert "--latest" in said.stderr
 
 

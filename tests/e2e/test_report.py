@@ -251,7 +251,9 @@ def test_a_report_is_of_one_label_set_or_run(redis: RedisServer, tmp_path: Path)
     largest = gather(redis.client, settings, hours=1)
     assert (largest.labels, largest.others) == ({"food": 3}, {"happy, or so, sad": 2})
     assert gather(redis.client, settings, hours=1, run="monday").labels == {"food": 3}
-    assert gather(redis.client, settings, hours=1, run="monday").others == {}
+    of_monday = gather(redis.client, settings, hours=1, run="monday")
+    assert of_monday.others == {}
+    assert "<title>Feedmill, run monday: 1 hour</title>" in page(of_monday)
     assert gather(redis.client, settings, hours=1, labels="food, travel").labels == {"food": 3}
     assert gather(redis.client, settings, hours=1, run="none").posts == 0
     said = feedmill("report", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)

@@ -92,9 +92,13 @@ def test_shows_the_newest_matching_results(redis: RedisServer, tmp_path: Path) -
         (["--label", "books", "--min-score", "0.5"], ["b1"]),
         (["--subreddit", "r/python"], ["b2"]),
         (["--label", "none"], []),
+        (["--label", "books", "--since", "2026-01-01"], ["b1", "b2"]),
+        (["--since", "2999-01-01"], []),
         (["--limit", "0"], []),
     ):
-        assert shown(feedmill("results", "--json", *flags, cwd=tmp_path, **url).stdout) == ids
+        said = feedmill("results", "--json", *flags, cwd=tmp_path, **url)
+        assert shown(said.stdout) == ids
+        assert (said.returncode, bool(said.stderr)) == ((0, False) if ids or "0" in flags else (1, True))
 
 
 def test_a_misspelt_label_names_similar_ones(redis: RedisServer, tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ def test_a_misspelt_label_names_similar_ones(redis: RedisServer, tmp_path: Path)
     store.write([result("g1", "gaming"), result("t1", "travel")])
     store.write([result(f"r{number}", "refund") for number in range(1100)])
     said = feedmill("results", "--label", "gamming", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, said.stdout) == (0, "")
+    assert (said.returncode, said.stdout) == (1, "")
     assert (
         "No result has the label 'gamming'. Did you mean 'gaming'? Labels seen: refund, gaming, travel" in said.stderr
     )

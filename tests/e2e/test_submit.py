@@ -16,6 +16,7 @@ import feedmill as api
 from feedmill import UserError
 from feedmill.api import submission
 from producers.clear import clear
+from producers.records import id_of_text
 from shared import runs
 from shared.broker import CLASSIFY_TASK, make_app
 from shared.errors import RequestRefused
@@ -89,6 +90,16 @@ def test_frame_keeps_its_order(package: Any) -> None:
         assert list(found.index) == [5, 5, 1, "x"]
 
 
+@pytest.mark.usefixtures("worker")
+def test_missing_ids_keep_the_others() -> None:
+    frame = pandas.DataFrame({"id": [1, None, 2], "text": [*TEXTS, "one"]})  # a column of floats
+    api.submit(frame, LABELS, run="floats").wait(60)
+    found = {
+        each.post.body: each.post.id for each in api.results(run="floats", follow=False) if isinstance(each, api.Result)
+    }
+    assert found == {TEXTS[0]: "1", TEXTS[1]: id_of_text("", TEXTS[1]), "one": "2"}
+
+
 def test_same_run_uses_stored_results(worker: RedisServer) -> None:
     first = api.submit(TEXTS, LABELS, run="twice").results(60)
     before = int(worker.client.hget("feedmill:counters", "stored") or 0)
@@ -96,7 +107,8 @@ def test_same_run_uses_stored_results(worker: RedisServer) -> None:
     assert labels(api.submit(TEXTS, [*LABELS[::-1], "other"], run="twice").results(60)) == EXPECTED
     assert int(worker.client.hget("feedmill:counters", "stored") or 0) == before + 2
     results = [each for each in api.results(run="twice", follow=False) if isinstance(each, api.Result)]
-    assert [each.post.id for each in results] == ["0", "1"] * 2
+    ids = [each.post.id for each in results]
+    assert ids == [id_of_text("", text) for text in TEXTS] * 2
 
 
 @pytest.mark.usefixtures("worker")
@@ -111,7 +123,9 @@ def test_other_fields_travel_with_a_dictionary() -> None:
 
 
 def test_purged_posts_are_not_sent(worker: RedisServer) -> None:
-    worker.client.set(tombstone_key("gone"), "1")
+    for post_id in ("gone", "0", "1"):
+        worker.client.set(tombstone_key(post_id), "1")
+    assert labels(api.submit(TEXTS, LABELS).results(60)) == EXPECTED  # a position is not an id
     sent = api.submit([{"id": "gone", "title": TEXTS[0]}, {"id": "here", "title": TEXTS[1]}], LABELS)
     with pytest.warns(UserWarning, match="item 0: purged"):
         assert labels(sent.results(60)) == [None, "complaint"]
@@ -155,7 +169,7 @@ def test_misspelt_queue_is_refused(redis_server: RedisServer) -> None:
     assert redis_server.client.llen("nosuch") == 0
 
 
-@pytest.mark.parametrize("timeout", ["5", True, float("nan")])
+@pytest.mark.parametrize("timeout", ["5", True, float("nan"), -5])
 def test_timeout_must_be_a_number(timeout: Any) -> None:
     with pytest.raises(UserError, match=naming("timeout=", "seconds")):
         submit_unserved().wait(timeout)
@@ -226,6 +240,7 @@ def test_nothing_to_send_is_done_at_once() -> None:
     [
         ({"run": "x" * 101}, ["name of a run", "100"]),
         ({"run": ""}, ["name of a run"]),
+        ({"run": 5}, ["name of a run", "not 5"]),
         ({"labels": "a, b"}, ["labels=['a', 'b']"]),
         ({"queue": "no queue"}, ["queue:", "'no queue'"]),
         ({"redis_url": "localhost"}, ["redis_url:"]),

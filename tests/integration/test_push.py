@@ -247,7 +247,7 @@ def test_purged_posts_are_never_sent(settings: Settings, redis: RedisServer) -> 
     for again in (False, True):
         pushing = pusher(settings, again)
         pushing.push(make_posts(5))
-        assert (pushing.gone, pushing.skipped) == (2, 0)
+        assert (pushing.gone, pushing.first_gone, pushing.skipped) == (2, "p1", 0)
         scripts.forget(redis.client, [f"p{number}" for number in range(5)])
     assert queued(redis) == ["p0", "p2", "p4"] * 2
     redis.client.delete(tombstone_key("p1"))

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -520,6 +521,8 @@ def test_reads_results_through_the_python_api(
     store.write([result("1", "books"), result("2"), result("3", "books", 0.2)])
     found = list(feedmill.results(follow=False, label="books", min_score=0.5))
     assert [item.post.id for item in found if isinstance(item, feedmill.Result)] == ["1"]
+    for since, count in ((datetime(2024, 1, 1), 3), (datetime(2999, 1, 1, tzinfo=UTC), 0)):
+        assert len(list(feedmill.results(follow=False, since=since))) == count
     assert isinstance(found[0], feedmill.Result)
     with pytest.raises(AttributeError, match="nothing"):
         _ = feedmill.nothing
@@ -546,6 +549,8 @@ def test_python_api_generates_a_consumer_name(store: ResultsStore, server: Redis
         ({"min_score": "high"}, "'high'"),
         ({"subreddit": "r/"}, "'r/'"),
         ({"since": -1.0}, "-1.0"),
+        ({"since": "yesterday"}, "a datetime, or in seconds since 1970, before the year 10000, not 'yesterday'"),
+        ({"group": "g", "claim_after": "1"}, "'1'"),
         ({"group": "g", "claim_after": 0.0}, "0.0"),
     ],
 )

@@ -3,12 +3,15 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from redis.exceptions import ResponseError
 
 from shared import errors
-from shared.errors import FeedmillError, UserError, clause, explain_missing
+from shared.errors import FeedmillError, PostRefused, RequestRefused, UserError, clause, explain_missing
+from shared.messages import ClassifyOptions, Post
 from tests.support import feedmill
 
 
@@ -47,3 +50,35 @@ def test_missing_packages_are_explained_in_every_thread() -> None:
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match="A test requires the package torch"):
         pool.submit(load).result()
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ({"score": "many"}, "score: must be a whole number"),
+        ({"score": 1.5}, "score: must be a whole number"),
+        ({"body": {"0": "x"}}, "body: must be text"),
+        ({"topic": "x" * 201}, "topic: must have at most 200 characters"),
+        ({"nsfw": "perhaps"}, "nsfw: must be true or false"),
+        ({"created_utc": -1}, "created_utc: must be at least 0"),
+    ],
+)
+def test_reasons_are_plain(raw: dict[str, object], reason: str) -> None:
+    with pytest.raises(PostRefused, match=f"^{reason}$"):
+        Post.parse({"id": "1", "title": "x"} | raw)
+
+
+def test_unknown_arguments_name_a_similar_one() -> None:
+    with pytest.raises(RequestRefused, match=r"^label: unknown argument; did you mean labels\?$"):
+        ClassifyOptions.parse({"label": ["a"]})
+
+
+def test_notebooks_show_the_sentence_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    make: Any = InteractiveShell
+    shell = make()
+    shell.user_ns["error"] = UserError("There is no such column.")
+    shell.run_cell("raise error")
+    assert capsys.readouterr().out.strip() == "UserError: There is no such column."

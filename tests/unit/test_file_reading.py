@@ -45,6 +45,24 @@ def test_counts_records_by_outcome(mixed: Path) -> None:
     assert "(kept" in second
 
 
+def test_deleted_texts_are_counted_apart(tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl"
+    path.write_text('{"id": 1, "text": "[deleted]"}\n{"id": 2, "text": " "}\n')
+    read, _ = reading(path)
+    assert list(read.posts()) == []
+    assert (read.without_text, read.removed_texts) == (2, 1)
+
+
+def test_long_texts_are_cut_and_noted_once(tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl"
+    path.write_text("".join(json.dumps({"id": number, "body": "word " * 30_000}) + "\n" for number in (1, 2)))
+    read, shown = reading(path)
+    assert [len(post.body) for post in read.posts()] == [100_000] * 2
+    read.end()
+    assert shown.getvalue() == f"{path}:1: body: only the first 100,000 characters are used (2 posts)\n"
+    assert (read.skipped, read.wrong) == (0, 0)
+
+
 @pytest.mark.parametrize("posts", [1, 2, 3, 6, 7])
 @pytest.mark.parametrize("records", [1, 2, 5, 100])
 def test_resumes_after_each_batch(mixed: Path, monkeypatch: pytest.MonkeyPatch, posts: int, records: int) -> None:

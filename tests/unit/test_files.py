@@ -8,15 +8,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from producers import files
 from producers.files import MAX_RECORD_SIZE, NOT_UTF8, Source
 from producers.records import BadRecord, Columns, Filters, Item, LeftOut, normalize_keys
 from shared.errors import InputError, UserError
@@ -155,6 +159,7 @@ def test_reads_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[b
         ({"title": "x", "date": "2023-11-14T23:13:20+01:00"}, "created_utc", 1700000000.0),
         ({"title": "x", "date": "11/14/2023, 22:13:20"}, "created_utc", 1700000000.0),
         ({"title": "x", "date": ""}, "created_utc", None),
+        ({"title": "x", "id": 1.0}, "id", "1"),
         ({"title": "x", "date": None, "subreddit": ""}, "subreddit", None),
     ],
 )
@@ -483,6 +488,14 @@ def test_reports_bytes_that_the_given_encoding_lacks(tmp_path: Path) -> None:
     assert isinstance(three, Post)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "idna", "punycode"])
+def test_explains_a_wrong_encoding(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes("id;text\n1;né\n".encode("cp1252"))
+    with pytest.raises(UserError, match=naming(f"as {encoding}", "--encoding")):
+        list(Source(str(path), encoding=encoding).items())
+
+
 @pytest.mark.parametrize("encoding", ["klingon", "base64", "rot13", "x\0"])
 def test_rejects_unknown_encodings(tmp_path: Path, encoding: str) -> None:
     with pytest.raises(UserError, match="--encoding"):
@@ -592,7 +605,10 @@ def test_reports_numbers_that_are_not_times(tmp_path: Path) -> None:
     ("data", "named"),
     [
         (b"", ("empty",)),
-        (b"foo,bar\n1,2\n", ("title", "body", "foo, bar")),
+        (b"foo,bar\n1,2\n", ("title", "body", "foo, bar", ".txt")),
+        (b"comment\nx\n", ("title", "body", "comment")),
+        (b"PK\x03\x04", ("Excel", "CSV UTF-8")),
+        (b"PAR1", ("Parquet",)),
         (b"foo,b\x1b[31mar\n1,2\n", ("title", "body", r"foo, b\x1b[31mar")),
         (random.Random(1).randbytes(9000), ("UTF-8",)),
         ("id,title\n1,x\n".encode("utf-16-le"), ("UTF-8", "--encoding")),
@@ -608,6 +624,45 @@ def test_reports_numbers_that_are_not_times(tmp_path: Path) -> None:
 def test_rejects_files_without_posts(tmp_path: Path, data: bytes, named: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match=naming(tmp_path / "file", *named)):
         both(tmp_path, data)
+
+
+def test_reads_lines_of_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = b"the parcel, or what is left of it\r\n\nrefund please \n\xff\n"
+    good, bad = both(tmp_path, data, name="texts.TXT")
+    assert [post.body for post in good] == ["the parcel, or what is left of it", "refund please"]
+    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["4"]
+    assert [post.body for post in posts(tmp_path, "id\ttext\n1\tx\n", name="table.txt")] == ["x"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"where is my parcel\n"))))
+    (post,) = Source("-").items()
+    assert isinstance(post, Post)
+    assert (post.body, post.id[:5]) == ("where is my parcel", "text-")
+
+
+def test_reads_the_only_column_of_a_table(tmp_path: Path) -> None:
+    assert [post.body for post in posts(tmp_path, "Comment\nx\ny\n", name="one.csv")] == ["x", "y"]
+
+
+def test_reads_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    day = datetime(2023, 11, 14, 22, 13, 20)
+    rows = [{"id": number, "Title": f"x{number}", "date": day, "raw": b"\xff"} for number in range(3)]
+    monkeypatch.setattr(files, "PARQUET_ROWS", 2)
+    path = tmp_path / "posts.parquet"
+    pq.write_table(pa.Table.from_pylist([*rows, {"id": 3, "Title": None}]), path)
+    good, (bad,) = both(tmp_path, path.read_bytes())
+    assert [(post.id, post.title, post.created_utc) for post in good] == [
+        (str(n), f"x{n}", 1700000000) for n in range(3)
+    ]
+    assert bad.where.endswith(":4")
+    assert [post.id for post in items_of(tmp_path, path.read_bytes(), start=2) if isinstance(post, Post)] == ["2"]
+    since = Filters(since=1700000001)
+    assert not [post for post in items_of(tmp_path, path.read_bytes(), since) if isinstance(post, Post)]
+
+
+def test_columns_instead_of_rows_are_explained(tmp_path: Path) -> None:
+    for data, field in (('{"id": {"0": 1}, "text": {"0": "x"}}', "id"), ('{"text": {"0": "x"}}', "body")):
+        _, (bad,) = both(tmp_path, data)
+        assert bad.reason.startswith(f"{field}: must be text; ")
+        assert "orient='records'" in bad.reason
 
 
 def test_rejects_a_missing_file() -> None:

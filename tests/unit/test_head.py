@@ -225,7 +225,7 @@ def test_refuses_options_of_fine_tuning() -> None:
 
 
 def test_command_writes_a_tested_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     posts = tmp_path / "posts.jsonl"
     rows = [each.post.model_dump(exclude_defaults=True) | {"topic": each.label} for each in examples(60)]
     posts.write_text("".join(json.dumps(row) + "\n" for row in rows))

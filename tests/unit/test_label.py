@@ -35,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def label(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Label:
     """Run the command on thirty posts with these piped answers."""
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     monkeypatch.setenv("FEEDMILL_DTYPE", "float32")
     rows = [{"id": f"p{number}", "title": f"bread {number}", "body": "a\x1b[31mb"} for number in range(30)]
     (tmp_path / "posts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -72,6 +72,7 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
 @pytest.mark.parametrize(
     ("data", "labelled"),
     [
+        ("id,title\n1,good,\n,,,\n", "id,title,label,label_score\n1,good,good,0.900000\n,,,\n"),
         ("id,title\n1,good\n2,no\n", "id,title,label,label_score\n1,good,good,0.900000\n2,no,bad,0.900000\n"),
         (
             "Nr;Text\r\n1;\"good; \"\"very\"\"\nso\"\r\n;\r\n\r\n3;x\r\n",
@@ -93,7 +94,7 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
             f"id,title,label,label_score\n,good,good,0.900000\n{LONG_ID},no,bad,0.900000\n",
         ),
     ],
-    ids=[
+    ids=["empty cells beyond the header",
         "plain", "excel", "sep", "sep and mark", "pandas", "mark", "formula", "line ends", "reddit-like", "removed",
         "ids",
     ],
@@ -124,8 +125,8 @@ def test_counts_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[s
     }
     assert tally.has_failures
     shown = capsys.readouterr().err
-    assert re.search(rf"^7 rows of {path} in .* s, written to {tmp_path}/out.csv$", shown, re.MULTILINE)
-    assert re.search(r"^  bad +2 +29%$", shown, re.MULTILINE)
+    assert re.search(rf"^6 of 7 rows of {path} in .* s, written to {tmp_path}/out.csv$", shown, re.MULTILINE)
+    assert re.search(r"^  bad +2 +33%$", shown, re.MULTILINE)
     assert re.search(r"^uncertain: 1 row\b", shown, re.MULTILINE)
     assert re.search(r"^no label: 2 rows, first in line 4: .*text$", shown, re.MULTILINE)
     assert re.search(r"^left out: 1 row, first in line 6: 3 fields", shown, re.MULTILINE)
@@ -374,6 +375,7 @@ class Stdin:
     [
         ("text\ngood\n", "text,label,label_score\ngood,good,0.900000\n"),
         ('[{"text": "good"}]', '{"text":"good","label":"good","label_score":0.9}\n'),
+        ("a good line\n", '{"text":"a good line","label":"good","label_score":0.9}\n'),
     ],
 )
 def test_pipes_have_the_format_of_the_input(

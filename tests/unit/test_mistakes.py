@@ -34,7 +34,7 @@ POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]:
     """Run a command on a file of one post, with a stand-in model, and return the exception it raises."""
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     monkeypatch.setattr(measuring, "load_model", lambda _: Mock(label_set=lambda _: SimpleNamespace(labels=["food"])))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "posts.jsonl").write_text(POST)
@@ -47,7 +47,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("enqueue posts.csv --limti 3", ["--limti", "--limit", "`feedmill enqueue --help`"]),
         ("demo --own", ["--own", "a,b,c or JSON"]),
         ("classify", ["TEXT|FILE", "`feedmill classify --help`"]),
-        ("results --limit x", ["--limit", "integer"]),
+        ("results --limit x", ["--limit", "must be a whole number"]),
+        ("classify x --limit 0", ["--limit", "must be at least 1"]),
+        ("results --limit 1 --redis-url here", ["--redis-url:"]),
         ("nonsense", ["nonsense", "`feedmill --help`"]),
     ],
 )
@@ -64,8 +66,14 @@ def test_usage_errors_look_like_other_errors(
     assert all(word in captured.err for word in words), captured.err
 
 
+def test_errors_name_the_flag_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "FEEDMILL_DEVICE: cuda is not available. Set FEEDMILL_MODEL or FEEDMILL_DEVICE_X."
+    monkeypatch.setattr(sys, "argv", ["feedmill", "classify", "x", "--device=cuda", "--model", "y"])
+    assert main._naming_flags(text) == "--device: cuda is not available. Set --model or FEEDMILL_DEVICE_X."
+
+
 def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     monkeypatch.delenv("FEEDMILL_REDIS_URL", raising=False)
     error = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)]).exception
     assert isinstance(error, UserError)
@@ -184,7 +192,7 @@ def test_classify_prints_complete_ids(capsys: pytest.CaptureFixture[str]) -> Non
 def test_warns_about_a_single_label(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], labels: str | None, warned: bool
 ) -> None:
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     options.settings_of(labels=labels)
     assert ("only one label" in capsys.readouterr().err) == warned
 

@@ -106,6 +106,9 @@ def test_some_text_among_other_items_is_enough() -> None:
         (polars.Series([1, 2]), {}, ["The Series has the type Int64"]),
         (pyarrow.table({"text": [1]}), {}, ["'text'", "int64"]),
         (5, {}, ["of type int"]),
+        ([{"foo": "x"}, None], {}, ["item 0", "foo", "body="]),
+        ([{"text": "x"}], {"body": "txt"}, ["item 0", "no key 'txt'"]),
+        (pandas.DataFrame({"title": TEXTS, "n": [1, 2]}).iloc[0], {}, ["row", "to_dict()"]),
         (TEXTS, {"labels": ["a", " "]}, ["labels: a label is empty"]),
         (TEXTS, {"labels": {"": "a", "b": "b"}}, ["labels: a label is empty"]),
     ],
@@ -128,6 +131,25 @@ def test_arrow_table_keeps_its_columns() -> None:
         "score_praise": [0.75, 0.25, None],
         "score_complaint": [0.25, 0.75, None],
     }
+
+
+def test_ids_of_a_column_with_missing_values_are_whole() -> None:
+    found = classify(pandas.DataFrame({"id": [1, None, 2.5], "text": "x"}).to_dict("records"))
+    assert [each.id for each in found] == ["1", None, "2.5"]
+
+
+def test_long_texts_are_cut() -> None:
+    found = classify([{"title": "broke " * 1000, "text": "parcel " * 20_000}, "x"])
+    assert [each.label for each in found] == ["complaint", "praise"]
+    assert len(found[0].text) == 4_000 + len("\n\n") + 100_000
+
+
+def test_columns_with_levels_get_new_ones_without_a_warning() -> None:
+    frame = pandas.DataFrame({("a", "text"): TEXTS, ("b", "n"): [1, 2]})
+    found = classify(frame, body=("a", "text"))
+    assert list(found["label"]) == LABELS
+    assert found.columns[-1] == ("label_score", "")
+    assert len(frame.columns) == 2
 
 
 def test_predictions_keep_the_order_of_the_labels() -> None:
@@ -153,6 +175,8 @@ def test_labels_above_a_threshold() -> None:
     found = Prediction("a", 0.9, {"a": 0.9, "b": 0.5, "c": -0.1})
     assert found.labels_above(0.5) == ["a", "b"]
     assert found.labels_above(0.95) == []
+    with pytest.raises(UserError, match="threshold"):
+        found.labels_above("x")  # type: ignore[arg-type]
 
 
 def test_errors_about_the_device_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
     monkeypatch.setattr(train, "_train_head", lambda given, *_: found.append(given))
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     for each in (options, of_a_head):
         assert CliRunner().invoke(app, ["train", *each.flags()], catch_exceptions=False).exit_code == 0
     assert found == [options, of_a_head]
@@ -150,7 +150,7 @@ def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unset_flags_leave_the_defaults_to_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[TrainOptions] = []
     monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     CliRunner().invoke(app, ["train", "--from", "x", "--out", "y"], catch_exceptions=False)
     assert [options.model_dump(exclude_defaults=True) for options in found] == [{"source": "x", "out": "y"}]
 

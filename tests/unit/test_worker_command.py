@@ -28,7 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(given)
         return 0
 
-    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     monkeypatch.setattr(run, "run_worker", run_worker)
     monkeypatch.setattr(main, "Supervisor", Supervisor)
     return found
