@@ -341,7 +341,7 @@ def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) ->
 
 
 def _reason(refused: PostRefused, fields: dict[str, Any]) -> str:
-    """Return why a record is no post."""
+    """Return the reason why a record cannot be a post."""
     if not refused.field:
         return _missing_text(fields)
     is_column = refused.field in ("id", *MAX_TEXT) and isinstance(fields.get(refused.field), dict)

@@ -45,7 +45,7 @@ app = typer.Typer()
 
 #: Names in the output folder, besides LABELS_FILE: the model, and the embeddings of the posts for the next start.
 MODEL_FOLDER, EMBEDDINGS_FILE = "model", "embeddings.safetensors"
-#: Keys that are no labels', and those of labels, in order.
+#: Keys for commands, and keys for labels, in order.
 UNDO, SKIP, QUIT = "u", "s", "q"
 LABEL_KEYS = "123456789abcdefghijklmnoprtvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 #: Keys that end the command, too: Ctrl-D, and the end of piped answers.
@@ -238,7 +238,7 @@ def _ask(session: "Session", posts: Sequence[Post], names: Sequence[str], path: 
                 elif number is not None:
                     session.answer(number)
                 else:
-                    notes.print(Text(f"{given!r} is no choice."))
+                    notes.print(Text(f"Unknown key {given!r}. Type one of those above."))
                     continue
                 session.measure()
                 _save(session, posts, names, path)

@@ -91,7 +91,7 @@ class Address(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """What a transaction changed: rows inserted, rows of purged posts removed, and the new positions."""
+    """Changes of a transaction: rows inserted, rows of purged posts removed, and the new positions."""
 
     rows: int
     removed: int

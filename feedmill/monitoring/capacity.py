@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """What the current rate needs, if that exceeds the limit; else "" """
+        """Describe what the current rate needs, if that exceeds the limit; else return an empty text."""
         if self.needed <= self.limit or not self.posts_per_second:
             return ""
         return (

@@ -381,7 +381,7 @@ def _live(known: dict[str, LiveStatus]) -> tuple[bool, str]:
     """Check the daemons of live sources that ran in the last week.
 
     Each still reports its status, unless it was stopped, and has read something, unless nothing has failed yet. A
-    source that fails later is no failure of its daemon.
+    source that fails later does not count as a failed daemon.
     """
     silent = [
         f"{name} (for {capacity.span(found.age)})"

@@ -75,7 +75,7 @@ class Stack:
             self._addresses, self.notes = kept_addresses(folder)
         else:
             self._addresses = new_addresses()
-        # redis-cli sends an empty user name as it is, and Redis refuses it.
+        # redis-cli would send an empty user name, and Redis refuses it.
         url = f"redis://default:{self._addresses.redis_password}@127.0.0.1:{self._addresses.redis_port}/0"
         unset = dict.fromkeys(EXTERNAL_REDIS_SETTINGS)
         self.settings = Settings(**(settings.model_dump() | unset | {"redis_url": url, "data_folder": folder}))

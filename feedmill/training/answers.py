@@ -25,7 +25,7 @@ class AnsweredPost(NamedTuple):
 
 
 def read_answers(path: Path) -> list[AnsweredPost]:
-    """Read the answers, in order; none if there is no file. Raises UserError for a file that is no such list."""
+    """Read the answers, in order; none if there is no file. Raises UserError if the file has another form."""
     if not path.exists():
         return []
     found = []
