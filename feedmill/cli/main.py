@@ -317,10 +317,12 @@ def run() -> None:
 
 
 def _naming_flags(text: str) -> str:
-    """Replace variables by the flags of the command line that set them."""
-    given = {argument.split("=")[0] for argument in sys.argv[1:]}
-    flags = {f"{PREFIX}{flag.removeprefix('--').replace('-', '_').upper()}": flag for flag in given if flag[:2] == "--"}
-    return re.sub(rf"\b{PREFIX}[A-Z_]+\b", lambda found: flags.get(found[0], found[0]), text)
+    """Replace the variable with which an error begins by the flag that set it. Others are advice."""
+    if not (found := re.match(rf"{PREFIX}[A-Z_]+\b", text)):
+        return text
+    flag = f"--{found[0].removeprefix(PREFIX).replace('_', '-').lower()}"
+    typed = {argument.split("=")[0] for argument in sys.argv[1:]}
+    return re.sub(rf"\b{found[0]}\b", flag, text) if flag in typed else text
 
 
 def _usage_message(error: Any) -> str:

@@ -189,7 +189,7 @@ def test_one_device_needs_no_supervisor(redis: RedisServer, tmp_path: Path) -> N
     ("flags", "words"),
     [
         (["--devices", "cpu:0"], "--devices: .*'cpu:0'"),
-        (["--devices", "cpu:9999"], "FEEDMILL_DEVICES: .*cpu:9999"),
+        (["--devices", "cpu:9999"], "--devices: .*cpu:9999"),
         (["--devices", "2,"], "--devices: .*'2,'"),
         (["--devices", "cpu", "--device", "cpu"], "--devices: .*FEEDMILL_DEVICE"),
     ],

@@ -330,7 +330,7 @@ def test_stopping_does_not_wait_for_a_model_being_loaded(house: House) -> None:
     )
     house.owner.pipeline.stop(seconds=0.1)
     house.deployer.stop()
-    assert not house.deployer._thread.is_alive()
+    wait_until(lambda: not house.deployer._thread.is_alive(), "the thread ends while the model is still being tested")
     held.gate.set()
 
 
