@@ -31,7 +31,6 @@ from feedmill.cli.options import (
 from feedmill.local_model import explain_refusals
 from feedmill.training.answers import LABELS_FILE, AnsweredPost, read_answers, write_answers
 from feedmill.training.data import purged_ids
-from feedmill.training.report import TrainingReport, sparkline
 from shared.errors import InputError, UserError, explain_missing, printable, printable_lines
 from shared.messages import ClassifyOptions, Post, digest
 from shared.settings import Settings
@@ -94,7 +93,8 @@ def label(
     folder = out.expanduser().absolute()
     answered = _begun(folder, names)
     with explain_missing("Labelling", "worker"):
-        from workers.training import active, head  # noqa: PLC0415 - need torch, which only workers have
+        from feedmill.training.report import TrainingReport  # noqa: PLC0415 - needs torch, which only workers have
+        from workers.training import active, head  # noqa: PLC0415
     reading = FileReading(posts, notes, columns=file.columns(), encoding=file.encoding, text_only=True)
     sample, done = _with_answered(_read(reading, pool, seed, settings, notes), answered, names, active)
     report = TrainingReport(notes, as_json=False, quiet=False)
@@ -274,6 +274,8 @@ def _show(post: Post, session: "Session", notes: Console) -> None:
 
 
 def _development(session: "Session") -> str:
+    from feedmill.training.report import sparkline  # noqa: PLC0415 - needs torch, which only workers have
+
     if not session.curve:
         return ""
     accuracies = [accuracy for _, accuracy in session.curve]

@@ -45,11 +45,11 @@ def test_daemon_sends_posts_and_reports_its_state(redis: RedisServer, jetstream:
             lambda: "bluesky" in (last_json(feedmill("status", "--json", cwd=tmp_path, **environment).stdout)["live"]),
             "the status is stored",
         )
+        assert "bluesky" in feedmill("status", cwd=tmp_path, **environment).stdout
         wait_until(lambda: daemon.says("1 sent · 1 filtered"), "the log has a status line")
         assert daemon.end(signal.SIGTERM) == 0, daemon.text()
     assert "gap in bluesky" in daemon.text()
     assert "Traceback" not in daemon.text()
-    assert "bluesky" in feedmill("status", cwd=tmp_path, **environment).stdout
     listed = feedmill("ingest", "gaps", "--json", cwd=tmp_path, **environment)
     gap = last_json(listed.stdout)
     assert (gap["source"], gap["since"]) == ("bluesky", 1_700_000_000.0)

@@ -105,7 +105,7 @@ def test_custom_engine_gives_the_same_scores(tmp_path: Path) -> None:
             "no.such:Thing",
             "no.such.*--classifier or FEEDMILL_CLASSIFIER",
         ),
-        ("--engine", "logged:Thing", f"FEEDMILL_ENGINE: .*logged.*{EXAMPLES}/logged.py.*Thing"),
+        ("--engine", "logged:Thing", f"--engine: .*logged.*{EXAMPLES}/logged.py.*Thing"),
         ("--engine", "tensorflow", "--engine: .*torch, onnx.*'tensorflow'"),
     ],
 )

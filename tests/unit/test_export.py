@@ -19,7 +19,7 @@ from feedmill.reading.rows import ResultRow
 from producers import exported
 from producers.files import Source
 from producers.records import BadRecord
-from shared.errors import InputError, UserError
+from shared.errors import UserError
 from shared.messages import Classification, Post
 from tests.support import naming
 
@@ -179,15 +179,6 @@ def test_copies_without_removed_posts(tmp_path: Path, name: str) -> None:
     again = tmp_path / "again"
     assert form.copy(copy, again, lambda _: True) == 18
     assert again.read_bytes() == copy.read_bytes()
-
-
-def test_refuses_to_enqueue_parquet(tmp_path: Path) -> None:
-    path = tmp_path / "part.parquet"
-    writer = format_of("parquet").create(path)
-    writer.add([row(FULL)])
-    writer.close()
-    with pytest.raises(InputError, match=naming(path, "docs/export.md")):
-        list(Source(str(path)).items())
 
 
 def test_labels_of_other_files_are_topics(tmp_path: Path) -> None:
