@@ -166,7 +166,7 @@ def write_row(row: str) -> None:
     """Write a row to the page's table, in place of the row of the same system and instructions."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
-    rows = [line for line in table.splitlines()[len(HEADER) :] if line.split("|")[1] != row.split("|")[1]]
+    rows = [line for line in table.splitlines()[len(HEADER) :] if line.split()[:3] != row.split()[:3]]
     table = "\n".join((*HEADER, *sorted([*rows, row])))
     PAGE.write_text(f"{before}{BEGIN}{table}\n{END}{after}")
     sys.stdout.write(f"{row}\n")

@@ -92,9 +92,8 @@ def test_frame_keeps_its_order(package: Any) -> None:
 
 @pytest.mark.usefixtures("worker")
 def test_missing_ids_keep_the_others() -> None:
-    frame = pandas.DataFrame(
-        {"id": [81, None, 82], "text": [*TEXTS, "one"]}
-    )  # a column of floats, of ids that no test purges
+    # A column of floats, with ids that no other test purges.
+    frame = pandas.DataFrame({"id": [81, None, 82], "text": [*TEXTS, "one"]})
     api.submit(frame, LABELS, run="floats").wait(60)
     found = {
         each.post.body: each.post.id for each in api.results(run="floats", follow=False) if isinstance(each, api.Result)
