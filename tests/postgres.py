@@ -24,7 +24,7 @@ USER, DATABASE = "feedmill", "postgres"
 def postgres_folder() -> Path | None:
     """Return the folder of PostgreSQL's programs, which Debian keeps off PATH; None if it is not installed."""
     if found := shutil.which("postgres"):
-        return Path(found).parent
+        return Path(found).resolve().parent
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: float(path.parts[-3]))
     return versions[-1].parent if versions else None
 
