@@ -41,7 +41,7 @@ FORKABLE = (
     "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "PYTHONPATH", "TERM", "TMPDIR",
     "FLOWER_", "XDG_CONFIG_HOME",
     "BROKER", "FAKE_", "STANDIN_", "TRANSPORT",
-    "KMP_", "PYTEST_", "TOKENIZERS_", "TORCHINDUCTOR_", "_RJEM_",
+    "KMP_", "PYTEST_", "RAYON_", "TENSORBOARD_", "TOKENIZERS_", "TORCHINDUCTOR_", "_RJEM_",
 )  # fmt: skip
 #: This process's environment, before any test changed it.
 ENVIRONMENT = dict(os.environ)
