@@ -95,7 +95,7 @@ def test_scores_match(head: Path, multi_label: bool) -> None:
 
 
 def test_heads_cover_all_scorers_and_poolings() -> None:
-    """Of the test above."""
+    """The heads of test_scores_match."""
     assert {each.get("scorer_type", "simple") for each in HEADS.values()} == set(SCORERS)
     assert {each.get("pooling_strategy", "first") for each in HEADS.values()} >= {"first", "last", "max", *POOLINGS}
 
