@@ -119,8 +119,9 @@ def test_workers_share_cpus_and_a_killed_one_is_restarted(
 
 def test_gives_up_a_failing_worker_and_keeps_the_other(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", ONE_BREAKS) as supervisor:
-        wait_until(lambda: supervisor.says("cpu:0 | it broke", 5), "the first worker has failed five times")
-        wait_until(lambda: list(supervisor.workers()) == ["cpu:1"], "the first worker is no longer restarted")
+        # A worker may have ended before the supervisor has counted that failure.
+        wait_until(lambda: supervisor.says("not restarting it"), "the first worker is no longer restarted")
+        assert list(supervisor.workers()) == ["cpu:1"]
         supervisor.process.send_signal(signal.SIGINT)
         assert supervisor.process.wait(120) == 0
     said = supervisor.text()
