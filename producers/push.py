@@ -50,7 +50,7 @@ def send_scope(queue: str, options: ClassifyOptions, weights: str) -> str:
 
 def mark_of(post: Post, purpose: str) -> scripts.Mark:
     """Return the mark of a post. purpose: see `send_scope`."""
-    return scripts.Mark.of(post.id, digest(post.text, purpose, *scope_of(post)))
+    return scripts.Mark.of(post.id, digest(post.text, purpose, *scope_of(post)), post.run or "")
 
 
 class QueueGate:

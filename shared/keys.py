@@ -19,8 +19,8 @@ COUNTERS = "feedmill:counters"
 #: "packed", or "mixed" if the Redis had keys of an earlier version when this version first used it: results and marks
 #: outside of buckets.
 FORMAT = "feedmill:format"
-#: Number of buckets of marks: records of sent posts (shared/scripts/queue.py). `feedmill:marks:NUMBER` is a bucket.
-MARKS = "feedmill:marks"
+#: Number of buckets of marks: records of sent posts (shared/scripts/queue.py). `feedmill:sent-marks:NUMBER` is one.
+MARKS = "feedmill:sent-marks"
 #: Number of buckets of stored results (shared/scripts/results.py). `feedmill:stored:NUMBER` is a bucket.
 STORED = "feedmill:stored"
 #: Contexts of stored results, by their keys, scored by when their last result expires, in seconds since 1970.
@@ -194,7 +194,7 @@ TABLE: tuple[Key, ...] = (
     Key(RUNS, "zset", "shared/runs.py", "MAX_RUNS members; ttl sent_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl label_counts_ttl"),
     Key(MARKS, "string", "producers/push.py", "one number; ttl sent_ttl"),
-    Key("feedmill:marks:*", "string", "producers/push.py", "4,096 records; ttl sent_ttl"),
+    Key("feedmill:sent-marks:*", "string", "producers/push.py", "4,096 records; ttl sent_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py of an earlier version", "ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
     Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),

@@ -2,11 +2,11 @@
 
 from shared.scripts.buckets import BUCKETS, ID_BYTES
 
-#: Bytes of a mark: a checksum of the id (`ID_BYTES`), a digest of what was sent, and the hour when it expires. The
-#: probability that a new post is taken for sent is 2**-48 (4e-15) for each mark of its id, and 2**-80 for each mark of
-#: another id, together 1e-16 at 100 million marks.
-DIGEST_BYTES, HOUR_BYTES = 6, 2
-MARK_BYTES = ID_BYTES + DIGEST_BYTES + HOUR_BYTES
+#: Bytes of a mark: a checksum of the id (`ID_BYTES`), one of the run, a digest of what was sent, and the hour when it
+#: expires. The probability that a new post is taken for sent is 2**-48 (4e-15) for each mark of its id, and 2**-80 for
+#: each mark of another id, together 1e-16 at 100 million marks.
+RUN_BYTES, DIGEST_BYTES, HOUR_BYTES = 2, 6, 2
+MARK_BYTES = ID_BYTES + RUN_BYTES + DIGEST_BYTES + HOUR_BYTES
 #: Digits of the digest, in hex.
 DIGEST_DIGITS = 2 * DIGEST_BYTES
 #: Marks of a bucket above which it is split; the mean is about twice that. More would save memory, but each new mark
@@ -21,7 +21,7 @@ MAX_TTL_HOURS = 2**15 - 1
 MARK_RECORDS = (
     BUCKETS
     + f"""
-local SIZE, IDENTITY = {MARK_BYTES}, {ID_BYTES + DIGEST_BYTES}
+local SIZE, IDENTITY = {MARK_BYTES}, {MARK_BYTES - HOUR_BYTES}
 -- Return the offset of a record that starts with these bytes.
 local function find_mark(records, start)
   local at = find(records, start, 1, true)
@@ -31,6 +31,8 @@ end
 local function without_mark(records, at)
   return sub(records, 1, at - 1) .. sub(records, at + SIZE)
 end
+-- Return the checksum of a run in a mark.
+local function run_checksum(run) return sub(checksum_of(run), 1, {RUN_BYTES}) end
 -- Return the digest in a mark of what was sent. field: the whole digest, in hex.
 local function digest_of(field)
   local digits = sub(field, 1, {DIGEST_DIGITS})
@@ -41,20 +43,22 @@ local function expired(records, at, hour)
 end
 """
 )
-#: Defines `forget_marks`, which deletes the marks of an id, and returns whether there were any.
+#: Defines `forget_marks`, which deletes the marks of an id, and returns whether there were any. run: only the marks of
+#: this run, and those of an earlier version and of runs with the same checksum; nil for all.
 #:
-#: marks: feedmill:marks, string, and its buckets    earlier: prefix of the names of an earlier version's marks
+#: marks: feedmill:sent-marks, string, and its buckets    earlier: prefix of the names of an earlier version's marks
 FORGET_MARKS = (
     MARK_RECORDS
     + """
-local function forget_marks(marks, earlier, id)
+local function forget_marks(marks, earlier, id, run)
   local found = redis.call('UNLINK', earlier .. id) == 1
   local key, records, checksum = bucket_of(marks, id)
-  local at = find_mark(records, checksum)
+  local start = run and checksum .. run_checksum(run) or checksum
+  local at = find_mark(records, start)
   if at then
     repeat
       records = without_mark(records, at)
-      at = find_mark(records, checksum)
+      at = find_mark(records, start)
     until not at
     shrink_bucket(key, records)
     found = true

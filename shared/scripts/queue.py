@@ -13,7 +13,15 @@ from redis import Redis
 from shared.keys import CLEARS, MARKS, RUNS, STORED, earlier_mark_key, earlier_result_key, run_key, tombstone_key
 from shared.scripts import Script, as_text
 from shared.scripts.buckets import ID_BYTES, checksum
-from shared.scripts.marks import DIGEST_DIGITS, FORGET_MARKS, MARK_RECORDS, MAX_BUCKET_MARKS, MAX_TTL_HOURS, SPLIT_MARKS
+from shared.scripts.marks import (
+    DIGEST_DIGITS,
+    FORGET_MARKS,
+    MARK_RECORDS,
+    MAX_BUCKET_MARKS,
+    MAX_TTL_HOURS,
+    RUN_BYTES,
+    SPLIT_MARKS,
+)
 from shared.scripts.records import RECORDS
 from shared.scripts.runs import COUNT_PROGRESS
 
@@ -35,13 +43,15 @@ class Mark(NamedTuple):
     identity: bytes
 
     @classmethod
-    def of(cls, post_id: str, field: str) -> "Mark":
-        return cls(post_id, field, checksum(post_id) + bytes.fromhex(field[:DIGEST_DIGITS]))
+    def of(cls, post_id: str, field: str, run: str = "") -> "Mark":
+        """Return a mark. run: the post's run; "" for none."""
+        start = checksum(post_id) + checksum(run)[:RUN_BYTES]
+        return cls(post_id, field, start + bytes.fromhex(field[:DIGEST_DIGITS]))
 
 
-#:   KEYS[1]: feedmill:marks, string, and its buckets. Others: feedmill:sent:<id> (hash), feedmill:gone:<id> (string).
-#:   ARGV[1], ARGV[2]: the prefixes of the others' names. ARGV[3]: a JSON list of the posts' ids. ARGV[4]: the marks'
-#:   identities, because redis-py is slow with many arguments. ARGV[5]: the current hour.
+#:   KEYS[1]: feedmill:sent-marks, string, and its buckets. Others: feedmill:sent:<id> (hash), feedmill:gone:<id>
+#:   (string). ARGV[1], ARGV[2]: the prefixes of the others' names. ARGV[3]: a JSON list of the posts' ids. ARGV[4]: the
+#:   marks' identities, because redis-py is slow with many arguments. ARGV[5]: the current hour.
 #:
 #: Returns a digit per post.
 _LOOKUP: Script[str | bytes] = Script(
@@ -81,8 +91,8 @@ local found = {}
 for i, key in ipairs(KEYS) do found[i] = redis.call('HEXISTS', key, ARGV[i]) end
 return found
 """)
-#:   KEYS[1]: feedmill:marks, string, and its buckets. KEYS[2]: feedmill:runs, zset. ARGV[1]: a JSON list of the posts'
-#:   ids. ARGV[2]: the marks' identities. ARGV[3]: current hour. ARGV[4]: hour of expiry. ARGV[5]: TTL in seconds.
+#:   KEYS[1]: feedmill:sent-marks, string, and its buckets. KEYS[2]: feedmill:runs, zset. ARGV[1]: a JSON list of the
+#:   posts' ids. ARGV[2]: the marks' identities. ARGV[3]: current hour. ARGV[4]: hour of expiry. ARGV[5]: TTL, seconds.
 #:   ARGV[6]: prefix of the names of tombstones. ARGV[7]: the posts' run, "" for none. ARGV[8]: prefix of the names of
 #:   runs' keys. ARGV[9]: maximum runs listed.
 _MARK: Script[None] = Script(
@@ -125,7 +135,7 @@ if new > 0 and ARGV[7] ~= '' then
 end
 """
 )
-#:   KEYS[1]: list of the queue. KEYS[2]: feedmill:clears, hash. KEYS[3]: feedmill:marks, string, and its buckets.
+#:   KEYS[1]: list of the queue. KEYS[2]: feedmill:clears, hash. KEYS[3]: feedmill:sent-marks, string, and its buckets.
 #:   ARGV[1]: the message. ARGV[2]: a JSON list of [id, hash fields, run] per post.
 #:   ARGV[3], ARGV[4]: prefixes of the names of earlier versions' marks and of runs' keys. ARGV[5]: the queue.
 _REMOVE: Script[int] = Script(
@@ -137,7 +147,7 @@ for _, mark in ipairs(cjson.decode(ARGV[2])) do
   local removed, run = 0, ARGV[4] .. mark[3]
   local key, records, checksum = bucket_of(KEYS[3], mark[1])
   for _, field in ipairs(mark[2]) do
-    local at = removed == 0 and find_mark(records, checksum .. digest_of(field))
+    local at = removed == 0 and find_mark(records, checksum .. run_checksum(mark[3]) .. digest_of(field))
     if at then
       shrink_bucket(key, without_mark(records, at))
       removed = 1
@@ -152,7 +162,7 @@ end
 return 1
 """
 )
-#:   KEYS[1]: feedmill:marks, string, and its buckets. ARGV[1]: see `forget_marks`. ARGV[2]: a JSON list of ids.
+#:   KEYS[1]: feedmill:sent-marks, string, and its buckets. ARGV[1]: see `forget_marks`. ARGV[2]: a JSON list of ids.
 _FORGET: Script[int] = Script(
     FORGET_MARKS
     + """
@@ -163,7 +173,7 @@ end
 return forgotten
 """
 )
-#:   KEYS[1], KEYS[2]: feedmill:marks and feedmill:stored, strings, and their buckets. ARGV[1]: a JSON list of ids.
+#:   KEYS[1], KEYS[2]: feedmill:sent-marks and feedmill:stored, strings, and their buckets. ARGV[1]: a JSON list of ids.
 #:   ARGV[2]: the ids' checksums. ARGV[3], ARGV[4]: prefixes of the names of an earlier version's marks and results.
 #:
 #: Returns a digit per id.

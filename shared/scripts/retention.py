@@ -17,7 +17,7 @@ from shared.scripts.records import RECORDS
 #: Buckets per call of `drop`, and contexts and stream entries per call of the other functions that delete.
 BUCKETS_PER_CALL, CONTEXTS_PER_CALL, ENTRIES_PER_CALL = 100, 1000, 5000
 
-#:   KEYS[1]  feedmill:stored or feedmill:marks, string, and its buckets
+#:   KEYS[1]  feedmill:stored or feedmill:sent-marks, string, and its buckets
 #:   ARGV[1]  maximum buckets to read    ARGV[2]  offset of the first one, 0 to 1    ARGV[3]  1 to return their records
 #:
 #: Returns the number of buckets, how many of them were looked at, how many of these exist and their bytes of memory,
@@ -39,7 +39,7 @@ return {count, looked, existing, bytes, found}
 #: of each bucket. Rounding differs by bucket, so that small shares are met on average. Starts with a deletion, so that
 #: it works at maxmemory.
 #:
-#:   KEYS[1]  feedmill:stored or feedmill:marks, string, and its buckets    KEYS[2]  feedmill:counters  hash
+#:   KEYS[1]  feedmill:stored or feedmill:sent-marks, string, and its buckets    KEYS[2]  feedmill:counters  hash
 #:   ARGV[1]  number of the first bucket    ARGV[2]  maximum buckets    ARGV[3]  the time    ARGV[4]  the share
 #:   ARGV[5]  field of the counter          ARGV[6]  the current time    ARGV[7]  for marks: the hour that is time 0
 #:
@@ -104,7 +104,7 @@ local function counts() return true end
 )
 #: Moves the records of the last bucket to the one from which it was split, repeatedly. Starts with a deletion, too.
 #:
-#:   KEYS[1]  feedmill:stored or feedmill:marks, string, and its buckets    KEYS[2]  feedmill:counters  hash
+#:   KEYS[1]  feedmill:stored or feedmill:sent-marks, string, and its buckets    KEYS[2]  feedmill:counters  hash
 #:   ARGV[1]  number of merges    ARGV[2]  ttl, seconds
 _MERGE: Script[None] = Script(f"""
 redis.call('HDEL', KEYS[2], '')

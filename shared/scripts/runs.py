@@ -49,10 +49,9 @@ end
 """
 #: Bytes of entries that one call of `_PURGE` reads. Takes a few milliseconds, during which Redis is blocked.
 PURGE_BYTES = 2**18
-#: Deletes the entries of one run, the results that they announce, and all marks of their ids: marks do not name their
-#: run, and a post of another run that is sent again is answered with its stored result.
+#: Deletes the entries of one run, the results that they announce, and the run's marks of their ids.
 #:
-#:   KEYS[1]  feedmill:results or feedmill:dead, stream    KEYS[2], KEYS[3]  feedmill:marks and
+#:   KEYS[1]  feedmill:results or feedmill:dead, stream    KEYS[2], KEYS[3]  feedmill:sent-marks and
 #:   feedmill:stored, strings, and their buckets
 #:   ARGV[1]  first id, in XRANGE syntax    ARGV[2]  bytes of entries after which to stop    ARGV[3]  the run
 #:   ARGV[4], ARGV[5]  prefixes of the names of an earlier version's results and marks
@@ -80,7 +79,7 @@ repeat
       deleted = deleted + redis.call('XDEL', KEYS[1], entry[1])
       local fingerprint = decoded(found.classification).fingerprint
       if found.id and fingerprint then forget_result(KEYS[3], ARGV[4], found.id, fingerprint) end
-      if found.id then forget_marks(KEYS[2], ARGV[5], found.id) end
+      if found.id then forget_marks(KEYS[2], ARGV[5], found.id, ARGV[3]) end
     end
     from = '(' .. entry[1]
   end

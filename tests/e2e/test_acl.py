@@ -272,7 +272,7 @@ NO_WRITING: tuple[tuple[Any, ...], ...] = (
     ("HSET", "feedmill:result:p1", "a", "b"),
     ("SET", "feedmill:stored:1", "a"),
     ("HSET", "feedmill:sent:p1", "a", "b"),
-    ("SET", "feedmill:marks:0", "a"),
+    ("SET", "feedmill:sent-marks:0", "a"),
     ("HSET", "feedmill:models", "a", "b"),
 )
 NO_STEERING: tuple[tuple[Any, ...], ...] = (

@@ -287,6 +287,9 @@ def test_purging_a_run_keeps_the_posts_of_other_runs(
     )
     assert [each.run for each in runs.recent(server.client, 9)] == ["b"]
     assert purge_run(server.client, settings, "a") == RunPurged()
+    assert push(server, settings, [post(str(number), "b") for number in range(40)], "b").sent == 0
+    assert counts(server, "b") == (40, 30, 3)
+    assert push(server, settings, [post(str(number), "a") for number in range(40)], "a").sent == 40
 
 
 def test_a_purged_run_can_be_sent_again(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
