@@ -30,7 +30,7 @@ from workers.models.engines.network import (
     read_config,
 )
 from workers.models.engines.outputs import device_errors
-from workers.models.engines.packing import PACKABLE_TYPES
+from workers.models.engines.packing import PACKABLE_TYPES, Run, attend, padded_for_attention
 from workers.models.engines.torch_engine import TorchEngine, use_attention_without_plans
 from workers.models.shapes import EXACT, FEW
 from workers.models.tokenizer import Tokens
@@ -95,6 +95,43 @@ def test_long_masked_rows_match_padded_ones(tmp_path: Path, monkeypatch: pytest.
     folder = make_model(architecture, tmp_path / architecture)
     rows = rows_of(2, 9, 10, 20, 21, 60, 60)
     assert torch.allclose(engine_of(folder).forward(rows), alone(folder, rows), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (1,),
+        (16, 16, 32),
+        (1, 1, 2, 3, 7, 8, 8, 8, 9, 15, 16, 16, 17, 31, 32, 33),
+        (40, 2, 9, 2, 9, 256, 255, 257, 300),
+        (48, 48, 64, 100),
+    ],
+)
+def test_attention_in_blocks_equals_attention_of_each_row(lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(7)
+    padding = 3
+    states = torch.randn(3, 1, 4, sum(lengths) + padding, 8)
+    starts = [sum(lengths[:at]) for at in range(len(lengths))]
+    runs = [Run(start, 1, length) for start, length in zip(starts, lengths, strict=True)]
+    query, key, value = states
+    found = attend(query, key, value, padded_for_attention(runs, torch.float32), scaling=0.5)
+    assert found.shape == (1, states.shape[3], 4, 8)
+    assert not found[:, -padding:].any()
+    for start, _, length in runs:
+        q, k, v = states[:, 0, :, start : start + length]
+        expected = (q @ k.transpose(-1, -2) * 0.5).softmax(-1) @ v
+        assert torch.allclose(found[0, start : start + length].transpose(0, 1), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", sorted(PACKABLE_TYPES))
+def test_packed_bfloat16_outputs_match_padded_ones(tmp_path: Path, architecture: str) -> None:
+    source = weights(make_model(architecture, tmp_path / architecture))
+    half = FP32._replace(dtype=torch.bfloat16)
+    packed, padded = (TorchEngine(source, half, ("mean", "cls"), 1, 200, packed=layout) for layout in (True, False))
+    rows = rows_of(2, 3, 9, 20, 20, 30, 47, 64, 64)
+    exact = engine_of(source.folder).forward(rows)
+    error = (padded.forward(rows) - exact).abs().max()
+    assert (packed.forward(rows) - exact).abs().max() <= 2 * error + 1e-2
 
 
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 5, 5, 9, 40), (195,), (3, 3, 194, 195, 2)])

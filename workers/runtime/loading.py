@@ -35,6 +35,7 @@ def load(settings: Settings, redis: Redis) -> LoadedModel:
             f"{PREFIX}ENGINE=torch."
         )
     device.limit_memory(selected.torch, settings.device_memory)
+    device.keep_freed_memory(selected.torch)
     began = time.monotonic()
     asked = _wanted(settings, redis)
     classifier = load_wanted(asked, settings, selected)

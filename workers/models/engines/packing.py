@@ -1,13 +1,16 @@
 """Packed micro-batches: rows that follow each other in one sequence, [1, tokens], each attending only to itself.
 
 Nothing is computed for padding, and most attention needs no mask: rows of equal length form a run, whose attention is
-that of an ordinary batch. Depends on transformers' attention interface, and for MPNet on its layers.
+that of an ordinary batch. In bfloat16, attention alone pads rows (`padded_for_attention`). Depends on transformers'
+attention interface, and for MPNet on its layers.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from types import MethodType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -26,12 +29,72 @@ PACKABLE_TYPES = frozenset(
 MAX_SCORES_LENGTH = 512
 
 
+#: Rows of up to MAX_PADDED_LENGTH tokens are padded to a multiple of LENGTH_STEP for attention in bfloat16: torch's
+#: softmax computes the rest of a length divided by 16 one by one, which takes up to half of the time of attention.
+LENGTH_STEP, MAX_PADDED_LENGTH = 16, 256
+#: Very short rows share the BLOCK_LENGTH tokens of a block, so that padding does not cost more than it saves.
+SHORT_LENGTHS, BLOCK_LENGTH = (8, 16), 32
+
+
 class Run(NamedTuple):
     """Adjacent rows of equal length in a packed micro-batch. start and length are in tokens."""
 
     start: int
     rows: int
     length: int
+
+
+class Blocks(NamedTuple):
+    """Adjacent rows in blocks of equal length, for attention: one row each, or several short ones."""
+
+    #: Tokens per block.
+    length: int
+    #: Index of the token at each place: [blocks * length]. Behind a row, its last token is repeated.
+    tokens: torch.Tensor
+    #: Added to the scores: [blocks, 1, 1 or length, length].
+    mask: torch.Tensor
+    #: Places of the rows' own tokens: [tokens of all rows].
+    kept: torch.Tensor
+
+
+def padded_for_attention(runs: Sequence[Run], dtype: torch.dtype) -> list[Run | Blocks]:
+    """Return runs whose attention is fast, and the other rows in blocks. dtype: precision of the scores."""
+    found: list[Run | Blocks] = []
+    for width, members in groupby(runs, lambda run: _padded_length(run.length)):
+        alike = list(members)
+        if [run.length for run in alike] == [width] and width >= LENGTH_STEP:
+            found += alike
+        else:
+            found.append(_in_blocks(alike, width, dtype))
+    return found
+
+
+def _padded_length(length: int) -> int:
+    if length > MAX_PADDED_LENGTH:
+        return length
+    return next((short for short in SHORT_LENGTHS if length <= short), -(-length // LENGTH_STEP) * LENGTH_STEP)
+
+
+def _in_blocks(runs: Sequence[Run], width: int, dtype: torch.dtype) -> Blocks:
+    """Pad rows to `width` tokens each."""
+    each = max(1, BLOCK_LENGTH // width) if width in SHORT_LENGTHS else 1
+    lengths = np.repeat([run.length for run in runs], [run.rows for run in runs])
+    starts = runs[0].start + np.cumsum(lengths) - lengths
+    number = len(lengths)
+    fill = -number % each  # the last row is repeated in the rest of its block
+    lengths, starts = (np.pad(values, (0, fill), mode="edge")[:, None] for values in (lengths, starts))
+    place = np.arange(width)
+    is_real = place < lengths  # [rows, width]
+    tokens = starts + np.minimum(place, lengths - 1)
+    if each > 1:
+        # [block, row in it, 1, row in it, token]: a row sees its own tokens only.
+        own = np.eye(each, dtype=bool)[None, :, None, :, None] & is_real.reshape(-1, 1, 1, each, width)
+        visible = np.repeat(own, width, axis=2).reshape(-1, 1, each * width, each * width)
+    else:
+        visible = is_real[:, None, None, :]
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), float("-inf"))
+    kept = np.flatnonzero(is_real[:number])
+    return Blocks(each * width, torch.from_numpy(tokens.ravel()), mask, torch.from_numpy(kept))
 
 
 def packed_attention(
@@ -41,7 +104,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: None,  # noqa: ARG001 - rows of one length need none
     *,
-    runs: Sequence[Run],
+    runs: Sequence[Run | Blocks],
     scaling: float | None = None,
     sliding_window: int | None = None,
     window: torch.Tensor | None = None,
@@ -63,7 +126,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[Run | Blocks],
     scaling: float | None = None,
     mask: torch.Tensor | None = None,
     unmasked_length: int = 0,
@@ -71,11 +134,15 @@ def attend(
     """Compute attention within each row.
 
     mask: added to the scores of rows of more than `unmasked_length` tokens, [longest row, longest row] or [heads,
-    longest row, longest row]. Other shapes as in `packed_attention`.
+    longest row, longest row]; not with blocks. Other shapes as in `packed_attention`. Tokens after all rows get zeros.
     """
     heads = query.shape[1]
     attended = []
-    for start, rows, length in runs:
+    for each in runs:
+        if isinstance(each, Blocks):
+            attended.append(_attend_in_blocks(query, key, value, each, scaling))
+            continue
+        start, rows, length = each
         of_run = slice(start, start + rows * length)
         q, k, v = (states[0, :, of_run].view(heads, rows, length, -1).transpose(0, 1) for states in (query, key, value))
         of_row = None if mask is None or length <= unmasked_length else mask[..., :length, :length]
@@ -85,7 +152,26 @@ def attend(
             scores = q @ k.transpose(-1, -2) * (scaling or q.shape[-1] ** -0.5)
             run = (scores + of_row).softmax(-1) @ v
         attended.append(run.transpose(1, 2).flatten(0, 1))
+    if rest := query.shape[2] - sum(len(each) for each in attended):
+        attended.append(query.new_zeros(rest, heads, query.shape[3]))
     return torch.cat(attended).unsqueeze(0)
+
+
+def _attend_in_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks, scaling: float | None
+) -> torch.Tensor:
+    """Return [tokens of the blocks' rows, heads, dimensions of a head]. Other shapes as in `packed_attention`."""
+    heads = query.shape[1]
+    q, k, v = (
+        states[0]
+        .transpose(0, 1)
+        .index_select(0, blocks.tokens)
+        .view(-1, blocks.length, heads, states.shape[3])
+        .transpose(1, 2)
+        for states in (query, key, value)
+    )
+    padded = scaled_dot_product_attention(q, k, v, attn_mask=blocks.mask, scale=scaling)
+    return padded.transpose(1, 2).flatten(0, 1).index_select(0, blocks.kept)
 
 
 AttentionInterface.register(PACKED, packed_attention)
@@ -105,7 +191,10 @@ def packed_states(
     token_type_ids: torch.Tensor | None,
     runs: Sequence[Run],
 ) -> torch.Tensor:
-    """Return the last hidden states of packed rows: [tokens, dimensions]. The inputs have shape [1, tokens]."""
+    """Return the last hidden states of packed rows: [tokens, dimensions]. The inputs have shape [1, tokens].
+
+    Tokens after all rows are padding.
+    """
     longest = max(run.length for run in runs)
     if encoder.config.model_type == "mpnet":
         states = encoder.embeddings(input_ids=input_ids, position_ids=position_ids)
@@ -118,7 +207,9 @@ def packed_states(
         near = encoder.config.sliding_window
         near_tokens = torch.ones(longest, longest, dtype=torch.bool).triu(-near).tril(near)
         extra["window"] = torch.zeros(longest, longest, dtype=encoder.dtype).masked_fill(~near_tokens, float("-inf"))
-    states = encoder(input_ids=input_ids, position_ids=position_ids, runs=runs, **extra).last_hidden_state
+    elif encoder.dtype == torch.bfloat16:
+        extra["runs"] = padded_for_attention(runs, encoder.dtype)
+    states = encoder(input_ids=input_ids, position_ids=position_ids, **{"runs": runs} | extra).last_hidden_state
     return states[0]  # type: ignore[no-any-return]
 
 

@@ -31,6 +31,9 @@ from workers.models.weights import Weights
 
 #: Compiled models pad lengths to multiples of this, so that few shapes need compiling.
 LENGTH_BUCKET = 32
+#: In bfloat16, packed micro-batches are padded to a multiple of this many tokens: oneDNN prepares each linear layer for
+#: each new number of tokens, which takes 2 to 6 ms.
+TOKEN_STEP = 64
 
 
 def use_attention_without_plans(device: Device) -> None:
@@ -84,6 +87,7 @@ class TorchEngine:
             self.network.to(device.torch)
             if reordered and own and not compiled and config.model_type in REORDERED_TYPES and can_reorder(device):
                 reorder_linear_layers(self.network)
+        self._token_step = TOKEN_STEP if device.dtype == torch.bfloat16 else 1
         self._first_position = first_position(config)
         self._pad_id = self.network.pad_id
         self._most = most
@@ -111,12 +115,16 @@ class TorchEngine:
         for length, members in groupby(len(row.ids) for row in rows):
             runs.append(Run(start, len(list(members)), length))
             start += runs[-1].rows * length
-        ids = np.fromiter(chain.from_iterable(row.ids for row in rows), np.int64, start)
-        positions = np.concatenate([self._positions(ids, run) for run in runs])
+        rest = -start % self._token_step
+        padding = [self._pad_id] * rest
+        ids = np.fromiter(chain(*(row.ids for row in rows), padding), np.int64, start + rest)
+        positions = np.concatenate(
+            [*(self._positions(ids, run) for run in runs), np.full(rest, self._first_position, np.int64)]
+        )
         types = None
         if any(row.types for row in rows):
             each = (row.types or [0] * len(row.ids) for row in rows)
-            types = torch.from_numpy(np.fromiter(chain.from_iterable(each), np.int64, start)).unsqueeze(0)
+            types = torch.from_numpy(np.fromiter(chain(*each, [0] * rest), np.int64, start + rest)).unsqueeze(0)
         return self.network.packed(
             torch.from_numpy(ids).unsqueeze(0), torch.from_numpy(positions).unsqueeze(0), types, runs
         )
