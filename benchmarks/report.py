@@ -19,6 +19,8 @@ class VariantResult(NamedTuple):
 
     posts_per_s: float
     labels: Sequence[str]
+    #: CPU time of all processes per post, in µs.
+    cpu_us: float
 
 
 #: Measurements of each round by variant; None for a round in which the variant failed.
@@ -72,17 +74,18 @@ def print_round(console: Console, record: VariantResults, number: int, rounds: i
     """Print the table of the last round, with a warning for each variant whose labels differ from the ideal's."""
     table = Table(title=f"round {number} of {rounds}", title_justify="left")
     table.add_column("variant")
-    for column in ("posts/s", "share of ideal", "agreement with ideal"):
+    for column in ("posts/s", "share of ideal", "CPU µs per post", "agreement with ideal"):
         table.add_column(column, justify="right")
     ideal = record["ideal"][-1] if record.get("ideal") else None
     warnings = []
     for name, measured in ((name, found[-1]) for name, found in record.items()):
         if measured is None:
-            table.add_row(name, "failed", "", "")
+            table.add_row(name, "failed", "", "", "")
             continue
         same = agreement(measured.labels, ideal.labels) if ideal else None
         share = f"{measured.posts_per_s / ideal.posts_per_s:.3f}" if ideal else "—"
-        table.add_row(name, f"{measured.posts_per_s:.1f}", share, "—" if same is None else f"{same:.4f}")
+        spent = f"{measured.cpu_us:,.0f}"
+        table.add_row(name, f"{measured.posts_per_s:.1f}", share, spent, "—" if same is None else f"{same:.4f}")
         if same is not None and same < MIN_AGREEMENT:
             warnings.append(f"warning: {name} labels {1 - same:.1%} of the posts differently and may be left out")
     console.print(table)
@@ -100,6 +103,9 @@ def summary(record: VariantResults, names: Sequence[str]) -> dict[str, object]:
     return found | {
         "share_of_ideal": {name: middle(shares(compared, name), 3) for name in names},
         "shares_by_round": {name: [round(share, 3) for share in shares(compared, name)] for name in names},
+        "cpu_us_per_post": {
+            name: middle([each.cpu_us for each in compared.get(name, ()) if each], 0) for name in names
+        },
         "left_out": disagreeing(record),
         "agreement": {name: middle(agreements(record, name), 4) for name in names},
     }

@@ -1,13 +1,38 @@
 """Run a benchmark in a temporary folder, with clean exits on signals and one-line messages for user errors."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from feedmill.stack.signals import exit_on_signals
 from shared.errors import UserError
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used so far, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def family(pid: int) -> Iterator[int]:
+    """Yield a process and all processes that it, or one of them, started. Those of an ended parent are not found."""
+    yield pid
+    with suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from family(int(child))
+
+
+def family_cpu_seconds() -> dict[int, float]:
+    """Return the CPU time so far of this process and of each one that it started, by process id."""
+    found = {}
+    for pid in family(os.getpid()):
+        with suppress(OSError):
+            found[pid] = cpu_seconds(pid)
+    return found
 
 
 @contextmanager

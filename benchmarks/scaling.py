@@ -44,6 +44,7 @@ from celery import Celery
 from redis.exceptions import RedisError
 from rich.console import Console
 
+from benchmarks.running import cpu_seconds
 from benchmarks.throughput import read_posts
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.embedded import find_redis_server
@@ -222,12 +223,6 @@ class Installation:
 
     def close(self) -> None:
         self.server.stop(20)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time that a process has used so far, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def machine_seconds() -> tuple[float, float]:

@@ -27,7 +27,7 @@ from benchmarks.rivals import BenchmarkJob, NotInstalled, Variant
 from benchmarks.rivals.by_celery import celery_batches, plain_celery, plain_celery_prefork, ray_consumer
 from benchmarks.rivals.by_http import litserve, ray_serve
 from benchmarks.rivals.offline_libraries import Pipeline32, SentenceTransformers
-from benchmarks.running import run_folder
+from benchmarks.running import family_cpu_seconds, run_folder
 from feedmill.stack.demo import sample_posts
 from producers.files import Source
 from shared.messages import Post
@@ -176,10 +176,11 @@ def measure(name: str, variant: Variant, posts: Sequence[Post], what: str) -> Va
             variant.start()
             variant.run(warm_up)
             variant.labels()
-            began = perf_counter()
+            began, before = perf_counter(), family_cpu_seconds()
             variant.run(posts)
-            seconds = perf_counter() - began
-            measured = VariantResult(len(posts) / seconds, variant.labels())
+            seconds, after = perf_counter() - began, family_cpu_seconds()
+            spent = sum(used - before.get(pid, 0.0) for pid, used in after.items())
+            measured = VariantResult(len(posts) / seconds, variant.labels(), 1e6 * spent / len(posts))
     except Exception as error:
         if name in OURS:
             raise

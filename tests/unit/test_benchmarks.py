@@ -114,13 +114,14 @@ def test_variables_leave_secrets_out() -> None:
 
 def test_leaves_out_variants_with_different_labels() -> None:
     labels = ["a"] * 100
-    ideal, good = VariantResult(100.0, labels), VariantResult(50.0, [*labels[:98], "b", "b"])
-    other = VariantResult(300.0, ["a"] * 90 + ["b"] * 10)
+    ideal, good = VariantResult(100.0, labels, 1.0), VariantResult(50.0, [*labels[:98], "b", "b"], 2.0)
+    other = VariantResult(300.0, ["a"] * 90 + ["b"] * 10, 3.0)
     record: VariantResults = {"ideal": [ideal, ideal], "good": [good, None], "other": [other, other]}
     assert set(comparable(record)) == {"ideal", "good"}
     found: Any = summary(record, list(record))
     assert (found["ideal"], found["good"], found["other"]) == (100.0, 50.0, None)
     assert found["share_of_ideal"] == {"ideal": 1.0, "good": 0.5, "other": None}
+    assert found["cpu_us_per_post"] == {"ideal": 1.0, "good": 2.0, "other": None}
     assert found["left_out"].keys() == {"other"}
     assert "90.0%" in found["left_out"]["other"]
     assert "97%" in found["left_out"]["other"]
