@@ -4,6 +4,8 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from itertools import chain, repeat
+from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
@@ -30,11 +32,15 @@ from shared.settings import Settings, is_folder_locked
 
 #: Seconds between two snapshots of `status --watch`; the workers take about one second to answer.
 REFRESH_INTERVAL_S = 2.0
+#: Characters of a value in the output of `status`: 80 columns without the name and two spaces.
+VALUE_WIDTH = 66
+#: Number of records from which it is an estimate from a sample. A smaller table is read as a whole.
+MIN_ESTIMATED = 50
 #: Port on which `feedmill metrics` serves by default.
 DEFAULT_METRICS_PORT = 9107
 #: Shown in place of the memory and of the workers when they cannot be read.
 MEMORY_UNKNOWN = "unknown: this Redis user may not read it"
-WORKERS_UNKNOWN = "unknown while Redis refuses writes: see `feedmill health --check redis`"
+WORKERS_UNKNOWN = "unknown while Redis refuses writes: see `feedmill health`"
 
 app = typer.Typer()
 
@@ -88,7 +94,7 @@ def _summary(seen: watch.Status, settings: Settings) -> str:
         ("results", _results(seen)),
         ("dead letters", _dead_letters(seen)),
         *((name, run_progress.line(found, time.time(), _has_worker(seen))) for name, found in _named_runs(seen)),
-        *zip(("memory", *[""] * 6), _memory(seen), strict=False),
+        *zip(chain(("memory",), repeat("")), _memory(seen), strict=False),
     ]
     if not seen.asked:
         facts.append(("workers", WORKERS_UNKNOWN))
@@ -120,8 +126,8 @@ def _summary(seen: watch.Status, settings: Settings) -> str:
 
 def _no_worker(settings: Settings) -> str:
     if settings.redis_url is None and is_folder_locked(settings.data_folder):
-        return "none answers: `feedmill up` is running, and starts it"
-    return "none answers: start one with `feedmill worker`, or the whole stack with `feedmill up`"
+        return "none answers: `feedmill up` is running, and starts one"
+    return "none answers: start one with `feedmill worker` or `feedmill up`"
 
 
 def _missing(node: str, age: float) -> str:
@@ -142,19 +148,31 @@ def _memory(seen: watch.Status) -> list[str]:
     if not seen.memory or not seen.kept:
         return [MEMORY_UNKNOWN]
     kept = seen.kept
-    return [
+    # Results that were stored are counted. The estimate from a sample may be higher.
+    results, stream = min(kept.results, seen.results.stored), kept.stream_entries
+    lines = [
         *str(seen.memory).split("; "),
-        f"results: {size(kept.results_bytes)} of {size(kept.results_limit)} · {_about(kept.results)} of "
-        f"{kept.result_bytes:,.0f} bytes, {kept.stream_entries:,} in the stream of {kept.stream_entry_bytes:,.0f}",
-        f"sent records: {size(kept.sent_bytes)} of {size(kept.sent_limit)} · {_about(kept.sent)} of "
-        f"{kept.sent_record_bytes:,.0f} bytes",
-        *_memory_warnings(seen),
+        _used("results", kept.results_bytes, kept.results_limit),
+        _each(results, "stored result", "stored results", kept.result_bytes),
+        _each(stream, "entry in their stream", "entries in their stream", kept.stream_entry_bytes, is_exact=True),
+        _used("sent records", kept.sent_bytes, kept.sent_limit),
+        _each(kept.sent, "sent post", "sent posts", kept.sent_record_bytes),
+        *(wrapped for line in _memory_warnings(seen) for wrapped in wrap(line, VALUE_WIDTH)),
     ]
+    return [line for line in lines if line]
 
 
-def _about(count: int) -> str:
-    """Format an estimated number with three digits."""
-    return f"{round(count, 3 - len(str(count))) if count >= 1000 else count:,}"
+def _used(what: str, used: float, limit: int) -> str:
+    """Say how much memory records of one kind use, which is estimated, and how much they may use."""
+    return f"{what}: {f'about {size(used)}' if used else 'nothing stored'}, limit {size(limit)}"
+
+
+def _each(count: int, one: str, many: str, record_bytes: float, is_exact: bool = False) -> str:
+    """Return a line with the number of records and the estimated bytes of each, or "" without any."""
+    if not count:
+        return ""
+    shown = f"{count:,}" if is_exact or count < MIN_ESTIMATED else f"about {round(count, 3 - len(str(count))):,}"
+    return f"  {shown} {one if count == 1 else many}, about {record_bytes:,.0f} bytes each"
 
 
 def _memory_warnings(seen: watch.Status) -> list[str]:
@@ -174,7 +192,7 @@ def _dropping(what: str, needed: float, kept_seconds: float | None, dropped: int
     """Say how many records were dropped, and how long they are kept at the current rate; "" if all are."""
     facts = [f"{dropped:,} {what} dropped"] if dropped else []
     if kept_seconds is not None:
-        facts.append(f"{what} kept for about {span(kept_seconds)} at this rate; {size(needed)} would keep all")
+        facts.append(f"{what} kept for about {span(kept_seconds)} at this rate; about {size(needed)} would keep all")
     return " · ".join(facts)
 
 

@@ -66,7 +66,7 @@ class Memory(NamedTuple):
         if self.full:
             return f"{text}: full"
         if not self.posts_per_second:
-            return f"{text}; no posts are being classified"
+            return text
         rate = f"at {self.posts_per_second:,.1f} posts/s"
         if self.full_seconds is None:
             return f"{text}; lasts more than {HORIZON_HOURS // 24} days {rate}"
@@ -134,8 +134,12 @@ def _stored_by_hour(redis: Redis, since: float) -> list[int]:
 
 
 def size(count: float) -> str:
-    """Format a number of bytes as MB or GB."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
+    """Format a number of bytes with its unit: bytes, KB, MB or GB."""
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    if count >= 1e6:
+        return f"{count / 1e6:,.0f} MB"
+    return f"{count / 1e3:,.0f} KB" if count >= 1e3 else f"{count:,.0f} bytes"
 
 
 def span(seconds: float) -> str:

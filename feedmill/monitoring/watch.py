@@ -99,18 +99,17 @@ def status(settings: Settings) -> Status:
 
 
 def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
+    # First, because it takes a second: totals read before it would be older than the workers' and the runs' figures.
+    workers = _ask(app)
+    asked, missing = workers is not None, _missing(redis, workers)
+    results, runs = ResultsStore(redis, settings).counters(), recent(redis, RUNS_SHOWN)
+    dead = DeadLetters(redis).count()
     depth, queues = _queues(redis, settings)
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
-    results = ResultsStore(redis, settings).counters()
-    gaps = len(State(redis).open_gaps()) + len(all_gaps(redis))
-    dead = DeadLetters(redis).count()
-    workers = _ask(app)
-    missing = _missing(redis, workers)
     memory, kept = capacity.estimate_memory(redis, settings, _rate(workers))
+    gaps = len(State(redis).open_gaps()) + len(all_gaps(redis))
     reddit = State(redis).load_status()
     live = {name: found.report for name, found in statuses(redis).items() if found.running}
-    asked = workers is not None
-    runs = recent(redis, RUNS_SHOWN)
     return Status(
         depth, queues, workers or {}, results, reddit, live, oldest, gaps, dead, asked, missing, memory, kept, runs
     )

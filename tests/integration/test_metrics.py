@@ -379,6 +379,26 @@ def test_status_and_the_screen_show_the_same_numbers(redis: RedisServer, setting
         assert lines["dead letters"].strip() == "0"
 
 
+def test_a_snapshot_reads_totals_and_runs_after_the_workers_answered(
+    redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers take a second to answer, in which a run can end."""
+
+    def answer(*_: object) -> dict[str, Any]:
+        redis.client.hset(COUNTERS, "stored", 500)
+        redis.client.hset(run_key("monday"), mapping={"sent": 500, "stored": 500})
+        redis.client.zadd(RUNS, {"monday": 1})
+        redis.client.delete("feedmill")
+        redis.client.xadd(DEAD_LETTERS, {"letter": "{}"})
+        return {"one@here": POOL | {"posts": 500}}
+
+    send(make_app(settings))
+    monkeypatch.setattr(watch, "worker_statistics", answer)
+    found = StatusMonitor(settings).look().status
+    assert (found.results.stored, found.runs[0].stored, found.workers["one@here"]["posts"]) == (500, 500, 500)
+    assert (found.queue.waiting, found.dead_letters) == (0, 1)
+
+
 def test_a_run_without_workers_is_stalled(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
     """Its rate was that of the time in which workers served it, and says nothing about its end."""
     now = int(time.time() * 1000)

@@ -1,0 +1,61 @@
+"""feedmill/cli/status.py: lines about memory."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from feedmill.cli import status
+from feedmill.monitoring.capacity import Memory, size
+from shared.results import Counters
+from shared.retention import Kept
+
+MEMORY = Memory(412_000_000, 10**9, False, 198.0, 35 * 60.0)
+#: An estimate of 1,340 where 1,300 results were stored.
+KEPT = Kept(33e6, 512_000_000, 1340, 127.4, 1.3e6, 900, 1439.2, 26_000.0, 500_000_000, 1306, 20.1)
+NOTHING = Kept(0.0, 10**9, 0, 0.0, 0.0, 0, 0.0, 0.0, 500_000_000, 0, 0.0)
+
+
+def lines(memory: Memory, kept: Kept, results: Counters) -> list[str]:
+    seen: Any = SimpleNamespace(memory=memory, kept=kept, results=results)
+    found = status._memory(seen)
+    assert max(map(len, found)) <= status.VALUE_WIDTH
+    return found
+
+
+def test_memory_marks_estimates_and_shows_no_more_results_than_were_stored() -> None:
+    assert lines(MEMORY, KEPT, Counters(stored=1300)) == [
+        "412 MB of 1.0 GB",
+        "full in about 35 min at 198.0 posts/s",
+        "results: about 33 MB, limit 512 MB",
+        "  about 1,300 stored results, about 127 bytes each",
+        "  900 entries in their stream, about 1,439 bytes each",
+        "sent records: about 26 KB, limit 500 MB",
+        "  about 1,310 sent posts, about 20 bytes each",
+    ]
+
+
+def test_memory_of_an_empty_redis_has_no_zeros() -> None:
+    assert lines(MEMORY._replace(posts_per_second=0.0, full_seconds=None), NOTHING, Counters()) == [
+        "412 MB of 1.0 GB",
+        "results: nothing stored, limit 1.0 GB",
+        "sent records: nothing stored, limit 500 MB",
+    ]
+
+
+def test_few_records_are_exact_and_have_their_number() -> None:
+    found = lines(MEMORY, KEPT._replace(results=1, stream_entries=1, sent=2), Counters(stored=1))
+    assert found[3].startswith("  1 stored result, ")
+    assert found[4].startswith("  1 entry in their stream, ")
+    assert found[6].startswith("  2 sent posts, ")
+
+
+def test_memory_warnings_fit_80_columns() -> None:
+    crowded = MEMORY._replace(needed=3e9, results_needed=15.7e9, results_kept_seconds=9 * 3600.0)
+    said = " ".join(lines(crowded, KEPT, Counters(stored=1300, dropped=1_204_331)))
+    assert "198.0 posts/s need 3.0 GB" in said
+    assert "1,204,331 results dropped · results kept for about 9 h at this rate; about 15.7 GB would keep all" in said
+
+
+def test_sizes_have_a_unit_that_shows_them() -> None:
+    assert [size(count) for count in (0, 999, 1000, 127_000, 33_000_000, 1.4e9)] == [
+        "0 bytes", "999 bytes", "1 KB", "127 KB", "33 MB", "1.4 GB",
+    ]  # fmt: skip
