@@ -98,7 +98,7 @@ def export_results(
     """Write results to Parquet, CSV or JSONL files, or to a table in PostgreSQL.
 
     A file gets its name once it is complete. An interrupted export resumes when the same command runs again; a single
-    Parquet file starts over. Exits 1 if nothing was exported, results were missed or the export stopped early.
+    Parquet file starts over. Exits 1 if nothing was exported or results were missed.
     """
     others = (form, columns, since, until, label, run, part_rows, part_seconds)
     run = None if run is None else parse_run(run)

@@ -40,6 +40,8 @@ class StopRequest:
     """Flag that the first signal sets to stop the export."""
 
     is_set = False
+    #: Number of the signal.
+    number = 0
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
     before = {number: signal.getsignal(number) for number in not_ignored(*EXIT_SIGNALS)}
 
     def note(number: int, _: object) -> None:
-        request.is_set = True
+        request.is_set, request.number = True, number
         signal.signal(number, before[signal.Signals(number)])  # a second signal ends the export at once
 
     with handle_signals(note, *before):
@@ -197,6 +199,8 @@ class ExportRun:
             if not self._complete:
                 parts.append(f"stopped before the end; run the same command to {again}")
             typer.echo(", ".join(parts), err=out is None)
+        if not self._complete and self._stop.number:
+            return 128 + self._stop.number
         nothing = not rows and not target.resumed and not self._follow
         return 1 if nothing or self._any_missed or not self._complete else 0
 

@@ -111,7 +111,7 @@ def reddit(
     options = flags.options(settings)
     _require_packages()
     clock = Clock()
-    with _stopping_on_signals(clock), user_errors(settings):
+    with _stopping_on_signals(clock, is_service=not once), user_errors(settings):
         redis = connect(settings)
         redis.ping()  # fail before the first request to Reddit
         settings = flags.select_queue(settings, redis)
@@ -119,17 +119,27 @@ def reddit(
             _one_pass(settings, options, clock, listing or "hot", limit, period)
         else:
             _keep_reading(settings, options, clock, limit, source)
-    raise typer.Exit(1 if once else 0)  # stopped by a signal, which leaves one pass incomplete
 
 
 @contextmanager
-def _stopping_on_signals(clock: Clock) -> Iterator[None]:
-    """Leave the block as soon as SIGTERM, SIGHUP or Ctrl-C arrives, also during a wait."""
-    with handle_signals(lambda *_: clock.stop(), *not_ignored(*EXIT_SIGNALS)):
+def _stopping_on_signals(clock: Clock, is_service: bool = True) -> Iterator[None]:
+    """Leave the block as soon as SIGTERM, SIGHUP or Ctrl-C arrives, also during a wait.
+
+    is_service: signals are the normal end. Otherwise the command exits with status 128 + the signal's number.
+    """
+    received: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        received.append(number)
+        clock.stop()
+
+    with handle_signals(stop, *not_ignored(*EXIT_SIGNALS)):
         try:
             yield
         except Stopped:
             logger.info("stopped; posts that were read but not sent will be read again")
+            if not is_service:
+                raise SystemExit(128 + received[0]) from None
 
 
 def _require_packages() -> None:

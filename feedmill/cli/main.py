@@ -1,7 +1,8 @@
 """The `feedmill` command. Each subcommand reads its options, calls one function and prints the result.
 
 Exit status: 0 on success, and when the reader of a pipe closes it; 1 if part of the input was skipped or nothing was
-found; 2 on a user error, which the message explains, or if the output cannot be written.
+found; 2 on a user error, which the message explains, or if the output cannot be written; 130 after Ctrl-C, except
+services, which end with 0 after Ctrl-C and SIGTERM (docs/reference/errors.md).
 """
 
 import errno
@@ -61,7 +62,7 @@ from feedmill.stack.down import stop_stack
 from feedmill.stack.embedded import Stack, flower_url
 from feedmill.stack.live_demo import run_live
 from feedmill.stack.processes import python_command
-from feedmill.stack.signals import exit_on_signals
+from feedmill.stack.signals import end_service_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
 from shared.errors import SettingsError, UserError, explain_missing, plain_reason, printable, printable_lines
@@ -176,7 +177,7 @@ def up(data_folder: DataFolder = None) -> None:
             "`feedmill up` starts its own Redis, but FEEDMILL_REDIS_URL is set and sends the other commands "
             "elsewhere. Unset it, or run `feedmill worker` to use that Redis."
         )
-    with exit_on_signals():
+    with end_service_on_signals():
         stack = Stack(settings, settings.data_folder, durable=True)
         try:
             start(stack, notes)

@@ -72,7 +72,7 @@ def status(
         try:
             _watch(settings, as_json)
         except KeyboardInterrupt:
-            raise typer.Exit from None
+            raise SystemExit(130) from None  # not typer.Exit, which main.py explains
 
 
 def _show_run(settings: Settings, name: str, as_json: bool) -> None:

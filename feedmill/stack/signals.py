@@ -32,3 +32,18 @@ def exit_on_signals() -> AbstractContextManager[None]:
         raise SystemExit(128 + number)
 
     return handle_signals(leave, *not_ignored(signal.SIGTERM, signal.SIGHUP))
+
+
+def end_service_on_signals() -> AbstractContextManager[None]:
+    """Turn the first SIGTERM, SIGHUP or Ctrl-C inside the block into SystemExit(0): services are stopped by them.
+
+    A second signal, which interrupts the clean-up, raises SystemExit(128 + its number).
+    """
+    is_first = True
+
+    def leave(number: int, _: object) -> None:
+        nonlocal is_first
+        status, is_first = 0 if is_first else 128 + number, False
+        raise SystemExit(status)
+
+    return handle_signals(leave, *not_ignored(*EXIT_SIGNALS))

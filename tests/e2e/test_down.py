@@ -1,6 +1,7 @@
 """`feedmill down`: ends the `feedmill up` of its data folder, and nothing else."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.settings import LOCK_FILE
-from tests.support import feedmill, processes_in, running, wait_until
+from tests.support import RedisServer, feedmill, processes_in, running, wait_until
 
 #: Uses a data folder like `feedmill up`, until SIGTERM.
 HOLDER = """
@@ -55,9 +56,27 @@ def test_up_says_that_it_stopped(tmp_path: Path) -> None:
         wait_until(lambda: up.says("`feedmill down` stops everything"), "the stack is up", 150)
         said = feedmill("down", cwd=tmp_path, **data)
         assert (said.returncode, said.stderr) == (0, "")
-        assert up.process.wait(60) == 143
+        assert up.process.wait(60) == 0
         assert up.text().endswith("stopping …\nstopped\n")
     assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", ["Starting Redis", " on port "])
+def test_ctrl_c_while_up_starts_is_a_clean_stop(tmp_path: Path, moment: str) -> None:
+    """During the imports, and while the worker loads its model."""
+    with running("up", cwd=tmp_path, FEEDMILL_DATA_FOLDER="data", NEW_INTERPRETER="1") as up:
+        wait_until(lambda: up.says(moment), "the stack is starting", 150)
+        assert up.end(signal.SIGINT) == 0
+        assert "Traceback" not in up.text()
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_worker_that_loads_its_model_stops_cleanly(redis: RedisServer, tmp_path: Path, how: signal.Signals) -> None:
+    with running("worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_LOG_LEVEL="debug") as worker:
+        wait_until(worker.text, "the worker logs its start")
+        assert worker.end(how) == 0
+        assert "Traceback" not in worker.text()
 
 
 @pytest.mark.parametrize(

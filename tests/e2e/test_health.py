@@ -144,7 +144,7 @@ def test_health_reports_an_unreachable_redis(tmp_path: Path) -> None:
 def test_watch_json_prints_one_line_per_reading(served: RedisServer, tmp_path: Path) -> None:
     with running("status", "--watch", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
         wait_until(lambda: len(command.text().splitlines()) >= 2, "two lines were printed")
-        assert command.end(signal.SIGINT) == 0
+        assert command.end(signal.SIGINT) == 130
     lines = [json.loads(line) for line in command.text().splitlines()]
     assert list(lines[0]["workers"]) == list(lines[1]["workers"]) != []
     assert lines[0]["results_per_second"] is None
@@ -163,7 +163,7 @@ def test_watch_json_prints_one_line_per_reading(served: RedisServer, tmp_path: P
 def test_watch_without_a_terminal_prints_blocks(served: RedisServer, tmp_path: Path) -> None:
     with running("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
         wait_until(lambda: command.text().count("Ctrl-C") >= 2, "two blocks were printed")
-        assert command.end(signal.SIGINT) == 0
+        assert command.end(signal.SIGINT) == 130
     assert "\x1b" not in command.text()
     assert "Traceback" not in command.text()
     assert max(map(len, command.text().splitlines())) <= 80
@@ -200,7 +200,7 @@ def watching(served: RedisServer, tmp_path: Path) -> Iterator[Terminal]:
         yield command
 
 
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_watch_in_a_terminal_restores_the_screen(watching: Terminal, how: signal.Signals, status: int) -> None:
     wait_until(lambda: watching.text().count("Ctrl-C") >= 2, "the screen was redrawn")
     watching.process.send_signal(how)

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from feedmill.stack.signals import exit_on_signals, handle_signals, not_ignored
+from feedmill.stack.signals import end_service_on_signals, exit_on_signals, handle_signals, not_ignored
 
 NUMBERS = signal.SIGUSR1, signal.SIGUSR2
 
 
 @pytest.fixture(autouse=True)
 def _handlers_as_they_were() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (*NUMBERS, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (*NUMBERS, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -43,3 +43,13 @@ def test_ignored_signals_stay_ignored() -> None:
     with pytest.raises(SystemExit) as left, exit_on_signals():
         _receive(signal.SIGHUP, signal.SIGTERM)
     assert left.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_only_the_first_signal_is_a_services_normal_end(first: signal.Signals) -> None:
+    with end_service_on_signals():
+        with pytest.raises(SystemExit) as normal:
+            _receive(first)
+        with pytest.raises(SystemExit) as interrupted:
+            _receive(signal.SIGINT)
+    assert (normal.value.code, interrupted.value.code) == (0, 130)
