@@ -32,6 +32,7 @@ def main() -> None:
         sys.argv[1:2]
         and sys.argv[1] in STARTING_COMMANDS
         and not any(argument.startswith(NOT_STARTING_FLAGS) for argument in sys.argv[2:])
+        and (sys.argv[1] != "up" or _lock_data_folder())
     ):
         # Before the imports, which take seconds on a slow disk.
         sys.stderr.write("Starting Redis, a worker and Flower\n")
@@ -40,6 +41,28 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, interrupt)
     run()
+
+
+def _lock_data_folder() -> bool:
+    """Lock the data folder of `feedmill up`, so that other commands know that it is starting.
+
+    Returns False if another one uses the folder. Problems are left to the command, which reports them.
+    """
+    from feedmill.stack.lock import lock_early  # noqa: PLC0415 - imports the packages checked above
+    from shared.errors import SettingsError  # noqa: PLC0415
+    from shared.settings import load  # noqa: PLC0415
+
+    flag = "--data-folder"
+    given = [
+        argument.partition("=")[2] if "=" in argument else following
+        for argument, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True)
+        if argument.split("=")[0] == flag
+    ]
+    try:
+        settings = load(data_folder=given[-1] if given else None)
+    except SettingsError:
+        return True
+    return settings.redis_url is not None or lock_early(settings.data_folder)
 
 
 def _end_service(*_: object) -> NoReturn:

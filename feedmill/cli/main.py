@@ -208,7 +208,7 @@ def down(data_folder: DataFolder = None) -> None:
     up`. Exits 1 if none is running.
     """
     settings = settings_of(data_folder=data_folder)
-    pid = stop_stack(settings.data_folder, settings.drain + STOP_MARGIN_S)
+    pid = stop_stack(settings.data_folder, settings.drain + STOP_MARGIN_S, partial(typer.echo, err=True))
     folder = printable(str(settings.data_folder))
     if pid is None:
         typer.echo(f"No `feedmill up` is running with data in {folder}.", err=True)

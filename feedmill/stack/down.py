@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from shared.errors import StackError
@@ -16,10 +17,10 @@ MAX_FILE_BYTES = 4096
 POLL_INTERVAL_S = 0.1
 
 
-def stop_stack(folder: Path, timeout: float) -> int | None:
+def stop_stack(folder: Path, timeout: float, say: Callable[[str], None]) -> int | None:
     """Send SIGTERM to the stack that uses the folder and wait until it has stopped. Return its PID; None without one.
 
-    Raises StackError if it cannot be stopped, or has not stopped after `timeout` seconds.
+    say: prints a line. Raises StackError if it cannot be stopped, or has not stopped after `timeout` seconds.
     """
     if not is_folder_locked(folder):
         return None
@@ -32,6 +33,7 @@ def stop_stack(folder: Path, timeout: float) -> int | None:
         raise StackError(
             f"Process {pid}, the `feedmill up` with data in {folder}, belongs to another user. Stop it as that user."
         ) from None
+    say("waiting for the worker to finish its messages …")
     deadline = time.monotonic() + timeout
     while is_folder_locked(folder):
         if time.monotonic() > deadline:

@@ -3,7 +3,6 @@
 The worker is the ordinary `feedmill worker`, connected to a Redis that this process starts and stops.
 """
 
-import fcntl
 import json
 import os
 import signal
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
 from urllib.parse import quote
 
 from kombu.exceptions import OperationalError
@@ -22,6 +20,7 @@ from redis.exceptions import RedisError
 
 from feedmill.cli.flower import is_regular_file
 from feedmill.stack.addresses import kept_addresses, new_addresses
+from feedmill.stack.lock import lock_folder
 from feedmill.stack.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
 from feedmill.stack.processes import Child, python_command
 from feedmill.stack.restarts import Service
@@ -29,14 +28,11 @@ from shared.atomic_files import replacing
 from shared.broker import make_app
 from shared.errors import StackError
 from shared.metrics import connect_for_monitoring
-from shared.model_routing import process_namespace
-from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, is_folder_locked, variables
+from shared.settings import PREFIX, STACK_FILE, Settings, is_folder_locked, variables
 
 #: Log line of workers/pipeline/calibration.py while it measures at the first start.
 MEASURING = "measuring the token budget"
 WORKER_NODE = "worker@feedmill"
-#: Attempts to lock the data folder, and the seconds between them.
-LOCK_ATTEMPTS, LOCK_PAUSE_S = 10, 0.05
 #: Seconds between checks for processes that have exited.
 POLL_INTERVAL_S = 0.5
 #: Secrets that are removed from the children's environment. Only Flower's own process gets `flower_password`.
@@ -68,7 +64,7 @@ class Stack:
             ) from None
         self._folder = folder
         self._durable = durable
-        self._lock = _lock(folder)
+        self._lock = lock_folder(folder)
         #: Lines for the user about ports and passwords that had to change.
         self.notes: list[str] = []
         if durable:
@@ -258,33 +254,6 @@ def flower_url(folder: Path) -> str:
             login = ":".join(quote(found[name], safe="") for name in ("flower_user", "flower_password"))
             return str(found["flower_url"]).replace("://", f"://{login}@", 1)
     raise StackError(f"No `feedmill up` is running with data in {folder}. Start `feedmill up` first.")
-
-
-def _lock(folder: Path) -> IO[str]:
-    """Lock the data folder until the file is closed. Raises StackError if another stack uses it."""
-    lock = (folder / LOCK_FILE).open("a")
-    if not _locks(lock):
-        lock.close()
-        raise StackError(f"Another embedded stack is running in {folder}. Stop it, or use --data-folder.")
-    (folder / STACK_FILE).unlink(missing_ok=True)  # a killed stack leaves it behind
-    lock.truncate(0)
-    lock.write(json.dumps({"pid": os.getpid(), "namespace": process_namespace()}))  # for `feedmill down`
-    lock.flush()
-    return lock
-
-
-def _locks(lock: IO[str]) -> bool:
-    """Lock the file; return False if another stack holds the lock.
-
-    Several attempts are needed, because commands that check for a running stack (`is_folder_locked`) hold the lock for
-    microseconds.
-    """
-    for _ in range(LOCK_ATTEMPTS):
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        time.sleep(LOCK_PAUSE_S)
-    return False
 
 
 def find_redis_server() -> str:

@@ -13,11 +13,12 @@ import pytest
 from shared.settings import LOCK_FILE
 from tests.support import RedisServer, feedmill, processes_in, running, wait_until
 
+WAITING = "waiting for the worker to finish its messages …\n"
 #: Uses a data folder like `feedmill up`, until SIGTERM.
 HOLDER = """
 import signal, sys, pathlib
-from feedmill.stack.embedded import _lock
-lock = _lock(pathlib.Path(sys.argv[1]))
+from feedmill.stack.lock import lock_folder
+lock = lock_folder(pathlib.Path(sys.argv[1]))
 print("locked", flush=True)
 signal.pause()
 """
@@ -40,7 +41,7 @@ def test_ends_the_stack_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     with holding(tmp_path / "a") as first, holding(tmp_path / "b") as second:
         said = feedmill("down", "--data-folder", "a", cwd=tmp_path)
-        assert (said.returncode, said.stderr) == (0, "")
+        assert (said.returncode, said.stderr) == (0, WAITING)
         assert f"process {first.pid}" in said.stdout
         assert str(tmp_path / "a") in said.stdout
         assert first.wait(timeout=60) == -15
@@ -55,10 +56,32 @@ def test_up_says_that_it_stopped(tmp_path: Path) -> None:
     with running("up", cwd=tmp_path, **data) as up:
         wait_until(lambda: up.says("`feedmill down` stops everything"), "the stack is up", 150)
         said = feedmill("down", cwd=tmp_path, **data)
-        assert (said.returncode, said.stderr) == (0, "")
+        assert (said.returncode, said.stderr) == (0, WAITING)
         assert up.process.wait(60) == 0
         assert up.text().endswith("stopping …\nstopped\n")
     assert processes_in(tmp_path) == []
+
+
+def test_a_second_up_names_the_command_that_stops_the_first(tmp_path: Path) -> None:
+    with holding(tmp_path):
+        said = feedmill("up", "--data-folder=.", cwd=tmp_path)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr.startswith(f"feedmill: `feedmill up` is already running with data in {tmp_path}. ")
+    assert "`feedmill down`" in said.stderr
+
+
+def test_commands_know_during_the_imports_of_up_that_it_starts(tmp_path: Path) -> None:
+    """Not another Redis on this machine, and no advice to start `feedmill up`."""
+    (tmp_path / "imports").mkdir()
+    (tmp_path / "imports" / "typer.py").write_text("import signal\nsignal.pause()\n")
+    data, slow = {"FEEDMILL_DATA_FOLDER": "data"}, str(tmp_path / "imports")
+    with running("up", cwd=tmp_path, PYTHONPATH=slow, NEW_INTERPRETER="1", **data) as up:
+        wait_until(lambda: up.says("Starting Redis"), "the imports have begun")
+        said = feedmill("enqueue", "-", cwd=tmp_path, stdin='{"title": "x"}', **data)
+        assert (said.returncode, said.stdout) == (2, "")
+        assert "`feedmill up`" in said.stderr
+        assert "is starting" in said.stderr
+        assert up.end(signal.SIGTERM) == 0
 
 
 @pytest.mark.parametrize("moment", ["Starting Redis", " on port "])

@@ -203,7 +203,14 @@ def test_names_a_redis_that_the_user_did_not_choose(
     (said,) = _warnings(redis.client, Settings(data_folder=tmp_path))
     assert all(words in said for words in ("`feedmill up`", "127.0.0.1:6379"))
     with announced(tmp_path, json.dumps({"redis_url": redis.url})):
-        assert list(_warnings(redis.client, Settings(data_folder=tmp_path))) == []
+        up = Settings(data_folder=tmp_path)
+        assert list(_warnings(redis.client, up)) == []
+        (said,) = _warnings(redis.client, up.model_copy(update={"queue": "other"}))
+        assert said.startswith("no worker serves queue other")
+        deregister(redis.client, "w@host")
+        (said,) = _warnings(redis.client, up)
+        assert "`feedmill up` is starting its worker" in said
+        register(redis.client, "w@host")
         monkeypatch.setenv("FEEDMILL_REDIS_URL", "")
         (said,) = _warnings(redis.client, Settings(data_folder=tmp_path))
         assert all(words in said for words in ("FEEDMILL_REDIS_URL", chosen.redis_address))
