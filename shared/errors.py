@@ -235,7 +235,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 
 #: Words of pydantic's messages, and plain ones for them.
 _PLAIN_WORDS = (
-    (r"^Value error, ", ""),
+    (r"^((?:Invalid value for [^:]*: )?)Value error, ", r"\1"),
     (r"\b(?:Input|Value|String|List|Tuple|Dictionary) should (be|have|not|match)\b", r"must \1"),
     (r"\ba valid integer\b(, unable to .*|, got .*)?", "a whole number"),
     (r"\ba valid number\b(, unable to .*)?", "a number"),

@@ -9,7 +9,7 @@ from shared.errors import UserError, printable
 from shared.scripts.stream import Place
 
 #: Recent runs that an error names.
-MAX_NAMES = 20
+MAX_NAMES = 5
 
 
 def check_run(redis: Redis, run: str) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from feedmill.reading.runs import unknown_run
 from feedmill.stack.processes import Child, free_port
-from shared.keys import RESULTS_STREAM, run_key
+from shared.keys import RESULTS_STREAM, RUNS, run_key
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
@@ -406,3 +407,17 @@ def test_get_shows_the_posts_latest_score(redis: RedisServer, tmp_path: Path) ->
     (listed,) = feedmill("results", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout.splitlines()
     assert json.loads(listed) == {"post": {"id": "a1", "title": "t"}} | store.get("a1")[0].model_dump()
     assert found == json.loads(listed) | {"score": 123, "score_seen_at": 1_795_255_200.0}
+
+
+@pytest.mark.parametrize("flags", [[], ["--limit", "3"], ["--json"]])
+def test_says_that_no_post_failed(redis: RedisServer, tmp_path: Path, flags: list[str]) -> None:
+    said = feedmill("results", "--failed", *flags, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout, said.stderr) == (0, "", "no failed posts\n")
+
+
+def test_an_unknown_run_names_the_latest_ones(redis: RedisServer) -> None:
+    for number in range(7):
+        redis.client.hset(run_key(f"run{number}"), "sent", 1)
+        redis.client.zadd(RUNS, {f"run{number}": number})
+    said = unknown_run(redis.client, "x")
+    assert said.endswith("Recent runs: run6, run5, run4, run3, run2.")

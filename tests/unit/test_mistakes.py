@@ -50,6 +50,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("results --limit x", ["--limit", "must be a whole number"]),
         ("classify x --limit 0", ["--limit", "must be at least 1"]),
         ("results --limit 1 --redis-url here", ["--redis-url:"]),
+        ("health --check nonsense", ["'--check': 'nonsense' is not one of 'redis'", "`feedmill health --help`"]),
         ("nonsense", ["nonsense", "`feedmill --help`"]),
     ],
 )
