@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import FileFlags, JsonSummary, Limit, ModelFlags, ModelOption, settings_of
+from feedmill.console import output_console
 from feedmill.local_model import load_model
 from feedmill.report import plots
 from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
@@ -214,7 +215,7 @@ def _measured(
 
 def _consoles() -> tuple[Console, Console]:
     """Return a console for tables on standard output, and one for notes on standard error."""
-    return Console(highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
+    return output_console(), Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def _first(reading: FileReading, file: str, limit: int | None) -> list[Post]:

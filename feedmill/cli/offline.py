@@ -18,6 +18,7 @@ from feedmill.cli.labelling import Labelling, OutFlags
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import AsJson, FileFlags, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
 from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
+from feedmill.console import output_console
 from feedmill.labelling.rows import Classify
 from feedmill.local_model import explain_refusals, load_calibrated
 from producers.files import Place, Source
@@ -203,5 +204,5 @@ def _show_text(found: Classification) -> None:
     longest = max(found.scores.values()) or 1.0
     for label, score in list(found.scores.items())[:TEXT_LABELS]:
         table.add_row(escape(printable(label)), f"{score:.3f}", "█" * round(BAR_WIDTH * max(0.0, score) / longest))
-    Console(highlight=False).print(table)
+    output_console().print(table)
     typer.echo(printable(f"by {found.model} ({found.weights[:12]}) on {found.device}"))

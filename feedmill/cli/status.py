@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from feedmill.cli import ingest, run_progress
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
+from feedmill.console import output_console
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import size, span
 from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
@@ -229,7 +230,7 @@ def _dead_letters(seen: watch.Status) -> str:
 
 def _watch(settings: Settings, as_json: bool) -> None:
     """Show snapshots until Ctrl-C: on a full screen, or as consecutive blocks without a capable terminal."""
-    console = Console(highlight=False)
+    console = output_console()
     snapshots = _snapshots(settings)
     if as_json:
         for seen in snapshots:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import DeviceOption, RedisUrl, WorkerName, settings_of
+from feedmill.console import output_console
 from feedmill.local_model import load_model
 from feedmill.report import plots
 from shared.errors import UserError
@@ -126,7 +127,7 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
     title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {trained.plan.effective_batch}"
     plots.save(folder / "training.png", partial(plots.draw_training, curve=trained.curve, title=title), notes)
-    report.finished(Console(highlight=False), record, trained.curve, folder)
+    report.finished(output_console(), record, trained.curve, folder)
 
 
 def _train_head(options: TrainOptions, settings: Settings, as_json: bool) -> None:
@@ -153,7 +154,7 @@ def _train_head(options: TrainOptions, settings: Settings, as_json: bool) -> Non
     head.save(trained.model, folder, settings)
     tested, zero_shot = _tested(folder, options, dataset, settings, report)
     record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
-    report.finished(Console(highlight=False), record, [], folder)
+    report.finished(output_console(), record, [], folder)
 
 
 def check_folder(folder: Path, resume: bool) -> None:

@@ -17,15 +17,15 @@ from shared.messages import Classification
 
 #: Number of labels up to which the confusion matrix is printed; 16 labels fit into 100 columns.
 MAX_MATRIX_LABELS = 20
-#: Maximum width of the label column in the matrix, in characters.
-LABEL_COLUMN_WIDTH = 20
+#: Width in characters from which labels wrap in the matrix, on a console of up to 100 columns.
+MIN_LABEL_WIDTH = 20
 
 
 def show(console: Console, found: Evaluation) -> None:
     """Print each label's metrics, the confusion matrix and the overall metrics."""
     console.print(_figures(found))
     if len(found.labels) <= MAX_MATRIX_LABELS:
-        console.print(_matrix(found))
+        console.print(_matrix(found, max(MIN_LABEL_WIDTH, console.width // 5)))
     else:
         typer.echo(f"The confusion matrix of {len(found.labels)} labels is too wide for a table. Draw it with --png.")
     typer.echo(f"Accuracy {found.accuracy:.3f}, macro-F1 {found.macro_f1:.3f}, {found.posts:,} posts.")
@@ -74,13 +74,13 @@ def _table(head: str, *figures: str) -> Table:
     return table
 
 
-def _matrix(found: Evaluation) -> Table:
+def _matrix(found: Evaluation, label_width: int) -> Table:
     title = "Rows: true label. Columns: predicted label, numbered like the rows"
     table = Table(
         title=title, title_justify="left", title_style="dim", box=None, header_style="dim", padding=(0, 1, 0, 0)
     )
     # In a narrow terminal only the labels wrap: a truncated count would be a wrong number.
-    table.add_column("", max_width=LABEL_COLUMN_WIDTH)
+    table.add_column("", max_width=label_width)
     for number in range(1, len(found.labels) + 1):
         table.add_column(str(number), justify="right", no_wrap=True, min_width=2)
     for truth, row in enumerate(found.confusion.tolist()):

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from feedmill.cli.offline import classify_posts
+from feedmill.console import output_console
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.embedded import WORKER_NODE, Stack
 from feedmill.stack.signals import exit_on_signals
@@ -59,7 +60,7 @@ def sample_posts() -> list[Post]:
 
 def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
     """Start the stack, classify the sample posts, print their labels, stop everything. Raises StackError."""
-    console = Console(highlight=False)
+    console = output_console()
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, exit_on_signals():
         stack = Stack(settings, Path(folder), durable=False)
@@ -242,7 +243,7 @@ def _read(lines: IO[str]) -> Iterable[str]:
 
 
 def _show_own(post: Post, outcome: Outcome) -> None:
-    console = Console(highlight=False)
+    console = output_console()
     console.print(Text(f"\n{printable(post.body)}", "bold"))
     if not isinstance(outcome, Classification):
         console.print(Text(f"failed: {printable(outcome.error)}", "red"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from feedmill.console import output_console
 from feedmill.stack.embedded import Stack
 from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
@@ -48,7 +49,7 @@ def run_live(settings: Settings, as_json: bool) -> None:
     )
     clock = Clock()
     source = _source(settings, clock)
-    console = Console(highlight=False)
+    console = output_console()
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, exit_on_signals():
         stack = Stack(settings, Path(folder), durable=False)
