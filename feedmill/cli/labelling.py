@@ -94,6 +94,8 @@ class Labelling:
             first = next(rows, None)
             if first is None:
                 raise InputError(f"{source.name} contains no posts. Give another file.")
+            if source.header_warning:
+                self._notes.print(escape(source.header_warning))
             if self._flags.excel and self._format(source) != "csv":
                 raise UserError(f"--excel is for CSV, but the output is {self._format(source)}. Omit --excel.")
             survey = None

@@ -132,6 +132,12 @@ def test_counts_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"^left out: 1 row, first in line 6: 3 fields", shown, re.MULTILINE)
 
 
+def test_warns_of_a_header_that_may_be_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "reviews.csv").write_text("great\nbad\n")
+    assert label_file(tmp_path / "reviews.csv", tmp_path / "out.csv").rows == 1
+    assert "the first line ('great') was read as the header" in capsys.readouterr().err
+
+
 def test_rows_without_text_are_no_failure(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text("id,text\n1,good\n2,\n3,[deleted]\n")
