@@ -133,6 +133,9 @@ class Source:
         self.is_export = False
         #: Warning that the first line was taken for a header although it may be a text; "" if not. Set likewise.
         self.header_warning = ""
+        #: True if the file is Parquet, whose places are rows instead of lines; and its rows, else None. Set likewise.
+        self.is_parquet = False
+        self.parquet_rows: int | None = None
         self._file: CountedFile | None = None
         #: Size of the file in bytes; None if unknown.
         self.size = Path(path).stat().st_size if is_file(path) else None
@@ -290,8 +293,10 @@ class Source:
         if not binary.seekable():
             raise InputError(f"{self.name} is Parquet, which cannot be read from a pipe. Give the path of a file.")
         number = 0
+        self.is_parquet = True
         try:
             with pq.ParquetFile(binary) as file:
+                self.parquet_rows = file.metadata.num_rows
                 for batch in file.iter_batches(PARQUET_ROWS):
                     for row in batch.to_pylist():
                         number += 1
