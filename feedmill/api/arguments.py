@@ -6,7 +6,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar
 
-from shared.errors import similar_name
+from shared.errors import UserError, similar_name, truncate
 from shared.messages import Post
 
 P = ParamSpec("P")
@@ -69,6 +69,18 @@ def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return explained
+
+
+def check_switch(argument: str, given: object) -> None:
+    """Raise UserError for a value that is not a bool: "no" would count as true."""
+    if not isinstance(given, bool):
+        raise UserError(f"{argument}= must be True or False, not {truncate(repr(given))}.")
+
+
+def check_text(argument: str, given: object) -> None:
+    """Raise UserError for a value that is neither text nor None."""
+    if not isinstance(given, str | None):
+        raise UserError(f"{argument}= must be text, not {truncate(repr(given))}.")
 
 
 def _hint(unknown: str, names: list[str]) -> str:

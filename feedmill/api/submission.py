@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.api.arguments import Frame, Labels, OneItem, Series, explain_arguments
+from feedmill.api.arguments import Frame, Labels, OneItem, Series, check_switch, explain_arguments
 from feedmill.api.items import Columns, Item, type_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
@@ -147,8 +147,10 @@ class SubmittedRun:
 
         Raises:
             TimeoutError: If the time is over. The workers continue; call `wait` again.
-            feedmill.UserError: If `timeout` is not a number, Redis is unreachable, or the worker refuses the labels.
+            feedmill.UserError: If `timeout` is not a number, `progress` is not a bool, Redis is unreachable, or the
+                worker refuses the labels.
         """
+        check_switch("progress", progress)
         with progress_bar(progress, self.name, self._sent) as advance:
             for pause in self._pauses(timeout):
                 found = self.progress()
@@ -191,6 +193,7 @@ class SubmittedRun:
         For a DataFrame or a Series, the result is the one of `feedmill.classify`. For other items, it is a DataFrame of
         texts and labels.
         """
+        check_switch("scores", scores)
         found = self.results(timeout)
         if self._request.table is None:
             return found.to_frame(scores=scores)

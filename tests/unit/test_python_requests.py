@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy
 import pandas
 import polars
 import pyarrow
@@ -12,6 +13,7 @@ from feedmill.api.classifier import _naming_arguments, local_settings
 from feedmill.api.items import MAX_CHECKED_ITEMS, Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
+from feedmill.api.submission import SubmittedRun
 from shared.errors import SettingsError, UserError
 from shared.messages import Classification, ClassifyOptions, Outcome, Post
 from tests.support import naming
@@ -51,6 +53,22 @@ def classify(
 def test_switches_must_be_bools(argument: str, given: Any) -> None:
     with pytest.raises(UserError, match=naming(f"{argument}= must be True or False", repr(given))):
         classify(pandas.Series(TEXTS), **{argument: given})
+
+
+def test_switches_of_results_must_be_bools() -> None:
+    with pytest.raises(UserError, match="scores= must be True or False, not 'no'"):
+        classify(TEXTS).to_frame(scores="no")
+    with pytest.raises(UserError, match="scores= must be True or False, not 'no'"):
+        object.__new__(SubmittedRun).to_frame(scores="no")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="progress= must be True or False, not 1"):
+        object.__new__(SubmittedRun).wait(progress=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make", [pandas.Series, polars.Series, pandas.Index, pandas.Categorical, numpy.array, pyarrow.array]
+)
+def test_labels_may_be_a_column(make: Callable[[list[str]], Any]) -> None:
+    assert classify(TEXTS, labels=make(LABELS)).labels == tuple(LABELS)
 
 
 @pytest.mark.parametrize("make", [lambda: TEXTS, lambda: TEXTS[0], lambda: iter(TEXTS)])
@@ -109,6 +127,9 @@ def test_some_text_among_other_items_is_enough() -> None:
         ([{"foo": "x"}, None], {}, ["item 0", "foo", "body="]),
         ([{"text": "x"}], {"body": "txt"}, ["item 0", "no key 'txt'"]),
         (pandas.DataFrame({"title": TEXTS, "n": [1, 2]}).iloc[0], {}, ["row", "to_dict()"]),
+        (TEXTS, {"labels": pandas.DataFrame({"name": LABELS})}, ["labels must be a list", "pandas.DataFrame"]),
+        (TEXTS, {"labels": polars.DataFrame({"name": LABELS})}, ["labels must be a list", "polars.DataFrame"]),
+        (TEXTS, {"labels": pyarrow.table({"name": LABELS})}, ["labels must be a list", "pyarrow.Table"]),
         (TEXTS, {"labels": ["a", " "]}, ["labels: a label is empty"]),
         (TEXTS, {"labels": {"": "a", "b": "b"}}, ["labels: a label is empty"]),
     ],
