@@ -5,7 +5,7 @@ from datetime import datetime
 
 from redis import Redis
 
-from feedmill.api.arguments import check_switch, check_text, explain_arguments
+from feedmill.api.arguments import check_switch, check_text, explain_arguments, naming_arguments
 from feedmill.api.request import warn
 from feedmill.reading.labels import unknown_label
 from feedmill.reading.results import Reader, items, open_reader
@@ -86,18 +86,18 @@ def results(
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, run)
     reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
-    return _items(reader, follow, filters, settings, redis)
+    return _items(reader, follow, filters, settings, redis, redis_url)
 
 
 def _items(
-    reader: Reader, follow: bool, filters: ResultFilter, settings: Settings, redis: Redis
+    reader: Reader, follow: bool, filters: ResultFilter, settings: Settings, redis: Redis, redis_url: str | None
 ) -> Generator[Result | Missed]:
     """Yield the reader's items, and close the connection when the generator ends.
 
     Without `follow`, the run must exist, and a label that no result has causes a warning.
     """
     try:
-        with user_errors(settings):
+        with naming_arguments(redis_url=redis_url), user_errors(settings):
             if not follow and filters.run is not None:
                 check_run(redis, filters.run)
             found = False

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from itertools import islice
 from numbers import Real
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.api.arguments import Frame, Labels, OneItem, Series, check_switch, explain_arguments
+from feedmill.api.arguments import Frame, Labels, OneItem, Series, check_switch, explain_arguments, naming_arguments
 from feedmill.api.items import Columns, Item, type_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
@@ -69,11 +70,14 @@ class SubmittedRun:
         labelled = run.wait(timeout=600).to_frame()
     """
 
-    def __init__(self, name: str, request: Request, settings: Settings, redis: Redis, prefix: str) -> None:
+    def __init__(
+        self, name: str, request: Request, settings: Settings, redis: Redis, prefix: str, redis_url: str | None
+    ) -> None:
         self.name = name
         self._request, self._settings, self._redis, self._prefix = request, settings, redis, prefix
+        self._redis_url = redis_url
         self._backend: Any = make_app(settings, current=False).backend
-        with user_errors(settings):
+        with self._naming(), user_errors(settings):
             self._cleared = messages_cleared(redis, settings.queue)
         self._lock = threading.Lock()
         self._items: list[Item] = []
@@ -105,8 +109,12 @@ class SubmittedRun:
             _sending_app(self._settings), self._redis, self._settings, self._request.options, again=True,
             refuse=self._settings.when_full == "refuse", run=self.name, on_published=self._published,
         )  # fmt: skip
-        with user_errors(self._settings):
+        with self._naming(), user_errors(self._settings):
             pusher.push(posts)
+
+    def _naming(self) -> AbstractContextManager[None]:
+        """Name the argument of `submit` in errors about Redis."""
+        return naming_arguments(redis_url=self._redis_url)
 
     def _posts(self) -> Iterator[Post]:
         for place, item in enumerate(self._request.items):
@@ -228,7 +236,7 @@ class SubmittedRun:
 
     def _collect(self) -> None:
         """Fetch the results that are there."""
-        with self._lock, user_errors(self._settings):
+        with self._lock, self._naming(), user_errors(self._settings):
             collected = False
             while ready := self._ready():
                 collected = True
@@ -310,7 +318,7 @@ def _sending_app(settings: Settings) -> Application:
     return app
 
 
-def _naming_arguments(text: str) -> str:
+def _replace_flags(text: str) -> str:
     """Replace the flags of `feedmill enqueue` in an error by the arguments of `submit`, which has no `model`."""
     text = text.replace("--model or --queue", "--queue")
     return re.sub(r"--([\w-]+)(:?)", lambda flag: flag[1].replace("-", "_") + (flag[2] or "="), text)
@@ -375,15 +383,15 @@ def submit(
     if request.table is not None:
         LabelColumns((), prefix).check(request.table)
     redis = connect(settings)
-    with user_errors(settings):
+    with naming_arguments(redis_url=redis_url), user_errors(settings):
         try:
             if queue is not None:
                 check_queue(redis, queue)
             check_options(redis, settings.queue, options)
         except UserError as refused:
-            raise UserError(_naming_arguments(str(refused))) from None
+            raise UserError(_replace_flags(str(refused))) from None
         if not has_worker(redis, settings.queue):
             warn(f"No worker serves queue {settings.queue}: items wait until `feedmill worker` or `feedmill up` runs.")
-    submitted = SubmittedRun(name, request, settings, redis, prefix)
+    submitted = SubmittedRun(name, request, settings, redis, prefix, redis_url)
     submitted._send()
     return submitted

@@ -65,7 +65,7 @@ from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
 from shared.errors import SettingsError, UserError, explain_missing, plain_reason, printable, printable_lines
-from shared.settings import PREFIX, Settings, is_folder_locked, load
+from shared.settings import PREFIX, Settings, is_folder_locked, load, name_source
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
@@ -320,9 +320,10 @@ def _naming_flags(text: str) -> str:
     """Replace the variable with which an error begins by the flag that set it. Others are advice."""
     if not (found := re.match(rf"{PREFIX}[A-Z_]+\b", text)):
         return text
-    flag = f"--{found[0].removeprefix(PREFIX).replace('_', '-').lower()}"
+    setting = found[0].removeprefix(PREFIX).lower()
+    flag = f"--{setting.replace('_', '-')}"
     typed = {argument.split("=")[0] for argument in sys.argv[1:]}
-    return re.sub(rf"\b{found[0]}\b", flag, text) if flag in typed else text
+    return name_source(text, setting, flag) if flag in typed else text
 
 
 def _usage_message(error: Any) -> str:

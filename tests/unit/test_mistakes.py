@@ -71,6 +71,8 @@ def test_errors_name_the_flag_that_was_given(monkeypatch: pytest.MonkeyPatch) ->
     text = "FEEDMILL_DEVICE: cuda is not available. Set FEEDMILL_MODEL or FEEDMILL_DEVICE_X."
     monkeypatch.setattr(sys, "argv", ["feedmill", "classify", "x", "--device=cuda", "--model", "y"])
     assert main._naming_flags(text) == text.replace("FEEDMILL_DEVICE:", "--device:")
+    text = "FEEDMILL_DEVICE is set, but has no effect: unset FEEDMILL_DEVICE."
+    assert main._naming_flags(text) == "--device is set, but has no effect: leave out --device."
 
 
 def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

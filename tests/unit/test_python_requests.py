@@ -1,6 +1,7 @@
 """feedmill/api/request.py: calls of `feedmill.classify` without a model."""
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -9,7 +10,8 @@ import polars
 import pyarrow
 import pytest
 
-from feedmill.api.classifier import _naming_arguments, local_settings
+import feedmill
+from feedmill.api.arguments import naming_arguments
 from feedmill.api.items import MAX_CHECKED_ITEMS, Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
@@ -200,12 +202,35 @@ def test_labels_above_a_threshold() -> None:
         found.labels_above("x")  # type: ignore[arg-type]
 
 
-def test_errors_about_the_device_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> str:
-        with pytest.raises(SettingsError) as raised, _naming_arguments(local_settings(None, "cuda")):
-            raise SettingsError("FEEDMILL_DEVICE: cuda is not available.")
-        return str(raised.value)
+@pytest.mark.parametrize(
+    ("text", "given", "named"),
+    [
+        ("FEEDMILL_DEVICE: cuda is not available.", {"device": "cuda"}, "device: cuda is not available."),
+        ("Set FEEDMILL_DEVICE=cpu or FEEDMILL_MODEL.", {"device": "cuda"}, "Set device=cpu or FEEDMILL_MODEL."),
+        ("Set FEEDMILL_MODEL to its folder.", {"model": "x"}, "Set model= to its folder."),
+        ("Set FEEDMILL_MODEL to its folder.", {"model": None}, "Set FEEDMILL_MODEL to its folder."),
+        ("Set FEEDMILL_MODEL_X, FEEDMILL_MODEL.", {"model": "x"}, "Set FEEDMILL_MODEL_X, model=."),
+        ("FEEDMILL_REVISION is a: unset FEEDMILL_REVISION.", {"revision": "a"}, "revision= is a: leave out revision=."),
+        ("No module of --engine or FEEDMILL_ENGINE", {"engine": "x:Y"}, "No module of engine="),
+    ],
+)
+def test_errors_name_the_argument_that_was_given(text: str, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(SettingsError) as raised, naming_arguments(**given):
+        raise SettingsError(text)
+    assert str(raised.value) == named
 
-    assert fail() == "device: cuda is not available."
-    monkeypatch.setenv("FEEDMILL_DEVICE", "cuda")
-    assert fail() == "FEEDMILL_DEVICE: cuda is not available."
+
+def test_errors_about_a_model_and_redis_name_the_argument(tmp_path: Path) -> None:
+    (tmp_path / "model").touch()
+    for call in (
+        lambda: feedmill.classify(TEXTS, LABELS, model=tmp_path / "model"),
+        lambda: feedmill.Classifier(tmp_path / "model"),
+    ):
+        with pytest.raises(UserError, match=r"is a file\. Set model= to the folder"):
+            call()
+    for call in (
+        lambda: feedmill.submit(TEXTS, LABELS, redis_url="redis://127.0.0.1:1/0"),
+        lambda: next(feedmill.results("redis://127.0.0.1:1/0")),
+    ):
+        with pytest.raises(UserError, match=r"or set redis_url=\."):
+            call()
