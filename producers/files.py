@@ -141,6 +141,11 @@ class Source:
         self.size = Path(path).stat().st_size if is_file(path) else None
 
     @property
+    def unit(self) -> str:
+        """The word for a record's place."""
+        return "row" if self.is_parquet else "line"
+
+    @property
     def done(self) -> int:
         """Bytes read so far, before decompression."""
         return self._file.done if self._file else 0
@@ -347,7 +352,8 @@ class Source:
         self.table = Table(text, self.name)
         header = [normalize_column(name) for name in self.table.header]
         is_named_table = TABLE_FILE.search(self._path) and not self._columns.text
-        if is_named_table and len(header) == 1 and header[0] and header[0] not in FIELD_NAMES:
+        is_only = bool(header[0]) and not any(header[1:])  # empty names follow delimiters at the end of the line
+        if is_named_table and is_only and header[0] not in FIELD_NAMES:
             self._take_only_column(header[0], self.table.header[0])
         if not self._has_text(iter(header)) and not self._columns.text:
             raise InputError(

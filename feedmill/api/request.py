@@ -16,7 +16,7 @@ from feedmill.api.frames import Table, check_new_columns, rows_of, table_of
 from feedmill.api.items import Columns, Item, check_types, item_of, items_of, type_of
 from feedmill.api.predictions import SCORE_COLUMN, Prediction, Predictions
 from feedmill.api.progress import progress_bar
-from shared.errors import InputError, RequestRefused, UserError, printable, truncate
+from shared.errors import InputError, RequestRefused, UserError, printable, sentence, truncate
 from shared.messages import ClassifyOptions, Outcome, Post, PostError
 
 #: Classify posts: yields each post with its outcome, in order.
@@ -49,7 +49,7 @@ def read_options(labels: Any, template: str | None, multi_label: bool) -> Classi
     try:
         options = ClassifyOptions.parse({"labels": labels, "template": template, "multi_label": multi_label})
     except RequestRefused as refused:
-        raise UserError(f"{refused}.") from None
+        raise UserError(sentence(str(refused))) from None
     if options.labels and len(options.labels) == 1 and not multi_label:
         (only,) = options.labels
         warn(f"The only label is {truncate(only)!r}, so every item gets it. Name at least two labels, or set "

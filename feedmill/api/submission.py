@@ -30,7 +30,7 @@ from producers.push import Pusher
 from producers.records import id_of_text
 from shared import runs
 from shared.broker import Application, connect, make_app, user_errors
-from shared.errors import PostRefused, RequestRefused, UserError, truncate
+from shared.errors import PostRefused, RequestRefused, UserError, sentence, truncate
 from shared.messages import MAX_ID, Post, is_missing, parse_run
 from shared.model_routing import check_options, check_queue, has_worker
 from shared.settings import Settings, load_arguments
@@ -243,7 +243,7 @@ class SubmittedRun:
                 for task_id, state in ready.items():
                     posts = self._pending.pop(task_id)
                     if isinstance(state["result"], RequestRefused):
-                        self._refused = str(state["result"]).removesuffix(".")
+                        self._refused = sentence(str(state["result"]))
                     for post, outcome in zip(posts, _outcomes(state, posts), strict=True):
                         place = self._places[post.id]
                         self._settle(place, _prediction(self._items[place], outcome))
@@ -251,7 +251,7 @@ class SubmittedRun:
             if not collected and self._pending and self._is_expired():
                 self._send_again()
         if self._refused:
-            raise UserError(f"The worker refuses the request: {self._refused}. Correct the option, and submit again.")
+            raise UserError(f"The worker refuses the request: {self._refused} Correct the option, and submit again.")
 
     def _ready(self) -> dict[str, Mapping[str, Any]]:
         """Return some of the results that are there."""

@@ -232,8 +232,8 @@ class Labelling:
             lines.append(
                 f"uncertain: {_rows(tally.uncertain)}, whose two best labels are less than {UNCERTAIN_MARGIN} apart"
             )
-        lines += _reasons("no label", tally.unlabelled)
-        lines += _reasons("left out", tally.left_out)
+        lines += _reasons("no label", tally.unlabelled, source.unit)
+        lines += _reasons("left out", tally.left_out, source.unit)
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -253,10 +253,10 @@ def _check_out(out: Path, path: str) -> None:
         raise UserError(f"{out} is the input file. Give another --out.")
 
 
-def _reasons(what: str, reasons: Reasons) -> list[str]:
-    """Return a line per reason."""
+def _reasons(what: str, reasons: Reasons, unit: str) -> list[str]:
+    """Return a line per reason. unit: the word for a place in the file."""
     lines = [
-        f"{what}: {_rows(count)}, first in line {reasons.first[reason]}: {printable(reason)}"
+        f"{what}: {_rows(count)}, first in {unit} {reasons.first[reason]}: {printable(reason)}"
         for reason, count in reasons.counts.most_common(MAX_REASONS_SHOWN)
     ]
     if (

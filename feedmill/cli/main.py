@@ -64,7 +64,15 @@ from feedmill.stack.processes import python_command
 from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
-from shared.errors import SettingsError, UserError, explain_missing, plain_reason, printable, printable_lines
+from shared.errors import (
+    SettingsError,
+    UserError,
+    explain_missing,
+    plain_reason,
+    printable,
+    printable_lines,
+    similar_name,
+)
 from shared.settings import PREFIX, Settings, is_folder_locked, load, name_source
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
@@ -332,6 +340,11 @@ def _usage_message(error: Any) -> str:
         return ""
     message, context = plain_reason(error.format_message().rstrip(".")), getattr(error, "ctx", None)
     if context is not None:
+        if getattr(error, "possibilities", None) is not None:  # it lists them in alphabetical order
+            shown = (each for each in context.command.params if not getattr(each, "hidden", False))
+            others = [name for each in shown for name in each.opts]
+            meant = similar_name(error.option_name, others)
+            message = f"No such option: {error.option_name}" + ("" if meant is None else f". Did you mean {meant}?")
         message = message if message.endswith("?") else f"{message}."
         return f"{message} See `{context.command_path} --help`."
     # The parser knows no context when the value of an option is missing.

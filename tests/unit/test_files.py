@@ -642,6 +642,11 @@ def test_reads_the_only_column_of_a_table(tmp_path: Path) -> None:
     assert [post.body for post in posts(tmp_path, "Comment\nx\ny\n", name="one.csv")] == ["x", "y"]
 
 
+@pytest.mark.parametrize("data", ["Comment;\nx;\ny\n", "Comment,,\nx,,\ny,,\n", "Title;Comment;\nx;;\ny;\n"])
+def test_a_delimiter_at_the_end_of_the_header_is_no_column(tmp_path: Path, data: str) -> None:
+    assert [post.title or post.body for post in posts(tmp_path, data, name="one.csv")] == ["x", "y"]
+
+
 @pytest.mark.parametrize("first", ["great product", "Broken!", "这个产品很好用。", "x" * 41, '"great\n product"'])
 def test_refuses_a_first_line_that_may_be_a_text(tmp_path: Path, first: str) -> None:
     with pytest.raises(InputError, match=r"one column.*\.txt.*`text`.*--body-column"):

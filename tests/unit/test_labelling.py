@@ -278,6 +278,11 @@ def test_parquet_copies_types_index_and_metadata(
     assert (pq.ParquetFile(tmp_path / "out.parquet").num_row_groups > 1) == (group == 1)
 
 
+def test_messages_about_parquet_count_rows(typed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    label_file(typed, tmp_path / "out.csv")
+    assert "no label: 3 rows, first in row 2" in capsys.readouterr().err
+
+
 def test_parquet_without_a_new_name_is_refused(typed: Path, tmp_path: Path) -> None:
     label_file(typed, tmp_path / "out.parquet")
     with pytest.raises(UserError, match="already has a column label"):

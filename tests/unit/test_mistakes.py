@@ -45,6 +45,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
     ("arguments", "words"),
     [
         ("enqueue posts.csv --limti 3", ["--limti", "--limit", "`feedmill enqueue --help`"]),
+        ("enqueue posts.csv --label a,b", ["No such option: --label. Did you mean --labels? See"]),
+        ("classify x --lable a,b", ["Did you mean --labels?"]),
+        ("status --zzz", ["No such option: --zzz. See"]),
         ("demo --own", ["--own", "a,b,c or JSON"]),
         ("classify", ["TEXT|FILE", "`feedmill classify --help`"]),
         ("results --limit x", ["--limit", "must be a whole number"]),
