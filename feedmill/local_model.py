@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shared.errors import DeviceFull, DeviceLost, RequestRefused, UserError, clause, explain_missing
+from shared.errors import DeviceFull, DeviceLost, RequestRefused, UserError, clause, explain_missing, sentence
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def explain_refusals(settings: Settings) -> Iterator[None]:
         yield
     except RequestRefused as refused:
         raise UserError(
-            f"{settings.model} cannot serve this request: {refused}. Correct the option, or use another model."
+            f"{settings.model} cannot serve this request: {sentence(str(refused))} Correct the option, or use another "
+            "model."
         ) from None
     except (DeviceFull, DeviceLost) as error:
         raise UserError(

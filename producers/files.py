@@ -62,6 +62,9 @@ TEXT_FILE = re.compile(r"\.txt(\.gz|\.zst)?$", re.IGNORECASE)
 #: Reason for rejecting a record that is not UTF-8: guessing its encoding could silently change the text.
 NOT_UTF8 = "not UTF-8; save the file as UTF-8, or give its encoding, such as --encoding cp1252 for Excel on Windows"
 
+#: Maximum characters of a column's name that is taken for one without being known, and marks that end a sentence.
+MAX_COLUMN_NAME, SENTENCE_ENDS = 40, (".", "!", "?", "…", "。", "！", "？")
+
 #: A parsed record, the reason why it could not be parsed, or why it was skipped.
 Record = dict[str, Any] | str | LeftOut
 #: Result type of a row of an export.
@@ -128,9 +131,19 @@ class Source:
         self.is_transcoded = self._encoding not in (None, "utf-8")
         #: True if the file is an export of results. Set after the first record.
         self.is_export = False
+        #: Warning that the first line was taken for a header although it may be a text; "" if not. Set likewise.
+        self.header_warning = ""
+        #: True if the file is Parquet, whose places are rows instead of lines; and its rows, else None. Set likewise.
+        self.is_parquet = False
+        self.parquet_rows: int | None = None
         self._file: CountedFile | None = None
         #: Size of the file in bytes; None if unknown.
         self.size = Path(path).stat().st_size if is_file(path) else None
+
+    @property
+    def unit(self) -> str:
+        """The word for a record's place."""
+        return "row" if self.is_parquet else "line"
 
     @property
     def done(self) -> int:
@@ -285,8 +298,10 @@ class Source:
         if not binary.seekable():
             raise InputError(f"{self.name} is Parquet, which cannot be read from a pipe. Give the path of a file.")
         number = 0
+        self.is_parquet = True
         try:
             with pq.ParquetFile(binary) as file:
+                self.parquet_rows = file.metadata.num_rows
                 for batch in file.iter_batches(PARQUET_ROWS):
                     for row in batch.to_pylist():
                         number += 1
@@ -318,12 +333,28 @@ class Source:
                 f"{self.name} has {header.count(twice)} columns {printable(twice)}. Rename all but one of them."
             )
 
+    def _take_only_column(self, column: str, name: str) -> None:
+        """Read the only column as the body. Raises InputError if its name looks like a text, which would be lost."""
+        shown = f"{printable(' '.join(name.split()))!r:.80}"
+        if _is_like_a_text(name):
+            raise InputError(
+                f"{self.name} has one column, whose first line ({shown}) may be its name or a text. If it is a text, "
+                "rename the file to .txt or insert the line `text` above it; if it is the name, give it as "
+                "--body-column."
+            )
+        self.header_warning = (
+            f"{self.name}: the first line ({shown}) was read as the header, not as a text. If it is a text, rename the "
+            "file to .txt or insert the line `text` above it"
+        )
+        self._columns = self._columns._replace(body=column)
+
     def _csv(self, text: TextIOWrapper) -> Iterator[Placed]:
         self.table = Table(text, self.name)
         header = [normalize_column(name) for name in self.table.header]
         is_named_table = TABLE_FILE.search(self._path) and not self._columns.text
-        if is_named_table and len(header) == 1 and header[0] and header[0] not in FIELD_NAMES:
-            self._columns = self._columns._replace(body=header[0])
+        is_only = bool(header[0]) and not any(header[1:])  # empty names follow delimiters at the end of the line
+        if is_named_table and is_only and header[0] not in FIELD_NAMES:
+            self._take_only_column(header[0], self.table.header[0])
         if not self._has_text(iter(header)) and not self._columns.text:
             raise InputError(
                 f"{self.name} is neither JSON nor a CSV file with a title or body column (its columns: "
@@ -349,6 +380,11 @@ class Source:
             has_rows = True
         if not has_rows:
             raise InputError(f"{self.name} has a header but no rows. Give another file.")
+
+
+def _is_like_a_text(name: str) -> bool:
+    """Return true if the first line of a column may be a text: it has several words, or looks like a sentence."""
+    return len(name.split()) > 1 or len(name) > MAX_COLUMN_NAME or name.strip().endswith(SENTENCE_ENDS)
 
 
 def listed(names: Sequence[str]) -> str:

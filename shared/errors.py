@@ -256,6 +256,11 @@ def plain_reason(text: str) -> str:
     return text
 
 
+def sentence(text: str) -> str:
+    """Return a reason with the full stop that ends it, unless it ends with a question."""
+    return text if text.endswith((".", "?")) else f"{text}."
+
+
 def json_problem(error: ValueError | RecursionError, unit: str = "column") -> str:
     """Return why JSON parsing failed. unit: the word for a character's position in the text."""
     if isinstance(error, JSONDecodeError):

@@ -508,6 +508,16 @@ def _load(given: dict[str, Any], name_of: Callable[[str], str]) -> Settings:
         raise SettingsError(f"{shown}: {f'{item}: ' if item else ''}{reason}.") from None
 
 
+def name_source(text: str, setting: str, shown: str) -> str:
+    """Replace a setting's variable in an error by the flag or argument that gave the value, and "unset" by "leave out".
+
+    shown: the flag or the argument.
+    """
+    variable = rf"{PREFIX}{setting.upper()}\b"
+    text = re.sub(rf"\b(?:(U)|u)nset (?={variable})", lambda found: "Leave out " if found[1] else "leave out ", text)
+    return re.sub(rf"(--{setting.replace('_', '-')} or )?\b{variable}", shown, text)
+
+
 def variables(settings: Settings) -> dict[str, str]:
     """Return environment variables that pass these settings to a child process: explicit values, without secrets."""
     given = settings.model_dump(mode="json", include=settings.model_fields_set)

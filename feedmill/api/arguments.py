@@ -1,13 +1,16 @@
 """Types of the arguments that the functions of the Python API share, and errors about misspelt arguments."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar
 
-from shared.errors import similar_name
+from shared.errors import UserError, similar_name, truncate
 from shared.messages import Post
+from shared.settings import name_source
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +72,35 @@ def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return explained
+
+
+@contextmanager
+def naming_arguments(**given: object) -> Iterator[None]:
+    """Name arguments in a UserError of the block, instead of the variables that they override.
+
+    given: arguments by the name of their setting; None: not given.
+    """
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        for name, value in given.items():
+            if value is not None:
+                text = re.sub(rf"\b{name}=([:=])", rf"{name}\1", name_source(text, name, f"{name}="))
+        error.args = (text,)
+        raise
+
+
+def check_switch(argument: str, given: object) -> None:
+    """Raise UserError for a value that is not a bool: "no" would count as true."""
+    if not isinstance(given, bool):
+        raise UserError(f"{argument}= must be True or False, not {truncate(repr(given))}.")
+
+
+def check_text(argument: str, given: object) -> None:
+    """Raise UserError for a value that is neither text nor None."""
+    if not isinstance(given, str | None):
+        raise UserError(f"{argument}= must be text, not {truncate(repr(given))}.")
 
 
 def _hint(unknown: str, names: list[str]) -> str:

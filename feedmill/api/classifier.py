@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, overload
 
-from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series, explain_arguments
+from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series, explain_arguments, naming_arguments
 from feedmill.api.items import Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.local_model import explain_refusals, load_model
 from shared.errors import SettingsError, UserError, truncate
 from shared.messages import ClassifyOptions, Outcome, Post
-from shared.settings import PREFIX, Settings, load_arguments, variables
+from shared.settings import Settings, load_arguments
 
 if TYPE_CHECKING:
     from workers.pipeline.offline import OfflinePipeline
@@ -31,19 +31,6 @@ def local_settings(model: str | Path | None, device: str | None, **others: Any) 
     if not isinstance(model, str | Path | None):
         raise SettingsError(f"model= must be a name or a folder, not {truncate(repr(model))}.")
     return load_arguments(model=None if model is None else str(model), device=device, **others)
-
-
-@contextmanager
-def _naming_arguments(settings: Settings) -> Iterator[None]:
-    """Name the arguments, not the variables, in a SettingsError about values that are not from the environment."""
-    try:
-        yield
-    except SettingsError as error:
-        variable, colon, reason = str(error).partition(":")
-        value = variables(settings).get(variable)
-        if not colon or value is None or value == os.environ.get(variable):
-            raise
-        raise SettingsError(f"{variable.removeprefix(PREFIX).lower()}:{reason}") from None
 
 
 class Classifier:
@@ -85,7 +72,8 @@ class Classifier:
         revision: str | None = None,
     ) -> None:
         options = read_options(labels, None, False)
-        self._open(local_settings(model, device, dtype=dtype, engine=engine, revision=revision), options)
+        with naming_arguments(model=model, device=device, dtype=dtype, engine=engine, revision=revision):
+            self._open(local_settings(model, device, dtype=dtype, engine=engine, revision=revision), options)
 
     @classmethod
     def _with(cls, settings: Settings) -> Self:
@@ -97,8 +85,7 @@ class Classifier:
         self._settings, self._default = settings, options
         self._lock = threading.Lock()
         self._calls, self._closed = 0, False
-        with _naming_arguments(settings):
-            loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
+        loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
         import torch  # noqa: PLC0415 - takes seconds, and only workers have it
 
         from workers.pipeline import offline  # noqa: PLC0415 - needs torch

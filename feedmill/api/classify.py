@@ -4,7 +4,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Unpack, overload
 
-from feedmill.api.arguments import Frame, FrameT, Labels, ModelOptions, OneItem, Series, explain_arguments
+from feedmill.api.arguments import (
+    Frame,
+    FrameT,
+    Labels,
+    ModelOptions,
+    OneItem,
+    Series,
+    explain_arguments,
+    naming_arguments,
+)
 from feedmill.api.classifier import KeptClassifiers, local_settings
 from feedmill.api.items import Columns
 from feedmill.api.predictions import Prediction, Predictions
@@ -84,7 +93,8 @@ with the same index |
     request = Request(items, options, Columns(title, body, id), scores, prefix, progress)
     if request.is_empty:
         return request.run(_no_outcomes, ())
-    return KeptClassifiers.run(settings, request)
+    with naming_arguments(model=model, device=device):
+        return KeptClassifiers.run(settings, request)
 
 
 def _no_outcomes(posts: Iterable[Post], options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:  # noqa: ARG001

@@ -7,6 +7,7 @@ from html import escape
 from numbers import Real
 from typing import Any, SupportsIndex, overload
 
+from feedmill.api.arguments import check_switch
 from feedmill.api.frames import make_frame
 from shared.errors import UserError, printable, truncate
 
@@ -85,8 +86,9 @@ class Predictions(list[Prediction]):
         `score_<label>` for each label in the order given, and `error` (if any item has one).
 
         Raises:
-            feedmill.UserError: If neither package is installed.
+            feedmill.UserError: If neither package is installed, or `scores` is not a bool.
         """
+        check_switch("scores", scores)
         columns: dict[str, list[Any]] = {}
         if any(each.id is not None for each in self):
             columns["id"] = [each.id for each in self]

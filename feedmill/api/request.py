@@ -11,11 +11,12 @@ from math import nan
 from pathlib import PurePath
 from typing import Any
 
+from feedmill.api.arguments import check_switch
 from feedmill.api.frames import Table, check_new_columns, rows_of, table_of
 from feedmill.api.items import Columns, Item, check_types, item_of, items_of, type_of
 from feedmill.api.predictions import SCORE_COLUMN, Prediction, Predictions
 from feedmill.api.progress import progress_bar
-from shared.errors import InputError, RequestRefused, UserError, printable, truncate
+from shared.errors import InputError, RequestRefused, UserError, printable, sentence, truncate
 from shared.messages import ClassifyOptions, Outcome, Post, PostError
 
 #: Classify posts: yields each post with its outcome, in order.
@@ -28,10 +29,17 @@ FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv|txt|parquet|xlsx?)(\.gz
 
 def read_options(labels: Any, template: str | None, multi_label: bool) -> ClassifyOptions:
     """Return the options for labels given as Python objects. Raises UserError."""
-    _check_switch("multi_label", multi_label)
+    check_switch("multi_label", multi_label)
     if isinstance(labels, str):
         names = [part.strip() for part in labels.split(",") if part.strip()] or [labels]
         raise UserError(f"labels must be a list: write labels={truncate(repr(names), 200)}.")
+    if hasattr(labels, "columns"):  # iterating it would yield the names of its columns
+        raise UserError(
+            f"labels must be a list or a dictionary of descriptions, not a {type_of(labels)}. Give the column with the "
+            "labels, such as labels=frame['name']."
+        )
+    if hasattr(labels, "to_pylist"):  # an array of pyarrow, whose items are not Python objects
+        labels = labels.to_pylist()
     if labels is not None and not isinstance(labels, Mapping):
         if not isinstance(labels, Iterable):
             raise UserError(f"labels must be a list or a dictionary of descriptions, not {type(labels).__name__}.")
@@ -41,18 +49,12 @@ def read_options(labels: Any, template: str | None, multi_label: bool) -> Classi
     try:
         options = ClassifyOptions.parse({"labels": labels, "template": template, "multi_label": multi_label})
     except RequestRefused as refused:
-        raise UserError(f"{refused}.") from None
+        raise UserError(sentence(str(refused))) from None
     if options.labels and len(options.labels) == 1 and not multi_label:
         (only,) = options.labels
         warn(f"The only label is {truncate(only)!r}, so every item gets it. Name at least two labels, or set "
              "multi_label=True to use the score alone.")  # fmt: skip
     return options
-
-
-def _check_switch(argument: str, given: object) -> None:
-    """Raise UserError for a value that is not a bool: "no" would count as true."""
-    if not isinstance(given, bool):
-        raise UserError(f"{argument}= must be True or False, not {truncate(repr(given))}.")
 
 
 class Request:
@@ -68,8 +70,8 @@ class Request:
         progress: bool = False,
     ) -> None:
         columns.check()
-        _check_switch("scores", scores)
-        _check_switch("progress", progress)
+        check_switch("scores", scores)
+        check_switch("progress", progress)
         self.options, self._scores, self._prefix, self._progress = options, scores, prefix, progress
         self.table: Table | None = None
         self.is_single = isinstance(items, str | Mapping | Post)

@@ -5,8 +5,11 @@ from datetime import datetime
 
 from redis import Redis
 
-from feedmill.api.arguments import explain_arguments
+from feedmill.api.arguments import check_switch, check_text, explain_arguments, naming_arguments
+from feedmill.api.request import warn
+from feedmill.reading.labels import unknown_label
 from feedmill.reading.results import Reader, items, open_reader
+from feedmill.reading.rows import RowReader
 from feedmill.reading.runs import check_run
 from feedmill.reading.stream import Missed, ResultFilter
 from producers.records import in_utc
@@ -42,7 +45,8 @@ def results(
             stopped. Each result is delivered at least once; requesting the next item acknowledges it.
         consumer: Name of this reader, unique in the group. Default: host name and process ID.
         follow: Wait for new results. With False, stop when no result is left.
-        label: Yield only results with this best label, spelled exactly.
+        label: Yield only results with this best label, spelled exactly. With `follow=False`, a warning names the
+            labels that there are if no result has it.
         min_score: Yield only results whose best label has at least this score.
         subreddit: Yield only posts of this subreddit, in upper or lower case, with or without `r/`.
         run: Yield only posts of this run.
@@ -70,6 +74,9 @@ def results(
                 found = item.classification
                 print(item.post.id, found.label, found.scores[found.label])
     """
+    check_switch("follow", follow)
+    for argument, given in (("label", label), ("subreddit", subreddit), ("group", group), ("consumer", consumer)):
+        check_text(argument, given)
     settings = load_arguments(redis_url=redis_url)
     if since is None and not follow and group is None:
         since = 0.0
@@ -79,17 +86,27 @@ def results(
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, run)
     reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
-    return _items(reader, follow, None if follow else run, settings, redis)
+    return _items(reader, follow, filters, settings, redis, redis_url)
 
 
 def _items(
-    reader: Reader, follow: bool, run: str | None, settings: Settings, redis: Redis
+    reader: Reader, follow: bool, filters: ResultFilter, settings: Settings, redis: Redis, redis_url: str | None
 ) -> Generator[Result | Missed]:
-    """Yield the reader's items, and close the connection when the generator ends. run: must exist."""
+    """Yield the reader's items, and close the connection when the generator ends.
+
+    Without `follow`, the run must exist, and a label that no result has causes a warning.
+    """
     try:
-        with user_errors(settings):
-            if run is not None:
-                check_run(redis, run)
-            yield from items(reader, follow)
+        with naming_arguments(redis_url=redis_url), user_errors(settings):
+            if not follow and filters.run is not None:
+                check_run(redis, filters.run)
+            found = False
+            for item in items(reader, follow):
+                found = found or isinstance(item, Result)
+                yield item
+            if filters.label is None or found:
+                return
+            if problem := unknown_label(RowReader(redis), filters.label, filters.run):
+                warn(problem)
     finally:
         redis.close()

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from itertools import islice
 from numbers import Real
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.api.arguments import Frame, Labels, OneItem, Series, explain_arguments
+from feedmill.api.arguments import Frame, Labels, OneItem, Series, check_switch, explain_arguments, naming_arguments
 from feedmill.api.items import Columns, Item, type_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
@@ -29,7 +30,7 @@ from producers.push import Pusher
 from producers.records import id_of_text
 from shared import runs
 from shared.broker import Application, connect, make_app, user_errors
-from shared.errors import PostRefused, RequestRefused, UserError, truncate
+from shared.errors import PostRefused, RequestRefused, UserError, sentence, truncate
 from shared.messages import MAX_ID, Post, is_missing, parse_run
 from shared.model_routing import check_options, check_queue, has_worker
 from shared.settings import Settings, load_arguments
@@ -69,11 +70,14 @@ class SubmittedRun:
         labelled = run.wait(timeout=600).to_frame()
     """
 
-    def __init__(self, name: str, request: Request, settings: Settings, redis: Redis, prefix: str) -> None:
+    def __init__(
+        self, name: str, request: Request, settings: Settings, redis: Redis, prefix: str, redis_url: str | None
+    ) -> None:
         self.name = name
         self._request, self._settings, self._redis, self._prefix = request, settings, redis, prefix
+        self._redis_url = redis_url
         self._backend: Any = make_app(settings, current=False).backend
-        with user_errors(settings):
+        with self._naming(), user_errors(settings):
             self._cleared = messages_cleared(redis, settings.queue)
         self._lock = threading.Lock()
         self._items: list[Item] = []
@@ -105,8 +109,12 @@ class SubmittedRun:
             _sending_app(self._settings), self._redis, self._settings, self._request.options, again=True,
             refuse=self._settings.when_full == "refuse", run=self.name, on_published=self._published,
         )  # fmt: skip
-        with user_errors(self._settings):
+        with self._naming(), user_errors(self._settings):
             pusher.push(posts)
+
+    def _naming(self) -> AbstractContextManager[None]:
+        """Name the argument of `submit` in errors about Redis."""
+        return naming_arguments(redis_url=self._redis_url)
 
     def _posts(self) -> Iterator[Post]:
         for place, item in enumerate(self._request.items):
@@ -147,8 +155,10 @@ class SubmittedRun:
 
         Raises:
             TimeoutError: If the time is over. The workers continue; call `wait` again.
-            feedmill.UserError: If `timeout` is not a number, Redis is unreachable, or the worker refuses the labels.
+            feedmill.UserError: If `timeout` is not a number, `progress` is not a bool, Redis is unreachable, or the
+                worker refuses the labels.
         """
+        check_switch("progress", progress)
         with progress_bar(progress, self.name, self._sent) as advance:
             for pause in self._pauses(timeout):
                 found = self.progress()
@@ -191,6 +201,7 @@ class SubmittedRun:
         For a DataFrame or a Series, the result is the one of `feedmill.classify`. For other items, it is a DataFrame of
         texts and labels.
         """
+        check_switch("scores", scores)
         found = self.results(timeout)
         if self._request.table is None:
             return found.to_frame(scores=scores)
@@ -225,14 +236,14 @@ class SubmittedRun:
 
     def _collect(self) -> None:
         """Fetch the results that are there."""
-        with self._lock, user_errors(self._settings):
+        with self._lock, self._naming(), user_errors(self._settings):
             collected = False
             while ready := self._ready():
                 collected = True
                 for task_id, state in ready.items():
                     posts = self._pending.pop(task_id)
                     if isinstance(state["result"], RequestRefused):
-                        self._refused = str(state["result"]).removesuffix(".")
+                        self._refused = sentence(str(state["result"]))
                     for post, outcome in zip(posts, _outcomes(state, posts), strict=True):
                         place = self._places[post.id]
                         self._settle(place, _prediction(self._items[place], outcome))
@@ -240,7 +251,7 @@ class SubmittedRun:
             if not collected and self._pending and self._is_expired():
                 self._send_again()
         if self._refused:
-            raise UserError(f"The worker refuses the request: {self._refused}. Correct the option, and submit again.")
+            raise UserError(f"The worker refuses the request: {self._refused} Correct the option, and submit again.")
 
     def _ready(self) -> dict[str, Mapping[str, Any]]:
         """Return some of the results that are there."""
@@ -307,7 +318,7 @@ def _sending_app(settings: Settings) -> Application:
     return app
 
 
-def _naming_arguments(text: str) -> str:
+def _replace_flags(text: str) -> str:
     """Replace the flags of `feedmill enqueue` in an error by the arguments of `submit`, which has no `model`."""
     text = text.replace("--model or --queue", "--queue")
     return re.sub(r"--([\w-]+)(:?)", lambda flag: flag[1].replace("-", "_") + (flag[2] or "="), text)
@@ -372,15 +383,15 @@ def submit(
     if request.table is not None:
         LabelColumns((), prefix).check(request.table)
     redis = connect(settings)
-    with user_errors(settings):
+    with naming_arguments(redis_url=redis_url), user_errors(settings):
         try:
             if queue is not None:
                 check_queue(redis, queue)
             check_options(redis, settings.queue, options)
         except UserError as refused:
-            raise UserError(_naming_arguments(str(refused))) from None
+            raise UserError(_replace_flags(str(refused))) from None
         if not has_worker(redis, settings.queue):
             warn(f"No worker serves queue {settings.queue}: items wait until `feedmill worker` or `feedmill up` runs.")
-    submitted = SubmittedRun(name, request, settings, redis, prefix)
+    submitted = SubmittedRun(name, request, settings, redis, prefix, redis_url)
     submitted._send()
     return submitted

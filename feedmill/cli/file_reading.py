@@ -55,6 +55,7 @@ class FileReading:
         self._notes = notes
         self._id_column = columns.id
         self._shows_ids = self._counts_ids = shows_ids
+        self._shows_header = True
         #: Hashes of the posts' ids, and of each id with its text.
         self._seen: set[int] = set()
         self._text_only = text_only
@@ -122,6 +123,9 @@ class FileReading:
         """Yield each record's post, or None for a record without one."""
         try:
             for item in items:
+                if self._shows_header and self.source.header_warning:
+                    self._shows_header = False
+                    self._notes.print(escape(self.source.header_warning))
                 if self._shows_ids and self.source.columns_to_choose is not None:
                     self._shows_ids = False
                     self._note_missing_ids(self.source.columns_to_choose)

@@ -94,13 +94,16 @@ class Labelling:
             first = next(rows, None)
             if first is None:
                 raise InputError(f"{source.name} contains no posts. Give another file.")
+            if source.header_warning:
+                self._notes.print(escape(source.header_warning))
             if self._flags.excel and self._format(source) != "csv":
                 raise UserError(f"--excel is for CSV, but the output is {self._format(source)}. Omit --excel.")
             survey = None
-            if source.table is None and is_file(path):
+            copied = path if source.is_parquet and self._form == "parquet" else None
+            if source.table is None and is_file(path) and copied is None:
                 with self._status(f"reading {source.name}"):
                     survey = Survey(islice(self._readable(self._open(path).rows()), self._limit))
-            self._write(source, islice(self._readable(chain([first], rows)), self._limit), survey, load)
+            self._write(source, islice(self._readable(chain([first], rows)), self._limit), survey, copied, load)
         self._notes.print(escape(self._summary(source)))
         if self._broken:
             raise self._broken
@@ -136,7 +139,10 @@ class Labelling:
     def _format(self, source: Source) -> str:
         return self._form or ("jsonl" if source.table is None else "csv")
 
-    def _write(self, source: Source, rows: Iterator[Row], survey: Survey | None, load: Load) -> None:
+    def _write(
+        self, source: Source, rows: Iterator[Row], survey: Survey | None, copied: str | None, load: Load
+    ) -> None:
+        """Classify and write the rows. copied: path of a Parquet file whose columns are copied."""
         first = next(rows)
         rows = chain([first], rows)
         kinds = None
@@ -153,11 +159,14 @@ class Labelling:
         labels = labels if self._flags.scores else ()
         columns = Columns(given, kinds, new_columns(labels, self._flags.prefix), labels)
         check_new_columns(source, given, columns.new)
-        bar = _LabellingBar(source, self.tally, self._notes, survey.rows if survey else None)
+        total = survey.rows if survey else source.parquet_rows
+        if total is not None and self._limit is not None:
+            total = min(total, self._limit)
+        bar = _LabellingBar(source, self.tally, self._notes, total)
         found_rows = labelled(bar.count(rows), classify)
         # Closed after any error: threads of a running model would abort the process at its exit.
         with self._output() as file, self._explaining_interrupts(), bar, closing(found_rows):
-            writer = writer_of(self._format(source), file, columns, self._layout(source))
+            writer = writer_of(self._format(source), file, columns, self._layout(source), copied)
             for row, found in found_rows:
                 if is_wrong_encoding(found) and found not in self.tally.unlabelled.counts:
                     self._notes.print(escape(f"{source.name}:{row.place}: {found}"))
@@ -223,8 +232,8 @@ class Labelling:
             lines.append(
                 f"uncertain: {_rows(tally.uncertain)}, whose two best labels are less than {UNCERTAIN_MARGIN} apart"
             )
-        lines += _reasons("no label", tally.unlabelled)
-        lines += _reasons("left out", tally.left_out)
+        lines += _reasons("no label", tally.unlabelled, source.unit)
+        lines += _reasons("left out", tally.left_out, source.unit)
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -244,10 +253,10 @@ def _check_out(out: Path, path: str) -> None:
         raise UserError(f"{out} is the input file. Give another --out.")
 
 
-def _reasons(what: str, reasons: Reasons) -> list[str]:
-    """Return a line per reason."""
+def _reasons(what: str, reasons: Reasons, unit: str) -> list[str]:
+    """Return a line per reason. unit: the word for a place in the file."""
     lines = [
-        f"{what}: {_rows(count)}, first in line {reasons.first[reason]}: {printable(reason)}"
+        f"{what}: {_rows(count)}, first in {unit} {reasons.first[reason]}: {printable(reason)}"
         for reason, count in reasons.counts.most_common(MAX_REASONS_SHOWN)
     ]
     if (

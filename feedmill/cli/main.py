@@ -65,8 +65,16 @@ from feedmill.stack.processes import python_command
 from feedmill.stack.signals import end_service_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
-from shared.errors import SettingsError, UserError, explain_missing, plain_reason, printable, printable_lines
-from shared.settings import PREFIX, Settings, is_folder_locked, load
+from shared.errors import (
+    SettingsError,
+    UserError,
+    explain_missing,
+    plain_reason,
+    printable,
+    printable_lines,
+    similar_name,
+)
+from shared.settings import PREFIX, Settings, is_folder_locked, load, name_source
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
@@ -321,9 +329,10 @@ def _naming_flags(text: str) -> str:
     """Replace the variable with which an error begins by the flag that set it. Others are advice."""
     if not (found := re.match(rf"{PREFIX}[A-Z_]+\b", text)):
         return text
-    flag = f"--{found[0].removeprefix(PREFIX).replace('_', '-').lower()}"
+    setting = found[0].removeprefix(PREFIX).lower()
+    flag = f"--{setting.replace('_', '-')}"
     typed = {argument.split("=")[0] for argument in sys.argv[1:]}
-    return re.sub(rf"\b{found[0]}\b", flag, text) if flag in typed else text
+    return name_source(text, setting, flag) if flag in typed else text
 
 
 def _usage_message(error: Any) -> str:
@@ -332,6 +341,11 @@ def _usage_message(error: Any) -> str:
         return ""
     message, context = plain_reason(error.format_message().rstrip(".")), getattr(error, "ctx", None)
     if context is not None:
+        if getattr(error, "possibilities", None) is not None:  # it lists them in alphabetical order
+            shown = (each for each in context.command.params if not getattr(each, "hidden", False))
+            others = [name for each in shown for name in each.opts]
+            meant = similar_name(error.option_name, others)
+            message = f"No such option: {error.option_name}" + ("" if meant is None else f". Did you mean {meant}?")
         message = message if message.endswith("?") else f"{message}."
         return f"{message} See `{context.command_path} --help`."
     # The parser knows no context when the value of an option is missing.

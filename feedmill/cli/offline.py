@@ -83,7 +83,10 @@ def classify(
         if first:
             # Closed after any error: threads of a running model would abort the process at its exit.
             with closing(classify_posts(chain(first, posts), settings, options)) as outcomes:
-                failed = _show_posts(outcomes, as_json, None if reading.source.columns_to_choose is None else places)
+                source = reading.source
+                failed = _show_posts(
+                    outcomes, as_json, None if source.columns_to_choose is None else places, source.unit
+                )
         reading.end()
         raise typer.Exit(1 if failed or reading.skipped > reading.without_text else 0)
     ((post, outcome),) = classify_posts([_post(what)], settings, options)
@@ -182,12 +185,17 @@ def _noting_places(reading: FileReading, places: deque[Place]) -> Iterator[Post]
         yield post
 
 
-def _show_posts(outcomes: Iterable[tuple[Post, Outcome]], as_json: bool, places: deque[Place] | None = None) -> int:
-    """Print posts as they are classified; return how many failed. places: the posts' lines, shown instead of ids."""
+def _show_posts(
+    outcomes: Iterable[tuple[Post, Outcome]], as_json: bool, places: deque[Place] | None = None, unit: str = "line"
+) -> int:
+    """Print posts as they are classified; return how many failed.
+
+    places: the posts' places in the file, shown instead of ids. unit: the word for a place.
+    """
     failed, width = 0, MIN_ID_WIDTH
     for post, outcome in outcomes:
         failed += isinstance(outcome, PostError)
-        name = post.id if places is None else f"line {places.popleft()}"
+        name = post.id if places is None else f"{unit} {places.popleft()}"
         width = id_width([name], width)
         if as_json:
             typer.echo(_as_json(post, outcome))

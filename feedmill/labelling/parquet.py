@@ -1,5 +1,6 @@
 """Write labelled rows as Parquet with pyarrow (the extra `export`). Imported only when Parquet is requested."""
 
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -7,10 +8,13 @@ import pyarrow.parquet as pq
 
 from feedmill.labelling.columns import Columns, as_kind
 from feedmill.labelling.writers import Found, Values, valid
+from producers.files import PARQUET_ROWS
 
 TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 #: Rows and characters at which a row group is written.
 GROUP_ROWS, GROUP_CHARACTERS = 20_000, 2**25
+#: The same for the bytes of a copied file's columns in memory.
+GROUP_BYTES = 2**26
 
 
 class ParquetWriter:
@@ -51,3 +55,55 @@ class ParquetWriter:
     def end(self) -> None:
         self._write()
         self._file.close()
+
+
+class ParquetCopier:
+    """Copy a Parquet file's columns as they are, with new ones: types, index and metadata stay.
+
+    Reads the file a second time, because the rows to classify hold values of JSON. It has a label for each row, in
+    order. source: path of the file.
+    """
+
+    def __init__(self, file: BinaryIO, new: Sequence[str], source: str) -> None:
+        self._source = pq.ParquetFile(source)
+        self._batches = self._source.iter_batches(PARQUET_ROWS)
+        schema = self._source.schema_arrow
+        for name, kind in zip(new, [str, *[float] * (len(new) - 1)], strict=True):
+            schema = schema.append(pa.field(name, TYPES[kind]))
+        self._schema = schema
+        self._file = pq.ParquetWriter(file, schema, compression="zstd")
+        #: The batch that the next row belongs to, and the values of the new columns for its first rows.
+        self._batch: pa.RecordBatch | None = None
+        self._found: list[Found] = []
+        #: Complete batches of the next row group.
+        self._held: list[pa.RecordBatch] = []
+
+    def add(self, values: Values, found: Found) -> None:  # noqa: ARG002 - reads the values from the file
+        if self._batch is None:
+            self._batch = next(self._batches)
+        self._found.append(found)
+        if len(self._found) == self._batch.num_rows:
+            self._complete(self._batch)
+
+    def _complete(self, batch: pa.RecordBatch) -> None:
+        """Add the new columns to a batch. Writes a row group if enough is held."""
+        fields = list(self._schema)[batch.num_columns :]
+        columns = zip(*self._found, strict=True)
+        new = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
+        self._held.append(pa.RecordBatch.from_arrays([*batch.columns, *new], schema=self._schema))
+        self._batch, self._found = None, []
+        rows, size = sum(held.num_rows for held in self._held), sum(held.nbytes for held in self._held)
+        if rows >= GROUP_ROWS or size >= GROUP_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        if self._held:
+            self._file.write_table(pa.Table.from_batches(self._held, self._schema))
+            self._held.clear()
+
+    def end(self) -> None:
+        if self._batch is not None:  # with a limit, or before damage
+            self._complete(self._batch.slice(0, len(self._found)))
+        self._write()
+        self._file.close()
+        self._source.close()

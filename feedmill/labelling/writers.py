@@ -58,14 +58,16 @@ def format_of(out: str) -> str:
     return form
 
 
-def writer_of(form: str, file: BinaryIO, columns: Columns, layout: CsvLayout) -> RowWriter:
-    """Return a writer. Raises UserError if its package is not installed."""
+def writer_of(form: str, file: BinaryIO, columns: Columns, layout: CsvLayout, parquet: str | None = None) -> RowWriter:
+    """Return a writer. parquet: path of the input, if it is Parquet. Raises UserError if a package is not installed."""
     if form == "csv":
         return CsvWriter(file, columns, layout)
     if form == "jsonl":
         return JsonlWriter(file, columns)
     with explain_missing("Parquet", "export"):
-        from feedmill.labelling.parquet import ParquetWriter  # noqa: PLC0415 - pyarrow, which the extra brings
+        from feedmill.labelling.parquet import ParquetCopier, ParquetWriter  # noqa: PLC0415 - needs pyarrow, an extra
+    if parquet is not None:
+        return ParquetCopier(file, columns.new, parquet)
     return ParquetWriter(file, columns)
 
 

@@ -159,12 +159,31 @@ class TrainingReport:
         if record["metrics"]:
             measured = ((str(folder), record["metrics"]), ("its base, zero-shot", record["zero_shot"]))
             console.print(models_table("", measured))
+        if why_not := _drawback(record):
+            typer.echo(why_not)
+            return
         where = printable(shlex.quote(str(folder)))
         typer.echo(f"Next, switch running workers to this model:\n  feedmill deploy {where}")
         typer.echo(f"Or start a worker with it:\n  feedmill worker --model {where}")
 
     def _line(self, key: str, value: Mapping[str, Any]) -> None:
         typer.echo(json.dumps({key: value}, ensure_ascii=False))
+
+
+def _drawback(record: Mapping[str, Any]) -> str:
+    """Return why the model should not be deployed and what helps: its base is more accurate without training; or ""."""
+    tested, zero_shot = record["metrics"], record["zero_shot"]
+    if not (tested and zero_shot) or tested["accuracy"] >= zero_shot["accuracy"]:
+        return ""
+    helps = (
+        "more posts (`feedmill label` asks for the most useful ones), or fine-tuning all weights, without --head"
+        if record["options"]["head"]
+        else "more posts or --epochs"
+    )
+    return (
+        f"Do not deploy this model: its base is more accurate zero-shot ({zero_shot['accuracy']:.3f}) than this model "
+        f"({tested['accuracy']:.3f}) on the same {tested['posts']:,} posts. What helps: {helps}."
+    )
 
 
 def sparkline(values: Sequence[float]) -> str:

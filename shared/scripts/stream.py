@@ -199,9 +199,10 @@ repeat
   local entries = redis.call('XRANGE', stream, '(' .. last, ARGV[3], 'COUNT', 50)
   for _, entry in ipairs(entries) do
     local n, each = #said, by_name(entry[2])
+    local found, post = each['classification'] or '', each['post'] or ''
     last = entry[1]
-    said[n + 1], said[n + 2], said[n + 3] = last, each['classification'], each['post']
-    bytes = bytes + #each['classification'] + #each['post']
+    said[n + 1], said[n + 2], said[n + 3] = last, found, post
+    bytes = bytes + #found + #post
   end
   read, ended = read + #entries, #entries < 50
 until ended or bytes >= tonumber(ARGV[4])

@@ -107,6 +107,26 @@ def test_reads_an_empty_stream(reader: RowReader) -> None:
     assert (chunk.rows, chunk.ended, chunk.missed, chunk.place.cursor) == ([], True, 0, "0-0")
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"id": "x", "classification": "{", "post": '{"id": "x"}'},
+        {"id": "x", "classification": "{}, {}", "post": '{"id": "x"}'},
+        {"id": "x", "classification": "{}", "post": '{"id": "x"}'},
+        {"id": "x", "classification": '{"label": "a", "scores": {}}', "post": "[1]"},
+        {"other": "x"},
+    ],
+)
+def test_skips_unreadable_entries(
+    server: RedisServer, reader: RowReader, caplog: pytest.LogCaptureFixture, damaged: dict[str, str]
+) -> None:
+    add(server, NOON, "a")
+    server.client.xadd(RESULTS_STREAM, damaged, id=f"{NOON + 1}000-0")  # type: ignore[arg-type]
+    add(server, NOON + 2, "b")
+    assert ids(reader) == ["a", "b"]
+    assert f"{NOON + 1}000-0" in caplog.text
+
+
 def test_reads_rows_between_since_and_until(server: RedisServer, reader: RowReader) -> None:
     for number in range(5):
         add(server, NOON + number, str(number))

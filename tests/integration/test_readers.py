@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -529,6 +530,16 @@ def test_reads_results_through_the_python_api(
     assert feedmill.Missed is Missed
 
 
+def test_python_api_warns_about_an_unknown_label(store: ResultsStore, server: RedisServer) -> None:
+    store.write([result("1", "books")])
+    with pytest.warns(UserWarning, match=r"'bokks'\. Did you mean 'books'\? Labels seen: books") as told:
+        assert list(feedmill.results(server.url, follow=False, label="bokks")) == []
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(feedmill.results(server.url, follow=False, label="books", min_score=1.1)) == []
+
+
 def test_python_api_generates_a_consumer_name(store: ResultsStore, server: RedisServer) -> None:
     write(store, 1)
     for item in feedmill.results(server.url, group="g", since=0.0, follow=False):
@@ -541,6 +552,10 @@ def test_python_api_generates_a_consumer_name(store: ResultsStore, server: Redis
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
+        ({"follow": "no"}, "follow= must be True or False, not 'no'"),
+        ({"label": 3}, "label= must be text, not 3"),
+        ({"group": 3}, "group= must be text, not 3"),
+        ({"subreddit": ["a"]}, "subreddit= must be text, not ['a']"),
         ({"consumer": "me"}, "group"),
         ({"group": "a b"}, "'a b'"),
         ({"group": ""}, "''"),

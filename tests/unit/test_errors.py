@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from redis.exceptions import ResponseError
 
 from shared import errors
-from shared.errors import FeedmillError, PostRefused, RequestRefused, UserError, clause, explain_missing
+from shared.errors import FeedmillError, PostRefused, RequestRefused, UserError, clause, explain_missing, sentence
 from shared.messages import ClassifyOptions, Post
 from tests.support import feedmill
 
@@ -82,3 +82,10 @@ def test_notebooks_show_the_sentence_alone(
     shell.user_ns["error"] = UserError("There is no such column.")
     shell.run_cell("raise error")
     assert capsys.readouterr().out.strip() == "UserError: There is no such column."
+
+
+def test_a_sentence_ends_with_one_mark() -> None:
+    assert sentence("labels: expected a list") == "labels: expected a list."
+    assert (
+        sentence("lables: unknown argument; did you mean labels?") == "lables: unknown argument; did you mean labels?"
+    )

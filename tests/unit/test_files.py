@@ -642,6 +642,41 @@ def test_reads_the_only_column_of_a_table(tmp_path: Path) -> None:
     assert [post.body for post in posts(tmp_path, "Comment\nx\ny\n", name="one.csv")] == ["x", "y"]
 
 
+@pytest.mark.parametrize("data", ["Comment;\nx;\ny\n", "Comment,,\nx,,\ny,,\n", "Title;Comment;\nx;;\ny;\n"])
+def test_a_delimiter_at_the_end_of_the_header_is_no_column(tmp_path: Path, data: str) -> None:
+    assert [post.title or post.body for post in posts(tmp_path, data, name="one.csv")] == ["x", "y"]
+
+
+@pytest.mark.parametrize("first", ["great product", "Broken!", "这个产品很好用。", "x" * 41, '"great\n product"'])
+def test_refuses_a_first_line_that_may_be_a_text(tmp_path: Path, first: str) -> None:
+    with pytest.raises(InputError, match=r"one column.*\.txt.*`text`.*--body-column"):
+        items_of(tmp_path, f"{first}\nit broke\n", name="reviews.csv")
+    assert len(posts(tmp_path, f"{first}\nit broke\n", name="reviews.txt")) >= 2
+    path = tmp_path / "reviews.csv"
+    name = first.strip('"')
+    (post,) = Source(str(path), columns=Columns.of(body=name)).items()
+    assert isinstance(post, Post)
+    assert post.body == "it broke"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "body", "warned"),
+    [
+        ("one.csv", "Comment\nx\n", None, True),
+        ("one.csv", "Comment\nx\n", "comment", False),
+        ("one.csv", "Text\nx\n", None, False),
+        ("two.csv", "Comment,text\na,x\n", None, False),
+    ],
+)
+def test_warns_of_a_header_that_may_be_a_text(
+    tmp_path: Path, name: str, data: str, body: str | None, warned: bool
+) -> None:
+    (tmp_path / name).write_text(data)
+    source = Source(str(tmp_path / name), columns=Columns.of(body=body))
+    assert len(list(source.items())) == 1
+    assert ("the first line ('Comment') was read as the header" in source.header_warning) == warned
+
+
 def test_reads_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     day = datetime(2023, 11, 14, 22, 13, 20)
     rows = [{"id": number, "Title": f"x{number}", "date": day, "raw": b"\xff"} for number in range(3)]

@@ -9,16 +9,22 @@ import re
 import sys
 import threading
 from collections.abc import Generator, Iterable
+from datetime import date, datetime
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
 from feedmill.cli.labelling import Labelling, OutFlags
+from feedmill.labelling import parquet
 from feedmill.labelling.rows import Tally
+from producers import files
 from producers.files import Row, Source
 from producers.records import Columns
 from shared.errors import InputError, UserError
@@ -132,6 +138,12 @@ def test_counts_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"^left out: 1 row, first in line 6: 3 fields", shown, re.MULTILINE)
 
 
+def test_warns_of_a_header_that_may_be_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "reviews.csv").write_text("great\nbad\n")
+    assert label_file(tmp_path / "reviews.csv", tmp_path / "out.csv").rows == 1
+    assert "the first line ('great') was read as the header" in capsys.readouterr().err
+
+
 def test_rows_without_text_are_no_failure(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text("id,text\n1,good\n2,\n3,[deleted]\n")
@@ -223,6 +235,75 @@ def test_parquet_writes_several_row_groups(tmp_path: Path) -> None:
     written(tmp_path, "text\n" + "good\n" * 45_000, "out.parquet")
     file = pq.ParquetFile(tmp_path / "out.parquet")
     assert (file.num_row_groups, file.metadata.num_rows) == (3, 45_000)
+
+
+@pytest.fixture
+def typed(tmp_path: Path) -> Path:
+    """A Parquet file of three row groups with types that JSON lacks, and a pandas index that is not a column."""
+    frame = pd.DataFrame(
+        {
+            "text": ["good", None, "x"] * 3,
+            "seen": pd.date_range("2026-01-01", periods=9, tz="Europe/Berlin"),
+            "day": [date(2026, 1, 1)] * 9,
+            "tags": [["a", "b"], None, []] * 3,
+            "kind": pd.Categorical(["p", "q", "p"] * 3, categories=["p", "q", "unused"]),
+            "price": [Decimal("1.50")] * 9,
+            "nested": [{"n": 1, "at": datetime(2026, 1, 1)}] * 9,
+            "raw": [b"\xff"] * 9,
+            "short": np.arange(9, dtype="int8"),
+        },
+        index=pd.Index([f"row {n}" for n in range(9)], name="key"),
+    )
+    frame.to_parquet(tmp_path / "in.parquet", row_group_size=4)
+    return tmp_path / "in.parquet"
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize("group", [1, 20_000])
+def test_parquet_copies_types_index_and_metadata(
+    typed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, group: int
+) -> None:
+    monkeypatch.setattr(parquet, "GROUP_ROWS", group)
+    monkeypatch.setattr(parquet, "PARQUET_ROWS", 2)
+    label_file(typed, tmp_path / "out.parquet", limit, scores=True)
+    given, copied = pq.read_table(typed).slice(0, limit), pq.read_table(tmp_path / "out.parquet")
+    added = ["label", "label_score", "score_good", "score_bad"]
+    assert copied.column_names == [*given.column_names, *added]
+    assert copied.drop_columns(added).equals(given, check_metadata=True)
+    labels = [{"good": "good", "x": "bad", None: None}[text] for text in given["text"].to_pylist()]
+    assert copied["label"].to_pylist() == labels
+    frame = copied.to_pandas()
+    assert list(frame.index) == [f"row {n}" for n in range(limit or 9)]
+    assert list(frame["kind"].cat.categories) == ["p", "q", "unused"]
+    assert (pq.ParquetFile(tmp_path / "out.parquet").num_row_groups > 1) == (group == 1)
+
+
+def test_messages_about_parquet_count_rows(typed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    label_file(typed, tmp_path / "out.csv")
+    assert "no label: 3 rows, first in row 2" in capsys.readouterr().err
+
+
+def test_parquet_without_a_new_name_is_refused(typed: Path, tmp_path: Path) -> None:
+    label_file(typed, tmp_path / "out.parquet")
+    with pytest.raises(UserError, match="already has a column label"):
+        label_file(tmp_path / "out.parquet", tmp_path / "again.parquet")
+    label_file(tmp_path / "out.parquet", tmp_path / "again.parquet", prefix="new_")
+    assert pq.read_schema(tmp_path / "again.parquet").names[-2:] == ["new_label", "new_label_score"]
+
+
+def test_damaged_parquet_keeps_the_rows_before_the_damage(
+    typed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (files, parquet):
+        monkeypatch.setattr(module, "PARQUET_ROWS", 2)
+    data, metadata = bytearray(typed.read_bytes()), pq.read_metadata(typed)
+    column = metadata.row_group(1).column(0)
+    start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+    data[start : start + 40] = b"\xff" * 40
+    typed.write_bytes(data)
+    with pytest.raises(InputError, match="Cannot read .* as Parquet"):
+        label_file(typed, tmp_path / "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet")["label"].to_pylist() == ["good", None, "bad", "good"]
 
 
 def test_tsv_has_tabs(tmp_path: Path) -> None:

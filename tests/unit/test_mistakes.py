@@ -45,6 +45,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
     ("arguments", "words"),
     [
         ("enqueue posts.csv --limti 3", ["--limti", "--limit", "`feedmill enqueue --help`"]),
+        ("enqueue posts.csv --label a,b", ["No such option: --label. Did you mean --labels? See"]),
+        ("classify x --lable a,b", ["Did you mean --labels?"]),
+        ("status --zzz", ["No such option: --zzz. See"]),
         ("demo --own", ["--own", "a,b,c or JSON"]),
         ("classify", ["TEXT|FILE", "`feedmill classify --help`"]),
         ("results --limit x", ["--limit", "must be a whole number"]),
@@ -72,6 +75,8 @@ def test_errors_name_the_flag_that_was_given(monkeypatch: pytest.MonkeyPatch) ->
     text = "FEEDMILL_DEVICE: cuda is not available. Set FEEDMILL_MODEL or FEEDMILL_DEVICE_X."
     monkeypatch.setattr(sys, "argv", ["feedmill", "classify", "x", "--device=cuda", "--model", "y"])
     assert main._naming_flags(text) == text.replace("FEEDMILL_DEVICE:", "--device:")
+    text = "FEEDMILL_DEVICE is set, but has no effect: unset FEEDMILL_DEVICE."
+    assert main._naming_flags(text) == "--device is set, but has no effect: leave out --device."
 
 
 def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

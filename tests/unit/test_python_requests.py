@@ -1,17 +1,21 @@
 """feedmill/api/request.py: calls of `feedmill.classify` without a model."""
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pandas
 import polars
 import pyarrow
 import pytest
 
-from feedmill.api.classifier import _naming_arguments, local_settings
+import feedmill
+from feedmill.api.arguments import naming_arguments
 from feedmill.api.items import MAX_CHECKED_ITEMS, Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
+from feedmill.api.submission import SubmittedRun
 from shared.errors import SettingsError, UserError
 from shared.messages import Classification, ClassifyOptions, Outcome, Post
 from tests.support import naming
@@ -51,6 +55,22 @@ def classify(
 def test_switches_must_be_bools(argument: str, given: Any) -> None:
     with pytest.raises(UserError, match=naming(f"{argument}= must be True or False", repr(given))):
         classify(pandas.Series(TEXTS), **{argument: given})
+
+
+def test_switches_of_results_must_be_bools() -> None:
+    with pytest.raises(UserError, match="scores= must be True or False, not 'no'"):
+        classify(TEXTS).to_frame(scores="no")
+    with pytest.raises(UserError, match="scores= must be True or False, not 'no'"):
+        object.__new__(SubmittedRun).to_frame(scores="no")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="progress= must be True or False, not 1"):
+        object.__new__(SubmittedRun).wait(progress=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make", [pandas.Series, polars.Series, pandas.Index, pandas.Categorical, numpy.array, pyarrow.array]
+)
+def test_labels_may_be_a_column(make: Callable[[list[str]], Any]) -> None:
+    assert classify(TEXTS, labels=make(LABELS)).labels == tuple(LABELS)
 
 
 @pytest.mark.parametrize("make", [lambda: TEXTS, lambda: TEXTS[0], lambda: iter(TEXTS)])
@@ -109,6 +129,9 @@ def test_some_text_among_other_items_is_enough() -> None:
         ([{"foo": "x"}, None], {}, ["item 0", "foo", "body="]),
         ([{"text": "x"}], {"body": "txt"}, ["item 0", "no key 'txt'"]),
         (pandas.DataFrame({"title": TEXTS, "n": [1, 2]}).iloc[0], {}, ["row", "to_dict()"]),
+        (TEXTS, {"labels": pandas.DataFrame({"name": LABELS})}, ["labels must be a list", "pandas.DataFrame"]),
+        (TEXTS, {"labels": polars.DataFrame({"name": LABELS})}, ["labels must be a list", "polars.DataFrame"]),
+        (TEXTS, {"labels": pyarrow.table({"name": LABELS})}, ["labels must be a list", "pyarrow.Table"]),
         (TEXTS, {"labels": ["a", " "]}, ["labels: a label is empty"]),
         (TEXTS, {"labels": {"": "a", "b": "b"}}, ["labels: a label is empty"]),
     ],
@@ -179,12 +202,34 @@ def test_labels_above_a_threshold() -> None:
         found.labels_above("x")  # type: ignore[arg-type]
 
 
-def test_errors_about_the_device_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> str:
-        with pytest.raises(SettingsError) as raised, _naming_arguments(local_settings(None, "cuda")):
-            raise SettingsError("FEEDMILL_DEVICE: cuda is not available.")
-        return str(raised.value)
+@pytest.mark.parametrize(
+    ("text", "given", "named"),
+    [
+        ("FEEDMILL_DEVICE: cuda is not available.", {"device": "cuda"}, "device: cuda is not available."),
+        ("Set FEEDMILL_DEVICE=cpu or FEEDMILL_MODEL.", {"device": "cuda"}, "Set device=cpu or FEEDMILL_MODEL."),
+        ("Set FEEDMILL_MODEL to its folder.", {"model": "x"}, "Set model= to its folder."),
+        ("Set FEEDMILL_MODEL to its folder.", {"model": None}, "Set FEEDMILL_MODEL to its folder."),
+        ("Set FEEDMILL_MODEL_X, FEEDMILL_MODEL.", {"model": "x"}, "Set FEEDMILL_MODEL_X, model=."),
+        ("FEEDMILL_REVISION is a: unset FEEDMILL_REVISION.", {"revision": "a"}, "revision= is a: leave out revision=."),
+        ("No module of --engine or FEEDMILL_ENGINE", {"engine": "x:Y"}, "No module of engine="),
+    ],
+)
+def test_errors_name_the_argument_that_was_given(text: str, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(SettingsError) as raised, naming_arguments(**given):
+        raise SettingsError(text)
+    assert str(raised.value) == named
 
-    assert fail() == "device: cuda is not available."
-    monkeypatch.setenv("FEEDMILL_DEVICE", "cuda")
-    assert fail() == "FEEDMILL_DEVICE: cuda is not available."
+
+def test_errors_about_a_model_name_the_argument(tmp_path: Path) -> None:
+    (tmp_path / "model").touch()
+    with pytest.raises(UserError, match=r"is a file\. Set model= to the folder"):
+        feedmill.classify(TEXTS, LABELS, model=tmp_path / "model")
+    with pytest.raises(UserError, match=r"is a file\. Set model= to the folder"):
+        feedmill.Classifier(tmp_path / "model")
+
+
+def test_errors_about_redis_name_the_argument() -> None:
+    with pytest.raises(UserError, match=r"or set redis_url=\."):
+        feedmill.submit(TEXTS, LABELS, redis_url="redis://127.0.0.1:1/0")
+    with pytest.raises(UserError, match=r"or set redis_url=\."):
+        next(feedmill.results("redis://127.0.0.1:1/0"))

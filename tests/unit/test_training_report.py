@@ -2,6 +2,8 @@
 
 import io
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -74,3 +76,32 @@ def test_json_has_the_time_left_and_no_phases(capsys: pytest.CaptureFixture[str]
     assert [each["progress"]["step"] for each in steps] == [1, 2, 3, 4]
     assert steps[0]["progress"]["seconds_left"] >= 0
     assert steps[3]["progress"]["seconds_left"] == 0
+
+
+def finished(capsys: pytest.CaptureFixture[str], accuracy: float, zero_shot: float | None, head: bool) -> str:
+    def metrics(accuracy: float) -> dict[str, Any]:
+        return {"accuracy": accuracy, "macro_f1": 0.5, "calibration_error": 0.1, "posts_per_s": 9.0, "posts": 40}
+
+    record = {
+        "seconds": 1.0, "samples_per_s": 2.0, "options": {"head": head}, "metrics": metrics(accuracy),
+        "zero_shot": None if zero_shot is None else metrics(zero_shot),
+    }  # fmt: skip
+    console = Console(file=io.StringIO())
+    TrainingReport(console, as_json=False, quiet=False).finished(console, record, [], Path("model"))
+    return capsys.readouterr().out
+
+
+def test_a_model_worse_than_its_base_is_not_to_be_deployed(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = finished(capsys, 0.412, 0.685, head=True)
+    assert "more accurate zero-shot (0.685) than this model (0.412) on the same 40 posts" in printed
+    assert "more posts" in printed
+    assert "without --head" in printed
+    assert "feedmill deploy" not in printed
+    assert "--head" not in finished(capsys, 0.412, 0.685, head=False)
+
+
+@pytest.mark.parametrize("zero_shot", [None, 0.3, 0.412])
+def test_a_model_at_least_as_good_as_its_base_is_deployed_next(
+    capsys: pytest.CaptureFixture[str], zero_shot: float | None
+) -> None:
+    assert "feedmill deploy " in finished(capsys, 0.412, zero_shot, head=True)
