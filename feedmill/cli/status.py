@@ -247,7 +247,7 @@ def _watch(settings: Settings, as_json: bool) -> None:
                 live.update(_screen(seen, settings), refresh=True)
     else:
         for seen in snapshots:
-            console.print(_screen(seen, settings), end="\n\n")
+            console.print(_screen(seen, settings), "")
 
 
 def _snapshots(settings: Settings) -> Iterator[StatusWithRates | str]:
