@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,11 @@ LONGEST = (
     "test_celery", "test_celery_suite", "test_ending", "test_models", "test_onnx_engine", "test_redis_goes_away",
     "test_stack", "test_starting", "test_supervisor", "test_train", "test_transport_faults", "test_worker",
 )  # fmt: skip
+
+# `nohup` and background jobs ignore these signals, and so would the processes that tests end with them.
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # A garbage-collected AsyncResult unsubscribes, possibly during another test, and blocks for 20 s if its Redis is gone.
 del AsyncResult.__del__
