@@ -5,7 +5,7 @@ from redis import Redis
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.rows import RowReader
 from shared import runs
-from shared.errors import UserError, printable
+from shared.errors import UserError, printable, similar_name
 from shared.scripts.stream import Place
 
 #: Recent runs that an error names.
@@ -20,8 +20,10 @@ def check_run(redis: Redis, run: str) -> None:
 
 def unknown_run(redis: Redis, run: str) -> str:
     """Return a message about a run that does not exist. Raises redis.exceptions.RedisError."""
-    recent = ", ".join(found.run for found in runs.recent(redis, MAX_NAMES)) or "none"
-    return printable(f"There is no run {run!r}, or its posts were sent too long ago. Recent runs: {recent}.")
+    names = [found.run for found in runs.recent(redis, runs.MAX_RUNS)]
+    meant = similar_name(run, names)
+    hint = f"Did you mean {meant!r}?" if meant else f"Recent runs: {', '.join(names[:MAX_NAMES]) or 'none'}."
+    return printable(f"There is no run {run!r}, or its posts were sent too long ago. {hint}")
 
 
 def _has_results(redis: Redis, run: str) -> bool:

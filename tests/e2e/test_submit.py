@@ -117,7 +117,7 @@ def test_other_fields_travel_with_a_dictionary() -> None:
     post = {"title": TEXTS[0], "subreddit": "praise", "score": "many", "created_utc": float("nan"), "author": "x"}
     api.submit([post], LABELS, run="fields").wait(120)
     (result,) = api.results(run="fields", follow=False)
-    with pytest.raises(api.UserError, match="no run 'feilds'.*fields"):
+    with pytest.raises(api.UserError, match="no run 'feilds'.*mean 'fields'"):
         next(api.results(run="feilds", follow=False))
     assert isinstance(result, api.Result)
     assert (result.post.subreddit, result.post.score, result.post.created_utc) == ("praise", None, None)
