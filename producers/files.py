@@ -339,12 +339,11 @@ class Source:
         if _is_like_a_text(name):
             raise InputError(
                 f"{self.name} has one column, whose first line ({shown}) may be its name or a text. If it is a text, "
-                "rename the file to .txt or insert the line `text` above it; if it is the name, give it as "
-                "--body-column."
+                "insert the line `text` above it; if it is the name, give it as --body-column."
             )
         self.header_warning = (
-            f"{self.name}: the first line ({shown}) was read as the header, not as a text. If it is a text, rename the "
-            "file to .txt or insert the line `text` above it"
+            f"{self.name}: the first line ({shown}) was read as the header, not as a text. If it is a text, insert the "
+            "line `text` above it"
         )
         self._columns = self._columns._replace(body=column)
 

@@ -119,7 +119,7 @@ def evaluate(
     """Compare a model's labels with the topics of a file's posts.
 
     Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
-    compare models. Exits 1 if a post failed or a record was skipped.
+    compare models. Exits 1 if a post failed or a record was malformed.
     """
     each = [settings_of(model=model, **vars(flags), plain_logs=True) for model in models or (None,)]
     if len(each) > 1 and (png or csv_file):
@@ -228,9 +228,9 @@ def _first(reading: FileReading, file: str, limit: int | None) -> list[Post]:
 
 
 def _end(reading: FileReading, failed: bool = False) -> None:
-    """Report skipped records and exit, with status 1 if a post failed or a record was skipped."""
+    """Report skipped records and exit, with status 1 if a post failed or a record was malformed."""
     reading.end()
-    raise typer.Exit(1 if failed or reading.skipped else 0)
+    raise typer.Exit(1 if failed or reading.skipped > reading.without_text else 0)
 
 
 def _check_writable(*paths: Path | None) -> None:

@@ -171,9 +171,9 @@ class TrainingReport:
 
 
 def _drawback(record: Mapping[str, Any]) -> str:
-    """Return why the model should not be deployed and what helps: its base is more accurate without training; or ""."""
+    """Return why the model should not be deployed and what helps: its base is as accurate without training; or ""."""
     tested, zero_shot = record["metrics"], record["zero_shot"]
-    if not (tested and zero_shot) or tested["accuracy"] >= zero_shot["accuracy"]:
+    if not (tested and zero_shot) or tested["accuracy"] > zero_shot["accuracy"]:
         return ""
     helps = (
         "more posts (`feedmill label` asks for the most useful ones), or fine-tuning all weights, without --head"
@@ -181,8 +181,8 @@ def _drawback(record: Mapping[str, Any]) -> str:
         else "more posts or --epochs"
     )
     return (
-        f"Do not deploy this model: its base is more accurate zero-shot ({zero_shot['accuracy']:.3f}) than this model "
-        f"({tested['accuracy']:.3f}) on the same {tested['posts']:,} posts. What helps: {helps}."
+        f"Do not deploy this model: it is no more accurate ({tested['accuracy']:.3f}) than its base zero-shot "
+        f"({zero_shot['accuracy']:.3f}) on the same {tested['posts']:,} posts. What helps: {helps}."
     )
 
 

@@ -649,7 +649,7 @@ def test_a_delimiter_at_the_end_of_the_header_is_no_column(tmp_path: Path, data:
 
 @pytest.mark.parametrize("first", ["great product", "Broken!", "这个产品很好用。", "x" * 41, '"great\n product"'])
 def test_refuses_a_first_line_that_may_be_a_text(tmp_path: Path, first: str) -> None:
-    with pytest.raises(InputError, match=r"one column.*\.txt.*`text`.*--body-column"):
+    with pytest.raises(InputError, match=r"one column.*`text`.*--body-column"):
         items_of(tmp_path, f"{first}\nit broke\n", name="reviews.csv")
     assert len(posts(tmp_path, f"{first}\nit broke\n", name="reviews.txt")) >= 2
     path = tmp_path / "reviews.csv"
