@@ -5,6 +5,7 @@ import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -141,17 +142,16 @@ def _list(
     count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
     if failed:
         failures = (_failure(each.letter, shown.as_json) for each in DeadLetters(redis).letters(count, filters.run))
-        if limit is None:
-            lines = list(failures)
-        else:
-            lines, has_failed = [], False
-            for line in failures:  # one by one: a dead letter may have half a megabyte
+        first = next(failures, None)
+        if first is None:
+            if limit != 0:
+                typer.echo("no failed posts", err=True)
+            return
+        if limit is not None:
+            for line in chain([first], failures):  # one by one: a dead letter may have half a megabyte
                 _print([line])
-                has_failed = True
-            if has_failed:
-                return
-        if not lines and limit != 0:
-            typer.echo("no failed posts", err=True)
+            return
+        lines = [first, *failures]
     else:
         lines = shown.of(list(newest(redis, count, filters, since=since)))
         if not lines and limit != 0 and (filters._replace(run=None) != NO_FILTER or since is not None):

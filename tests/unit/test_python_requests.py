@@ -60,6 +60,7 @@ def test_switches_must_be_bools(argument: str, given: Any) -> None:
 def test_switches_of_results_must_be_bools() -> None:
     with pytest.raises(UserError, match="scores= must be True or False, not 'no'"):
         classify(TEXTS).to_frame(scores="no")
+    # Without a queue: arguments are checked before anything is read.
     with pytest.raises(UserError, match="scores= must be True or False, not 'no'"):
         object.__new__(SubmittedRun).to_frame(scores="no")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="progress= must be True or False, not 1"):

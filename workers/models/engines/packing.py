@@ -27,8 +27,6 @@ PACKABLE_TYPES = frozenset(
 #: Longest rows whose scores are computed as a matrix if they are masked. In bfloat16 that takes a third of the time of
 #: torch's attention with a mask, and memory by the square of the length.
 MAX_SCORES_LENGTH = 512
-
-
 #: Rows of up to MAX_PADDED_LENGTH tokens are padded to a multiple of LENGTH_STEP for attention in bfloat16: torch's
 #: softmax computes the rest of a length divided by 16 one by one, which takes up to half of the time of attention.
 LENGTH_STEP, MAX_PADDED_LENGTH = 16, 256
@@ -77,7 +75,7 @@ def _padded_length(length: int) -> int:
 
 def _in_blocks(runs: Sequence[Run], width: int, dtype: torch.dtype) -> Blocks:
     """Pad rows to `width` tokens each."""
-    each = max(1, BLOCK_LENGTH // width) if width in SHORT_LENGTHS else 1
+    each = BLOCK_LENGTH // width if width in SHORT_LENGTHS else 1  # rows per block
     lengths = np.repeat([run.length for run in runs], [run.rows for run in runs])
     starts = runs[0].start + np.cumsum(lengths) - lengths
     number = len(lengths)
