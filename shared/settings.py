@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     Field,
+    PrivateAttr,
     SecretStr,
     TypeAdapter,
     ValidationError,
@@ -326,6 +327,8 @@ class Settings(BaseSettings):
     #: Minimum level of log records.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    _stack_url: str | None = PrivateAttr(None)  # of the running `feedmill up`, once `broker_url` has read it
+
     @field_validator("labels", mode="before")
     @classmethod
     def _from_json(cls, value: object) -> object:
@@ -416,15 +419,19 @@ class Settings(BaseSettings):
     def broker_url(self) -> str:
         """Redis' address including its password. Use it to connect; never show it to users.
 
+        A running stack's address is read once: a command that runs on while `feedmill up` is restarted keeps it.
+
         Raises SettingsError while a `feedmill up` has not started its Redis yet.
         """
         if self.redis_url is not None:
             return self.redis_url.get_secret_value()
+        if self._stack_url is not None:
+            return self._stack_url
         # The lock, because a killed `feedmill up` leaves its file behind, and another program may have taken its port.
         if not is_folder_locked(self.data_folder):
             return FALLBACK_REDIS_URL
         try:
-            return str(json.loads((self.data_folder / STACK_FILE).read_text())["redis_url"])
+            self._stack_url = str(json.loads((self.data_folder / STACK_FILE).read_text())["redis_url"])
         except FileNotFoundError:
             # Not localhost: another Redis there would take the posts that are meant for this one.
             raise SettingsError(
@@ -436,6 +443,7 @@ class Settings(BaseSettings):
                 f"Cannot read the address of the running `feedmill up` from {self.data_folder / STACK_FILE} ({error}). "
                 f"Set {PREFIX}REDIS_URL, or delete the file."
             ) from None
+        return self._stack_url
 
     @property
     def redis(self) -> address.Address:

@@ -1,5 +1,6 @@
 """Redis failures and worker failures lose no message."""
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
 from shared.settings import Settings
-from tests.support import Restartable, make_posts, running, wait_until, working
+from tests.support import Restartable, announced, make_posts, running, wait_until, working
 
 pytestmark = pytest.mark.each_redis
 
@@ -73,6 +74,22 @@ def _quietly(holds: Callable[[], bool]) -> bool:
     with suppress(RedisError):
         return holds()
     return False
+
+
+def test_status_keeps_watching_while_up_restarts(durable: Restartable, tmp_path: Path) -> None:
+    """The stack's address is missing until its Redis answers again."""
+    folder = tmp_path / "data"
+    with (
+        announced(folder, json.dumps({"redis_url": durable.url})) as file,
+        running("status", "--watch", "--json", cwd=tmp_path, FEEDMILL_DATA_FOLDER=str(folder)) as status,
+    ):
+        wait_until(lambda: status.says('"queue"'), "the first snapshot is shown")
+        file.unlink()
+        durable.kill()
+        wait_until(lambda: status.says(f'"error": "Redis at 127.0.0.1:{durable.port}'), "Redis is missed")
+        before = len(status.text())
+        durable.start()
+        wait_until(lambda: '"queue"' in status.text()[before:], "a later snapshot is shown")
 
 
 def test_losing_a_permission_stops_the_worker_naming_the_user(durable: Restartable, tmp_path: Path) -> None:

@@ -168,16 +168,20 @@ def test_takes_valkey_addresses(given: str, used: str) -> None:
 
 
 def test_finds_a_running_stack(tmp_path: Path) -> None:
-    settings = Settings.model_validate({"data_folder": tmp_path})
+    settings, later = (Settings.model_validate({"data_folder": tmp_path}) for _ in range(2))
     assert settings.broker_url == "redis://127.0.0.1:6379/0"
     with announced(tmp_path, json.dumps({"redis_url": "redis://:p@127.0.0.1:1/0"})) as file:
         assert settings.broker_url == "redis://:p@127.0.0.1:1/0"
         file.write_text("{")
         with pytest.raises(SettingsError, match=STACK_FILE):
-            _ = settings.broker_url
+            _ = later.broker_url
         file.unlink()  # it is starting, and another Redis may listen on localhost's port
         with pytest.raises(SettingsError, match=naming(tmp_path)):
-            _ = settings.broker_url
+            _ = later.broker_url
+        # A command that runs on names the Redis that it is connected to, while the stack is restarted and afterwards.
+        assert settings.redis_address == "127.0.0.1:1/0"
+    assert settings.redis_address == "127.0.0.1:1/0"
+    assert later.redis_address == "127.0.0.1:6379/0"
 
 
 def test_ignores_the_address_of_a_killed_stack(tmp_path: Path) -> None:
