@@ -24,7 +24,7 @@ from shared.broker import queue_depth
 from shared.errors import UserError, printable
 from shared.keys import MODELS, REQUESTED_MODELS, WORKERS
 from shared.messages import MAX_LABELS, ClassifyOptions
-from shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings
+from shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings, is_folder_locked
 
 T = TypeVar("T")
 #: Seconds between two announcements of a worker.
@@ -274,6 +274,16 @@ def has_worker(redis: Redis, queue: str) -> bool:
     """Return whether a worker of the queue seems to be alive. Raises redis.exceptions.RedisError."""
     served = known_queues(redis).get(queue)
     return served is not None and served.is_recent and bool(expected_workers(redis))
+
+
+def missing_worker(redis: Redis, settings: Settings) -> str:
+    """Return a clause if no worker serves the settings' queue, else "". Raises redis.exceptions.RedisError."""
+    if has_worker(redis, settings.queue):
+        return ""
+    is_up = settings.redis_url is None and is_folder_locked(settings.data_folder)
+    if is_up and not any(has_worker(redis, queue) for queue in known_queues(redis)):
+        return "`feedmill up` is starting its worker: what is sent waits until it is ready"
+    return f"no worker serves queue {settings.queue}: what is sent waits until `feedmill worker` or `feedmill up` runs"
 
 
 def check_options(redis: Redis, queue: str, options: ClassifyOptions) -> None:

@@ -401,6 +401,14 @@ class Settings(BaseSettings):
             raise ValueError(f"{value} cannot be read: {error.strerror}; set a file that this user may read") from None
         return value
 
+    @field_validator("shortlist_model")
+    @classmethod
+    def _is_for_a_shortlist(cls, value: str, info: ValidationInfo) -> str:
+        is_given = value != cls.model_fields["shortlist_model"].default
+        if is_given and "shortlist" in info.data and info.data["shortlist"] is None:
+            raise ValueError(f"requires {PREFIX}SHORTLIST, the number of labels; set it, or unset this setting")
+        return value
+
     @field_validator("redis_master", "redis_sentinel_password")
     @classmethod
     def _is_for_sentinels(cls, value: Any, info: ValidationInfo) -> Any:

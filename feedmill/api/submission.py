@@ -32,7 +32,7 @@ from shared import runs
 from shared.broker import Application, connect, make_app, user_errors
 from shared.errors import PostRefused, RequestRefused, UserError, sentence, truncate
 from shared.messages import MAX_ID, Post, is_missing, parse_run
-from shared.model_routing import check_options, check_queue, has_worker
+from shared.model_routing import check_options, check_queue, missing_worker
 from shared.settings import Settings, load_arguments
 
 #: Results fetched from Redis at once. One of 32 posts and 16 labels has about 25 KB.
@@ -390,8 +390,8 @@ def submit(
             check_options(redis, settings.queue, options)
         except UserError as refused:
             raise UserError(_replace_flags(str(refused))) from None
-        if not has_worker(redis, settings.queue):
-            warn(f"No worker serves queue {settings.queue}: items wait until `feedmill worker` or `feedmill up` runs.")
+        if said := missing_worker(redis, settings):
+            warn(sentence(said[0].upper() + said[1:]))
     submitted = SubmittedRun(name, request, settings, redis, prefix, redis_url)
     submitted._send()
     return submitted

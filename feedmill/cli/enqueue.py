@@ -30,7 +30,7 @@ from shared import runs
 from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, printable
 from shared.messages import ClassifyOptions, parse_run
-from shared.model_routing import check_options, deployed_weights, has_worker, known_queues
+from shared.model_routing import check_options, deployed_weights, missing_worker
 from shared.settings import PREFIX, Settings, is_folder_locked
 
 app = typer.Typer()
@@ -169,13 +169,8 @@ def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
     if settings.redis_url is None and (is_empty or not is_folder_locked(settings.data_folder)):
         why = f"{PREFIX}REDIS_URL is empty" if is_empty else "no `feedmill up` is running"
         yield f"{why}: sending to the Redis at {settings.redis_address}"
-    if has_worker(redis, settings.queue):
-        return
-    is_up = settings.redis_url is None and is_folder_locked(settings.data_folder)
-    if is_up and not any(has_worker(redis, queue) for queue in known_queues(redis)):
-        yield "`feedmill up` is starting its worker: the posts wait until it is ready"
-    else:
-        yield f"no worker serves queue {settings.queue}: posts wait until `feedmill worker` or `feedmill up` runs"
+    if said := missing_worker(redis, settings):
+        yield said
 
 
 def _scope(redis: Redis, queue: str, options: ClassifyOptions) -> str:
