@@ -108,17 +108,19 @@ def _normalize_text(value: object) -> object:
 
 def is_missing(value: object) -> bool:
     """Return True for None, NaN, and pandas' NaT and NA. Without this check, a missing text would become "nan"."""
-    if isinstance(value, str):
+    if type(value) in _PRESENT:  # the common cases first: most of a post's values are looked at
         return False
+    if type(value) is float:
+        return value != value  # noqa: PLR0124 - only NaN differs from itself
     if value is None or type(value).__name__ in ("NaTType", "NAType"):
         return True
     if isinstance(value, Decimal):
         return value.is_nan()
-    return isinstance(value, Real) and value != value  # noqa: PLR0124 - only NaN differs from itself
+    return isinstance(value, Real) and value != value  # noqa: PLR0124
 
 
-#: Types without a missing value, for the common case.
-_PRESENT = frozenset({str, int, bool})
+#: Types without a missing value.
+_PRESENT = frozenset({str, int, bool, dict, list})
 
 
 def _as_seconds(value: object) -> object:
@@ -178,9 +180,7 @@ class Post(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_missing(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or _PRESENT.issuperset(map(type, raw.values())):
-            return raw
-        if any(map(is_missing, raw.values())):
+        if isinstance(raw, dict) and any(map(is_missing, raw.values())):
             return {name: value for name, value in raw.items() if not is_missing(value)}
         return raw
 
