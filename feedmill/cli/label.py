@@ -129,6 +129,12 @@ def _print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
         return
     skipped = f", {summary['skipped']:,} skipped" if summary["skipped"] else ""
     typer.echo(printable(f"{summary['labelled']:,} labels{skipped} in {summary['labels_file']}"))
+    accuracy, zero_shot = summary["accuracy"], summary["zero_shot_accuracy"]
+    if accuracy is not None:
+        typer.echo(f"Accuracy on the held-back posts: {accuracy:.2f}; zero-shot: {zero_shot:.2f}")
+        if accuracy <= zero_shot:
+            typer.echo("Do not deploy this model yet. The same command asks for more posts.")
+            return
     if summary["model"]:
         where = printable(shlex.quote(summary["model"]))
         typer.echo(f"Next, switch running workers to the model:\n  feedmill deploy {where}")
@@ -278,9 +284,11 @@ def _development(session: "Session") -> str:
 
     if not session.curve:
         return ""
-    accuracies = [accuracy for _, accuracy in session.curve]
-    held_back = len(session.held_back)
-    return f"; accuracy on {held_back} held-back posts {sparkline([*accuracies, 1.0])[:-1]} {accuracies[-1]:.2f}"
+    last = session.curve[-1]
+    course = sparkline([*(point.accuracy for point in session.curve), 1.0])[:-1]
+    return (
+        f"; accuracy on {last.held_back} held-back posts {course} {last.accuracy:.2f}, zero-shot {last.zero_shot:.2f}"
+    )
 
 
 @contextmanager
@@ -309,13 +317,15 @@ def _line() -> str:
 
 def _summary(session: "Session", names: Sequence[str], base: str, seed: int, max_tokens: int) -> dict[str, Any]:
     counts = [sum(answer.label == number for answer in session.answers) for number in range(len(names))]
+    last = session.curve[-1] if session.curve else None
     return {
         "labels": dict(zip(names, counts, strict=True)),
         "labelled": session.labelled,
         "skipped": len(session.answers) - session.labelled,
         "held_back": len(session.held_back),
-        "accuracy": session.curve[-1][1] if session.curve else None,
-        "curve": [{"labelled": labelled, "accuracy": accuracy} for labelled, accuracy in session.curve],
+        "accuracy": last.accuracy if last else None,
+        "zero_shot_accuracy": last.zero_shot if last else None,
+        "curve": [{"labelled": point.labelled, "accuracy": point.accuracy} for point in session.curve],
         "base": base,
         "max_tokens": max_tokens,
         "seed": seed,

@@ -135,16 +135,30 @@ def test_accuracy_is_that_of_random_posts_that_the_head_has_not_seen() -> None:
         session.answer(TRUTH[pick.place])
         found = session.measure()
         assert (found is None) == ((number + 1) % ROUND_POSTS != 0)
-    assert [labelled for labelled, _ in session.curve] == [ROUND_POSTS, 2 * ROUND_POSTS]
+    assert [point.labelled for point in session.curve] == [ROUND_POSTS, 2 * ROUND_POSTS]
+    assert session.curve[-1].held_back == len(session.held_back)
     assert all(pick.why == RANDOM for pick, _ in session.held_back)
     # Wrong answers to the posts held back change the measurement, and not the head that is measured.
     wrong = [
         each._replace(label=(each.label or 0) ^ 1) if each.pick.why == RANDOM else each for each in session.answers
     ]
     other = Session(pool(), LABELS, 7, wrong)
-    assert other.measure() == pytest.approx(0.0, abs=1 - session.curve[-1][1])
+    measured = other.measure()
+    assert measured
+    assert measured.accuracy == pytest.approx(0.0, abs=1 - session.curve[-1].accuracy)
     session.undo()
-    assert [labelled for labelled, _ in session.curve] == [ROUND_POSTS]
+    assert [point.labelled for point in session.curve] == [ROUND_POSTS]
+
+
+@pytest.mark.parametrize(("shift", "right"), [(0, 1.0), (1, 0.0)])
+def test_measures_zero_shot_on_the_same_posts(shift: int, right: float) -> None:
+    """The sentences are those of the posts' labels, or of the next label."""
+    sentences = torch.eye(LABELS)
+    session = Session(Pool(sentences[TRUTH], sentences.roll(shift, 0)), LABELS, seed=7)
+    for _ in range(ROUND_POSTS):
+        label(session, 1)
+        session.measure()
+    assert [point.zero_shot for point in session.curve] == [right]
 
 
 def test_labels_sentences_count_as_some_posts() -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import termios
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.fakes.models import make_sentence_model
 from tests.support import naming
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import select_device
+from workers.training.active import Measured, Session
 
 Label = Callable[..., Any]
 
@@ -60,13 +62,26 @@ def test_piped_answers_make_labels_and_a_model(label: Label, tmp_path: Path) -> 
     assert (summary["labelled"], summary["labels"]) == (12, {"food": 6, "sports": 6})
     assert (summary["held_back"], len(summary["curve"])) == (2, 1)
     assert [row["label"] for row in saved(tmp_path)] == ["food", "sports"] * 6
-    assert "accuracy on 2 held-back posts" in found.stderr
+    assert summary["zero_shot_accuracy"] in (0.0, 0.5, 1.0)
+    assert re.search(r"accuracy on 2 held-back posts .*, zero-shot \d", found.stderr)
     settings = Settings(model=summary["model"], device="cpu", dtype="float32")
     model = load_classifier(settings, select_device("cpu", "float32"))
     assert (model.kind, model.label_set(ClassifyOptions()).labels) == ("head", ("food", "sports"))
     options = TrainOptions.parse({"from": str(tmp_path / "out" / "labels.csv"), "out": "x", "head": True})
     examples = collect(options, Settings(), Console(quiet=True)).examples
     assert [example.label for example in examples] == ["food", "sports"] * 6
+
+
+@pytest.mark.parametrize("zero_shot", [0.5, 0.75])
+def test_advises_a_model_that_is_better_than_zero_shot(
+    zero_shot: float, label: Label, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Measured(10, 4, 0.75, zero_shot)
+    monkeypatch.setattr(Session, "measure", lambda session: session.curve.append(measured))
+    found = label("1\nsports\n")
+    assert found.exit_code == 0
+    assert f"{zero_shot:.2f}" in found.stdout
+    assert ("feedmill deploy" in found.stdout) == (zero_shot < 0.75)
 
 
 def test_undo_skip_and_resume(label: Label, tmp_path: Path) -> None:

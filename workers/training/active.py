@@ -54,6 +54,17 @@ class Answer(NamedTuple):
     label: int | None
 
 
+class Measured(NamedTuple):
+    """The accuracy on the posts held back, after a round."""
+
+    #: Number of labelled posts, and of those among them that were held back.
+    labelled: int
+    held_back: int
+    #: Share of right labels of the head, and of zero-shot classification.
+    accuracy: float
+    zero_shot: float
+
+
 class Pool:
     """Embedded posts, of which some get labels.
 
@@ -65,6 +76,8 @@ class Pool:
         self._scale = (vectors - self._centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
         self._points = (vectors - self._centre) / self._scale
         self._priors = (label_vectors - label_vectors.mean(0)) / self._scale
+        #: Number of the label that zero-shot classification gives each post.
+        self.zero_shot: list[int] = (vectors @ label_vectors.T).argmax(1).tolist()
 
     def __len__(self) -> int:
         return len(self._points)
@@ -136,8 +149,8 @@ class Session:
         self._pool, self._labels, self._seed = pool, labels, seed
         self.answers = list(answers)
         self._next: list[Pick] = []
-        #: Number of labelled posts and the accuracy on those held back, after each round.
-        self.curve: list[tuple[int, float]] = []
+        #: The accuracy after each round.
+        self.curve: list[Measured] = []
 
     def next(self) -> Pick | None:
         """Return the post to label now; None if there are no more."""
@@ -161,7 +174,7 @@ class Session:
         if not self.answers:
             return False
         self._next.insert(0, self.answers.pop().pick)
-        self.curve = [point for point in self.curve if point[0] <= self.labelled]
+        self.curve = [point for point in self.curve if point.labelled <= self.labelled]
         return True
 
     @property
@@ -174,17 +187,20 @@ class Session:
         """Labelled posts that were picked at random."""
         return [answer for answer in self.answers if answer.pick.why == RANDOM and answer.label is not None]
 
-    def measure(self) -> float | None:
+    def measure(self) -> Measured | None:
         """Measure the accuracy on the posts held back of the head of all others, once a round; None in between."""
         held_back = self.held_back
-        if len(self.answers) % ROUND_POSTS or not held_back or (self.curve[-1:] and self.curve[-1][0] == self.labelled):
+        is_measured = self.curve and self.curve[-1].labelled == self.labelled
+        if len(self.answers) % ROUND_POSTS or not held_back or is_measured:
             return None
         others = [answer for answer in self.answers if answer.pick.why != RANDOM]
+        places, count = [answer.pick.place for answer in held_back], len(held_back)
         with one_thread():
-            found = self._pool.predict(others, [answer.pick.place for answer in held_back])
+            found = self._pool.predict(others, places)
         right = sum(best == answer.label for best, answer in zip(found, held_back, strict=True))
-        self.curve.append((self.labelled, right / len(held_back)))
-        return right / len(held_back)
+        zero_shot = sum(self._pool.zero_shot[answer.pick.place] == answer.label for answer in held_back)
+        self.curve.append(Measured(self.labelled, count, right / count, zero_shot / count))
+        return self.curve[-1]
 
     def head(self) -> Fitted:
         """Return the head of all answers, those held back included."""
