@@ -53,10 +53,15 @@ def train(
         raise UserError("--labels is now --targets, which selects what to learn: topic, zero-shot or soft.")
     settings = settings_of(device=device, redis_url=redis_url, plain_logs=True)
     _check_packages(options.head)
-    if options.head:
-        _train_head(options, settings, as_json)
-    else:
-        _train(options, settings, as_json)
+    try:
+        if options.head:
+            _train_head(options, settings, as_json)
+        else:
+            _train(options, settings, as_json)
+    except UserError:
+        with suppress(OSError):  # a model and an interrupted training stay
+            Path(options.out).expanduser().rmdir()
+        raise
 
 
 @app.command()
@@ -103,14 +108,8 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     from workers.training import run  # noqa: PLC0415
     from workers.training.examples import make_dataset  # noqa: PLC0415
 
-    try:
-        collected = collect(options, settings, notes)
-        dataset = make_dataset(collected.examples, collected.tested, options)
-    except UserError:
-        if first:
-            with suppress(OSError):  # an interrupted training stays
-                folder.rmdir()
-        raise
+    collected = collect(options, settings, notes)
+    dataset = make_dataset(collected.examples, collected.tested, options)
     report = training_report.TrainingReport(notes, as_json, quiet=not first)
     report.data(dataset)
     training = run.Training(dataset, options, settings, report.planned, report.progress, report.phase)

@@ -143,7 +143,7 @@ def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, flags: l
     assert said.returncode == 2, said.stdout
     assert re.search(words, said.stderr)
     assert "Traceback" not in said.stderr
-    assert not (tmp_path / "new" / "config.json").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_two_processes_train_the_same_weights_as_one(tmp_path: Path, base: Path) -> None:

@@ -148,11 +148,15 @@ def test_training_refuses_a_file_as_output(tmp_path: Path) -> None:
         train.check_folder(tmp_path / "out" / "below", resume=False)
 
 
-def test_training_without_posts_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("kind", [[], ["--head"]])
+def test_training_without_posts_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]
+) -> None:
     monkeypatch.setattr(training_data, "collect", Mock(side_effect=UserError("no posts")))
-    with pytest.raises(UserError, match="no posts"):
-        train._train(TrainOptions.parse({"from": "results", "out": str(tmp_path / "out")}), Settings(), as_json=False)
-    assert list(tmp_path.iterdir()) == []
+    said = CliRunner().invoke(app, ["train", "--from", "results", "--out", str(tmp_path / "out"), *kind]).exception
+    assert str(said) == "no posts"
+    assert not (tmp_path / "out").exists()
 
 
 def test_training_refuses_a_base_outside_its_folder(tmp_path: Path) -> None:
