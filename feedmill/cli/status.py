@@ -112,7 +112,7 @@ def _summary(seen: watch.Status, settings: Settings) -> str:
         recent = pool["recent"]
         facts += [
             ("worker", node),
-            ("", pool["device"]),
+            *(("", part) for part in wrap(pool["device"], VALUE_WIDTH)),
             ("", f"{pool['model']}, queue {', '.join(pool['queues'])}"),
             ("", f"{pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting"),
             (

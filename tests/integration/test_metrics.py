@@ -342,6 +342,14 @@ def screen(seen: Any, settings: Settings) -> str:
     return captured.get()
 
 
+def test_status_fits_80_columns(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
+    """The reason for a precision is long on some machines."""
+    workers["one@here"] = POOL | {"device": f"cpu in float32: {'a reason of several words; ' * 10}end"}
+    shown = status._summary(StatusMonitor(settings).look().status, settings)
+    assert shown.count("reason of") == 10
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_screen_fits_80_columns(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
     for number in range(20):
         workers[f"feedmill-{number}@a-machine-with-quite-a-long-name.example.org"] = POOL
