@@ -11,14 +11,15 @@ from feedmill.packages import shadowed_package
 STARTING_COMMANDS, NOT_STARTING_FLAGS = ("demo", "up"), ("--help", "--live", "--own")
 #: Commands that run until a signal, which is their normal end (docs/reference/errors.md). They handle it themselves
 #: once they have started.
-SERVICES = ("up", "worker", "trainer", "flower", "metrics")
+SERVICES = ("up", "worker", "trainer", "flower", "metrics", "ingest")
 
 
 def main() -> None:
     """Run the command; exit with status 2 if another package shadows one of ours."""
+    _open_closed_streams()
     # Until the command runs, Ctrl-C ends the process without a traceback: imports take a second, and hold nothing.
     interrupt = signal.getsignal(signal.SIGINT)
-    if sys.argv[1:2] and sys.argv[1] in SERVICES:
+    if _is_service(sys.argv[1:]):
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, _end_service)
@@ -41,6 +42,24 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, interrupt)
     run()
+
+
+def _is_service(arguments: list[str]) -> bool:
+    """Return whether the command runs until a signal."""
+    if arguments[:1] == ["export"]:
+        return "--follow" in arguments
+    return bool(arguments) and arguments[0] in SERVICES and not {"--once", "gaps"}.intersection(arguments)
+
+
+def _open_closed_streams() -> None:
+    """Replace closed standard streams, as some daemons leave them, by the null device. Python has None for them."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 def _lock_data_folder() -> bool:

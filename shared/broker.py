@@ -45,6 +45,9 @@ PRIORITY_MARK = "\x06\x16"
 TRANSPORT_KEYS = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index")} | {
     "undecodable_key": UNDECODABLE
 }
+#: Timeouts in seconds of connections that Celery opens: of a command, and of connecting. Workers have their own
+#: (workers/transport/channel.py).
+APPLICATION_TIMEOUTS = {"socket_timeout": 10, "socket_connect_timeout": 5}
 #: Limits on a message's arguments in events, logs and Flower: arguments shown; items shown per list; characters shown
 #: per item.
 MAX_SHOWN_ARGUMENTS, MAX_SHOWN_ITEMS, MAX_SHOWN_CHARACTERS = 8, 3, 40
@@ -82,7 +85,10 @@ def make_app(settings: Settings, current: bool = True, kind: type[Application] =
         # Set explicitly: for a rediss:// URL alone, kombu does not verify certificates.
         broker_use_ssl=tls(settings),
         redis_backend_use_ssl=tls(settings),
-        broker_transport_options=sentinel_options(settings),
+        # Timeouts, because an unresponsive Redis would block forever, and Celery's results for two minutes.
+        broker_transport_options=sentinel_options(settings) | APPLICATION_TIMEOUTS,
+        redis_socket_timeout=APPLICATION_TIMEOUTS["socket_timeout"],
+        redis_socket_connect_timeout=APPLICATION_TIMEOUTS["socket_connect_timeout"],
         result_backend_transport_options=sentinel_options(settings),
     )
     return app

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
-from redis.exceptions import NoPermissionError, ReadOnlyError
+from redis.exceptions import AuthenticationError, InvalidResponse, NoPermissionError, ReadOnlyError
+from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import TimeoutError as TimeoutFault
 
 from shared.errors import clause
 
@@ -30,6 +32,16 @@ def is_full(fault: BaseException) -> bool:
 def rejects_writes(fault: BaseException) -> bool:
     """Return whether Redis answers but rejects all writes: it is full, a replica, or unable to save."""
     return is_full(fault) or is_replica(fault) or cannot_save(fault)
+
+
+def is_temporary(fault: BaseException) -> bool:
+    """Return whether Redis may accept the same command later: it is unreachable, or rejects writes for now.
+
+    Another program may answer on the port of a Redis that is being restarted.
+    """
+    if isinstance(fault, AuthenticationError):
+        return False
+    return isinstance(fault, ConnectionFault | TimeoutFault | InvalidResponse) or rejects_writes(fault)
 
 
 def cannot_save(fault: BaseException) -> bool:

@@ -32,10 +32,15 @@ class Connections:
         self.latest: object = None
 
     def __call__(self, connection: Any) -> None:
-        connection.on_connect()
-        if self.latest is not None:
-            connection.send_command("INFO")
-            self._note(connection.read_response)
+        # Without health checks: a failed one connects again, and so calls this, without end if Redis does not answer.
+        interval, connection.health_check_interval = connection.health_check_interval, 0
+        try:
+            connection.on_connect()
+            if self.latest is not None:
+                connection.send_command("INFO")
+                self._note(connection.read_response)
+        finally:
+            connection.health_check_interval = interval
 
     def start(self, redis: Redis) -> None:
         """Start identifying the server on each connection. Raises redis.exceptions.RedisError."""

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import typer
-from redis.exceptions import AuthenticationError
-from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import TimeoutError as TimeoutFault
+from redis.exceptions import RedisError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -23,6 +21,7 @@ from feedmill.reading.labels import unknown_label
 from feedmill.reading.rows import Chunk, RowReader
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from shared.errors import DatabaseUnavailable, UserError, clause
+from shared.redis_errors import is_temporary
 from shared.settings import PREFIX
 
 if TYPE_CHECKING:
@@ -149,8 +148,8 @@ class ExportRun:
                 if chunk.ended and self._follow:
                     self._reader.wait(place, ENTRY_WAIT_S)
                 self._complete = chunk.ended and not self._follow
-            except (ConnectionFault, TimeoutFault, DatabaseUnavailable) as fault:
-                if isinstance(fault, AuthenticationError) or not self._follow:
+            except (RedisError, DatabaseUnavailable) as fault:
+                if not self._follow or (isinstance(fault, RedisError) and not is_temporary(fault)):
                     raise
                 if not failures:
                     where = (

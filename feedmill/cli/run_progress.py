@@ -17,16 +17,19 @@ from shared.settings import Settings
 POLL_INTERVAL_S = 0.5
 
 
-def line(found: runs.Progress, now: float, has_worker: bool = True) -> str:
+def line(found: runs.Progress, now: float, has_worker: bool = True, has_messages: bool = True) -> str:
     """Return the progress of a run in one line.
 
     now: seconds since 1970. has_worker: False if no worker answers. Nothing then tells when the run will end.
+    has_messages: False if no message waits or is held by a worker. Posts without a result then never get one.
     """
     done = f"{found.stored:,} of {found.sent:,} done" if found.sent else f"{found.stored:,} done"
     parts = [done]
     if found.failed:
         parts.append(f"{found.failed:,} failed")
-    if found.pending and not has_worker:
+    if not has_messages and runs.is_waiting(found, now):
+        parts += [f"{found.pending:,} purged or cleared", f"ended {span(now - found.latest)} ago"]
+    elif found.pending and not has_worker:
         parts.append(f"stalled for {span(max(0.0, now - found.latest))}: no worker answers")
     elif runs.is_waiting(found, now):
         parts.append(f"waiting for {span(now - found.latest)}")

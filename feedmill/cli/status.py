@@ -84,7 +84,11 @@ def _show_run(settings: Settings, name: str, as_json: bool) -> None:
         if found is None:
             raise UserError(unknown_run(redis, name))
         has_worker = as_json or not found.pending or watch.has_worker(settings)
-    typer.echo(json.dumps(found.as_json()) if as_json else run_progress.line(found, time.time(), has_worker))
+        has_messages = as_json or not found.pending or watch.has_messages(redis, settings)
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+    else:
+        typer.echo(run_progress.line(found, time.time(), has_worker, has_messages))
 
 
 def _summary(seen: watch.Status, settings: Settings) -> str:
@@ -94,7 +98,10 @@ def _summary(seen: watch.Status, settings: Settings) -> str:
         *(("", line) for line in _queues(seen)),
         ("results", _results(seen)),
         ("dead letters", _dead_letters(seen)),
-        *((name, run_progress.line(found, time.time(), _has_worker(seen))) for name, found in _named_runs(seen)),
+        *(
+            (name, run_progress.line(found, time.time(), _has_worker(seen), _has_messages(seen)))
+            for name, found in _named_runs(seen)
+        ),
         *zip(chain(("memory",), repeat("")), _memory(seen), strict=False),
     ]
     if not seen.asked:
@@ -216,6 +223,10 @@ def _named_runs(seen: watch.Status) -> Iterator[tuple[str, runs.Progress]]:
     yield from zip(("runs", *[""] * len(seen.runs)), seen.runs, strict=False)
 
 
+def _has_messages(seen: watch.Status) -> bool:
+    return bool(seen.queue.waiting or seen.queue.held)
+
+
 def _has_worker(seen: watch.Status) -> bool:
     """Return False if no worker answers; True also if that is unknown."""
     return bool(seen.workers) or not seen.asked
@@ -276,7 +287,7 @@ def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
     facts.add_row("results", f"{pace} a minute · {_results(found)}")
     facts.add_row("dead letters", _dead_letters(found))
     for name, run in _named_runs(found):
-        shown = run_progress.line(run, time.time(), _has_worker(found))
+        shown = run_progress.line(run, time.time(), _has_worker(found), _has_messages(found))
         facts.add_row(name, Text(shown, no_wrap=True, overflow="ellipsis"))
     if found.reddit:
         facts.add_row("reddit", Text(printable(ingest.format_daemon_status(found.reddit))))

@@ -21,7 +21,7 @@ from feedmill.monitoring.capacity import CRITICAL_S, WARNING_S, Memory
 from feedmill.reading.dead_letters import DeadLetters
 from producers.live.state import LiveStatus, all_gaps, statuses
 from producers.reddit.state import STATUS_TTL, State
-from shared.broker import TRANSPORT_KEYS, QueueDepth, connect, make_app, queue_depth, user_errors
+from shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
 from shared.errors import RedisUnavailable
 from shared.keys import REDDIT_BEGINNINGS
 from shared.metrics import connect_for_monitoring, oldest_seconds
@@ -95,11 +95,12 @@ class Status(NamedTuple):
 
 def status(settings: Settings) -> Status:
     """Return a snapshot from Redis and all workers, after about a second. Raises redis.exceptions.RedisError."""
-    return _look(connect(settings), make_app(settings), settings)
+    return _look(connect_for_monitoring(settings), make_app(settings), settings)
 
 
 def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
-    # First, because it takes a second: totals read before it would be older than the workers' and the runs' figures.
+    redis.ping()  # fails soon if Redis does not answer; Celery's connections are patient
+    # Before the rest, because it takes a second: totals read first would be older than the workers' and runs' figures.
     workers = _ask(app)
     asked, missing = workers is not None, _missing(redis, workers)
     results, runs = ResultsStore(redis, settings).counters(), recent(redis, RUNS_SHOWN)
@@ -179,6 +180,11 @@ def _ask(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any
 def has_worker(settings: Settings) -> bool:
     """Return whether a worker answers; True also if that is unknown. Raises redis.exceptions.RedisError."""
     return _ask(make_app(settings)) != {}
+
+
+def has_messages(redis: Redis, settings: Settings) -> bool:
+    """Return whether messages wait in any queue, or are held by workers. Raises redis.exceptions.RedisError."""
+    return any(_queues(redis, settings)[0])
 
 
 def _missing(redis: Redis, workers: dict[str, dict[str, Any]] | None) -> dict[str, float]:

@@ -2,14 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from redis import Redis
-from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import ResponseError
-from redis.exceptions import TimeoutError as TimeoutFault
+from redis.exceptions import RedisError, ResponseError
 
 from feedmill.reading.entry_ids import id_before, order, seconds_of
 from feedmill.reading.stream import (
@@ -23,6 +20,7 @@ from feedmill.reading.stream import (
     wait_for_entry,
 )
 from shared.keys import RESULTS_STREAM
+from shared.redis_errors import is_temporary
 from shared.scripts.stream import END, Place, StreamState, claim, fetch
 
 T = TypeVar("T")
@@ -104,11 +102,14 @@ class GroupReader:
     def acknowledge(self, ids: Sequence[str]) -> None:
         """Mark entries as processed. Call before the next `read`, which otherwise returns them again.
 
-        If Redis is unreachable, the next `read` sends the acknowledgement.
+        If Redis is unreachable or rejects writes, the next `read` sends the acknowledgement.
         """
         self._to_acknowledge.extend(ids)
-        with suppress(ConnectionFault, TimeoutFault):
+        try:
             self._send_acknowledgements()
+        except RedisError as fault:
+            if not is_temporary(fault):
+                raise
 
     def _send_acknowledgements(self) -> None:
         if self._to_acknowledge:

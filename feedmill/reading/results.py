@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from numbers import Real
 
 from redis import Redis
-from redis.exceptions import AuthenticationError
-from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import TimeoutError as TimeoutFault
+from redis.exceptions import RedisError
 
 from feedmill.reading.groups import CLAIM_AFTER_S, GroupReader
 from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, normalize
-from shared.errors import UserError, printable, truncate
+from shared.errors import UserError, clause, printable, truncate
+from shared.redis_errors import is_temporary, rejects_writes
 from shared.results import Result
 
 logger = logging.getLogger(__name__)
@@ -81,8 +80,9 @@ def _is_finite(value: object) -> bool:
 def batches(reader: Reader, follow: bool = True, wait: float = WAIT_S) -> Iterator[list[Read]]:
     """Yield batches of items as they arrive; an empty list at least every `wait` seconds.
 
-    Reconnects for as long as it takes. Without `follow`, stops at the end of the stream. The caller acknowledges.
-    Raises redis.exceptions.RedisError if the first attempt fails, or if Redis refuses a command.
+    Retries for as long as Redis is unreachable, or rejects the writes of a group. Without `follow`, stops at the end of
+    the stream. The caller acknowledges. Raises redis.exceptions.RedisError if the first attempt fails, or if Redis will
+    never accept a command.
     """
     answered, failures = False, 0
     while True:
@@ -90,11 +90,12 @@ def batches(reader: Reader, follow: bool = True, wait: float = WAIT_S) -> Iterat
             batch = reader.read()
             if batch is None and follow:
                 reader.wait(wait)
-        except (ConnectionFault, TimeoutFault) as fault:
-            if not answered or isinstance(fault, AuthenticationError):
+        except RedisError as fault:
+            if not answered or not is_temporary(fault):
                 raise
             if not failures:
-                logger.warning("Redis is unreachable (%s); retrying until it answers", fault)
+                what = "rejects writes" if rejects_writes(fault) else "is unreachable"
+                logger.warning("Redis %s (%s); retrying until it answers", what, clause(fault))
             time.sleep(RECONNECT_DELAYS_S[min(failures, len(RECONNECT_DELAYS_S) - 1)])
             failures += 1
             continue

@@ -42,8 +42,11 @@ def lock_folder(folder: Path) -> IO[str]:
             f"`feedmill up` is already running with data in {folder}. Stop it with `feedmill down`, or use another "
             "--data-folder."
         )
-    lock.write(json.dumps({"pid": os.getpid(), "namespace": process_namespace()}))  # for `feedmill down`
-    lock.flush()
+    try:
+        lock.write(json.dumps({"pid": os.getpid(), "namespace": process_namespace()}))  # for `feedmill down`
+        lock.flush()
+    except OSError as error:
+        raise StackError(f"Cannot write {folder / LOCK_FILE}: {error.strerror}. Set another --data-folder.") from None
     return lock
 
 

@@ -54,7 +54,13 @@ class Service:
         if self._due is not None:
             if self._due <= time.monotonic():
                 self._due = None
-                self.child = self._launch()
+                try:
+                    self.child = self._launch()
+                except OSError as error:  # such as a data folder that was moved
+                    raise StackError(
+                        f"Cannot restart {self.child.name}: {error.strerror} ({error.filename or self.child.log}). "
+                        "Correct the cause and run `feedmill up` again."
+                    ) from None
                 self._failures.started()
         elif self.child.process.poll() is not None:
             self._schedule(say)

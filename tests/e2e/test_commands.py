@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import signal
@@ -21,6 +22,7 @@ from shared.model_routing import announce
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.support import (
+    FEEDMILL,
     PASSWORD,
     RedisServer,
     as_jsonl,
@@ -365,6 +367,33 @@ def test_classifies_a_file_and_shows_results(served: RedisServer, tmp_path: Path
     told = feedmill("status", cwd=tmp_path, **url).stdout
     assert "worker@" in told
     assert max(map(len, told.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("results >&-", 0),
+        ("export - --format csv >&-", 1),
+        ("enqueue - <&-", 2),
+        ("classify - --labels a,b <&-", 2),
+        ("purge x --yes <&-", 1),
+        ("enqueue nosuch.csv 2>&-", 2),
+        ("status <&- >&- 2>&-", 0),
+    ],
+)
+def test_commands_work_with_closed_streams(redis: RedisServer, tmp_path: Path, command: str, status: int) -> None:
+    """As some daemons leave them."""
+    environment = os.environ | {"FEEDMILL_REDIS_URL": redis.url}
+    said = subprocess.run(
+        ["/bin/sh", "-c", f"{FEEDMILL} {command}"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in said.stderr
+    assert said.returncode == status, said.stderr
 
 
 def test_status_without_workers_names_the_command(redis: RedisServer, tmp_path: Path) -> None:

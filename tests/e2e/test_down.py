@@ -24,9 +24,21 @@ signal.pause()
 """
 
 
+#: The same, but writes its PID late, as `feedmill up` does after its imports.
+LATE_HOLDER = """
+import signal, sys, time, pathlib
+from feedmill.stack.lock import lock_early, lock_folder
+lock_early(pathlib.Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(2)
+lock = lock_folder(pathlib.Path(sys.argv[1]))
+signal.pause()
+"""
+
+
 @contextmanager
-def holding(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-P", "-c", HOLDER, str(folder)]
+def holding(folder: Path, code: str = HOLDER) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-c", code, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout
@@ -49,6 +61,13 @@ def test_ends_the_stack_of_the_folder(tmp_path: Path) -> None:
     again = feedmill("down", "--data-folder", "a", cwd=tmp_path)
     assert again.returncode == 1
     assert f"No `feedmill up` is running with data in {tmp_path / 'a'}" in again.stderr
+
+
+def test_waits_for_the_imports_of_up(tmp_path: Path) -> None:
+    with holding(tmp_path, LATE_HOLDER) as holder:
+        said = feedmill("down", "--data-folder", ".", cwd=tmp_path)
+        assert (said.returncode, said.stderr) == (0, WAITING)
+        assert holder.wait(timeout=60) == -15
 
 
 def test_up_says_that_it_stopped(tmp_path: Path) -> None:
@@ -82,6 +101,28 @@ def test_commands_know_during_the_imports_of_up_that_it_starts(tmp_path: Path) -
         assert "`feedmill up`" in said.stderr
         assert "is starting" in said.stderr
         assert up.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (("ingest", "bluesky"), 0),
+        (("export", "--follow", "out"), 0),
+        (("metrics",), 0),
+        (("export", "out.csv"), -signal.SIGTERM),
+        (("ingest", "gaps"), -signal.SIGTERM),
+    ],
+)
+def test_sigterm_during_the_imports_ends_services_cleanly(
+    tmp_path: Path, arguments: tuple[str, ...], status: int
+) -> None:
+    (tmp_path / "imports").mkdir()
+    code = "import pathlib, signal\npathlib.Path('begun').touch()\nsignal.pause()\n"
+    (tmp_path / "imports" / "typer.py").write_text(code)
+    slow = str(tmp_path / "imports")
+    with running(*arguments, cwd=tmp_path, PYTHONPATH=slow, NEW_INTERPRETER="1") as command:
+        wait_until((tmp_path / "begun").exists, "the imports have begun")
+        assert command.end(signal.SIGTERM) == status
 
 
 @pytest.mark.parametrize("moment", ["Starting Redis", " on port "])

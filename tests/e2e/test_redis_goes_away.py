@@ -6,17 +6,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as TimeoutFault
 
 from producers.push import Pusher
+from shared import broker
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions
+from shared.metrics import connect_for_monitoring
 from shared.results import ResultsStore
 from shared.settings import Settings
-from tests.support import Restartable, announced, make_posts, running, wait_until, working
+from tests.support import Restartable, announced, feedmill, make_posts, running, wait_until, working
 
 pytestmark = pytest.mark.each_redis
 
@@ -74,6 +79,28 @@ def _quietly(holds: Callable[[], bool]) -> bool:
     with suppress(RedisError):
         return holds()
     return False
+
+
+def test_an_unresponsive_redis_is_reported(
+    durable: Restartable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts connections and never answers. Without timeouts and limits on retries, commands would hang."""
+    settings = Settings.model_validate({"redis_url": durable.url})
+    monkeypatch.setattr(broker, "APPLICATION_TIMEOUTS", {"socket_timeout": 0.2, "socket_connect_timeout": 0.2})
+    app: Any = make_app(settings, current=False)
+    durable.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutFault):
+            connect_for_monitoring(settings).ping()
+        with pytest.raises(OperationalError, match="[Tt]im"):
+            app.control.ping()
+        with pytest.raises(TimeoutFault):
+            app.backend.client.ping()
+        said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=durable.url)
+    finally:
+        durable.signal(signal.SIGCONT)
+    assert said.returncode == 2
+    assert "is unreachable" in said.stderr
 
 
 def test_status_keeps_watching_while_up_restarts(durable: Restartable, tmp_path: Path) -> None:

@@ -342,7 +342,8 @@ def screen(seen: Any, settings: Settings) -> str:
     return captured.get()
 
 
-def test_status_fits_80_columns(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("redis")
+def test_status_fits_80_columns(settings: Settings, workers: dict[str, Any]) -> None:
     """The reason for a precision is long on some machines."""
     workers["one@here"] = POOL | {"device": f"cpu in float32: {'a reason of several words; ' * 10}end"}
     shown = status._summary(StatusMonitor(settings).look().status, settings)

@@ -6,10 +6,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from threading import Timer
 from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import InvalidResponse
 
 import feedmill
 from feedmill.reading import groups, results, stream
@@ -489,13 +491,41 @@ def test_reports_missed_results_after_a_lost_connection(
     assert [missed.count for missed in missed_of(late.read())][:1] == [20]
 
 
+def test_a_group_waits_while_redis_rejects_writes(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: ResultsStore
+) -> None:
+    monkeypatch.setattr(results, "RECONNECT_DELAYS_S", (0.0, 0.01))
+    reader = GroupReader(server.client, "g", "one")
+    follow = batches(reader, wait=0.01)
+    next(follow)
+    write(store, 1, 2)
+    ((_, first), (_, second)) = next(follow)
+    server.client.config_set("min-replicas-to-write", 1)
+    try:
+        with caplog.at_level(logging.WARNING):
+            reader.acknowledge(first)
+            Timer(0.2, server.client.config_set, ("min-replicas-to-write", 0)).start()
+            next(follow)
+    finally:
+        server.client.config_set("min-replicas-to-write", 0)
+    assert "rejects writes" in caplog.text
+    reader.acknowledge(second)
+    write(store, 3)
+    assert ids_of(next(follow)) == ["3"]
+
+
+@pytest.mark.parametrize("lost_by", [ConnectionFault("gone"), InvalidResponse("gone")])
 def test_logs_a_lost_and_a_restored_connection_once(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: ResultsStore
+    lost_by: Exception,
+    reader: Reader,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    store: ResultsStore,
 ) -> None:
     monkeypatch.setattr(results, "RECONNECT_DELAYS_S", (0.0, 0.001))
     follow = batches(reader, wait=0.01)
     next(follow)
-    faults = iter([ConnectionFault("gone")] * 5)
+    faults = iter([lost_by] * 5)
     read = reader.read
 
     def failing() -> list[Read] | None:

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from feedmill.cli import status
+from feedmill.cli.run_progress import line
 from feedmill.monitoring.capacity import Memory, size
 from shared.results import Counters
 from shared.retention import Kept
+from shared.runs import Progress
 
 MEMORY = Memory(412_000_000, 10**9, False, 198.0, 35 * 60.0)
 #: An estimate of 1,340 where 1,300 results were stored.
@@ -53,6 +55,16 @@ def test_memory_warnings_fit_80_columns() -> None:
     said = " ".join(lines(crowded, KEPT, Counters(stored=1300, dropped=1_204_331)))
     assert "198.0 posts/s need 3.0 GB" in said
     assert "1,204,331 results dropped · results kept for about 9 h at this rate; about 15.7 GB would keep all" in said
+
+
+def test_a_run_whose_last_posts_were_purged_has_ended() -> None:
+    """Without messages, they never get a result."""
+    found = Progress("monday", 600, 599, latest=1000.0)
+    assert "599 of 600 done · waiting for 2 min" in line(found, 1120.0)
+    for has_worker in (True, False):
+        said = line(found, 1120.0, has_worker, has_messages=False)
+        assert "599 of 600 done · 1 purged or cleared · ended 2 min ago" in said
+    assert "ended" not in line(found, 1001.0, has_messages=False), "a sender marks posts before it sends them"
 
 
 def test_sizes_have_a_unit_that_shows_them() -> None:

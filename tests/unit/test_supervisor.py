@@ -1,16 +1,22 @@
 """feedmill/stack/supervisor.py: restarting workers, their environment, and forwarding their log lines."""
 
+import errno
 import json
 import re
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from feedmill.stack import lock
 from feedmill.stack.devices import Share
-from feedmill.stack.restarts import MAX_FAILURES, STABLE_AFTER_S, Failures
+from feedmill.stack.processes import Child
+from feedmill.stack.restarts import MAX_FAILURES, STABLE_AFTER_S, Failures, Service
 from feedmill.stack.supervisor import MAX_LINE_BYTES, SupervisedWorker, Supervisor
-from shared.errors import SettingsError
-from shared.settings import Settings
+from shared.errors import SettingsError, StackError
+from shared.settings import LOCK_FILE, Settings
+from tests.support import naming
 
 GPUS = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) for number in (4, 7)]
 
@@ -41,6 +47,26 @@ def test_healthy_run_resets_the_pauses() -> None:
         now += seconds
         pauses.append(failures.ended())
     assert pauses == [1, 2, 4, 1, 2]
+
+
+def test_a_service_whose_folder_is_gone_is_not_restarted(tmp_path: Path) -> None:
+    """For example because it was moved."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    service = Service(lambda: Child("worker", ["false"], folder, {}), lambda: False)
+    service.child.process.wait()
+    service.supervise(lambda _: None)
+    folder.rename(tmp_path / "moved")
+    service._due = 0.0
+    with pytest.raises(StackError, match=naming("worker", folder / "worker.log")):
+        service.supervise(lambda _: None)
+
+
+def test_locking_a_folder_on_a_full_disk_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(lock, "_open_locked", lambda _: full)
+    with pytest.raises(StackError, match=naming(tmp_path / LOCK_FILE, "--data-folder")):
+        lock.lock_folder(tmp_path)
 
 
 def test_workers_get_settings_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
