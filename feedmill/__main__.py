@@ -53,13 +53,10 @@ def _is_service(arguments: list[str]) -> bool:
 
 def _open_closed_streams() -> None:
     """Replace closed standard streams, as some daemons leave them, by the null device. Python has None for them."""
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            if descriptor != number:
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+            # In this order, it gets the stream's descriptor, the lowest that is free.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 - open until the end
 
 
 def _lock_data_folder() -> bool:

@@ -6,7 +6,8 @@ import sys
 import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from threading import Timer
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -494,7 +495,8 @@ def test_reports_missed_results_after_a_lost_connection(
 def test_a_group_waits_while_redis_rejects_writes(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: ResultsStore
 ) -> None:
-    monkeypatch.setattr(results, "RECONNECT_DELAYS_S", (0.0, 0.01))
+    accept = partial(server.client.config_set, "min-replicas-to-write", 0)
+    monkeypatch.setattr(results, "time", SimpleNamespace(sleep=lambda _: accept()))  # before the first retry
     reader = GroupReader(server.client, "g", "one")
     follow = batches(reader, wait=0.01)
     next(follow)
@@ -504,10 +506,9 @@ def test_a_group_waits_while_redis_rejects_writes(
     try:
         with caplog.at_level(logging.WARNING):
             reader.acknowledge(first)
-            Timer(0.2, server.client.config_set, ("min-replicas-to-write", 0)).start()
             next(follow)
     finally:
-        server.client.config_set("min-replicas-to-write", 0)
+        accept()
     assert "rejects writes" in caplog.text
     reader.acknowledge(second)
     write(store, 3)
