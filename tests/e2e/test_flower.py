@@ -411,7 +411,7 @@ def test_generated_password_is_shown_once(redis: RedisServer, tmp_path: Path) ->
     try:
         assert command.stderr
         line = command.stderr.readline()
-        found = re.search(r"Flower at (\S+), user feedmill, password (\S{24})\b", line)
+        found = re.search(r"Flower at (\S+), user feedmill, password (\S{24}) ", line)
         assert found, line
         wait_until(lambda: Visitor(found[1], found[2]).ask("/tasks")[0] == 200, "Flower accepts the password")
         assert Visitor(found[1]).ask("/tasks")[0] == 401
