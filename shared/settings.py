@@ -19,7 +19,6 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     Field,
-    PrivateAttr,
     SecretStr,
     TypeAdapter,
     ValidationError,
@@ -327,8 +326,6 @@ class Settings(BaseSettings):
     #: Minimum level of log records.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    _stack_url: str | None = PrivateAttr(None)  # of the running `feedmill up`, once `broker_url` has read it
-
     @field_validator("labels", mode="before")
     @classmethod
     def _from_json(cls, value: object) -> object:
@@ -433,13 +430,13 @@ class Settings(BaseSettings):
         """
         if self.redis_url is not None:
             return self.redis_url.get_secret_value()
-        if self._stack_url is not None:
-            return self._stack_url
+        if known := self.__dict__.get("stack_url"):  # where `cached_property` would keep it: no part of equality
+            return str(known)
         # The lock, because a killed `feedmill up` leaves its file behind, and another program may have taken its port.
         if not is_folder_locked(self.data_folder):
             return FALLBACK_REDIS_URL
         try:
-            self._stack_url = str(json.loads((self.data_folder / STACK_FILE).read_text())["redis_url"])
+            found = str(json.loads((self.data_folder / STACK_FILE).read_text())["redis_url"])
         except FileNotFoundError:
             # Not localhost: another Redis there would take the posts that are meant for this one.
             raise SettingsError(
@@ -451,7 +448,8 @@ class Settings(BaseSettings):
                 f"Cannot read the address of the running `feedmill up` from {self.data_folder / STACK_FILE} ({error}). "
                 f"Set {PREFIX}REDIS_URL, or delete the file."
             ) from None
-        return self._stack_url
+        self.__dict__["stack_url"] = found
+        return found
 
     @property
     def redis(self) -> address.Address:

@@ -152,9 +152,8 @@ class ExportRun:
                 if not self._follow or (isinstance(fault, RedisError) and not is_temporary(fault)):
                     raise
                 if not failures:
-                    where = (
-                        clause(fault) if isinstance(fault, DatabaseUnavailable) else f"Redis is unreachable ({fault})"
-                    )
+                    is_database = isinstance(fault, DatabaseUnavailable)
+                    where = clause(fault) if is_database else f"Redis is unreachable ({clause(fault)})"
                     logger.warning("%s; retrying until it answers", where)
                 time.sleep(RECONNECT_DELAYS_S[min(failures, len(RECONNECT_DELAYS_S) - 1)])
                 failures += 1

@@ -183,6 +183,8 @@ def test_finds_a_running_stack(tmp_path: Path) -> None:
         assert settings.redis_address == "127.0.0.1:1/0"
     assert settings.redis_address == "127.0.0.1:1/0"
     assert later.redis_address == "127.0.0.1:6379/0"
+    assert settings == later, "of which `classify_task` keeps one sender"
+    assert ":p@" not in repr(settings) + settings.model_dump_json()
 
 
 def test_ignores_the_address_of_a_killed_stack(tmp_path: Path) -> None:
