@@ -269,7 +269,7 @@ def running(*arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill
     command = Feedmill(*arguments, cwd=cwd, **environment)
     try:
         yield command
-    except AssertionError as error:
+    except (AssertionError, subprocess.TimeoutExpired) as error:
         error.add_note(f"output of feedmill {arguments[0]}:\n{command.text()[-8000:]}")
         raise
     finally:

@@ -62,7 +62,7 @@ from feedmill.stack.down import stop_stack
 from feedmill.stack.embedded import Stack, flower_url
 from feedmill.stack.live_demo import run_live
 from feedmill.stack.processes import python_command
-from feedmill.stack.signals import end_service_on_signals
+from feedmill.stack.signals import note_signals, repeat_dropped_interrupts
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
 from shared.errors import (
@@ -185,17 +185,18 @@ def up(data_folder: DataFolder = None) -> None:
             "`feedmill up` starts its own Redis, but FEEDMILL_REDIS_URL is set and sends the other commands "
             "elsewhere. Unset it, or run `feedmill worker` to use that Redis."
         )
-    with end_service_on_signals():
-        stack = Stack(settings, settings.data_folder, durable=True)
+    with note_signals() as received:
+        stack = Stack(settings, settings.data_folder, durable=True, signals=received)
         try:
             start(stack, notes)
             notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C or `feedmill down` stops everything."))
             notes.print(Text(f"In another terminal:\n{_next_commands(settings)}"))
             stack.stay(partial(notes.print, markup=False))
-        except SystemExit:
-            notes.print("stopping …")
-            raise
+        except (KeyboardInterrupt, SystemExit):
+            pass  # a signal is the normal end
         finally:
+            if received:
+                notes.print("stopping …")
             stack.stop()
             notes.print("stopped")
 
@@ -295,6 +296,7 @@ def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
 
 def run() -> None:
     """Run the console script; report user errors as a message, without a traceback."""
+    repeat_dropped_interrupts()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks

@@ -28,7 +28,7 @@ from feedmill.cli.offline import classify_posts
 from feedmill.console import output_console
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.embedded import WORKER_NODE, Stack
-from feedmill.stack.signals import exit_on_signals
+from feedmill.stack.signals import note_signals
 from feedmill.stack.start import start
 from producers.push import Pusher
 from shared.broker import connect, make_app
@@ -62,8 +62,8 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
     """Start the stack, classify the sample posts, print their labels, stop everything. Raises StackError."""
     console = output_console()
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, exit_on_signals():
-        stack = Stack(settings, Path(folder), durable=False)
+    with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, note_signals() as received:
+        stack = Stack(settings, Path(folder), durable=False, signals=received)
         try:
             start(stack, notes)
             posts = sample_posts()
@@ -74,6 +74,7 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
                 command = "feedmill" if _is_on_path() else shlex.quote(str(Path(sys.executable).parent / "feedmill"))
                 notes.print(f"  FEEDMILL_DATA_FOLDER={folder} {command} status", markup=False)
                 stack.stay(partial(notes.print, markup=False))
+                notes.print("stopping …")
         finally:
             stack.stop()
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from feedmill.stack.lock import lock_folder
 from feedmill.stack.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
 from feedmill.stack.processes import Child, python_command
 from feedmill.stack.restarts import Service
+from feedmill.stack.signals import interrupt
 from shared.atomic_files import replacing
 from shared.broker import make_app
 from shared.errors import StackError
@@ -34,7 +35,7 @@ from shared.settings import PREFIX, STACK_FILE, Settings, is_folder_locked, vari
 MEASURING = "measuring the token budget"
 WORKER_NODE = "worker@feedmill"
 #: Seconds between checks for processes that have exited.
-POLL_INTERVAL_S = 0.5
+POLL_INTERVAL_S = 0.1
 #: Secrets that are removed from the children's environment. Only Flower's own process gets `flower_password`.
 WITHHELD_SETTINGS = ("flower_password", "reddit_client_id", "reddit_client_secret")
 #: Settings for the connection to an external Redis, which the embedded stack does not use.
@@ -52,10 +53,10 @@ class Stack:
 
     The attribute `settings` holds settings for the stack's own Redis. durable: Redis persists its data in the
     folder, and ports and passwords stay the same at the next start; otherwise the data is lost when the stack stops.
-    Raises StackError.
+    signals: the numbers of the signals that asked this process to end so far (`note_signals`). Raises StackError.
     """
 
-    def __init__(self, settings: Settings, folder: Path, durable: bool) -> None:
+    def __init__(self, settings: Settings, folder: Path, durable: bool, signals: Sequence[int] = ()) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -64,6 +65,7 @@ class Stack:
             ) from None
         self._folder = folder
         self._durable = durable
+        self._signals = signals
         self._lock = lock_folder(folder)
         #: Lines for the user about ports and passwords that had to change.
         self.notes: list[str] = []
@@ -95,8 +97,7 @@ class Stack:
                 else settings.model,
             }
         )
-        #: A single client and application for all checks: Python discards an exception that a signal handler raises
-        #: while a client is being destroyed. Its timeouts are short, because another program may hold Redis' port.
+        #: For all checks. Its timeouts are short, because another program may hold Redis' port.
         self._redis = connect_for_monitoring(self.settings)
         self._app = make_app(self.settings)
         #: The processes in the order in which they are stopped.
@@ -105,7 +106,10 @@ class Stack:
         self.step = "starting Redis"
 
     def start(self) -> Iterator[str]:
-        """Start the processes and yield a line about each one once it answers. Raises StackError."""
+        """Start the processes and yield a line about each one once it answers.
+
+        Raises StackError, and after a signal KeyboardInterrupt or SystemExit.
+        """
         redis = self._start_redis()
         self._announce()  # at once: a command that finds no address cannot tell this stack from one that is stopping
         yield redis
@@ -115,7 +119,7 @@ class Stack:
         yield from self._await_worker(worker.child)
         yield f"worker {WORKER_NODE}"
         self.step = "waiting for Flower"
-        flower.child.wait_until(lambda: flower.answers() and self._hears_events())
+        self._wait(flower.child, lambda: flower.answers() and self._hears_events())
         yield f"Flower at {self.flower_url}, user {self.settings.flower_user}, {self._password_hint()}"
 
     def _add(self, launch: Callable[[], Child], answers: Callable[[], bool]) -> Service:
@@ -123,6 +127,19 @@ class Stack:
         service = Service(launch, answers)
         self._services.insert(0, service)
         return service
+
+    def _wait(self, child: Child, answers: Callable[[], bool]) -> None:
+        """Wait until `answers` returns True, or until a signal."""
+
+        def is_over() -> bool:
+            self._look_for_signal()
+            return answers()
+
+        child.wait_until(is_over)
+
+    def _look_for_signal(self) -> None:
+        if self._signals:
+            interrupt(self._signals[0])
 
     def _start_redis(self) -> str:
         server = find_redis_server()
@@ -152,7 +169,7 @@ class Stack:
             lambda: Child("redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=lines),
             self._redis_answers,
         )
-        redis.child.wait_until(redis.answers)
+        self._wait(redis.child, redis.answers)
         return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._addresses.redis_port}"
 
     def _redis_answers(self) -> bool:
@@ -170,11 +187,11 @@ class Stack:
         return False
 
     def _await_worker(self, worker: Child) -> Iterator[str]:
-        worker.wait_until(lambda: MEASURING in worker.output() or self._ping_worker())
+        self._wait(worker, lambda: MEASURING in worker.output() or self._ping_worker())
         if MEASURING in worker.output():
             self.step = "measuring the token budget of a micro-batch (about 10 s, once per machine)"
             yield "model loaded"
-        worker.wait_until(self._ping_worker)
+        self._wait(worker, self._ping_worker)
 
     def _launch_flower(self) -> Child:
         command = [*python_command(), "flower", "--port", str(self._addresses.flower_port)]
@@ -214,18 +231,16 @@ class Stack:
         return f"password {self.flower_password}"
 
     def check(self) -> None:
-        """Raise StackError if one of the processes has exited."""
+        """Raise KeyboardInterrupt or SystemExit after a signal, and StackError if one of the processes has exited."""
+        self._look_for_signal()
         for service in self._services:
             service.child.check()
 
     def stay(self, say: Callable[[str], None]) -> None:
-        """Run until Ctrl-C, restarting processes that exit. say: prints a line. Raises StackError."""
-        try:
-            while True:
-                self.supervise(say)
-                time.sleep(POLL_INTERVAL_S)
-        except KeyboardInterrupt:
-            say("stopping …")
+        """Run until a signal, restarting processes that exit. say: prints a line. Raises StackError."""
+        while not self._signals:
+            self.supervise(say)
+            time.sleep(POLL_INTERVAL_S)
 
     def supervise(self, say: Callable[[str], None]) -> None:
         """Restart processes that have exited. Raises StackError if one of them keeps failing."""
@@ -233,17 +248,21 @@ class Stack:
             service.supervise(say)
 
     def stop(self) -> None:
-        """Stop all processes in order; a second interrupt kills them."""
+        """Stop all processes in order. A signal meanwhile kills them: then raises SystemExit(128 + its number)."""
+        before = len(self._signals)
         try:
             for service in self._services:
                 # The worker may drain for `drain` seconds; the other processes have nothing to finish.
-                service.child.stop(self.settings.drain + 10 if service.child.name == "worker" else 10)
+                seconds = self.settings.drain + 10 if service.child.name == "worker" else 10
+                service.child.stop(seconds, lambda: len(self._signals) > before)
         finally:
             for service in self._services:
                 service.child.kill()
             self._redis.close()
             (self._folder / STACK_FILE).unlink(missing_ok=True)
             self._lock.close()
+        if len(self._signals) > before:
+            raise SystemExit(128 + self._signals[-1])
 
 
 def flower_url(folder: Path) -> str:

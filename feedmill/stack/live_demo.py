@@ -14,7 +14,7 @@ from rich.text import Text
 
 from feedmill.console import output_console
 from feedmill.stack.embedded import Stack
-from feedmill.stack.signals import exit_on_signals
+from feedmill.stack.signals import note_signals
 from feedmill.stack.start import start
 from producers.live.clock import Clock
 from producers.live.daemon import LiveDaemon
@@ -51,8 +51,8 @@ def run_live(settings: Settings, as_json: bool) -> None:
     source = _source(settings, clock)
     console = output_console()
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, exit_on_signals():
-        stack = Stack(settings, Path(folder), durable=False)
+    with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, note_signals() as received:
+        stack = Stack(settings, Path(folder), durable=False, signals=received)
         try:
             start(stack, notes)
             _follow(stack, source, clock, console, as_json)
@@ -100,6 +100,7 @@ def _follow(stack: Stack, source: Source, clock: Clock, console: Console, as_jso
         time.monotonic() - began < LIVE_S + RESULTS_S
     ):
         clock.wait(0.1)
+        stack.check()
     seconds = time.monotonic() - began
     labels = Counter({name: count for hour in store.labels(2).values() for name, count in hour.items()})
     often = ", ".join(f"{name} {count:,}" for name, count in labels.most_common(TOP_LABELS))

@@ -81,13 +81,13 @@ class Child:
         lines = self.output().splitlines()[-5:]
         return "Its log ends:\n  " + "\n  ".join(lines) if lines else f"Its log {self.log} is empty."
 
-    def stop(self, seconds: float) -> None:
-        """Send SIGTERM and wait up to `seconds`, then kill the process."""
+    def stop(self, seconds: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Send SIGTERM and wait up to `seconds`, or until `is_urgent` returns True; then kill the process."""
         self.process.terminate()
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline and not is_urgent():
+            time.sleep(0.02)
+        self.kill()
 
     def kill(self) -> None:
         if self.process.poll() is None:

@@ -1,12 +1,16 @@
-"""Context managers that handle signals inside a block."""
+"""Handle signals inside a block, and lose none."""
 
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 #: Signals that ask a command to end.
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Seconds after which a dropped Ctrl-C is repeated. The callback that dropped it has ended by then.
+REPEAT_S = 0.05
 
 
 def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
@@ -34,16 +38,33 @@ def exit_on_signals() -> AbstractContextManager[None]:
     return handle_signals(leave, *not_ignored(signal.SIGTERM, signal.SIGHUP))
 
 
-def end_service_on_signals() -> AbstractContextManager[None]:
-    """Turn the first SIGTERM, SIGHUP or Ctrl-C inside the block into SystemExit(0): services are stopped by them.
+@contextmanager
+def note_signals() -> Iterator[list[int]]:
+    """Note SIGTERM, SIGHUP and Ctrl-C inside the block, and yield the list of their numbers so far.
 
-    A second signal, which interrupts the clean-up, raises SystemExit(128 + its number).
+    For code that starts processes: Python drops an exception of a signal handler that runs in one of the callbacks
+    of a fork, and one at another moment leaves a lock of `subprocess` locked.
     """
-    is_first = True
+    received: list[int] = []
+    with handle_signals(lambda number, _: received.append(number), *not_ignored(*EXIT_SIGNALS)):
+        yield received
 
-    def leave(number: int, _: object) -> None:
-        nonlocal is_first
-        status, is_first = 0 if is_first else 128 + number, False
-        raise SystemExit(status)
 
-    return handle_signals(leave, *not_ignored(*EXIT_SIGNALS))
+def interrupt(number: int) -> NoReturn:
+    """Raise what ends a command after this signal: KeyboardInterrupt after Ctrl-C, else SystemExit(128 + number)."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def repeat_dropped_interrupts() -> None:
+    """Repeat each Ctrl-C that Python drops, as it does in destructors and callbacks, instead of showing a traceback."""
+    main = threading.main_thread()
+
+    def repeat(dropped: "sys.UnraisableHookArgs") -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt) and threading.current_thread() is main and main.ident:
+            threading.Timer(REPEAT_S, signal.pthread_kill, (main.ident, signal.SIGINT)).start()
+        else:
+            sys.__unraisablehook__(dropped)
+
+    sys.unraisablehook = repeat

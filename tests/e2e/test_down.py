@@ -136,6 +136,22 @@ def test_ctrl_c_while_up_starts_is_a_clean_stop(tmp_path: Path, moment: str) -> 
     wait_until(lambda: processes_in(tmp_path) == [], "no process is left")
 
 
+@pytest.mark.parametrize(
+    ("command", "how", "status"),
+    [("up", signal.SIGINT, 0), ("up", signal.SIGTERM, 0), ("demo", signal.SIGINT, 130), ("demo", signal.SIGTERM, 143)],
+)
+def test_a_signal_during_a_fork_is_not_lost(tmp_path: Path, command: str, how: signal.Signals, status: int) -> None:
+    """Python drops exceptions of signal handlers there."""
+    (tmp_path / "imports").mkdir()
+    code = f"import os, signal\nos.register_at_fork(after_in_parent=lambda: signal.raise_signal({how:d}))\n"
+    (tmp_path / "imports" / "sitecustomize.py").write_text(code)
+    first = {"PYTHONPATH": str(tmp_path / "imports"), "NEW_INTERPRETER": "1"}
+    with running(command, cwd=tmp_path, FEEDMILL_DATA_FOLDER="data", **first) as stack:
+        assert stack.process.wait(60) == status, stack.text()
+    assert "ignored" not in stack.text()
+    assert processes_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_worker_that_loads_its_model_stops_cleanly(redis: RedisServer, tmp_path: Path, how: signal.Signals) -> None:
     with running("worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_LOG_LEVEL="debug") as worker:

@@ -109,6 +109,16 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
+def test_a_second_signal_kills_what_does_not_stop(tmp_path: Path) -> None:
+    with running("up", cwd=tmp_path, FEEDMILL_DATA_FOLDER="data", FEEDMILL_DRAIN="300") as up:
+        wait_until(lambda: up.says("Ctrl-C"), "the stack is up", 150)
+        os.kill(redis_of(tmp_path / "data"), signal.SIGSTOP)
+        up.process.send_signal(signal.SIGINT)
+        wait_until(lambda: up.says("stopping"), "the stack is stopping")
+        assert up.end(signal.SIGTERM) == 143
+    assert processes_in(tmp_path) == []
+
+
 @pytest.mark.timeout(360)
 def test_commands_survive_a_killed_redis_and_a_restart_of_up(tmp_path: Path) -> None:
     """`results --follow` and `status --watch` run throughout; nothing that was sent is lost."""

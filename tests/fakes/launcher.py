@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from feedmill.stack.processes import Child
-from feedmill.stack.signals import exit_on_signals
+from feedmill.stack.signals import note_signals
 from tests.fakes.standin_worker import CLOCK, FULL, HANG
 
 #: Seconds that a worker may take to stop gracefully.
@@ -29,10 +29,10 @@ def main(folder: Path, workers: int) -> None:
     def start(name: str) -> Child:
         return Child(name, [sys.executable, "-m", "tests.fakes.standin_worker", name], folder, dict(os.environ))
 
-    with exit_on_signals():
+    with note_signals() as received:
         children = [start(f"worker-{number}") for number in range(workers)]
         try:
-            while True:
+            while not received:
                 for number, child in enumerate(children):
                     if child.process.poll() is not None:
                         children[number] = start(child.name)

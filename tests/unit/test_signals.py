@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from feedmill.stack.signals import end_service_on_signals, exit_on_signals, handle_signals, not_ignored
+from feedmill.stack.signals import exit_on_signals, handle_signals, interrupt, not_ignored, note_signals
 
 NUMBERS = signal.SIGUSR1, signal.SIGUSR2
 
@@ -45,11 +45,13 @@ def test_ignored_signals_stay_ignored() -> None:
     assert left.value.code == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_only_the_first_signal_is_a_services_normal_end(first: signal.Signals) -> None:
-    with end_service_on_signals():
-        with pytest.raises(SystemExit) as normal:
-            _receive(first)
-        with pytest.raises(SystemExit) as interrupted:
-            _receive(signal.SIGINT)
-    assert (normal.value.code, interrupted.value.code) == (0, 130)
+def test_notes_signals_and_interrupts_later() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with note_signals() as received:
+        _receive(signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    assert received == [signal.SIGTERM, signal.SIGINT]
+    with pytest.raises(SystemExit) as ended:
+        interrupt(signal.SIGTERM)
+    assert ended.value.code == 143
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(signal.SIGINT)
