@@ -192,11 +192,9 @@ def up(data_folder: DataFolder = None) -> None:
             notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C or `feedmill down` stops everything."))
             notes.print(Text(f"In another terminal:\n{_next_commands(settings)}"))
             stack.stay(partial(notes.print, markup=False))
-        except (KeyboardInterrupt, SystemExit):
-            pass  # a signal is the normal end
+        except (KeyboardInterrupt, SystemExit):  # a signal during the start is a normal end, too
+            notes.print("stopping …")
         finally:
-            if received:
-                notes.print("stopping …")
             stack.stop()
             notes.print("stopped")
 

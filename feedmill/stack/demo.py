@@ -74,7 +74,6 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
                 command = "feedmill" if _is_on_path() else shlex.quote(str(Path(sys.executable).parent / "feedmill"))
                 notes.print(f"  FEEDMILL_DATA_FOLDER={folder} {command} status", markup=False)
                 stack.stay(partial(notes.print, markup=False))
-                notes.print("stopping …")
         finally:
             stack.stop()
 

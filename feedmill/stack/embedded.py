@@ -241,6 +241,7 @@ class Stack:
         while not self._signals:
             self.supervise(say)
             time.sleep(POLL_INTERVAL_S)
+        say("stopping …")
 
     def supervise(self, say: Callable[[str], None]) -> None:
         """Restart processes that have exited. Raises StackError if one of them keeps failing."""

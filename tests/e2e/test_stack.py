@@ -1,12 +1,15 @@
 """The embedded stack of `demo` and `up`: starting, reporting, and above all stopping."""
 
 import base64
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
 import socket
 import subprocess
+import termios
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -107,6 +110,24 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         assert command.wait(120) == 0
     assert processes_in(tmp_path) == []
     assert not kept.exists()
+
+
+def test_a_closed_terminal_stops_all_in_order(tmp_path: Path) -> None:
+    terminal, theirs = pty.openpty()
+    environment = os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_DATA_FOLDER": "data"}
+    with subprocess.Popen(
+        [FEEDMILL, "up"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=environment,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509
+    ) as up:  # fmt: skip
+        os.close(theirs)
+        shown = b""
+        while b"Ctrl-C" not in shown:
+            shown += os.read(terminal, 4096)
+        os.close(terminal)
+        up.wait(60)
+    assert "Warm shutdown" in (tmp_path / "data" / "worker.log").read_text()
+    assert "ready to exit" in (tmp_path / "data" / "redis.log").read_text()
+    assert processes_in(tmp_path) == []
 
 
 def test_a_second_signal_kills_what_does_not_stop(tmp_path: Path) -> None:
