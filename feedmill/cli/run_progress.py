@@ -29,10 +29,9 @@ def line(found: runs.Progress, now: float, has_worker: bool = True, has_messages
         parts.append(f"{found.failed:,} failed")
     if not has_messages and runs.is_waiting(found, now):
         parts += [f"{found.pending:,} purged or cleared", f"ended {span(now - found.latest)} ago"]
-    elif found.pending and not has_worker:
-        parts.append(f"stalled for {span(max(0.0, now - found.latest))}: no worker answers")
-    elif runs.is_waiting(found, now):
-        parts.append(f"waiting for {span(now - found.latest)}")
+    elif found.pending and (not has_worker or runs.is_waiting(found, now)):
+        why = "" if has_worker else ": no worker answers"
+        parts.append(f"waiting for {span(max(0.0, now - found.latest))}{why}")
     else:
         if found.rate is not None:
             parts.append(f"{found.rate:,.1f} posts/s" if found.rate >= 1 else f"{found.rate:.2g} posts/s")

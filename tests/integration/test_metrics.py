@@ -408,7 +408,7 @@ def test_a_snapshot_reads_totals_and_runs_after_the_workers_answered(
     assert (found.queue.waiting, found.dead_letters) == (0, 1)
 
 
-def test_a_run_without_workers_is_stalled(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
+def test_a_run_without_workers_is_waiting(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
     """Its rate was that of the time in which workers served it, and says nothing about its end."""
     now = int(time.time() * 1000)
     counts: dict[Any, Any] = {"sent": 500, "stored": 357, "began": now - 11_000, "latest": now - 1000, "used": 10_000}
@@ -424,7 +424,7 @@ def test_a_run_without_workers_is_stalled(redis: RedisServer, settings: Settings
     assert "12.5 posts/s, device busy 0.97 in the last 10 s" in status._summary(served.status, settings)
     workers.clear()
     for line in lines(StatusMonitor(settings).look()):
-        assert "monday: 357 of 500 done · stalled for " in line
+        assert "monday: 357 of 500 done · waiting for " in line
         assert "posts/s" not in line
 
 
