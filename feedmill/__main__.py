@@ -39,7 +39,9 @@ def main() -> None:
         sys.stderr.write("Starting Redis, a worker and Flower\n")
         sys.stderr.flush()
     from feedmill.cli.main import run  # noqa: PLC0415 - imports the packages checked above
+    from feedmill.stack.signals import repeat_dropped_interrupts  # noqa: PLC0415
 
+    repeat_dropped_interrupts()
     signal.signal(signal.SIGINT, interrupt)
     run()
 

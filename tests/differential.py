@@ -94,7 +94,7 @@ COMPLETE = re.compile(r"(st|sb)*(sS|sF|sFJ|sJF|s|V)")
 LETTERS = {"started": "s", "retried": "t", "succeeded": "S", "failed": "F", "revoked": "V", "rejected": "J"}
 END_EVENTS = ("task-succeeded", "task-failed", "task-revoked")
 #: Seconds without an event after which a worker counts as done. Follow-up tasks start at once.
-QUIET_S = 0.5
+QUIET_S = 2.0
 #: Tasks without an end event: Celery has none for Ignore.
 SILENT = ("differential.ignore", "differential.own_state")
 
@@ -235,7 +235,7 @@ def send(app: Celery, log: EventLog, sendings: Sequence[Sending]) -> None:
     stamps: Any = {header: [stamp]}
     app.control.revoke_by_stamped_headers(stamps, reply=True, limit=1, timeout=60)
     waiting = [call.id for call in calls if call.fate in WAITING]
-    eta = datetime.now(UTC) + timedelta(seconds=3 + 0.03 * len(waiting))
+    eta = datetime.now(UTC) + timedelta(seconds=10 + 0.03 * len(waiting))
     for sending in sendings:
         if sending.waits():
             sending.send(app, eta)

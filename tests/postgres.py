@@ -13,8 +13,8 @@ from typing import Any
 
 import psycopg
 
-from feedmill.stack.processes import Child, free_port
-from tests.support import PASSWORD, wait_until
+from feedmill.stack.processes import Child
+from tests.support import PASSWORD, free_port, wait_until
 
 #: User of the database, and name of the database.
 USER, DATABASE = "feedmill", "postgres"
@@ -74,6 +74,7 @@ class PostgresServer:
     def kill(self) -> None:
         """End all of the server's processes with SIGKILL."""
         server = self._child.process.pid
+        os.kill(server, signal.SIGSTOP)  # it starts no other child meanwhile
         children = [int(each) for each in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
         self._child.kill()
         for child in children:

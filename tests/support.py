@@ -2,11 +2,13 @@
 
 import atexit
 import fcntl
+import itertools
 import json
 import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,7 +28,7 @@ from redis.client import NEVER_DECODE
 from trustme import CA
 
 from feedmill.stack.prerequisites import installed_redis_server, server_version
-from feedmill.stack.processes import Child, free_port
+from feedmill.stack.processes import Child
 from shared.keys import MARKS
 from shared.messages import Post, digest
 from shared.scripts import queue as queue_scripts
@@ -78,6 +80,20 @@ def mark_sent(client: Redis, post_id: str) -> None:
 def has_results(client: Redis, post_id: str) -> bool:
     """Return whether anything is stored with a post's results."""
     return results.get(client, post_id) != (b"", {})
+
+
+#: Ports of this test process: below those of `feedmill up`, and those that the system gives to any program.
+PORTS_EACH = 1_200
+FIRST_PORT = 10_000 + PORTS_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
+_tried = itertools.count(os.getpid())
+
+
+def free_port() -> int:
+    """Return a free port that no other test process takes before it is used."""
+    while True:
+        port = FIRST_PORT + next(_tried) % PORTS_EACH
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def wait_until(holds: Callable[[], object], description: str, seconds: float = 120.0) -> None:
@@ -303,9 +319,9 @@ def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) ->
 
 
 def run(
-    command: Sequence[str], cwd: Path, environment: dict[str, str], stdin: str = ""
+    command: Sequence[str], cwd: Path, environment: dict[str, str], stdin: str = "", seconds: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command until it exits."""
+    """Run a command until it exits, at most `seconds`."""
     pipes = [os.pipe() for _ in range(3)]
     (given, stdin_pipe), (stdout_pipe, output), (stderr_pipe, errors) = [
         (os.fdopen(reader), os.fdopen(writer, "w")) for reader, writer in pipes
@@ -316,7 +332,7 @@ def run(
         writing = threads.submit(_write, stdin_pipe, stdin)
         reading = [threads.submit(each.read) for each in (stdout_pipe, stderr_pipe)]
         try:
-            status = process.wait(120)
+            status = process.wait(seconds)
         finally:
             process.kill()
         writing.result()

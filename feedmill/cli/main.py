@@ -62,7 +62,7 @@ from feedmill.stack.down import stop_stack
 from feedmill.stack.embedded import Stack, flower_url
 from feedmill.stack.live_demo import run_live
 from feedmill.stack.processes import python_command
-from feedmill.stack.signals import note_signals, repeat_dropped_interrupts
+from feedmill.stack.signals import note_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
 from shared.errors import (
@@ -294,7 +294,6 @@ def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
 
 def run() -> None:
     """Run the console script; report user errors as a message, without a traceback."""
-    repeat_dropped_interrupts()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks

@@ -39,6 +39,8 @@ from shared.settings import Settings
 
 #: Maximum seconds to wait for all results. After that, the results so far are shown.
 RESULTS_TIMEOUT_S = 300.0
+#: Maximum seconds to wait for the worker's answer about its statistics.
+PATIENCE_S = 10.0
 #: Rows of the table, unless `--all` shows every post.
 SAMPLE_ROWS = 16
 #: Seed of the sample. Fixed before any result was seen, so that the rows are neither picked by hand nor different in
@@ -119,7 +121,7 @@ def _report(
     console.print(f"It took {seconds:.1f} s: {len(results) / seconds:.0f} posts per second.")
     console.print(_next_steps(), soft_wrap=True, markup=False)
     if as_json:
-        statistics = worker_statistics(make_app(stack.settings)).get(WORKER_NODE)
+        statistics = worker_statistics(make_app(stack.settings), [WORKER_NODE], PATIENCE_S).get(WORKER_NODE)
         if statistics is None:
             raise StackError(f"The worker does not answer. See its log in {stack.settings.data_folder}.")
         summary = {

@@ -250,7 +250,7 @@ class Stack:
 
     def stop(self) -> None:
         """Stop all processes in order. A signal meanwhile kills them: then raises SystemExit(128 + its number)."""
-        before = len(self._signals)
+        before = min(len(self._signals), 1)  # the first one is the reason for this stop
         try:
             for service in self._services:
                 # The worker may drain for `drain` seconds; the other processes have nothing to finish.

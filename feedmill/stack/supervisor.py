@@ -56,6 +56,8 @@ ANSWERED = 0
 #: Signals that stop the workers, and signals that are forwarded to them.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 FORWARDED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
+#: The process of each worker by node name; None while it does not run.
+Processes = dict[str, subprocess.Popen[bytes] | None]
 
 
 class SupervisedWorker:
@@ -157,8 +159,8 @@ class Supervisor:
                 if variable != NOTIFY_SOCKET and variable.upper() not in given
             }
             self._workers.append(SupervisedWorker(share, share.node(name), command, others | given))
-        #: Statistics of the workers that answered, by node name.
-        self._answers: queue.SimpleQueue[dict[str, dict[str, Any]]] = queue.SimpleQueue()
+        #: The processes that were asked and the statistics of the workers that answered, by node name.
+        self._answers: queue.SimpleQueue[tuple[Processes, dict[str, dict[str, Any]]]] = queue.SimpleQueue()
         #: Set when a worker has exited, so that the next request for statistics is sent at once.
         self._changed = threading.Event()
         #: Checked at the start, because a terminal that was closed later no longer counts as one.
@@ -229,7 +231,7 @@ class Supervisor:
     def _woken(self) -> None:
         for number in self._awake.recv(4096):
             if number == ANSWERED:
-                self._update_statistics(self._answers.get())
+                self._update_statistics(*self._answers.get())
             elif number == signal.SIGQUIT:
                 self._stop(signal.SIGQUIT)
             elif number in STOP_SIGNALS or (number == signal.SIGHUP and self._in_terminal):  # the terminal was closed
@@ -338,10 +340,11 @@ class Supervisor:
             frequent = self._live or not self._all_answer()
             self._changed.wait(REFRESH_INTERVAL_S if frequent else self._settings.statistics_interval)
             self._changed.clear()
+            asked = {worker.node: worker.process for worker in self._workers}
             found: dict[str, dict[str, Any]] = {}
             with suppress(RedisError, OperationalError):
                 found = worker_statistics(app, nodes)
-            self._answers.put(found)
+            self._answers.put((asked, found))
             with suppress(OSError):  # the main thread has closed the socket
                 self._waker.send(bytes([ANSWERED]))
 
@@ -349,10 +352,14 @@ class Supervisor:
         """Return True if every worker answers, except those that are no longer restarted."""
         return all(worker.statistics or worker.is_over for worker in self._workers)
 
-    def _update_statistics(self, found: dict[str, dict[str, Any]]) -> None:
-        """Store the answers, notify systemd once all workers are up, and print or log the status line."""
+    def _update_statistics(self, asked: Processes, found: dict[str, dict[str, Any]]) -> None:
+        """Store the answers of the processes that still run, and print or log the status line.
+
+        Notifies systemd once all workers are up.
+        """
         for worker in self._workers:
-            worker.statistics = found.get(worker.node) if worker.process else None
+            is_same = worker.process is not None and worker.process is asked[worker.node]
+            worker.statistics = found.get(worker.node) if is_same else None
         if not self._ready and not self._stopping and self._all_answer():
             self._ready = True
             notify("READY=1")

@@ -9,12 +9,11 @@ import pytest
 
 from feedmill.cli import ingest
 from feedmill.cli.options import MessageFlags
-from feedmill.stack.processes import free_port
 from producers.live.state import LiveState, Position
 from shared.broker import queue_depth
 from shared.errors import UserError
 from tests.fakes.jetstream import Jetstream
-from tests.support import RedisServer, feedmill, last_json, running, wait_until
+from tests.support import RedisServer, feedmill, free_port, last_json, running, wait_until
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.stack.processes import free_port
-from tests.support import RedisServer, working
+from tests.support import RedisServer, free_port, working
 
 #: Code of the application's process. It runs one program per line of input, and prints the program's variable `said`
 #: or its exception.

@@ -389,7 +389,7 @@ def _(scene: Scene) -> str:
 @row("`expires` in the worker")
 def _(scene: Scene) -> str:
     with scene.held():
-        due = datetime.now(UTC) + timedelta(seconds=0.5)
+        due = datetime.now(UTC) + timedelta(seconds=3)
         sent = scene.send(post(), expires=due)
         scene.received(sent)
         wait_until(lambda: datetime.now(UTC) > due, "it has expired")
@@ -407,7 +407,7 @@ def _(scene: Scene) -> str:
 
 @row("`revoke` of a postponed message")
 def _(scene: Scene) -> str:
-    due = datetime.now(UTC) + timedelta(seconds=1)
+    due = datetime.now(UTC) + timedelta(seconds=5)
     sent = scene.send(post(), eta=due)
     scene.received(sent)
     scene.order("revoke", task_id=sent.id)
@@ -586,7 +586,7 @@ def _(scene: Scene) -> str:
 
 @row("`inspect scheduled` of a postponed message")
 def _(scene: Scene) -> str:
-    sent = scene.send(post(), countdown=2)
+    sent = scene.send(post(), countdown=5)
     scene.received(sent)
     found = [scheduled["request"]["id"] for scheduled in scene.ask("scheduled")]
     sent.get(timeout=120)  # leave no scheduled message to the next row

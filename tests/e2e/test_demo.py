@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from feedmill.cli.main import app
 from feedmill.stack import live_demo
 from feedmill.stack.demo import sample_posts
-from feedmill.stack.processes import free_port
 from tests.fakes.jetstream import Jetstream
-from tests.support import FEEDMILL, feedmill, last_json, processes_in, running, wait_until
+from tests.support import FEEDMILL, feedmill, free_port, last_json, processes_in, running, wait_until
 
 
 def hostile(folder: Path) -> Path:

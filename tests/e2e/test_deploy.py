@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from feedmill.stack.processes import free_port
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import RESULTS_STREAM
@@ -25,7 +24,17 @@ from shared.settings import Settings
 from shared.training import BEGUN, CHECKPOINTS
 from tests.e2e.test_ending import standin
 from tests.fakes.models import make_model
-from tests.support import Feedmill, RedisServer, feedmill, make_posts, redis_servers, running, wait_until, working
+from tests.support import (
+    Feedmill,
+    RedisServer,
+    feedmill,
+    free_port,
+    make_posts,
+    redis_servers,
+    running,
+    wait_until,
+    working,
+)
 from workers.models.weights import locate
 
 POSTS = 5000

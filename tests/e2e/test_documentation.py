@@ -15,8 +15,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from feedmill.stack.processes import free_port
-from tests.support import RedisServer, announced, feedmill, installed_redis, run, running, wait_until
+from tests.support import RedisServer, announced, feedmill, free_port, installed_redis, run, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -301,7 +301,7 @@ def test_results_status_and_dead_letters_of_a_run(redis: RedisServer, csv: Path)
     status = ask("status").stdout
     assert all(f"{name}: " in status for name in ("a", "b"))
     assert enqueue(redis, csv, "--run", "c").returncode == 0
-    assert re.search("c: 0 of 2 done · stalled .*no worker", ask("status", "--run", "c").stdout)
+    assert re.search("c: 0 of 2 done · waiting for .*no worker", ask("status", "--run", "c").stdout)
     redis.client.delete(run_key("c"))
     typo = ask("results", "--run", "c")
     assert all(word in typo.stderr for word in ("'c'", "b, a"))

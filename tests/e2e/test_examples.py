@@ -16,8 +16,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from feedmill.stack.processes import Child, free_port
-from tests.support import RedisServer, run, running, wait_until
+from feedmill.stack.processes import Child
+from tests.support import RedisServer, free_port, run, running, wait_until
 
 EXAMPLES = Path(__file__).parent.parent.parent / "docs" / "examples"
 POSTS = [{"id": "1", "title": "The keeper saved two penalties in the final"}, {"id": "x"}]

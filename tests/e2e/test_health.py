@@ -15,7 +15,6 @@ from typing import IO, Any
 
 import pytest
 
-from feedmill.stack.processes import free_port
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.keys import WORKERS
@@ -26,6 +25,7 @@ from tests.support import (
     PASSWORD,
     RedisServer,
     feedmill,
+    free_port,
     last_json,
     make_posts,
     running,

@@ -13,14 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from feedmill.cli import ingest
-from feedmill.stack.processes import free_port
 from producers.reddit import gap_filler, topics
 from producers.reddit.state import Gap, State
 from shared.broker import queue_depth
 from shared.errors import UserError
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
-from tests.support import Feedmill, RedisServer, feedmill, running, sent_checksums, sent_marks, wait_until
+from tests.support import Feedmill, RedisServer, feedmill, free_port, running, sent_checksums, sent_marks, wait_until
 
 TOPICS = """
 active = 2

@@ -89,7 +89,20 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     wanted = ["--constraint", str(ROOT / "constraints.txt"), "celery[redis]"]
     installed = subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", *wanted],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(folder),
+            "install",
+            "--quiet",
+            "--retries",
+            "10",
+            "--timeout",
+            "60",
+            *wanted,
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -65,7 +65,7 @@ def ran(redis: RedisServer) -> list[str]:
 
 
 def held(app: Celery) -> int:
-    stats: Any = app.control.inspect(timeout=1).stats()
+    stats: Any = app.control.inspect(timeout=30, limit=1).stats()
     return sum(int(answer["pool"]["messages_held"]) for answer in (stats or {}).values())
 
 
@@ -102,7 +102,7 @@ def test_inspect_shows_tasks_as_usual(app: Celery, redis_server: RedisServer) ->
     redis_server.client.set("gate", "1")
     sent = app.send_task("own.hold", ["gate"])
     wait_until(lambda: "hold gate" in ran(redis_server), "the task runs")
-    inspect = app.control.inspect(timeout=1)
+    inspect = app.control.inspect(timeout=30, limit=1)
     (active,) = (inspect.active() or {}).values()
     (registered,) = (inspect.registered() or {}).values()
     assert [task["id"] for task in active] == [sent.id]

@@ -131,7 +131,7 @@ def test_losing_a_permission_stops_the_worker_naming_the_user(durable: Restartab
 
 
 def test_the_next_worker_finishes_a_killed_workers_messages(durable: Restartable, tmp_path: Path) -> None:
-    posts = make_posts(200)
+    posts = make_posts(1000)
     settings = Settings.model_validate({"redis_url": durable.url})
     store = ResultsStore(connect(settings), settings)
     with working(durable, tmp_path, "first", **QUICK) as first:

@@ -167,7 +167,7 @@ def test_a_report_of_nothing_keeps_the_last_one(redis: RedisServer, tmp_path: Pa
 
 def test_page_without_posts_fits_a_phone(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
     """A report of gaps or dead letters may have no posts."""
-    found = look_at(chromium, page(gather(redis.client, Settings(), hours=1)), tmp_path)
+    found = look_at(chromium, page(gather(redis.client, Settings(), hours=2)), tmp_path)
     assert tuple(found["sections"]) == tuple(name for name in SECTIONS if name not in ("subreddits", "gaps"))
     assert found["width"] == 390
 
@@ -175,12 +175,12 @@ def test_page_without_posts_fits_a_phone(redis: RedisServer, tmp_path: Path, chr
 def test_omits_reddit_sections_without_reddit_data(redis: RedisServer) -> None:
     store, settings = ResultsStore(redis.client, Settings()), Settings()
     store.write([result("1", subreddit=None)])
-    shown = page(gather(redis.client, settings, hours=1))
+    shown = page(gather(redis.client, settings, hours=2))
     assert "<b>1</b>" in shown
     for words in ('id="subreddits"', 'id="gaps"', "gaps</div>"):
         assert words not in shown
     State(redis.client).begin({}, [Gap("cooking", time.time() - 60, time.time(), time.time())])
-    assert "1</b>gap<" in page(gather(redis.client, settings, hours=1))
+    assert "1</b>gap<" in page(gather(redis.client, settings, hours=2))
 
 
 def test_reports_on_a_whole_year(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
@@ -248,14 +248,14 @@ def test_a_report_is_of_one_label_set_or_run(redis: RedisServer, tmp_path: Path)
     store.write([result(f"t{number}", "food", labels=topics, run="monday") for number in range(3)])
     store.write([result(f"m{number}", "sad", labels=moods, title="a mood", run="tuesday") for number in range(2)])
     settings = Settings()
-    largest = gather(redis.client, settings, hours=1)
+    largest = gather(redis.client, settings, hours=2)
     assert (largest.labels, largest.others) == ({"food": 3}, {"happy, or so, sad": 2})
-    assert gather(redis.client, settings, hours=1, run="monday").labels == {"food": 3}
-    of_monday = gather(redis.client, settings, hours=1, run="monday")
+    assert gather(redis.client, settings, hours=2, run="monday").labels == {"food": 3}
+    of_monday = gather(redis.client, settings, hours=2, run="monday")
     assert of_monday.others == {}
-    assert "<title>Feedmill, run monday: 1 hour</title>" in page(of_monday)
-    assert gather(redis.client, settings, hours=1, labels="food, travel").labels == {"food": 3}
-    assert gather(redis.client, settings, hours=1, run="none").posts == 0
+    assert "<title>Feedmill, run monday: 2 hours</title>" in page(of_monday)
+    assert gather(redis.client, settings, hours=2, labels="food, travel").labels == {"food": 3}
+    assert gather(redis.client, settings, hours=2, run="none").posts == 0
     said = feedmill("report", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert re.match("3 posts", said.stdout)
     assert all(words in said.stderr for words in ("2 posts: happy, or so, sad", "--label-set", "--run"))
@@ -265,7 +265,7 @@ def test_a_report_is_of_one_label_set_or_run(redis: RedisServer, tmp_path: Path)
     assert "2 results of other label sets are left out" in shown
     said = feedmill("report", "--label-set", "travel,food", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert re.match("3 posts", said.stdout)
-    assert gather(redis.client, settings, hours=1, labels="happy, or so, sad").labels == {"sad": 2}
+    assert gather(redis.client, settings, hours=2, labels="happy, or so, sad").labels == {"sad": 2}
     said = feedmill("report", "--run", "tuesday", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert re.match("2 posts", said.stdout)
     assert said.stderr == ""
@@ -275,7 +275,7 @@ def test_counts_include_trimmed_results_of_the_only_label_set(redis: RedisServer
     store = ResultsStore(redis.client, Settings())
     store.write([result(str(number)) for number in range(3)])
     redis.client.xtrim(RESULTS_STREAM, 1, approximate=False)
-    report = gather(redis.client, Settings(), hours=1)
+    report = gather(redis.client, Settings(), hours=2)
     assert (report.posts, report.read) == (3, 1)
 
 

@@ -17,12 +17,12 @@ import pytest
 from redis import Redis
 
 from feedmill.reading.runs import unknown_run
-from feedmill.stack.processes import Child, free_port
+from feedmill.stack.processes import Child
 from shared.keys import RESULTS_STREAM, RUNS, run_key
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import Feedmill, RedisServer, feedmill, redis_servers, running, wait_until
+from tests.support import Feedmill, RedisServer, feedmill, free_port, redis_servers, running, wait_until
 
 DOCUMENTATION = Path(__file__).parent.parent.parent / "docs" / "results.md"
 

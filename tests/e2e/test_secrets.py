@@ -24,12 +24,11 @@ from kombu.exceptions import DecodeError
 
 from feedmill.stack.addresses import ADDRESSES_FILE
 from feedmill.stack.embedded import WORKER_NODE
-from feedmill.stack.processes import free_port
 from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from shared.settings import STACK_FILE, Settings
 from tests.e2e.test_flower import Visitor, own_address
-from tests.support import Feedmill, feedmill, running, shapes, wait_until
+from tests.support import Feedmill, feedmill, free_port, running, shapes, wait_until
 
 #: Secret settings of `feedmill up`.
 TOLD = {
@@ -70,7 +69,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     environment = TOLD | {"FEEDMILL_LOG_LEVEL": "debug", "FEEDMILL_METRICS_PORT": str(port)}
     environment["NEW_INTERPRETER"] = "1"  # a forked process would not show its environment in /proc
     with running("up", "--data-folder", str(data), cwd=folder, **environment) as command:
-        wait_until(lambda: command.says("Ctrl-C"), "the stack is up")
+        wait_until(lambda: command.says("Ctrl-C"), "the stack is up", 150)
         settings = Settings(data_folder=data)
         with make_app(settings) as app:
             yield Up(command, data, settings, app, f"http://127.0.0.1:{port}/metrics")

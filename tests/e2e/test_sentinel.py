@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from feedmill.stack.processes import Child, free_port
+from feedmill.stack.processes import Child
 from producers.push import Pusher
 from shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, user_errors
 from shared.errors import RedisUnavailable
@@ -24,6 +24,7 @@ from tests.support import (
     as_jsonl,
     body_of,
     feedmill,
+    free_port,
     make_posts,
     running,
     wait_until,

@@ -242,7 +242,7 @@ def test_revoking_a_message_does_not_affect_the_other_worker(neighbours: Neighbo
 
 
 def _all_know(app: Celery, task_id: str) -> bool:
-    told: Any = app.control.inspect(timeout=1).revoked()
+    told: Any = app.control.inspect(timeout=1).revoked() or {}
     return len(told) == 2 and all(task_id in revoked for revoked in told.values())
 
 

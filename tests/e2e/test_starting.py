@@ -98,7 +98,7 @@ def classifies(redis: RedisServer) -> dict[str, Any]:
     app = client(redis)
     found = app.send_task("feedmill.classify", [POSTS]).get(timeout=120)
     assert [outcome["label"] for outcome in found] == ["sports", "food"]
-    stats: Any = app.control.inspect(timeout=2).stats()
+    stats: Any = app.control.inspect(timeout=30, limit=1).stats()
     (told,) = stats.values()
     return dict(told["pool"])
 
@@ -248,5 +248,5 @@ def notified(address: Path | str) -> Iterator[socket.socket]:
     """Bind systemd's end of the notification socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notes:
         notes.bind(str(address))
-        notes.settimeout(60)
+        notes.settimeout(120)
         yield notes

@@ -91,7 +91,9 @@ def test_workers_share_cpus_and_a_killed_one_is_restarted(
         supervised(tmp_path, *STANDIN, **given, NOTIFY_SOCKET=str(tmp_path / "notify")) as supervisor,
     ):
         assert notes.recv(100) == b"READY=1"
-        assert len(worker_statistics(make_app(settings))) == 2, "READY=1 is sent once both workers are ready"
+        assert len(worker_statistics(make_app(settings), patience=3)) == 2, (
+            "READY=1 is sent once both workers are ready"
+        )
         before = supervisor.workers()
         first, second = (os.sched_getaffinity(before[name]) for name in ("cpu:0", "cpu:1"))
         assert first | second == os.sched_getaffinity(0)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as ConnectionFault
 
-from feedmill.stack.processes import free_port
 from shared.broker import connect, make_app, publish, user_errors
 from shared.errors import RedisUnavailable, SettingsError
 from shared.messages import ClassifyOptions
@@ -22,6 +21,7 @@ from tests.support import (
     RedisServer,
     as_jsonl,
     feedmill,
+    free_port,
     installed_redis,
     make_posts,
     running,

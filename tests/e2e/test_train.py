@@ -157,6 +157,7 @@ def test_two_processes_train_the_same_weights_as_one(tmp_path: Path, base: Path)
         [sys.executable, *launcher, *asked, "--out", "two", "--batch-size", "8"],
         tmp_path,
         os.environ | {"OMP_NUM_THREADS": "1"},
+        seconds=240,
     )
     assert said.returncode == 0, said.stderr
     assert len(re.findall(r"\b16 = 8 .* × 1 .* × 2 ", said.stdout)) == 1

@@ -133,7 +133,7 @@ def test_invalid_messages_do_not_stop_the_worker(client: Celery, served: RedisSe
 
 def test_worker_reports_pool_statistics(client: Celery) -> None:
     ask(client, POSTS)
-    (pool,) = worker_statistics(client).values()
+    (pool,) = worker_statistics(client, patience=3).values()
     assert pool["implementation"] == "workers.runtime.pool:DevicePool"
     assert pool["max-concurrency"] == 1
     assert pool["posts"] >= 2
@@ -153,14 +153,18 @@ def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer
     for name in map(str, served.client.scan_iter()):
         key = find(name)
         assert key, f"{name!r} is not in shared/keys.py"
-        assert key.type in ("any", served.client.type(name)), f"{name!r} is a {served.client.type(name)!r}"
+        both: Any = served.client.pipeline()
+        both.type(name)
+        both.ttl(name)
+        kind, ttl = both.execute()
+        assert kind in (key.type, "none") or key.type == "any", f"{name!r} is a {kind!r}"
         if "ttl" in key.bound:
-            assert served.client.ttl(name) > 0, f"{name!r} never expires"
+            assert ttl > 0 or kind == "none", f"{name!r} never expires"  # "none": it has expired meanwhile
 
 
 def test_a_new_worker_finishes_after_sigterm(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """Every post is stored exactly once by one of the workers, and the queue ends up empty."""
-    posts = make_posts(320)
+    posts = make_posts(1000)
     store = ResultsStore(connect(settings), settings)
     with working(redis, tmp_path, "first", FEEDMILL_BATCH_ROWS="8", FEEDMILL_DRAIN="0.05") as first:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)

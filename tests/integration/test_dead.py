@@ -49,7 +49,7 @@ def peak(read: Callable[[], object]) -> int:
 
 def test_report_pages_through_dead_letters(redis: RedisServer) -> None:
     report = []
-    assert peak(lambda: report.append(gather(redis.client, Settings(), hours=1))) < MEMORY
+    assert peak(lambda: report.append(gather(redis.client, Settings(), hours=2))) < MEMORY
     assert report[0].reasons == {"reason 0": COUNT // 4, "reason 1": COUNT // 4}
     assert [letter.message for letter in report[0].dead] == [str(COUNT - 1 - number) for number in range(10)]
 

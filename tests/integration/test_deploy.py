@@ -412,7 +412,8 @@ def test_reports_how_the_deployment_ended(
     status: int,
     left: RequestedModel,
 ) -> None:
-    monkeypatch.setattr(deploy_commands, "REPORT_TIMEOUT_S", 0.1)
+    is_silent = words.endswith(" b ")  # only then ends the timeout the wait
+    monkeypatch.setattr(deploy_commands, "REPORT_TIMEOUT_S", 0.1 if is_silent else 120.0)
     monkeypatch.setattr(deploy_commands, "POLL_INTERVAL_S", 0.01)
     request_model(redis.client, "feedmill", ASKED)
     reports = deploy_commands._wait_for_workers(Workers(*looks), ["a", "b"], ASKED, lambda: True, False)  # type: ignore[arg-type]

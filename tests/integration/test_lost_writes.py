@@ -39,6 +39,8 @@ class Losing(Restartable):
         """Kill Redis, truncate its append-only file at `mark`, and start it again."""
         self.kill()
         os.truncate(self._log(), self._size)
+        # Not asked of Redis: the worker rewrites its results as soon as it answers.
+        assert b"feedmill:stored:" not in self._log().read_bytes()
         self.start()
 
     def _log(self) -> Path:
@@ -84,7 +86,6 @@ def test_lost_results_are_rewritten_before_acknowledgement(owner: Owner, redis: 
     give(owner, 1)
     wait_until(lambda: stored(redis, "0")() or stored(redis, "1")(), "one result is stored")
     redis.lose()
-    assert not redis.client.keys("feedmill:stored:*")
     give(owner, 1)
     wait_until(lambda: message in owner.finished, "the message is finished")
     assert there == [True]

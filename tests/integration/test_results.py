@@ -1,5 +1,7 @@
 """shared/results.py on every redis-server of this machine: each result is stored exactly once."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +69,14 @@ def test_writes_and_finds_more_results_than_lua_unpacks(store: ResultsStore, ser
     assert store.write(results) == 9_999
 
 
+@pytest.fixture
+def one_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no hour end during the test."""
+    now = time.time()
+    monkeypatch.setattr("shared.results.time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
+
+
+@pytest.mark.usefixtures("one_hour")
 def test_writes_more_labels_than_lua_unpacks(store: ResultsStore) -> None:
     results = [result(f"{number}", label=f"label {number}") for number in range(9_000)]
     assert store.write(results) == 9_000
@@ -226,6 +236,7 @@ def test_finds_results_at_the_memory_limit(store: ResultsStore, server: RedisSer
     assert found.id == "1"
 
 
+@pytest.mark.usefixtures("one_hour")
 def test_new_results_are_counted_by_label_and_hour(store: ResultsStore, server: RedisServer) -> None:
     store.write([result("1"), result("2", label="books"), result("3")])
     store.write([result("3"), result("4")])  # result 3 is not new
@@ -235,6 +246,7 @@ def test_new_results_are_counted_by_label_and_hour(store: ResultsStore, server: 
     assert server.client.ttl(key) > 0
 
 
+@pytest.mark.usefixtures("one_hour")
 def test_counts_a_limited_number_of_labels(store: ResultsStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.results.MAX_LABELS_PER_HOUR", 2)
     store.write([result(str(number), label=f"label {number}") for number in range(5)])

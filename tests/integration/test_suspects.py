@@ -273,6 +273,7 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
 ) -> None:
     """Results may wait for Redis for long. If the worker is killed then, no forward pass and no post is to blame."""
     monkeypatch.setattr("workers.pipeline.recording.MAX_UNWRITTEN_POSTS", 0)
+    monkeypatch.setattr("workers.pipeline.recording.POSTS_TOGETHER", 1)
     for _ in range(2):
         note(PoisonTracker(client), 0, [("the message", post) for post in range(MAX_UNWRITTEN_BATCHES + 8)])
         PoisonTracker(client).deaths("the message")
@@ -281,7 +282,7 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     posts = [{"id": str(number), "title": "x"} for number in range(MAX_UNWRITTEN_BATCHES + 8)]
     owner.pipeline.submit(Message({"posts": posts}, None, "the message", redelivered=True))
     alone = (str(MAX_UNWRITTEN_BATCHES + 1),)  # the writer holds one result, and its queue the others
-    wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits", 10)  # type: ignore[attr-defined]
+    wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits")  # type: ignore[attr-defined]
     wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "the pass has ended")
     assert set(PoisonTracker(client).deaths("the message").values()) == {2}
 

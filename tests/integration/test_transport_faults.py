@@ -225,8 +225,10 @@ def test_another_worker_runs_a_killed_workers_tasks(redis: RedisServer, tmp_path
 def test_a_closing_worker_returns_tasks_it_has_not_started(redis: RedisServer, tmp_path: Path) -> None:
     names = [str(number) for number in range(20)]
     with working(redis.url, tmp_path) as worker:
+        redis.client.set("hold", 1)
         send(application(redis.url), names, 0.5)
         wait_until(lambda: redis.client.hlen("reserved") == 20, "the worker has reserved all tasks")
+        redis.client.delete("hold")
         worker.end()
     assert redis.client.hlen("reserved") == 0
     done = sum(bool(ended) for _, ended in ran(redis.client, *names))

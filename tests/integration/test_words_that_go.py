@@ -46,8 +46,9 @@ class Kept(NamedTuple):
 
 @pytest.fixture
 def kept(redis_path: str, tmp_path: Path) -> Iterator[Kept]:
-    # Text would be undetectable in compressed files and messages.
-    server = RedisServer(redis_path, tmp_path, REDIS_CONF.read_text().replace("\nport 6379\n", "\nrdbcompression no\n"))
+    # Text would be undetectable in compressed files and messages, and late in a file that is written every second.
+    configuration = REDIS_CONF.read_text().replace("\nport 6379\n", "\nrdbcompression no\n")
+    server = RedisServer(redis_path, tmp_path, configuration.replace("appendfsync everysec", "appendfsync always"))
     try:
         settings = Settings.model_validate({"redis_url": server.url, "compression": "none"})
         yield Kept(tmp_path, Redis.from_url(server.url), settings)

@@ -679,10 +679,11 @@ def test_slow_faults_delay_the_headers_or_the_body(reddit: Reddit, plain: Plain)
     publish(reddit, 3)
     reddit.faults.next("slow", seconds=1000)
     with pytest.raises(requests.ReadTimeout):
-        plain.get("/r/python/new", timeout=0.1)
+        plain.get("/r/python/new", timeout=1)
+    wait_until(lambda: reddit.ledger.faults["slow"], "the server has read the request")
     reddit.faults.next("slow_body", seconds=1000)
     url = f"{reddit.url}/r/python/new"
-    with plain.session.get(url, stream=True, timeout=0.1) as answer:
+    with plain.session.get(url, stream=True, timeout=3) as answer:
         body = answer.iter_content(1)
         assert (answer.status_code, next(body)) == (200, b"{")
         with pytest.raises(requests.ConnectionError):

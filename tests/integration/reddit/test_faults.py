@@ -156,7 +156,7 @@ def test_cuts_off_a_response_that_never_ends(house: House) -> None:
     server.daemon_threads = True
     Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     house.settings = house.settings.model_copy(
-        update={"reddit_url": f"http://127.0.0.1:{server.server_port}", "reddit_timeout": 0.3}
+        update={"reddit_url": f"http://127.0.0.1:{server.server_port}", "reddit_timeout": 2.0}
     )
     try:
         with pytest.raises(RequestFailed):
