@@ -69,6 +69,18 @@ def test_locking_a_folder_on_a_full_disk_names_it(tmp_path: Path, monkeypatch: p
         lock.lock_folder(tmp_path)
 
 
+def test_an_answer_of_a_killed_worker_is_not_its_successors() -> None:
+    """Otherwise a signal that is forwarded to workers that answer would kill one that loads its model."""
+    supervisor = supervised()
+    first, second = supervisor._workers
+    first.process, second.process = Mock(), Mock()
+    asked = {worker.node: worker.process for worker in supervisor._workers}
+    first.process = Mock()  # restarted
+    answer = {"rows_waiting": 0, "recent": {"posts_per_second": 0.0, "device_busy": 0.0}}
+    supervisor._update_statistics(asked, {first.node: answer, second.node: answer})
+    assert (first.statistics, second.statistics) == (None, answer)
+
+
 def test_workers_get_settings_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
     monkeypatch.setenv("feedmill_devices", "all")
