@@ -260,7 +260,7 @@ def test_demo_reports_a_worker_that_ended(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("connect", "make_app"):
         monkeypatch.setattr(demo, name, Mock())
     monkeypatch.setattr(demo, "ResultsStore", lambda *_: SimpleNamespace(latest=lambda _: []))
-    monkeypatch.setattr(demo, "worker_statistics", lambda _: {})
+    monkeypatch.setattr(demo, "worker_statistics", lambda *_: {})
     with pytest.raises(StackError, match=naming("worker", "/data")):
         demo._report(Mock(settings=Settings(data_folder=Path("/data"))), [], 1.0, Mock(), True, False)
 
