@@ -85,6 +85,7 @@ class Child:
         """Send SIGTERM and wait up to `seconds`, or until `is_urgent` returns True; then kill the process."""
         self.process.terminate()
         deadline = time.monotonic() + seconds
+        # Not `process.wait`, which would not look at `is_urgent`.
         while self.process.poll() is None and time.monotonic() < deadline and not is_urgent():
             time.sleep(0.02)
         self.kill()

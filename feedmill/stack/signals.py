@@ -42,8 +42,8 @@ def exit_on_signals() -> AbstractContextManager[None]:
 def note_signals() -> Iterator[list[int]]:
     """Note SIGTERM, SIGHUP and Ctrl-C inside the block, and yield the list of their numbers so far.
 
-    For code that starts processes: Python drops an exception of a signal handler that runs in one of the callbacks
-    of a fork, and one at another moment leaves a lock of `subprocess` locked.
+    For code that starts processes. Python drops an exception that a handler raises during a fork, and at other moments
+    such an exception can leave a lock of `subprocess` locked for good.
     """
     received: list[int] = []
     with handle_signals(lambda number, _: received.append(number), *not_ignored(*EXIT_SIGNALS)):

@@ -117,7 +117,7 @@ def test_a_closed_terminal_stops_all_in_order(tmp_path: Path) -> None:
     environment = os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_DATA_FOLDER": "data"}
     with subprocess.Popen(
         [FEEDMILL, "up"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=environment,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - one system call
     ) as up:  # fmt: skip
         os.close(theirs)
         shown = b""
