@@ -72,7 +72,7 @@ class Replay:
         self._clock = clock
         found = redis.connection_pool.connection_kwargs.get("redis_connect_func")
         self._connections = found if isinstance(found, Connections) else None
-        #: The server that has received all kept writes; None before the first write.
+        #: The server that has received all kept writes; None before `start`.
         self._seen: object = None
         self._kept: deque[_Write] = deque()
         self._size = 0
@@ -80,25 +80,33 @@ class Replay:
         self._contact = clock()
         self._lock = threading.RLock()
 
+    def start(self) -> None:
+        """Identify the server, so that writes are kept from now on. Only the first call uses Redis and can raise
+        redis-py's errors.
+        """
+        if self._connections and self._seen is None:
+            with self._lock:
+                if self._seen is None:
+                    self._connections.start(self._redis)
+                    self._seen = self._connections.latest
+
     def write(self, write: Callable[[], T], size: int) -> T:
         """Call `write` and return its result, then repeat writes that Redis may have lost. Raises redis-py's errors.
 
         size: bytes of the write.
         """
         with self._lock:
+            self.start()
             written = write()
             self.keep(write, size)
             self.catch_up()
             return written
 
     def keep(self, write: Callable[[], object], size: int) -> None:
-        """Keep a finished write for repetition. Only the first call accesses Redis, and can raise redis-py's errors."""
-        if self._connections is None:
+        """Keep a finished write for repetition. Without effect before `start`. Does not use Redis."""
+        if self._seen is None:
             return
         with self._lock:
-            if self._seen is None:
-                self._connections.start(self._redis)
-                self._seen = self._connections.latest
             self._kept.append(_Write(write, size, self._clock()))
             self._size += size
             while self._size > MAX_KEPT_BYTES:

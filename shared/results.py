@@ -109,6 +109,7 @@ class ResultsStore:
         """Return the stored result of each (post id, fingerprint), or None. Raises redis.exceptions.RedisError."""
         if not wanted:
             return []
+        self._replay.start()  # before the results are found, so that they can be kept
         found = scripts.find(self._redis, wanted, int(time.time()))
         results: list[Classification | None] = [None] * len(wanted)
         for number, record in zip(found.numbers, split(found.records), strict=True):

@@ -117,6 +117,28 @@ def test_lost_results_that_answered_a_message_are_rewritten(owner: Owner, redis:
     assert owner.classifier.batches == [1]
 
 
+def test_results_lost_after_their_lookup_are_rewritten(
+    owner: Owner, redis: Losing, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis.mark()
+    other = Owner(StandIn(), store=ResultsStore(connect(store._settings), store._settings))
+    other.results("the same")
+    other.pipeline.stop()
+
+    def find_and_lose(wanted: Sequence[tuple[str, str]]) -> Any:
+        found = find(wanted)
+        redis.lose()
+        return found
+
+    find = store.find
+    monkeypatch.setattr(store, "find", find_and_lose)
+    answered = owner.send("the same", "another")
+    give(owner, 1)
+    wait_until(lambda: answered in owner.finished, "the message is finished")
+    assert stored(redis, "0", "1")()
+    assert redis.client.xlen("feedmill:dead") == 0
+
+
 def test_a_reset_connection_rewrites_nothing(owner: Owner, redis: Losing, store: ResultsStore) -> None:
     give(owner, 4)
     owner.results("one", "two", "three")
