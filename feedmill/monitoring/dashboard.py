@@ -7,7 +7,8 @@ This is the only module that imports Flower. The dashboard differs from the `cel
 - The broker page lists Feedmill's queues even while no Feedmill worker runs. A worker's page shows the pool statistics
   verbatim.
 - The task list shows the reason of a failed message.
-- Each worker is inspected at its first heartbeat. Flower inspects only the workers that are online when it starts.
+- Workers are inspected from their first heartbeat until they answer. Flower inspects only the workers that are online
+  when it starts.
 - Arguments in the task-sent events of other applications are dropped, because they may contain posts.
 
 Relies on these internals. Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 #: Files in the data folder.
 STATE_FILE, LOCK_FILE = "flower.json", "flower.lock"
+#: Maximum inspections of a worker that does not answer.
+MAX_INSPECTIONS = 5
 #: Milliseconds between saves of the state. A killed Flower loses the events since the last save; pages block during a
 #: save.
 SAVE_INTERVAL_MS = 30_000
@@ -95,7 +98,7 @@ class Dashboard:
         with _start_errors(address, port):
             events = MessageEvents(app, settings, options.max_tasks, options.max_workers)
             self._flower = Flower(capp=app, options=options, events=events, **tornado_settings)
-            events.met = self._flower.update_workers
+            events.inspect, events.inspected = self._flower.update_workers, self._flower.workers
             self._flower.add_handlers(".*", _handlers(options.url_prefix))
             port = self._flower.start_http_server()
         prefix = f"/{options.url_prefix.strip('/')}" if options.url_prefix else ""
@@ -155,18 +158,21 @@ def _with_reason(task: Any) -> Any:
 class MessageEvents(Events):  # type: ignore[misc]
     """Flower's event store: drops post texts and saves its state between runs.
 
-    met: called on the loop's thread at a worker's first heartbeat. At the earlier worker-online event, the worker
-        cannot answer an inspection yet.
+    inspect: inspects all workers. Called on the loop's thread at a worker's first heartbeats, until it has answered. At
+        the earlier worker-online event, the worker cannot answer yet.
+    inspected: the answers of each worker, by command.
     """
 
-    met: Callable[[], object]
+    inspect: Callable[[], object]
+    inspected: dict[str, dict[str, Any]]
 
     def __init__(self, app: Application, settings: Settings, max_tasks: int, max_workers: int) -> None:
         self.queues = Queues(settings)
         self._path = settings.data_folder / STATE_FILE
         self._lock = _locked(settings.data_folder)
         self._max_workers, self._max_tasks = max_workers, max_tasks
-        self._known: Any = LRUCache(max_workers)
+        #: Number of inspections by node name.
+        self._inspections: Any = LRUCache(max_workers)
         super().__init__(
             app,
             io_loop=tornado.ioloop.IOLoop.current(),
@@ -182,11 +188,15 @@ class MessageEvents(Events):  # type: ignore[misc]
             event = {name: value for name, value in event.items() if name not in ("args", "kwargs")}
         node = str(event.get("hostname"))
         if event["type"] == "worker-online":
-            self._known.pop(node, None)
-        elif event["type"] == "worker-heartbeat" and node not in self._known:
-            self._known[node] = True
-            self.io_loop.add_callback(self.met)
+            self._inspections.pop(node, None)
+            self.inspected.pop(node, None)
+        elif event["type"] == "worker-heartbeat" and self._is_to_inspect(node):
+            self._inspections[node] = self._inspections.get(node, 0) + 1
+            self.io_loop.add_callback(self.inspect)
         super().on_event(event)
+
+    def _is_to_inspect(self, node: str) -> bool:
+        return "stats" not in self.inspected.get(node, ()) and self._inspections.get(node, 0) < MAX_INSPECTIONS
 
     def _is_ours(self, event: dict[str, Any]) -> bool:
         """Return True if the message is for a Feedmill worker, by its task name or, for custom tasks, by its queue."""

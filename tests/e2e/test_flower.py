@@ -1,5 +1,6 @@
 """Flower in a real browser and through its API. It must never show the text of posts."""
 
+import asyncio
 import base64
 import json
 import os
@@ -9,11 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from html import unescape
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -21,7 +25,9 @@ from urllib.parse import quote, urlsplit
 import pytest
 import yaml  # type: ignore[import-untyped]
 from celery import Celery
+from celery.events import Event
 
+from feedmill.monitoring.dashboard import MAX_INSPECTIONS, MessageEvents
 from feedmill.stack.demo import sample_posts
 from feedmill.stack.embedded import WORKER_NODE, Stack
 from producers.push import Pusher
@@ -162,7 +168,7 @@ def test_browser_shows_why_a_message_failed(stack: Stack, tmp_path: Path) -> Non
 
 def test_browser_shows_the_workers_pool(stack: Stack, tmp_path: Path) -> None:
     page = visitor_of(stack).see(f"/worker/{WORKER_NODE}", tmp_path)
-    answers = make_app(stack.settings).control.inspect(destination=[WORKER_NODE]).stats()
+    answers = make_app(stack.settings).control.inspect(destination=[WORKER_NODE], timeout=30).stats()
     assert answers
     pool = answers[WORKER_NODE]["pool"]
     assert pool["posts"] == OURS * POSTS + len(FOREIGN)
@@ -172,7 +178,42 @@ def test_browser_shows_the_workers_pool(stack: Stack, tmp_path: Path) -> None:
 
 
 def test_flower_sends_no_inspect_requests_while_idle(stack: Stack) -> None:
-    assert "Inspect method" not in (stack.settings.data_folder / "flower.log").read_text()
+    client: Any = connect(stack.settings)
+    with client.pubsub() as heard:
+        heard.psubscribe("*pidbox*", "*celeryev*")
+        beats = 0
+
+        def is_idle() -> bool:
+            """Return whether the worker's last three heartbeats came without a request between them."""
+            nonlocal beats
+            message = heard.get_message(ignore_subscribe_messages=True, timeout=5)
+            channel = str(message and message["channel"])
+            beats = 0 if "pidbox" in channel else beats + ("heartbeat" in channel)
+            return beats == 3
+
+        wait_until(is_idle, "Flower sends no request", 60)
+
+
+def test_flower_inspects_a_worker_until_it_answers(tmp_path: Path) -> None:
+    settings = Settings(data_folder=tmp_path)
+    events, inspections = MessageEvents(make_app(settings), settings, 10, 10), count()
+    events.inspect, events.inspected = lambda: next(inspections), {}
+
+    def heard(*kinds: str) -> int:
+        """Return how many inspections these events cause."""
+        before = next(inspections)
+        for kind in kinds:
+            events.on_event(Event(kind, hostname="w@here", timestamp=time.time(), local_received=time.time(), clock=1))
+        events.io_loop.run_sync(partial(asyncio.sleep, 0))
+        return next(inspections) - before - 1
+
+    with closing(events.io_loop), events._lock:
+        assert heard("worker-online") == 0
+        assert heard("worker-heartbeat", "worker-heartbeat", "task-received") == 2
+        events.inspected["w@here"] = {"stats": {}}
+        assert heard("worker-heartbeat") == 0
+        assert heard("worker-online", "worker-heartbeat") == 1
+        assert heard(*["worker-heartbeat"] * 100) == MAX_INSPECTIONS - 1
 
 
 def test_browser_shows_the_queue(stack: Stack, tmp_path: Path) -> None:
@@ -205,8 +246,9 @@ def test_nothing_shows_posts_or_passwords(stack: Stack) -> None:
             assert secret not in shown, path
     # The page was not empty: it lists the scheduled message.
     assert "t3_one" in visitor.ask(f"/worker/{WORKER_NODE}")[1]
-    inspect = make_app(stack.settings).control.inspect(destination=[WORKER_NODE])
-    assert WORDS not in str(inspect.scheduled())
+    scheduled = make_app(stack.settings).control.inspect(destination=[WORKER_NODE], timeout=30).scheduled()
+    assert scheduled
+    assert WORDS not in str(scheduled)
     for log in stack.settings.data_folder.glob("*.log"):
         for secret in (WORDS, password, stack.flower_password):
             assert secret not in log.read_text(), log
