@@ -73,7 +73,7 @@ def deploy(
         name = queue or settings.queue
         before = requested_model(redis, name)
         deployment = _requested(folder)
-        serving = {node: pool for node, pool in watch.worker_statistics(celery).items() if name in pool["queues"]}
+        serving = {node: pool for node, pool in watch.current_workers(celery, redis).items() if name in pool["queues"]}
         nodes = list(serving)
         is_needed = not (reset and _is_reset(before, serving))
         if is_needed:
@@ -190,7 +190,7 @@ def _conclude(
 
 def _show(redis: Redis, celery: Celery, settings: Settings, as_json: bool) -> None:
     """Print the deployed model of each queue and the model that each of its workers runs."""
-    workers = watch.worker_statistics(celery)
+    workers = watch.current_workers(celery, redis)
     known: Any = redis.hkeys(REQUESTED_MODELS)
     for queue in sorted({*known, *queues(redis, settings)}):
         deployment = requested_model(redis, queue)

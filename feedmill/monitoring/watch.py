@@ -34,8 +34,8 @@ from shared.settings import Settings
 
 #: Window in seconds over which `StatusMonitor` computes rates.
 RATE_WINDOW_S = 60.0
-#: Seconds to wait for a further answer: when all workers are asked, and when the expected workers are known by name.
-ANSWER_TIMEOUT_S, HEALTH_ANSWER_TIMEOUT_S = 1.0, 3.0
+#: Seconds to wait for a further answer: when no worker is registered, and for each registered one.
+ANSWER_TIMEOUT_S, REGISTERED_TIMEOUT_S = 1.0, 3.0
 
 #: Maximum number of runs in a snapshot.
 RUNS_SHOWN = 5
@@ -94,14 +94,17 @@ class Status(NamedTuple):
 
 
 def status(settings: Settings) -> Status:
-    """Return a snapshot from Redis and all workers, after about a second. Raises redis.exceptions.RedisError."""
+    """Return a snapshot from Redis and all workers. Takes seconds if a registered worker does not answer.
+
+    Raises redis.exceptions.RedisError.
+    """
     return _look(connect_for_monitoring(settings), make_app(settings), settings)
 
 
 def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     redis.ping()  # fails soon if Redis does not answer; Celery's connections are patient
-    # Before the rest, because it takes a second: totals read first would be older than the workers' and runs' figures.
-    workers = _ask(app)
+    # First, because it can take seconds: totals read before would be older than the figures of workers and runs.
+    workers = _ask(app, redis)
     asked, missing = workers is not None, _missing(redis, workers)
     results, runs = ResultsStore(redis, settings).counters(), recent(redis, RUNS_SHOWN)
     dead = DeadLetters(redis).count()
@@ -144,6 +147,15 @@ def worker_statistics(
     }
 
 
+def current_workers(app: Celery, redis: Redis) -> dict[str, dict[str, Any]]:
+    """Return the pool statistics of all Feedmill workers by node name, once each registered one has answered.
+
+    One that does not answer within REGISTERED_TIMEOUT_S is missing. Raises redis.exceptions.RedisError.
+    """
+    nodes = list(expected_workers(redis))
+    return worker_statistics(app, nodes or None, REGISTERED_TIMEOUT_S if nodes else ANSWER_TIMEOUT_S)
+
+
 class _AllAnsweredError(Exception):
     """Internal signal that all expected answers have arrived."""
 
@@ -167,10 +179,10 @@ def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> 
     return answers
 
 
-def _ask(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any]] | None:
-    """Return the statistics of these workers, or of all; None while Redis refuses writes, including the answers."""
+def _ask(app: Celery, redis: Redis) -> dict[str, dict[str, Any]] | None:
+    """Return the statistics of all workers; None while Redis refuses writes, including the answers."""
     try:
-        return worker_statistics(app, nodes, HEALTH_ANSWER_TIMEOUT_S if nodes else ANSWER_TIMEOUT_S)
+        return current_workers(app, redis)
     except (ResponseError, OperationalError) as fault:
         if rejects_writes(fault):
             return None
@@ -179,7 +191,7 @@ def _ask(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any
 
 def has_worker(settings: Settings) -> bool:
     """Return whether a worker answers; True also if that is unknown. Raises redis.exceptions.RedisError."""
-    return _ask(make_app(settings)) != {}
+    return _ask(make_app(settings), connect_for_monitoring(settings)) != {}
 
 
 def has_messages(redis: Redis, settings: Settings) -> bool:
@@ -243,7 +255,7 @@ class StatusMonitor:
         self._busy: dict[str, RateMeter] = {}
 
     def look(self) -> StatusWithRates:
-        """Return a snapshot with rates, after about a second. Raises redis.exceptions.RedisError."""
+        """Return a snapshot with rates. Raises redis.exceptions.RedisError."""
         found = _look(self._redis, self._app, self._settings)
         now = time.monotonic()
         return StatusWithRates(
@@ -293,8 +305,7 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> Iterator[
             daemon, has_ended, has_run = state.load_status(), state.has_ended(), bool(redis.exists(REDDIT_BEGINNINGS))
             live = statuses(redis)
             wanted = not {HealthPart.WORKERS, HealthPart.ROWS, HealthPart.MEMORY}.isdisjoint(parts)
-            # Asking registered workers by name ends as soon as all have answered.
-            workers = _ask(make_app(settings), list(expected_workers(redis)) or None) if wanted else {}
+            workers = _ask(make_app(settings), redis) if wanted else {}
             missing = _missing(redis, workers)
             look = HealthPart.MEMORY in parts
             memory = capacity.estimate_memory(redis, settings, _rate(workers))[0] if look else None
