@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from feedmill.stack.processes import Child
 from shared.broker import connect, make_app, publish, queue_depth
-from shared.messages import MESSAGE_VERSION, ClassifyOptions
+from shared.messages import MESSAGE_VERSION, ClassifyOptions, DeadLetter
 from shared.results import ResultsStore
 from shared.schema import FOLDER
 from shared.settings import Settings
@@ -211,10 +211,14 @@ def test_messages_of_a_newer_version_become_dead_letters(elsewhere: Elsewhere, s
     code = f"sent = send((POSTS,), {{'version': {NEXT}}}); sent.get(timeout=120, propagate=False); say(sent.id)"
     message = elsewhere.ask(code)
     store = ResultsStore(served.client, Settings())
-    letters = [letter for letter in store.dead_letters(100) if letter.message == message]
-    assert sorted(str(letter.id) for letter in letters) == ["1", "2"]
-    assert re.match(OF_TOMORROW, letters[0].reason)
-    assert json.loads(letters[0].options or "") == {"version": NEXT}
+
+    def letters() -> list[DeadLetter]:
+        return [letter for letter in store.dead_letters(100) if letter.message == message]
+
+    wait_until(lambda: len(letters()) == 2, "both dead letters are stored")  # after the message's result
+    assert sorted(str(letter.id) for letter in letters()) == ["1", "2"]
+    assert re.match(OF_TOMORROW, letters()[0].reason)
+    assert json.loads(letters()[0].options or "") == {"version": NEXT}
 
 
 @pytest.mark.parametrize("version", ["1", "'1'"])

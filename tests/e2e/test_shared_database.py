@@ -205,8 +205,8 @@ def test_sweeps_do_not_restore_the_other_workers_messages(neighbours: Neighbours
 
 def test_remote_control_reaches_both_workers(neighbours: Neighbours) -> None:
     for app in (neighbours.ours, neighbours.theirs):
-        assert set(app.control.inspect(timeout=1).ping() or ()) == {"ours@test", "theirs@test"}
-    told: Any = neighbours.theirs.control.inspect(timeout=1).active_queues()
+        assert set(app.control.inspect(timeout=30, limit=2).ping() or ()) == {"ours@test", "theirs@test"}
+    told: Any = neighbours.theirs.control.inspect(timeout=30, limit=2).active_queues()
     assert {node: [queue["name"] for queue in queues] for node, queues in told.items()} == {
         "ours@test": ["feedmill"],
         "theirs@test": ["theirs"],

@@ -24,6 +24,8 @@ from tests.e2e.test_health import Terminal
 from tests.e2e.test_starting import notified
 from tests.support import RedisServer, feedmill, make_posts, processes_in, running, wait_until
 
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPU cores, one per worker")
+
 STANDIN = [sys.executable, "-m", "tests.fakes.standin_worker"]
 #: Workers that do nothing until they receive a signal.
 IDLE = "import signal, sys; print('begun', sys.argv[-1], flush=True); signal.pause()"
@@ -82,6 +84,7 @@ def supervised(folder: Path, *command: str, **environment: str) -> Iterator[Supe
         supervisor.process.wait()
 
 
+@needs_two_cores
 def test_workers_share_cpus_and_a_killed_one_is_restarted(
     redis: RedisServer, settings: Settings, tmp_path: Path
 ) -> None:
@@ -119,6 +122,7 @@ def test_workers_share_cpus_and_a_killed_one_is_restarted(
         assert f"{name} | worker: Warm shutdown" in said
 
 
+@needs_two_cores
 def test_gives_up_a_failing_worker_and_keeps_the_other(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", ONE_BREAKS) as supervisor:
         # A worker may have ended before the supervisor has counted that failure.
@@ -132,6 +136,7 @@ def test_gives_up_a_failing_worker_and_keeps_the_other(tmp_path: Path) -> None:
     assert said.count("cpu:1 | begun feedmill-cpu:1@") == 1
 
 
+@needs_two_cores
 def test_exits_with_status_1_when_no_worker_is_left(tmp_path: Path) -> None:
     fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
     with supervised(tmp_path, *fails, FEEDMILL_LOG_FORMAT="json") as supervisor:
@@ -140,6 +145,7 @@ def test_exits_with_status_1_when_no_worker_is_left(tmp_path: Path) -> None:
     assert levels.count("critical") == 2
 
 
+@needs_two_cores
 def test_a_configuration_error_is_printed_once_and_stops_all(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", ONE_REFUSES) as supervisor:
         assert supervisor.process.wait(120) == 2
@@ -147,6 +153,7 @@ def test_a_configuration_error_is_printed_once_and_stops_all(tmp_path: Path) -> 
     assert supervisor.text().splitlines()[-1] == "feedmill: too many"
 
 
+@needs_two_cores
 def test_kills_workers_that_do_not_stop_in_time(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", DEAF, FEEDMILL_DRAIN="0.1") as supervisor:
         wait_until(lambda: supervisor.says("| begun", 2), "both workers have started")
@@ -155,6 +162,7 @@ def test_kills_workers_that_do_not_stop_in_time(tmp_path: Path) -> None:
     assert len(re.findall(r"cpu:\d.*kill", supervisor.text())) == 2
 
 
+@needs_two_cores
 def test_workers_exit_if_the_supervisor_is_killed(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", DEAF) as supervisor:
         wait_until(lambda: supervisor.says("| begun", 2), "both workers have started")
@@ -163,6 +171,7 @@ def test_workers_exit_if_the_supervisor_is_killed(tmp_path: Path) -> None:
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the workers are gone")
 
 
+@needs_two_cores
 def test_two_cpu_workers_in_a_terminal(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """Run two real workers on the embedded model. In a terminal, the supervisor shows a status line."""
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
@@ -206,8 +215,13 @@ def test_rejects_unusable_devices(tmp_path: Path, flags: list[str], words: str) 
 
 def test_rejects_the_name_of_a_running_worker(redis: RedisServer, tmp_path: Path) -> None:
     with standin(redis, tmp_path, "same@here") as first:
-        with running("worker", "--name", "same@here", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as second:
-            assert second.process.wait(120) == 1
+        for _ in range(3):  # the first worker has one second to answer
+            with running("worker", "--name", "same@here", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as second:
+                process, says = second.process, second.says
+                wait_until(lambda: process.poll() is not None or says(" ready."), "the name is checked")  # noqa: B023
+                if process.poll() is not None:
+                    break
+        assert process.poll() == 1
         assert "same@here" in second.text()
         assert "Traceback" not in second.text()
         first.kill()

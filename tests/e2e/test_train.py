@@ -185,7 +185,7 @@ def test_training_job_stays_in_its_folder(redis: RedisServer, tmp_path: Path) ->
         capture = receiver.itercapture(wakeup=False)
         next(capture)
         wait_until(lambda: trainer.says(" ready."), "the trainer is ready")
-        inspect: Any = client.control.inspect(timeout=5)
+        inspect: Any = client.control.inspect(timeout=30, limit=1)
         (served,) = inspect.active_queues().values()
         assert [queue["name"] for queue in served] == ["training"]
         (registered,) = inspect.registered().values()

@@ -142,7 +142,8 @@ def test_worker_reports_pool_statistics(client: Celery) -> None:
     assert pool["token_budget"] == 2048
     assert pool["recent"]["seconds"] > 0
     assert 0 <= pool["recent"]["device_busy"] <= 1
-    wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "no task is active")
+    inspect = client.control.inspect(timeout=30, limit=1)
+    wait_until(lambda: not any((inspect.active() or {}).values()), "no task is active")
 
 
 def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer) -> None:

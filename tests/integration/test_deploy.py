@@ -184,7 +184,7 @@ def test_activates_a_deployed_model_and_the_workers_own_again(house: House) -> N
     assert house.at_work() == "new"
     assert house.report(house.deploy(None, lambda: Candidate("own"))).stage is Stage.DONE
     assert house.at_work() == "own"
-    assert house.replaced == 2
+    wait_until(lambda: house.replaced == 2, "both replacements are announced")
 
 
 def test_checking_again_does_not_reload_the_model(house: House) -> None:
@@ -296,7 +296,7 @@ def test_the_latest_deployment_wins(house: House, caplog: pytest.LogCaptureFixtu
     assert asks[0] != first
     assert any("old " in record.getMessage() for record in caplog.records if record.name == hot_swap.__name__)
     assert house.at_work() == "last"
-    assert house.replaced == 1
+    wait_until(lambda: house.replaced == 1, "the replacement is announced")
 
 
 def test_keeps_the_model_while_redis_is_unreachable(house: House, caplog: pytest.LogCaptureFixture) -> None:
