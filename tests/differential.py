@@ -37,7 +37,7 @@ from shared.settings import Settings
 from tests.fakes.differential_messages import REVOKED_STAMP, WAITING, Draw, Sending, everything, is_message
 from tests.fakes.differential_tasks import TOLD
 from tests.fakes.models import NLI, make_model
-from tests.support import Forking, RedisServer, redis_servers, wait_until
+from tests.support import Forking, RedisServer, redis_servers, wait_for_replies, wait_until
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -210,6 +210,7 @@ def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit
     app.conf.task_default_queue = "feedmill"
     # Do not subscribe to results, because this process never waits for one.
     app.backend.result_consumer.consume_from = lambda _: None  # type: ignore[attr-defined]  # not in the stub
+    wait_for_replies(app)
     (stats,) = (app.control.inspect(timeout=30, limit=1).stats() or {}).values()
     if stats["pool"]["implementation"] != POOLS[worker.name]:
         raise RuntimeError(f"{worker.name} runs {stats['pool']['implementation']}")

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+from celery import Celery
 from redis import Redis
 from redis.client import NEVER_DECODE
 from trustme import CA
@@ -301,6 +302,11 @@ def end(process: Process) -> None:
     if process.poll() is None:
         process.kill()
         process.wait()
+
+
+def wait_for_replies(app: Celery, workers: int = 1) -> None:
+    """Wait until workers answer remote commands: they subscribe to them just after they say that they are ready."""
+    wait_until(lambda: len(app.control.ping(timeout=5, limit=workers) or ()) >= workers, "the workers answer")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from celery.canvas import Signature
 from celery.exceptions import TimeoutError as NotYet
 from celery.result import AsyncResult
 
-from tests.support import RedisServer, end, redis_servers, start, wait_until
+from tests.support import RedisServer, end, redis_servers, start, wait_for_replies, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -86,7 +86,7 @@ class Scene:
 
     def wait_for_worker(self) -> None:
         wait_until(self._hears.is_set, f"the {self.kind} worker sends events")
-        wait_until(lambda: self._inspect().ping(), f"the {self.kind} worker replies to ping")
+        wait_for_replies(self.app)
         self.send(post()).get(timeout=120)  # the stock worker loads its model with the first message
 
     def _listen(self) -> None:
@@ -100,7 +100,7 @@ class Scene:
             self._receiver.capture(limit=None, timeout=None, wakeup=False)
 
     def _inspect(self) -> Any:
-        return self.app.control.inspect(timeout=5.0, limit=1)
+        return self.app.control.inspect(timeout=30, limit=1)
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """Return the worker's reply to an inspect command."""
@@ -108,7 +108,7 @@ class Scene:
 
     def order(self, command: str, **arguments: Any) -> str:
         """Return the worker's reply to a control command."""
-        (answer,) = self._control.broadcast(command, arguments=arguments, reply=True, timeout=5.0, limit=1)
+        (answer,) = self._control.broadcast(command, arguments=arguments, reply=True, timeout=30, limit=1)
         (said,) = answer.values()
         return str(said.get("ok") or said.get("error") if isinstance(said, dict) else said)
 

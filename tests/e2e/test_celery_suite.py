@@ -20,7 +20,7 @@ from celery.canvas import Signature, StampingVisitor  # type: ignore[attr-define
 from celery.exceptions import ChordError, TimeoutError  # noqa: A004 - Celery's TimeoutError
 from celery.result import AsyncResult, GroupResult, ResultSet, result_from_tuple
 
-from tests.support import Feedmill, RedisServer, running, wait_until
+from tests.support import Feedmill, RedisServer, running, wait_for_replies, wait_until
 
 # Celery itself causes these warnings: about a default that may change, and about a Redis command.
 pytestmark = [
@@ -44,6 +44,7 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("worker")
     with running("worker", "--name", "suite", "--include", "tests.fakes.suite_tasks", cwd=folder, **environment) as it:
         wait_until(lambda: it.says(" ready."), "the worker is ready")
+        wait_for_replies(app)
         yield it
         assert it.end() == 0, it.text()
     app.close()

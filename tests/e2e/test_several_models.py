@@ -46,7 +46,8 @@ def house(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
     model = str(make_model("distilbert", folder / "moods", {0: "NEGATIVE", 1: "POSITIVE"}))
     house = House(served, ResultsStore(served.client, Settings()), model, folder)
     _send_backlog(house)
-    url = {"FEEDMILL_REDIS_URL": served.url, "FEEDMILL_BATCH_ROWS": "1"}
+    # One lane: another one would continue with the backlog while the first has the urgent post.
+    url = {"FEEDMILL_REDIS_URL": served.url, "FEEDMILL_BATCH_ROWS": "1", "OMP_NUM_THREADS": "1"}
     announce(served.client, "feedmill-moods", "yesterday's model")
     flags = ("--model", model, "--queue", "feedmill-moods", "--name", "other")
     with running("worker", *flags, cwd=folder, **url) as worker:
@@ -71,10 +72,7 @@ def _send_backlog(house: House) -> None:
 
 
 def test_an_urgent_post_overtakes_a_backlog(house: House) -> None:
-    """The urgent post is sent last, and classified before the last posts of the backlog.
-
-    Micro-batches have one row here, and a CPU computes several micro-batches in parallel.
-    """
+    """The urgent post is sent last, and classified before the last posts of the backlog. Micro-batches have one row."""
     wait_until(lambda: len(house.results(f"p{BACKLOG - 2}")) == 1, "the backlog is processed")
     entries: Any = house.redis.client.xrange(RESULTS_STREAM)
     mine = [fields["id"] for _, fields in entries if house.model in fields["classification"]]

@@ -22,7 +22,7 @@ from celery.result import AsyncResult
 
 from feedmill.stack.processes import Child
 from shared.broker import TRANSPORT_KEYS
-from tests.support import Feedmill, RedisServer, redis_servers, running, wait_until
+from tests.support import Feedmill, RedisServer, redis_servers, running, wait_for_replies, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 POSTS: list[dict[str, Any]] = [
@@ -144,6 +144,7 @@ def working_side_by_side(short: str, folder: Path) -> Iterator[Neighbours]:
             for client, queue in zip(clients, ("feedmill", "theirs"), strict=True):
                 client.conf.task_default_queue = queue
                 client.conf.broker_transport_options = {"visibility_timeout": LONG}
+            wait_for_replies(clients[0], workers=2)
             yield Neighbours(redis_server, worker, clients[0], clients[1], short)
             redis_server.client.delete("gate")
             assert worker.end() == 0, worker.text()

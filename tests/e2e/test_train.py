@@ -20,7 +20,7 @@ from shared.purge import purge
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.fakes.models import make_model
-from tests.support import RedisServer, feedmill, last_json, run, running, wait_until
+from tests.support import RedisServer, feedmill, last_json, run, running, wait_for_replies, wait_until
 from workers.runtime.pool import DevicePool
 
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
@@ -185,6 +185,7 @@ def test_training_job_stays_in_its_folder(redis: RedisServer, tmp_path: Path) ->
         capture = receiver.itercapture(wakeup=False)
         next(capture)
         wait_until(lambda: trainer.says(" ready."), "the trainer is ready")
+        wait_for_replies(client)
         inspect: Any = client.control.inspect(timeout=30, limit=1)
         (served,) = inspect.active_queues().values()
         assert [queue["name"] for queue in served] == ["training"]

@@ -16,7 +16,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from tests.support import RedisServer, Restartable, start, wait_until
+from tests.support import RedisServer, Restartable, start, wait_for_replies, wait_until
 
 pytestmark = pytest.mark.each_redis
 
@@ -170,8 +170,7 @@ def test_stock_clients_and_workers_interoperate(redis: RedisServer, tmp_path: Pa
         receiver = app.events.Receiver(connection, handlers={"task-succeeded": events.append})
         listener = Thread(target=receiver.capture)
         listener.start()
-        # A worker subscribes to requests just after it says that it is ready.
-        wait_until(lambda: len(app.control.ping(timeout=5, limit=2)) == 2, "both workers answer")
+        wait_for_replies(app, workers=2)
         assert len(through_ours.control.inspect(timeout=5, limit=2).stats()) == 2
         assert len(app.control.inspect(timeout=5, limit=2).active_queues()) == 2
         for sender in (app, through_ours):  # in one batch: sent one by one, the stock worker would take every task
