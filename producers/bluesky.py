@@ -7,7 +7,6 @@ earlier than asked. Sources: bluesky-social/jetstream, section 5.1 of its design
 """
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -20,8 +19,6 @@ from producers.live.clock import Clock
 from producers.live.source import Event, SourceFailed
 from shared.errors import clause
 from shared.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 COLLECTION = "app.bsky.feed.post"
 #: Seconds before the stored position from which the stream is read again: servers' clocks differ.
@@ -52,10 +49,8 @@ class BlueskySource:
         self._languages = frozenset(code.strip() for code in languages.split(",") if code.strip())
         self._min_characters = settings.bluesky_min_characters
         self._clock = clock
-        #: Time of the last event before one that could not be read.
-        self._unreadable_after = -1
 
-    def events(self, cursor: int | None) -> Iterator[Event | None]:
+    def events(self, cursor: int | None) -> Iterator[str | bytes | None]:
         query: dict[str, str | int] = {"wantedCollections": COLLECTION, "maxMessageSizeBytes": MAX_EVENT_BYTES}
         if cursor is not None:
             query["cursor"] = max(0, cursor)
@@ -76,9 +71,8 @@ class BlueskySource:
         except (OSError, EOFError, WebSocketException) as fault:
             raise SourceFailed(f"the connection failed ({clause(fault)})") from fault
 
-    def _receive(self, connection: ClientConnection) -> Iterator[Event | None]:
+    def _receive(self, connection: ClientConnection) -> Iterator[str | bytes | None]:
         heard = self._clock.monotonic()
-        last = 0
         while True:
             try:
                 text = connection.recv(IDLE_S)
@@ -88,20 +82,10 @@ class BlueskySource:
                 yield None
                 continue
             heard = self._clock.monotonic()
-            try:
-                event = self._parse(json.loads(text))
-            except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as fault:
-                # Read it again, in case it was cut; leave it out if it is the same then.
-                if self._unreadable_after != last:
-                    self._unreadable_after = last
-                    raise SourceFailed(f"an event cannot be read ({type(fault).__name__})") from fault
-                logger.warning("skipped an event that cannot be read (%s)", type(fault).__name__)
-                continue
-            last = event.cursor
-            yield event
+            yield text
 
-    def _parse(self, data: Mapping[str, Any]) -> Event:
-        """Parse an event. Raises KeyError, TypeError, AttributeError or ValueError if it is invalid."""
+    def parse(self, raw: str | bytes) -> Event:
+        data = json.loads(raw)
         progress = Event(int(data["time_us"]), data["time_us"] / 1_000_000)
         author = f"at://{data['did']}/"
         if data["kind"] == "account":

@@ -335,6 +335,10 @@ def format_live_status(status: dict[str, Any]) -> str:
         parts.append(f"{status['gaps']} gap{'s' if status['gaps'] > 1 else ''}")
     if status["purged"]:
         parts.append(f"{status['purged']:,} purged")
+    if status["ahead"]:
+        parts.append(f"{status['ahead']:,} from the future")
+    if status["unreadable"]:
+        parts.append(f"{status['unreadable']:,} unreadable")
     return " · ".join(parts)
 
 

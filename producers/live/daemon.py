@@ -3,9 +3,14 @@
 The position is stored last. A daemon that is killed reads the events after it again, and skips the posts that it has
 sent (producers/push.py). After any failure, the daemon drops the unfinished batch and resumes from the stored position.
 While the queue is full it does not read, and the source keeps the events.
+
+Events are input from strangers. One that fails twice, while it is parsed or sent, becomes a dead letter. One from the
+future is sent, but is no position: reading from there would leave out all events until then.
 """
 
+import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Generator
 from typing import Any
@@ -21,7 +26,8 @@ from producers.live.source import Event, Source, SourceFailed
 from producers.live.state import LiveState, Position
 from producers.push import FULL_QUEUE_POLL_S, Pusher
 from shared.errors import PostRefused, clause, printable
-from shared.messages import Post
+from shared.messages import MAX_DEAD_POST_BYTES, DeadLetter, Post, digest
+from shared.results import ResultsStore
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -30,6 +36,13 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_POSTS, MAX_BATCH_S = 256, 1.0
 #: Maximum events per batch: deletions and filtered events must not delay the position.
 MAX_BATCH_EVENTS = 4_096
+#: Maximum seconds that an event's time may be ahead of this machine's clock to become a position, once that time has
+#: come; and maximum number of such events to remember, one per batch.
+MAX_AHEAD_S, MAX_UPCOMING = 600.0, 4_096
+#: Maximum failures of events to remember.
+MAX_FAILURES_SEEN = 10_000
+#: Limit of a position, and of the characters of a deleted post's or account's id.
+MAX_CURSOR, MAX_DELETED = 2**63, 4096
 #: Seconds between updates of the status for `feedmill status`.
 STATUS_INTERVAL_S = 10.0
 #: Pauses in seconds after consecutive failures. Integers: floats would overflow after 1,024 failures.
@@ -46,22 +59,30 @@ class LiveDaemon:
         self._redis_address = settings.redis_address
         self._clock = clock
         self._state = LiveState(redis, source.name)
+        self._store = ResultsStore(redis, settings)
         self._purges = Purges(redis, settings, self._state, clock)
         #: Events of the open connection; None while it is closed.
-        self._events: Generator[Event | None] | None = None
+        self._events: Generator[Any] | None = None
         #: The position from which the connection was opened, until its first event has arrived; then None.
         self._resumed: Position | None = None
         #: Position up to which everything is sent.
         self._position: Position | None = None
+        #: The last event of each batch that was slightly ahead of the clock: positions once their time has come.
+        self._upcoming: list[Event] = []
         #: Failure that ended the events of the latest batch, to be handled after it.
         self._failure: SourceFailed | None = None
         #: Events before this position are repetitions.
         self._floor = 0
+        #: Position of the event that was read last from the open connection; -1 before the first.
+        self._reached = -1
+        #: Places where an event failed once, and digests of events that are dead letters: the overlap repeats them.
+        self._failures_seen = set[tuple[str, int | str]]()
         self._failures = 0
         #: Times of the next batch and of the next status update (monotonic seconds).
         self._due = self._status_due = clock.monotonic()
-        #: Counts since the start: events, filtered and refused posts, connections, gaps; and failures by kind.
-        self.read = self.filtered = self.refused = self.connections = self.gaps = 0
+        #: Counts since the start: events, filtered and refused posts, events in the future, dead letters, connections,
+        #: gaps; and failures by kind.
+        self.read = self.filtered = self.refused = self.ahead = self.unreadable = self.connections = self.gaps = 0
         #: Gaps in the list, those of earlier processes included, at the latest status update.
         self._gaps_recorded = 0
         self.faults: Counter[str] = Counter()
@@ -130,7 +151,7 @@ class LiveDaemon:
         until = self._clock.monotonic() + MAX_BATCH_S
         while posts < most and len(batch) < MAX_BATCH_EVENTS and self._clock.monotonic() < until:
             try:
-                event = next(events)
+                event = self._next(events)
             except (StopIteration, SourceFailed) as fault:
                 failure = fault if isinstance(fault, SourceFailed) else SourceFailed("the stream of events ended")
                 if not batch:
@@ -146,16 +167,54 @@ class LiveDaemon:
                 posts += event.post is not None
         return batch
 
-    def _open(self) -> Generator[Event | None]:
-        self._resumed = self._position = self._state.position()
+    def _next(self, events: Generator[Any]) -> Event | None:
+        """Return the next event that can be read; None if nothing arrives. Raises StopIteration and SourceFailed."""
+        while (raw := next(events)) is not None:
+            try:
+                event = _checked(self._source.parse(raw))
+            except Exception as error:
+                if self._is_new_failure("unreadable after", self._reached):
+                    raise SourceFailed(f"an event cannot be read ({type(error).__name__})") from error
+                self._set_aside(raw, error)
+            else:
+                self._reached = event.cursor
+                return event
+        return None
+
+    def _open(self) -> Generator[Any]:
+        self._resumed = self._position = stored = self._state.position()
+        if stored and self._is_ahead(stored.at):
+            self._distrust(stored)
         # Servers may repeat far more than asked for. Everything before the overlap has been sent.
-        self._floor = self._resumed.cursor - self._source.overlap if self._resumed else 0
-        self._events = _generate(self._source, self._floor if self._resumed else None)
+        self._floor = self._position.cursor - self._source.overlap if self._position else 0
+        self._events = _generate(self._source, self._floor if self._position else None)
+        self._reached, self._upcoming = -1, []
         self.connections += 1
         return self._events
 
+    def _is_ahead(self, at: float) -> bool:
+        """Return whether a time, in seconds since 1970, is so far in the future that it must be wrong."""
+        return at > self._clock.time() + MAX_AHEAD_S
+
+    def _distrust(self, stored: Position) -> None:
+        """Read only new events, because the stored position is in the future, or this machine's clock is wrong.
+
+        The first event that is not in the future replaces the position, and ends the gap since the position was stored.
+        If the clock is wrong, no such event comes, and the position stays.
+        """
+        self._resumed, self._position = Position(-1, self._state.advanced_at()), None
+        self.faults["position"] += 1
+        logger.error(
+            "the stored position in %s is %.0f minutes ahead of this machine's clock; reading new events only. If the "
+            "clock is wrong, correct it and restart the daemon",
+            self._source.name,
+            (stored.at - self._clock.time()) / 60,
+        )
+
     def _note_gap(self, event: Event) -> None:
         """Record a gap if a connection's first event is later than the stored position, whose event must come again."""
+        if self._is_ahead(event.at):
+            return
         before, self._resumed = self._resumed, None
         if before is None or event.cursor <= before.cursor:
             return
@@ -171,6 +230,23 @@ class LiveDaemon:
     # Sending.
 
     def _send(self, batch: list[Event]) -> None:
+        """Send a batch. If that fails for another reason than Redis, send its events one by one to find the culprit."""
+        try:
+            self._deliver(batch)
+        except (RedisError, OperationalError):
+            raise
+        except Exception as error:
+            if len(batch) > 1:
+                for event in batch:
+                    self._send([event])
+                return
+            (event,) = batch
+            if self._is_new_failure("unsent", event.cursor):
+                raise
+            self._set_aside(event._asdict(), error)
+            self._advance(batch)
+
+    def _deliver(self, batch: list[Event]) -> None:
         posts: dict[str, Post] = {}
         deleted, authors = set[str](), set[str]()
         for event in batch:
@@ -182,14 +258,53 @@ class LiveDaemon:
                 posts.pop(event.deleted, None)
             if event.deleted_author is not None:
                 authors.add(event.deleted_author)
-            self.filtered += event.filtered
         self._pusher.push(posts.values())
         self._purges.add(deleted, authors, {author_of(post_id) for post_id in posts} - authors)
-        last = max(batch, key=lambda event: event.cursor)
-        if self._position is None or last.cursor > self._position.cursor:
+        self._advance(batch)
+        self.filtered += sum(event.filtered for event in batch)
+
+    def _advance(self, batch: list[Event]) -> None:
+        """Store the position after a batch, which is never ahead of the clock, and count the batch's events."""
+        now = self._clock.time()
+        plausible = [event for event in batch if not self._is_ahead(event.at)]
+        if soon := [event for event in plausible if event.at > now]:
+            self._upcoming.append(max(soon, key=_cursor))
+        due = [event for event in (*plausible, *self._upcoming) if event.at <= now]
+        self._upcoming = [event for event in self._upcoming if event.at > now][-MAX_UPCOMING:]
+        last = max(due, key=_cursor, default=None)
+        if last and (self._position is None or last.cursor > self._position.cursor):
             self._position = Position(last.cursor, last.at)
             self._state.advance(self._position)
+        if len(plausible) < len(batch) and not self.ahead:
+            logger.warning(
+                "%s sends events from the future. They are processed, but reading resumes before them. If all events "
+                "are, this machine's clock is wrong",
+                self._source.name,
+            )
+        self.ahead += len(batch) - len(plausible)
         self.read += len(batch)
+
+    def _is_new_failure(self, kind: str, place: int | str) -> bool:
+        """Remember a failure, and return whether this is its first time."""
+        if len(self._failures_seen) >= MAX_FAILURES_SEEN:
+            self._failures_seen.clear()
+        is_new = (kind, place) not in self._failures_seen
+        self._failures_seen.add((kind, place))
+        return is_new
+
+    def _set_aside(self, raw: Any, error: Exception) -> None:
+        """Keep an event that failed twice as a dead letter."""
+        text = raw if isinstance(raw, str) else json.dumps(raw, default=repr)
+        if not self._is_new_failure("dead letter", digest(text)):
+            return
+        reason = f"an event of {self._source.name} cannot be read ({type(error).__name__})"
+        letter = DeadLetter(
+            id=None, reason=reason, post=None, options=None, message=None, worker=f"ingest {self._source.name}",
+            failed_at=self._clock.time(), payload=text[:MAX_DEAD_POST_BYTES],
+        )  # fmt: skip
+        self._store.write([], [letter])
+        self.unreadable += 1
+        logger.warning("%s: `feedmill dead list` shows it", reason)
 
     def _parse(self, fields: Any) -> Post | None:
         try:
@@ -217,6 +332,8 @@ class LiveDaemon:
             "skipped": self._pusher.skipped + self._pusher.gone,
             "filtered": self.filtered,
             "refused": self.refused,
+            "ahead": self.ahead,
+            "unreadable": self.unreadable,
             "purged": self._purges.purged,
             "gaps": self.gaps,
             "gaps_recorded": self._gaps_recorded,
@@ -228,6 +345,20 @@ class LiveDaemon:
         }
 
 
-def _generate(source: Source, cursor: int | None) -> Generator[Event | None]:
+def _generate(source: Source, cursor: int | None) -> Generator[Any]:
     """Return the source's events as a generator, which can be closed."""
     yield from source.events(cursor)
+
+
+def _cursor(event: Event) -> int:
+    return event.cursor
+
+
+def _checked(event: Event) -> Event:
+    """Return the event. Raises ValueError for a value that Redis cannot store."""
+    if not 0 <= event.cursor < MAX_CURSOR or not math.isfinite(event.at):
+        raise ValueError("the position or the time is out of range")
+    for text in (event.deleted, event.deleted_author):
+        if text is not None and len(text.encode()) > MAX_DELETED:  # a lone surrogate cannot be encoded
+            raise ValueError("the id of what was deleted is too long")
+    return event

@@ -29,6 +29,8 @@ STATUS_FIGURES = {
     "skipped": _counter("posts_skipped", "Posts skipped because they were sent before, or purged."),
     "filtered": _counter("posts_filtered", "Posts left out by the source's filters."),
     "refused": _counter("posts_refused", "Posts that cannot be classified."),
+    "ahead": _counter("events_ahead", "Events from the future, which are sent but are no positions."),
+    "unreadable": _counter("events_unreadable", "Events that could not be read or sent twice, now dead letters."),
     "purged": _counter("posts_purged", "Posts purged because they were deleted at the source."),
     "gaps": _counter("gaps", "Periods whose events the source no longer had."),
     "connections": _counter("connections", "Connections opened to the source."),

@@ -1,7 +1,7 @@
 """What a live source implements: a stream of events, each with a position from which reading can be resumed."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class SourceFailed(Exception):  # noqa: N818 - named after the event
@@ -15,7 +15,8 @@ class SourceFailed(Exception):  # noqa: N818 - named after the event
 class Event(NamedTuple):
     """A change at the source: a new or edited post, a deletion, or only progress.
 
-    cursor: the event's position; positions increase. at: its time at the source, in seconds since 1970.
+    cursor: the event's position; positions increase and are below 2**63. at: its time at the source, in seconds since
+    1970.
     post: fields of the post (`shared.messages.Post`); its id must be the same whenever the event is repeated.
     deleted: id of a post that was deleted. deleted_author: beginning of the ids of all posts of a deleted account, up
     to and including the last slash. filtered: true if a filter left the event's post out.
@@ -37,10 +38,19 @@ class Source(Protocol):
     #: Distance before the stored position from which reading resumes, for events that arrive out of order.
     overlap: int
 
-    def events(self, cursor: int | None) -> Iterator[Event | None]:
+    def events(self, cursor: int | None) -> Iterator[Any]:
         """Yield events from this position on, including it, oldest first; only new events if it is None.
+
+        Events are as the source sent them: `parse` reads them.
 
         The first event may be earlier. If it is later than the position stored last, the daemon records a gap, because
         the event at that position was not repeated. If nothing arrives, yield None about once a second, so that the
         daemon sends what it has. Raises SourceFailed; the daemon then pauses and calls this method again.
+        """
+
+    def parse(self, raw: Any) -> Event:
+        """Read one of the events that `events` yielded.
+
+        May raise any exception. The daemon then reads the event once more, in case it was cut. If it cannot be read
+        again, it becomes a dead letter and the next event follows.
         """

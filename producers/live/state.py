@@ -60,9 +60,15 @@ class LiveState:
         found: Any = self._redis.hgetall(live_position_key(self._source))
         return Position(int(found["cursor"]), float(found["at"])) if found else None
 
+    def advanced_at(self) -> float:
+        """Return when the position was stored, in seconds since 1970 by Redis' clock; 0 if unknown."""
+        found: Any = self._redis.hget(live_position_key(self._source), "stored")
+        return float(found or 0)
+
     def advance(self, position: Position) -> None:
         """Store the position up to which everything is sent."""
-        self._redis.hset(live_position_key(self._source), mapping={"cursor": position.cursor, "at": position.at})
+        values: dict[Any, Any] = {"cursor": position.cursor, "at": position.at, "stored": _now(self._redis)}
+        self._redis.hset(live_position_key(self._source), mapping=values)
 
     def record_gap(self, before: Position, until: float, noted: float) -> None:
         """Record that the events between a position and a time could not be read. Replaces a gap that begins there."""

@@ -1,14 +1,23 @@
 """The framework for live sources, with a scripted source and a real Redis."""
 
 import json
+import logging
+import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
+from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
+from producers.bluesky import BlueskySource
+from producers.live import daemon as live_daemon
 from producers.live import state as live_state
 from producers.live.daemon import LiveDaemon
-from producers.live.source import Event, SourceFailed
+from producers.live.source import Event, Source, SourceFailed
 from producers.live.state import EXPECTED_S, STATUS_TTL, LiveState, Position, all_gaps, statuses
 from producers.push import Pusher
 from shared.broker import connect, make_app
@@ -43,6 +52,10 @@ class Script:
         finally:
             self.closed += 1
 
+    def parse(self, raw: Any) -> Event:
+        assert isinstance(raw, Event)
+        return raw
+
 
 def post(cursor: int, text: str = "a text") -> Event:
     return Event(cursor, 1_800_000_000.0 + cursor, post={"id": f"s-{cursor}", "body": text})
@@ -50,10 +63,11 @@ def post(cursor: int, text: str = "a text") -> Event:
 
 @pytest.fixture
 def clock() -> SimulatedClock:
-    return SimulatedClock()
+    """Return a clock after the times of the events that `post` makes."""
+    return SimulatedClock(1_800_001_000.0)
 
 
-def make(source: Script, settings: Settings, clock: SimulatedClock) -> LiveDaemon:
+def make(source: Source, settings: Settings, clock: SimulatedClock) -> LiveDaemon:
     client = connect(settings)
     pusher = Pusher(make_app(settings), client, settings, ClassifyOptions(), wait=clock.wait)
     return LiveDaemon(source, client, pusher, settings, clock)
@@ -170,3 +184,202 @@ def test_status_expires(redis: RedisServer, settings: Settings, clock: Simulated
         known = statuses(redis.client)
         assert ("scripted" in known) == expected
         assert [status.running for status in known.values()] == [running] * expected
+
+
+# Events of strangers.
+
+#: An event of next year.
+FUTURE = Event(10**9, 1_830_000_000.0, post={"id": "future", "body": "a text"})
+
+
+def letters(redis: RedisServer) -> list[tuple[str, str | None]]:
+    """Return the reason and payload of each dead letter."""
+    found = [each for each in DeadLetters(redis.client).all() if isinstance(each, DeadLetterEntry)]
+    return [(each.letter.reason, each.letter.payload) for each in found]
+
+
+def test_event_from_the_future_is_sent_and_is_no_position(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock
+) -> None:
+    source = Script([post(1), FUTURE, post(2), SourceFailed("cut")], [post(1), FUTURE, post(2), post(3)])
+    daemon = make(source, settings, clock)
+    run(daemon, clock, 10.0)
+    assert ids(redis) == ["s-1", "future", "s-2", "s-3"]
+    assert LiveState(redis.client, "scripted").position() == Position(3, 1_800_000_003.0)
+    assert (daemon.status()["ahead"], daemon.gaps) == (2, 0)
+
+
+def test_event_slightly_ahead_becomes_the_position_once_its_time_has_come(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock
+) -> None:
+    soon = Event(500, clock.time() + 5, post={"id": "soon", "body": "a text"})
+    daemon = make(Script([post(1), soon, None, post(2), *[None] * 100, post(3)]), settings, clock)
+    run(daemon, clock, 0.1)
+    state = LiveState(redis.client, "scripted")
+    assert state.position() == Position(1, 1_800_000_001.0)
+    run(daemon, clock, 15.0)
+    assert state.position() == Position(500, soon.at)
+    assert ids(redis) == ["s-1", "soon", "s-2", "s-3"]
+
+
+def test_stored_position_from_the_future_is_replaced(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock
+) -> None:
+    state = LiveState(redis.client, "scripted")
+    state.advance(Position(10**9, 1_830_000_000.0))
+    source = Script([post(5), post(6), SourceFailed("cut")], [post(5), post(6), post(7)])
+    daemon = make(source, settings, clock)
+    run(daemon, clock, 10.0)
+    assert source.asked == [None, 4]
+    assert ids(redis) == ["s-5", "s-6", "s-7"]
+    assert state.position() == Position(7, 1_800_000_007.0)
+    assert daemon.faults == {"position": 1, "source": 1}
+    (gap,) = all_gaps(redis.client)
+    assert (gap.until, gap.noted) == (1_800_000_005.0, 1_800_001_000.0)
+
+
+def test_wrong_clock_loses_no_position(redis: RedisServer, settings: Settings) -> None:
+    state = LiveState(redis.client, "scripted")
+    state.advance(Position(4, 1_800_000_004.0))
+    clock = SimulatedClock(0.0)
+    daemon = make(Script([post(5), post(6)]), settings, clock)
+    run(daemon, clock, 3.0)
+    assert ids(redis) == ["s-5", "s-6"], "events are sent nevertheless"
+    assert state.position() == Position(4, 1_800_000_004.0)
+    assert all_gaps(redis.client) == []
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Event(2, float("inf")),
+        Event(2**63, 1.0),
+        Event(-1, 1.0),
+        Event(2, 1.0, deleted="\ud800"),
+        Event(2, 1.0, deleted_author="x" * 5000),
+        "not an event",
+    ],
+)
+def test_event_that_fails_twice_is_a_dead_letter(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock, event: Any
+) -> None:
+    events = [post(1), event, post(3)]
+    daemon = make(Script(events, events), settings, clock)
+    run(daemon, clock, 10.0)
+    assert ids(redis) == ["s-1", "s-3"]
+    assert (daemon.status()["unreadable"], daemon.faults) == (1, {"source": 1})
+    ((reason, _),) = letters(redis)
+    assert "scripted" in reason
+
+
+def test_event_that_cannot_be_sent_is_a_dead_letter_and_others_are_sent(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [post(number) for number in range(1, 6)]
+    daemon = make(Script(events, events), settings, clock)
+    push = daemon._pusher.push
+
+    def refuse(posts: Any) -> None:
+        posts = list(posts)
+        if any(each.id == "s-3" for each in posts):
+            raise RuntimeError("a bug that this post meets")
+        push(posts)
+
+    monkeypatch.setattr(daemon._pusher, "push", refuse)
+    run(daemon, clock, 10.0)
+    assert ids(redis) == ["s-1", "s-2", "s-4", "s-5"]
+    assert daemon.faults == {"unexpected": 1}
+    ((_, payload),) = letters(redis)
+    assert payload
+    assert json.loads(payload)["post"]["id"] == "s-3"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def changed(draw: st.DrawFn, value: Any) -> Any:
+    """Draw a variant of an event: any of its parts may be missing or anything else."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(JSON)
+    if isinstance(value, dict):
+        return {key: draw(changed(each)) for key, each in value.items() if draw(st.integers(0, 19))}
+    return value
+
+
+def bluesky_event(number: int, operation: str = "create") -> dict[str, Any]:
+    record = {
+        "text": "a text",
+        "langs": ["en"],
+        "createdAt": "2026-11-01T10:00:00Z",
+        "embed": {"external": {"uri": "u"}},
+    }
+    commit = {"operation": operation, "collection": "app.bsky.feed.post", "rkey": str(number), "record": record}
+    return {"time_us": 1_800_000_000_000_000 + number, "did": "did:plc:a", "kind": "commit", "commit": commit}
+
+
+DELETED_ACCOUNT = {
+    "time_us": 1_800_000_000_000_002, "did": "did:plc:b", "kind": "account",
+    "account": {"active": False, "status": "deleted"},
+}  # fmt: skip
+STORY = {"type": "story", "time": 1_800_000_000, "title": "a title", "text": "a text", "url": "u", "score": 3}
+
+
+class Stranger(NamedTuple):
+    """A source with hostile events, which resemble `alike`. before, after: good events around them, with their ids."""
+
+    before: Any
+    after: Any
+    ids: list[str]
+    alike: list[Any]
+
+
+STRANGERS = {
+    "bluesky": Stranger(
+        json.dumps(bluesky_event(1)),
+        json.dumps(bluesky_event(3)),
+        [f"at://did:plc:a/app.bsky.feed.post/{number}" for number in (1, 3)],
+        [bluesky_event(2), bluesky_event(2, "delete"), DELETED_ACCOUNT],
+    ),
+    "hacker_news": Stranger((1, STORY), (3, STORY), ["hn-1", "hn-3"], [[2, STORY], [2, STORY | {"deleted": True}]]),
+}
+
+
+class Repeated(Script):
+    """A source that repeats events at each connection, and reads them as another source does."""
+
+    def __init__(self, source: Source, events: list[Any]) -> None:
+        super().__init__(*[events] * 50)
+        self.overlap = source.overlap
+        self.parse = source.parse  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_no_event_stops_a_source(
+    name: str, redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_daemon, "SOURCE_BACKOFF", type("NoBackoff", (), {"compute": lambda *_: 0.0})())
+    monkeypatch.syspath_prepend(str(Path("docs/examples/extending").absolute()))
+    monkeypatch.delitem(sys.modules, "hacker_news", raising=False)
+    logging.getLogger("producers.live").setLevel(logging.CRITICAL)
+    import hacker_news  # type: ignore[import-not-found]  # noqa: PLC0415 - on the path set above
+
+    stranger = STRANGERS[name]
+    make_source = {"bluesky": BlueskySource, "hacker_news": hacker_news.HackerNews}[name]
+
+    @hypothesis_settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.lists(st.sampled_from(stranger.alike).flatmap(changed), min_size=1, max_size=3))
+    def send(hostile: list[Any]) -> None:
+        redis.client.flushall()
+        clock = SimulatedClock(1_800_001_000.0)
+        raws = map(json.dumps, hostile) if name == "bluesky" else hostile
+        daemon = make(Repeated(make_source(settings, clock), [stranger.before, *raws, stranger.after]), settings, clock)
+        run(daemon, clock, 10.0)
+        assert [each for each in ids(redis) if each in stranger.ids] == stranger.ids
+        assert daemon.hindrance == ""
+
+    send()

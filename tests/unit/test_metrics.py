@@ -45,8 +45,8 @@ STATUS: dict[str, Any] = {
     "gaps": 1, "gaps_open": 1, "faults": {"TooMany": 2}, "requests": 40, "budget": 90.0, "hindrance": "",
 }  # fmt: skip
 LIVE_STATUS: dict[str, Any] = {
-    "read": 100, "sent": 33, "skipped": 1, "filtered": 20, "refused": 2, "purged": 3, "gaps": 1, "gaps_recorded": 1,
-    "connections": 4, "faults": {"source": 3}, "paused": True, "delay": 1.5,
+    "read": 100, "sent": 33, "skipped": 1, "filtered": 20, "refused": 2, "ahead": 1, "unreadable": 1, "purged": 3,
+    "gaps": 1, "gaps_recorded": 1, "connections": 4, "faults": {"source": 3}, "paused": True, "delay": 1.5,
     "hindrance": "bluesky: the server answered 502",
 }  # fmt: skip
 

@@ -34,27 +34,27 @@ class HackerNews:
         self._budget = RequestBudget(clock, REQUESTS_PER_MINUTE)
         self._session = requests.Session()
 
-    def events(self, cursor: int | None) -> Iterator[Event | None]:
+    def events(self, cursor: int | None) -> Iterator[tuple[int, Any] | None]:
         reached = self._get("maxitem") if cursor is None else cursor - 1
         while True:
             for number in range(reached + 1, self._get("maxitem") + 1):
-                yield self._event(number)
+                yield number, self._get(f"item/{number}")
                 reached = number
             # Recently changed items: only deletions, because an edited story may be older than the first start.
             for number in self._get("updates")["items"]:
-                if number <= reached and (deleted := self._event(number)).deleted:
-                    yield deleted._replace(cursor=reached, at=self._clock.time())
+                if number <= reached and _is_gone(item := self._get(f"item/{number}")):
+                    yield reached, {**item, "id": number}
             for _ in range(POLL_INTERVAL_S):
                 yield None
                 self._clock.wait(1.0)
 
-    def _event(self, number: int) -> Event:
-        item = self._get(f"item/{number}")
+    def parse(self, raw: tuple[int, Any]) -> Event:
+        number, item = raw
         if not item or item["type"] != "story":
             return Event(number, item["time"] if item else self._clock.time())
+        if _is_gone(item):
+            return Event(number, self._clock.time(), deleted=f"hn-{item.get('id', number)}")
         story_id = f"hn-{number}"
-        if item.get("deleted") or item.get("dead"):
-            return Event(number, item["time"], deleted=story_id)
         fields = {
             "id": story_id,
             "title": item.get("title"),
@@ -74,3 +74,7 @@ class HackerNews:
             return response.json()
         except requests.RequestException as fault:
             raise SourceFailed(f"{path} cannot be read ({fault})") from fault
+
+
+def _is_gone(item: Any) -> bool:
+    return bool(item and (item.get("deleted") or item.get("dead")))
