@@ -46,6 +46,9 @@ DEVICES_PATTERN = r"all|cpu(:[1-9][0-9]{0,3})?|(0|[1-9][0-9]{0,3})(,(0|[1-9][0-9
 
 #: Pattern of a plug-in's import path, module:Class, in the settings `classifier` and `engine`.
 PLUGIN_PATTERN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+#: Built-in classifiers, and all values of the setting as users read them.
+CLASSIFIERS = ("gliclass", "head", "nli", "rerank", "sequence", "similarity")
+CLASSIFIER_CHOICES = f"auto, {', '.join(CLASSIFIERS)} or module:Class"
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -197,14 +200,13 @@ class Settings(BaseSettings):
     offline: bool = False
     #: Run Python code from the model's repository, with all rights of the worker's user. Review it and pin `revision`.
     trust_remote_code: bool = False
-    #: Classifier: gliclass, head, nli, rerank, sequence or similarity (docs/models.md). auto selects one from the
-    #: model's files.
-    #: module:Class loads a plug-in (docs/extending.md).
+    #: Classifier (docs/models.md). auto selects one from the model's files. module:Class loads a plug-in
+    #: (docs/extending.md).
     classifier: Annotated[
         str,
         _form(
-            rf"auto|gliclass|head|nli|rerank|sequence|similarity|{PLUGIN_PATTERN}",
-            "auto, gliclass, head, nli, rerank, sequence, similarity or module:Class",
+            rf"auto|{'|'.join(CLASSIFIERS)}|{PLUGIN_PATTERN}",
+            CLASSIFIER_CHOICES,
         ),
     ] = "auto"
     #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.

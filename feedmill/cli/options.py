@@ -15,7 +15,7 @@ from shared.broker import user_errors
 from shared.errors import UserError
 from shared.messages import ClassifyOptions
 from shared.model_routing import check_queue, queue_for_model
-from shared.settings import Settings, load, unknown_variables
+from shared.settings import CLASSIFIER_CHOICES, Settings, load, unknown_variables
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ ModelOption = Annotated[
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).")]
 ClassifierOption = Annotated[
     str | None,
-    typer.Option(help="Classifier: auto, head, nli, rerank, sequence, similarity or module:Class (default: auto)."),
+    typer.Option(help=f"Classifier: {CLASSIFIER_CHOICES} (default: auto)."),
 ]
 EngineOption = Annotated[
     str | None, typer.Option(help="Inference engine: torch, onnx or module:Class (default: torch).")

@@ -7,9 +7,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from feedmill.cli.options import ClassifierOption
 from feedmill.evaluation.run import settings_for_comparison
 from shared.errors import DeviceFull, ModelError, SettingsError
-from shared.settings import Settings
+from shared.settings import CLASSIFIERS, Settings
 from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
 from tests.support import naming
 from workers.models.classifiers import registry
@@ -20,6 +21,12 @@ from workers.models.engines import factory
 from workers.models.weights import EMBEDDED_MODEL, Weights, locate
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
+
+
+def test_settings_and_help_name_every_classifier() -> None:
+    assert set(CLASSIFIERS) == set(registry.CLASSIFIERS)
+    (option,) = ClassifierOption.__metadata__  # type: ignore[attr-defined]
+    assert all(kind in option.help for kind in registry.CLASSIFIERS)
 
 
 def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:

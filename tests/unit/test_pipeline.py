@@ -24,7 +24,7 @@ from workers.models.device import Device
 from workers.models.shapes import EXACT, Shapes
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
-from workers.pipeline import context
+from workers.pipeline import context, recording
 from workers.pipeline.calibration import TokenBudget
 from workers.pipeline.message import Message, State
 from workers.pipeline.offline import classify, pipeline_error
@@ -196,6 +196,14 @@ def owner() -> Any:
     yield made
     made.classifier.gate.set()
     made.pipeline.stop()
+
+
+def test_idle_threads_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "IDLE_S", 3600.0)
+    owner = Owner()
+    owner.results("a title")
+    owner.pipeline.stop()
+    assert not any(thread.is_alive() for thread in owner.pipeline._threads.values())
 
 
 def test_returns_one_outcome_per_post_in_order(owner: Owner) -> None:

@@ -134,6 +134,7 @@ class Pipeline:
         self._stopping.set()
         self._preparation.end()
         self._backlog.close()
+        self._recording.run(lambda: None)  # wakes the writer thread
         for thread in self._threads.values():
             if thread.is_alive():
                 thread.join(seconds)

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 MAX_UNWRITTEN_BATCHES, MAX_UNWRITTEN_POSTS = 4, 256
 #: Maximum posts of several micro-batches that one script stores. A larger micro-batch is stored alone.
 POSTS_TOGETHER = 256
+#: Seconds without work after which results that Redis may have lost are written again.
+IDLE_S = 1.0
 #: The type of scores that need no validation.
 FLOAT = frozenset({float})
 #: Maximum seconds between two attempts to write to Redis.
@@ -93,7 +95,7 @@ class Recording:
         self._thread = threading.current_thread()
         while not self._context.stopping.is_set():
             try:
-                taken = self._finished.take(POSTS_TOGETHER, timeout=1)
+                taken = self._finished.take(POSTS_TOGETHER, IDLE_S)
             except queue.Empty:
                 with suppress(RedisError):  # retried by the next iteration or write
                     self._context.store.catch_up()

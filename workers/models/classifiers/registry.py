@@ -10,13 +10,9 @@ import torch
 from shared.errors import ModelError, RequestRefused, SettingsError, clause
 from shared.settings import PREFIX, Settings
 from workers.models.classifiers import Classifier, canary
-from workers.models.classifiers.gliclass import Gliclass
-from workers.models.classifiers.head import Head
 from workers.models.classifiers.layout import is_model2vec, is_static, read_sentence_config
-from workers.models.classifiers.nli import Entailment, entailment_class
-from workers.models.classifiers.rerank import Reranker, is_reranker
-from workers.models.classifiers.sequence import SequenceClassifier
-from workers.models.classifiers.similarity import Similarity
+from workers.models.classifiers.nli import entailment_class
+from workers.models.classifiers.rerank import is_reranker
 from workers.models.device import Device, proc_field
 from workers.models.plugins import load_plugin
 from workers.models.weights import (
@@ -35,11 +31,14 @@ from workers.models.weights import (
 
 #: Memory that a forward pass needs in addition, as a share of the weights' memory (a lower bound).
 MEMORY_MARGIN = 0.1
-CLASSIFIERS: dict[
-    str,
-    type[Entailment] | type[Gliclass] | type[Head] | type[Reranker] | type[SequenceClassifier] | type[Similarity],
-] = {
-    classifier.kind: classifier for classifier in (Entailment, Gliclass, Head, Reranker, SequenceClassifier, Similarity)
+#: Built-in classifiers, imported only when a model needs them: the imports of GLiClass take a second.
+CLASSIFIERS = {
+    "gliclass": "workers.models.classifiers.gliclass:Gliclass",
+    "head": "workers.models.classifiers.head:Head",
+    "nli": "workers.models.classifiers.nli:Entailment",
+    "rerank": "workers.models.classifiers.rerank:Reranker",
+    "sequence": "workers.models.classifiers.sequence:SequenceClassifier",
+    "similarity": "workers.models.classifiers.similarity:Similarity",
 }
 #: Classifiers whose models have labels of their own.
 WITH_FIXED_LABELS = ("head", "sequence")
@@ -67,9 +66,9 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
         if getattr(settings, setting) is not None:
             name = f"{PREFIX}{setting.upper()}"
             raise SettingsError(f"{name} is set, but has no effect on {weights.name}, a {kind} model: unset {name}.")
-    make = CLASSIFIERS.get(kind)
-    if make is None:  # a plug-in: its results must not be mistaken for a built-in classifier's
-        make, weights = load_plugin(kind, "classifier"), weights._replace(name=kind)
+    make = load_plugin(CLASSIFIERS.get(kind, kind), "classifier")
+    if kind not in CLASSIFIERS:  # a plug-in: its results must not be mistaken for a built-in classifier's
+        weights = weights._replace(name=kind)
     classifier: Classifier = make(weights, device, settings)
     try:
         classifier.warm_up()
