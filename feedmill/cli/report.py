@@ -28,6 +28,7 @@ MAX_SHOWN = 10
 
 @app.command()
 def report(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="HTML file to write.")] = Path("feedmill-report.html"),
     hours: Annotated[
         int, typer.Option(help="Hours to report on, including the current one.", min=1, max=MAX_HOURS)
     ] = 24,
@@ -36,7 +37,6 @@ def report(
         str | None,
         typer.Option("--label-set", help="Only results of this label set: a,b,c (default: that of the most results)."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("feedmill-report.html"),
     png: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Also write the charts as images into this folder.")
     ] = None,
@@ -52,9 +52,9 @@ def report(
     if png:
         plots.require()
     if out.is_dir():
-        raise UserError(f"--out: {out} is a folder. Name a file in it, such as {out / 'report.html'}.")
+        raise UserError(f"{out} is a folder. Name a file in it, such as {out / 'report.html'}.")
     if not out.parent.is_dir():
-        raise UserError(f"--out: the folder {out.parent} does not exist. Create it, or give another --out.")
+        raise UserError(f"The folder {out.parent} does not exist. Create it, or give another OUT.")
     run = None if run is None else parse_run(run)
     labels = None if label_set is None else text.label_set(filter(None, map(str.strip, label_set.split(","))))
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -76,7 +76,7 @@ def report(
             temporary.write_text(page(found), encoding="utf-8")
         pictures = charts.save(found, png, notes) if png else []
     except OSError as error:
-        raise UserError(f"Cannot write the report: {error}. Give a writable --out and --png.") from None
+        raise UserError(f"Cannot write the report: {error}. Give a writable OUT and --png.") from None
     more = f" and {len(pictures)} images in {png}" if pictures else ""
     what = f"{found.posts:,} post{'' if found.posts == 1 else 's'} in {period}"
     typer.echo(f"{what}: wrote {out}{more} in {time.monotonic() - began:.1f} s")

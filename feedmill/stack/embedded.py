@@ -188,9 +188,9 @@ class Stack:
 
     def _await_worker(self, worker: Child) -> Iterator[str]:
         self._wait(worker, lambda: MEASURING in worker.output() or self._ping_worker())
+        yield "model loaded"
         if MEASURING in worker.output():
             self.step = "measuring the token budget of a micro-batch (about 10 s, once per machine)"
-            yield "model loaded"
         self._wait(worker, self._ping_worker)
 
     def _launch_flower(self) -> Child:

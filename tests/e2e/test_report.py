@@ -119,7 +119,7 @@ def fill(redis: RedisServer) -> None:
 def test_page_fits_a_phone_and_runs_no_injected_markup(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
     fill(redis)
     out = tmp_path / "report.html"
-    said = feedmill("report", "--out", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    said = feedmill("report", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 0, said.stderr
     assert re.match(rf"42 posts .*{out}", said.stdout)
     found = look_at(chromium, out.read_text(), tmp_path)
@@ -145,7 +145,7 @@ def test_page_is_self_contained(redis: RedisServer, tmp_path: Path) -> None:
 def test_report_omits_purged_posts(redis: RedisServer, tmp_path: Path) -> None:
     ResultsStore(redis.client, Settings()).write([result("1", title="keep this"), result("2", title="not this")])
     purge(redis.client, Settings(), ["2"])
-    assert feedmill("report", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
+    assert feedmill("report", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
     page = (tmp_path / "r.html").read_text()
     assert "keep this" in page
     assert "not this" not in page
@@ -185,7 +185,7 @@ def test_omits_reddit_sections_without_reddit_data(redis: RedisServer) -> None:
 
 def test_reports_on_a_whole_year(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
     fill(redis)
-    said = feedmill("report", "--hours", "8784", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    said = feedmill("report", "--hours", "8784", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 0, said.stderr
     found = look_at(chromium, (tmp_path / "r.html").read_text(), tmp_path)
     assert (found["width"], found["wide"]) == (390, [])
@@ -193,9 +193,7 @@ def test_reports_on_a_whole_year(redis: RedisServer, tmp_path: Path, chromium: s
 
 def test_png_writes_pictures_of_the_charts(redis: RedisServer, tmp_path: Path) -> None:
     fill(redis)
-    said = feedmill(
-        "report", "--hours", "48", "--out", "r.html", "--png", "charts", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
-    )
+    said = feedmill("report", "--hours", "48", "r.html", "--png", "charts", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 0, said.stderr
     assert re.search("4 .*charts", said.stdout)
     pictures = sorted((tmp_path / "charts").iterdir())
@@ -206,9 +204,9 @@ def test_png_writes_pictures_of_the_charts(redis: RedisServer, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--out", "none/r.html"), "folder none "),
+        (("none/r.html",), "folder none "),
         (("--hours", "0"), "--hours"),
-        (("--out", "."), "--out"),
+        ((".",), ". is a folder"),
     ],
 )
 def test_mistakes_name_the_flag_or_file(
@@ -256,7 +254,7 @@ def test_a_report_is_of_one_label_set_or_run(redis: RedisServer, tmp_path: Path)
     assert "<title>Feedmill, run monday: 2 hours</title>" in page(of_monday)
     assert gather(redis.client, settings, hours=2, labels="food, travel").labels == {"food": 3}
     assert gather(redis.client, settings, hours=2, run="none").posts == 0
-    said = feedmill("report", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    said = feedmill("report", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert re.match("3 posts", said.stdout)
     assert all(words in said.stderr for words in ("2 posts: happy, or so, sad", "--label-set", "--run"))
     shown = (tmp_path / "r.html").read_text()
