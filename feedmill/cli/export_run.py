@@ -22,6 +22,7 @@ from feedmill.reading.rows import Chunk, RowReader
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from shared.errors import DatabaseUnavailable, UserError, clause
 from shared.redis_errors import is_temporary
+from shared.scripts.stream import Place
 from shared.settings import PREFIX
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that `--follow` waits for a new entry before it checks for a signal.
 ENTRY_WAIT_S = 1.0
+#: The error of an export to files, which would contain rows twice if it read the stream again.
+LOST = (
+    "Redis lost its latest results, and its clock went back. Continuing this export would leave out or repeat rows. "
+    "Export to a new OUT."
+)
 #: Seconds before each attempt to reconnect; the last value repeats until Redis and the database answer.
 RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0)
 
@@ -104,6 +110,8 @@ class ExportRun:
         """Export every entry that the stream holds now, or stop after a chunk when a signal arrives."""
         place = target.place
         for chunk in self._reader.chunks(place):
+            if chunk.lost:
+                raise UserError(LOST)
             place = chunk.place
             self._add(chunk, bar)
             if self._stop.is_set and not chunk.ended:
@@ -133,6 +141,9 @@ class ExportRun:
                 if failures:
                     place = target.resume()
                 chunk = self._reader.fetch(place)
+                if chunk.lost:
+                    place = self._start_over(target)
+                    continue
                 place = chunk.place
                 self._add(chunk, bar)
                 # A database that is full accepts connections, but no rows.
@@ -161,6 +172,13 @@ class ExportRun:
             target.close(place)
         self._complete |= self._follow
 
+    def _start_over(self, target: "Folder | Table") -> Place:
+        """Return the beginning of the stream for a table, which replaces rows. Raises UserError for a folder."""
+        if isinstance(target, Folder):
+            raise UserError(LOST)
+        logger.warning("Redis lost its latest results, and its clock went back: reading all results again")
+        return Place("0-0")
+
     def _add(self, chunk: Chunk, bar: "_Bar") -> None:
         if chunk.missed != 0:
             self._report_missed(chunk)
@@ -186,21 +204,25 @@ class ExportRun:
         """Print a summary; return the exit status. out: what was exported to; None for standard output."""
         target = self._target
         rows = target.written - (self._before if isinstance(target, Folder) else 0)
+        refused = 0 if isinstance(target, Folder | File | ParquetFile) else target.refused
         if as_json:
             summary = {"rows": rows, "removed": target.removed, "complete": self._complete}
+            summary |= {"refused": refused} if refused else {}
             typer.echo(json.dumps(summary | {"missed": self._missed if self._any_missed else 0}))
         else:
             again = "resume" if target.can_resume and out else "start over"
             parts = [f"{format_rows(rows)} written" + (f" to {out}" if out else "")]
             if target.removed:
                 parts.append(f"{format_rows(target.removed)} of purged posts removed")
+            if refused:
+                parts.append(f"{format_rows(refused)} refused by the database")
             if not self._complete:
                 parts.append(f"stopped before the end; run the same command to {again}")
             typer.echo(", ".join(parts), err=out is None)
         if not self._complete and self._stop.number:
             return 128 + self._stop.number
         nothing = not rows and not target.resumed and not self._follow
-        return 1 if nothing or self._any_missed or not self._complete else 0
+        return 1 if nothing or refused or self._any_missed or not self._complete else 0
 
 
 def format_rows(count: int) -> str:

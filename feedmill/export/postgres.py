@@ -6,6 +6,7 @@ A thread runs the transaction while the caller reads the next rows. Docs: docs/e
 """
 
 import json
+import logging
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ from feedmill.reading.purges import Purges, newest_purge, read_purges
 from feedmill.reading.rows import ResultRow, RowReader
 from shared.errors import DatabaseUnavailable, UserError, printable
 from shared.scripts.stream import Place
+
+logger = logging.getLogger(__name__)
 
 #: Rows per transaction. They fit into PostgreSQL's default `temp_buffers`, 8 MB.
 BATCH_ROWS = 5000
@@ -61,6 +64,11 @@ MAX_NAME_BYTES = 63
 #: Errors after which the same statement may succeed later, on a new connection if this one is lost: an unreachable,
 #: restarting or full server, a lock that is held, a server that has become a standby.
 TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+#: Classes of SQLSTATE by which the database refuses a row: data exceptions, violated constraints, exceeded limits, and
+#: errors that a trigger raises. Some of them are OperationalErrors.
+ROW_REFUSED = ("22", "23", "54", "P0")
+#: Rows of one transaction of which, if all are refused, the table refuses the export; and refused rows to name.
+MIN_ALL_REFUSED, MAX_REFUSED_NAMED = 100, 20
 
 
 class Address(NamedTuple):
@@ -97,6 +105,8 @@ class _Written(NamedTuple):
     removed: int
     place: Place
     purges: str
+    #: Id and reason of each row that the database refused.
+    refused: list[tuple[str, str]]
 
 
 @contextmanager
@@ -135,8 +145,8 @@ class Table:
         self._address = address
         self._reader, self._redis = reader, redis
         self._options = None if wanted is None else {"version": STATE_VERSION, **wanted._asdict()}
-        #: Rows written, and rows removed because their posts were purged.
-        self.written = self.removed = 0
+        #: Rows written, rows removed because their posts were purged, and rows that the database refused.
+        self.written = self.removed = self.refused = 0
         self._rows: list[ResultRow] = []
         self._thread = ThreadPoolExecutor(1, "postgres")
         self._running: Future[_Written] | None = None
@@ -283,10 +293,14 @@ class Table:
         done = running.result()
         self.written, self.removed = self.written + done.rows, self.removed + done.removed
         self.place, self._purged = done.place, done.purges
+        for post_id, reason in done.refused[: max(0, MAX_REFUSED_NAMED - self.refused)]:
+            logger.warning("%s refused the result of post %s (%s); continuing without it", self, post_id, reason)
+        self.refused += len(done.refused)
 
     def _transact(self, rows: Sequence[ResultRow], place: Place, purges: Purges) -> _Written:
         with self._explaining(), self._connection.transaction(), self._connection.cursor() as cursor:
-            inserted = self._insert(cursor, rows) if rows else 0
+            refused: list[tuple[str, str]] = []
+            inserted = self._insert(cursor, rows, refused) if rows else 0
             removed = self._remove(cursor, purges)
             cursor.execute(
                 SQL(
@@ -297,9 +311,31 @@ class Table:
             )
             if cursor.rowcount == 0:
                 raise UserError(f"Another export has written to {self}. Run only one, then run this command again.")
-        return _Written(inserted, removed, place, purges.position)
+        return _Written(inserted, removed, place, purges.position, refused)
 
-    def _insert(self, cursor: Any, rows: Sequence[ResultRow]) -> int:
+    def _insert(self, cursor: Any, rows: Sequence[ResultRow], refused: list[tuple[str, str]]) -> int:
+        """Insert rows; return how many were inserted. Rows that the database refuses are left out, in `refused`.
+
+        Raises psycopg.Error for other failures, and if it refuses every one of many rows.
+        """
+        try:
+            with self._connection.transaction():  # a savepoint
+                return self._insert_all(cursor, rows)
+        except psycopg.Error as error:
+            if not _refuses_row(error):
+                raise
+            if len(rows) == 1:
+                refused.append((printable(rows[0].post["id"]), _reason(error)))
+                return 0
+            half = len(rows) // 2
+            inserted = self._insert(cursor, rows[:half], refused)
+            cursor.execute("TRUNCATE pg_temp.feedmill_staging")
+            inserted += self._insert(cursor, rows[half:], refused)
+            if not inserted and len(rows) >= MIN_ALL_REFUSED:
+                raise
+            return inserted
+
+    def _insert_all(self, cursor: Any, rows: Sequence[ResultRow]) -> int:
         # An INSERT cannot update a row twice. The stream has a result twice if it was classified again, or if Redis
         # lost its data and the worker repeated its last writes.
         latest = {(row.post["id"], row.found["fingerprint"]): row for row in rows}
@@ -369,15 +405,19 @@ class Table:
         """Convert psycopg's errors. Its texts do not contain the password; details, which quote rows, are left out."""
         try:
             yield
-        except TRANSIENT as error:
-            raise DatabaseUnavailable(
-                f"PostgreSQL at {self._address.name} is unavailable ({_reason(error)})."
-            ) from None
         except psycopg.Error as error:
+            if isinstance(error, TRANSIENT) and not _refuses_row(error):
+                raise DatabaseUnavailable(
+                    f"PostgreSQL at {self._address.name} is unavailable ({_reason(error)})."
+                ) from None
             raise UserError(
                 f"PostgreSQL at {self._address.name} refuses the export ({_reason(error)}). See docs/export.md "
                 "for the privileges and the columns that an export needs."
             ) from None
+
+
+def _refuses_row(error: psycopg.Error) -> bool:
+    return (error.sqlstate or "").startswith(ROW_REFUSED)
 
 
 def _reason(error: psycopg.Error) -> str:

@@ -47,6 +47,8 @@ class Chunk(NamedTuple):
     missed: int | None = 0
     #: Approximate number of entries after the rows; None if unknown.
     left: int | None = None
+    #: True if the stream has lost the entries up to the place, and new ones come before it (`Fetched.lost`).
+    lost: bool = False
 
 
 class RowReader:
@@ -59,9 +61,9 @@ class RowReader:
 
     def fetch(self, place: Place) -> Chunk:
         """Return the next rows after `place`, without those of purged posts."""
-        ended, now, *counts, texts = fetch_rows(self._redis, place, self._end, FETCH_BYTES)
+        ended, now, *counts, lost, texts = fetch_rows(self._redis, place, self._end, FETCH_BYTES)
         missed, left = (None if count < 0 else count for count in counts)
-        return Chunk(self._checked(_read(texts)), now, ended, missed, left)
+        return Chunk(self._checked(_read(texts)), now, ended, missed, left, bool(lost))
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
         """Yield all rows present after `place`, fetching the next chunk while the caller works on the current one."""

@@ -5,6 +5,7 @@ Scripts fetch entries and count those trimmed unread (shared/scripts/stream.py).
 
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: Entries per fetch of a follower.
 FOLLOWED_AT_ONCE = 500
+#: Seconds that a follower whose entries were lost goes back beyond its latest read.
+LOST_MARGIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class Follower:
         self._wanted = wanted
         self._history = history
         self._place = END if since is None else Place(id_before(since))
+        #: Time of the latest read (monotonic seconds).
+        self._read_at = time.monotonic()
 
     def read(self) -> list[Read] | None:
         """Return available items without waiting. None if there are none; an empty list if none match the filter."""
@@ -101,12 +106,22 @@ class Follower:
 
     def _read(self) -> list[Read] | None:
         found = fetch(self._redis, FOLLOWED_AT_ONCE, self._place)
-        self._place = found.place
+        if found.lost:
+            self._go_back()
+            return []
+        self._place, self._read_at = found.place, time.monotonic()
         if not found.entries:
             return None
         return missed_before(found) + [
             Read(result) for _, result in parsed(found.entries) if result and self._wanted.has(result)
         ]
+
+    def _go_back(self) -> None:
+        """Continue with what Redis stored since the latest read: it has smaller ids than what was read then."""
+        now: Any = self._redis.time()
+        since = now[0] - (time.monotonic() - self._read_at) - LOST_MARGIN_S
+        logger.warning("Redis lost its latest results, and its clock went back: results of the last seconds come again")
+        self._place = Place(id_before(since))
 
     def wait(self, seconds: float) -> None:
         """Return as soon as there may be something to read, or after `seconds`."""

@@ -68,6 +68,9 @@ class Fetched(NamedTuple):
     gone: int
     purged_meanwhile: int
     stream: StreamState
+    #: True if the stream has lost the entry at the cursor, and new ones have smaller ids: Redis lost its last writes,
+    #: and its clock went back.
+    lost: bool = False
 
 
 #: Reads the numbers of entries stored, trimmed, purged and present.
@@ -111,13 +114,23 @@ local function place_after(read, last, ended)
   end
   return position and string.format('%s %d %d %d', last, position, trimmed, purged_then) or ''
 end
+-- Return 1 if the entry at the cursor was read, and the stream's ids went back since then, else 0.
+local function is_lost(cursor)
+  local time, number = string.match(cursor, '^(%d+)%-(%d+)$')
+  if not position or not time or number == '18446744073709551615' then return 0 end -- the latter is no entry
+  local info = redis.pcall('XINFO', 'STREAM', stream)
+  if info.err then return 0 end
+  local last_time, last_number = string.match(by_name(info)['last-generated-id'], '^(%d+)%-(%d+)$')
+  time, number, last_time, last_number = tonumber(time), tonumber(number), tonumber(last_time), tonumber(last_number)
+  return (last_time < time or last_time == time and last_number < number) and 1 or 0
+end
 """
 #:   KEYS[1], KEYS[2]  see _FIGURES         KEYS[3]  feedmill:groups  hash
 #:   ARGV[1]  maximum entries               ARGV[2]  the group, or ""           ARGV[3]  its member
 #:   without a group: ARGV[4]  the cursor, or "$" for the end of the stream     ARGV[5]  its place, or ""
 #:
 #: A group's member first receives its pending entries: delivered to it, but not acknowledged. A group's place is stored
-#: in KEYS[3]. Returns the fields of Fetched in order.
+#: in KEYS[3]. Returns the fields of Fetched in order. A group's place is never ahead: Redis loses both together.
 _FETCH: Script[list[Any]] = Script(
     _FIGURES
     + """
@@ -125,7 +138,7 @@ local group, count = ARGV[2], tonumber(ARGV[1])
 local cursor, place, groups = ARGV[4], ARGV[5], {}
 if group ~= '' then
   local own = redis.call('XREADGROUP', 'GROUP', group, ARGV[3], 'COUNT', count, 'STREAMS', stream, '0')
-  if own and #own[1][2] > 0 then return {1, own[1][2], '', '', '', 0, 0, first, trimmed, purged} end
+  if own and #own[1][2] > 0 then return {1, own[1][2], '', '', '', 0, 0, first, trimmed, purged, 0} end
   for _, info in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
     local each = by_name(info)
     groups[each['name']] = true
@@ -147,6 +160,7 @@ if group ~= '' then
 else
   entries = redis.call('XRANGE', stream, '(' .. cursor, '+', 'COUNT', count)
 end
+local lost = group == '' and #entries == 0 and is_lost(cursor) or 0
 if #entries > 0 then cursor = entries[#entries][1] end
 local now = place_after(#entries, cursor, #entries < count)
 if group ~= '' and now ~= '' and now ~= place then
@@ -157,7 +171,7 @@ if group ~= '' and now ~= '' and now ~= place then
   end
   redis.pcall('HSET', KEYS[3], group, now) -- pcall: reading must work even if a full Redis refuses the write
 end
-return {0, entries, before, cursor, now, gone, meanwhile, first, trimmed, purged}
+return {0, entries, before, cursor, now, gone, meanwhile, first, trimmed, purged, lost}
 """
 )
 #:   KEYS[1], KEYS[2]  see _FIGURES
@@ -188,13 +202,14 @@ return {claimed[1], claimed[3] or {}, first, trimmed, purged}
 #:   ARGV[1]  the cursor    ARGV[2]  its place, or ""    ARGV[3]  end of the range, in XRANGE syntax
 #:   ARGV[4]  bytes of entries after which to stop
 #:
-#: Returns a flat list: 1 if no entries are left, else 0; the new cursor; its place; `gone` and `left`; then the texts.
+#: Returns a flat list: 1 if no entries are left, else 0; the new cursor; its place; `gone`, `left` and `lost`; then the
+#: texts.
 _FETCH_ROWS: Script[list[Any]] = Script(
     _FIGURES
     + "local cursor, place = ARGV[1], ARGV[2]\n"
     + _GAP
     + """
-local said, last, bytes, read, ended = {0, '', '', gone, -1}, cursor, 0, 0, false
+local said, last, bytes, read, ended = {0, '', '', gone, -1, 0}, cursor, 0, 0, false
 repeat
   local entries = redis.call('XRANGE', stream, '(' .. last, ARGV[3], 'COUNT', 50)
   for _, entry in ipairs(entries) do
@@ -206,6 +221,7 @@ repeat
   end
   read, ended = read + #entries, #entries < 50
 until ended or bytes >= tonumber(ARGV[4])
+if read == 0 then said[6] = is_lost(cursor) end
 said[1], said[2], said[3] = ended and 1 or 0, last, place_after(read, last, ended and ARGV[3] == '+')
 if position and ARGV[3] == '+' then said[5] = stored - position end
 return said
@@ -241,8 +257,9 @@ def fetch(redis: Redis, count: int, place: Place = END, group: str = "", member:
     """Return up to `count` entries after a place; for a group's member, its pending entries, or else new ones."""
     arguments = [count, group, member, place.cursor, place.as_text()]
     answer = _FETCH(redis, [RESULTS_STREAM, COUNTERS, GROUPS], arguments)
-    pending, entries, before, cursor, text, gone, meanwhile, *state = answer
-    return Fetched(bool(pending), entries, before, Place.parse(cursor, text), gone, meanwhile, StreamState(*state))
+    pending, entries, before, cursor, text, gone, meanwhile, *state, lost = answer
+    new = Place.parse(cursor, text)
+    return Fetched(bool(pending), entries, before, new, gone, meanwhile, StreamState(*state), bool(lost))
 
 
 def claim(
@@ -259,15 +276,16 @@ def claim(
     return next_id, deleted, StreamState(*state)
 
 
-def fetch_rows(redis: Redis, place: Place, end: str, max_bytes: int) -> tuple[bool, Place, int, int, list[str]]:
+def fetch_rows(redis: Redis, place: Place, end: str, max_bytes: int) -> tuple[bool, Place, int, int, bool, list[str]]:
     """Return entries after a place until their texts reach `max_bytes`. end: end of the range, in XRANGE syntax.
 
     Returns whether no entries are left; the new place; the number of entries missing before the returned ones, and of
-    entries after them, each -1 if unknown; and id, classification and post of each entry, in a flat list.
+    entries after them, each -1 if unknown; `Fetched.lost`; and id, classification and post of each entry, in a flat
+    list.
     """
     arguments = [place.cursor, place.as_text(), end, max_bytes]
-    ended, cursor, text, gone, left, *texts = _FETCH_ROWS(redis, [RESULTS_STREAM, COUNTERS], arguments)
-    return bool(ended), Place.parse(cursor, text), gone, left, texts
+    ended, cursor, text, gone, left, lost, *texts = _FETCH_ROWS(redis, [RESULTS_STREAM, COUNTERS], arguments)
+    return bool(ended), Place.parse(cursor, text), gone, left, bool(lost), texts
 
 
 def check_posts(redis: Redis, posts: Sequence[str]) -> str:

@@ -1,7 +1,9 @@
 """feedmill/export/postgres.py on a real PostgreSQL: each result once, whatever crashes; purges reach the table."""
 
+import random
 import re
 import signal
+import string
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from redis import Redis
 
 from feedmill.export import postgres
 from feedmill.export.postgres import Table, opened
@@ -19,7 +22,7 @@ from feedmill.reading.purges import PURGES_PER_READ
 from feedmill.reading.rows import RowReader
 from producers.purge_run import purge_run
 from shared.errors import DatabaseUnavailable, UserError
-from shared.keys import PURGES, RESULTS_STREAM
+from shared.keys import COUNTERS, PURGES, RESULTS_STREAM
 from shared.messages import Classification, Post, digest
 from shared.purge import lift_tombstones, purge
 from shared.results import Result, ResultsStore
@@ -406,3 +409,59 @@ def _has_rows(database: PostgresServer, process: Feedmill, rows: int) -> bool:
         return len(ids(database)) >= rows
     except psycopg.errors.UndefinedTable:
         return False
+
+
+def test_results_below_a_lost_position_are_exported(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore, tmp_path: Path
+) -> None:
+    """Redis' clock was ahead, Redis lost the end of its log, and its clock went back."""
+    call = partial(feedmill, "export", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    store.write([result(f"old {number}") for number in range(3)])
+    binary: Any = Redis.from_url(redis.url)
+    log = {key: binary.dump(key) for key in (RESULTS_STREAM, COUNTERS)}
+    ((newest, fields),) = binary.xrevrange(RESULTS_STREAM, count=1)
+    binary.xadd(RESULTS_STREAM, fields, id=f"{int(newest.partition(b'-')[0]) + 600_000}-0")
+    binary.hincrby(COUNTERS, "stored", 1)
+    assert call(database.url).returncode == 0
+    assert call("--format", "parquet", "parts").returncode == 0
+    for key, content in log.items():
+        binary.restore(key, 0, content, replace=True)
+    binary.close()
+    store.write([result(f"new {number}") for number in range(3)])
+    said = call(database.url)
+    assert said.returncode == 0
+    assert "clock went back" in said.stderr
+    assert ids(database) == ["new 0", "new 1", "new 2", "old 0", "old 1", "old 2"]
+    said = call("--format", "parquet", "parts")
+    assert said.returncode == 2
+    assert "Export to a new OUT" in said.stderr
+
+
+def test_refused_rows_are_named_and_the_others_are_written(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore, tmp_path: Path
+) -> None:
+    export(redis, database)
+    database.rows("CREATE INDEX ON feedmill_results (title)")
+    database.rows("ALTER TABLE feedmill_results ADD CHECK (subreddit <> 'forbidden')")
+    texts = "".join(random.Random(1).choices(string.ascii_letters, k=5000))  # does not compress
+    store.write([result(f"{number:03}", title=f"a title {number}") for number in range(300)])
+    store.write([result("long", title=texts[:3900]), result("other", subreddit="forbidden"), result("z")])
+    command = ("export", database.url, "--json")
+    said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert last_json(said.stdout) == {"rows": 301, "removed": 0, "complete": True, "missed": 0, "refused": 2}
+    assert said.returncode == 1
+    assert re.search(r"post long \(index row .*post other \(.*check constraint", said.stderr, re.DOTALL)
+    assert ids(database) == [*(f"{number:03}" for number in range(300)), "z"]
+    store.write([result("later")])
+    assert feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
+    assert ids(database)[-2:] == ["later", "z"]
+
+
+def test_table_that_refuses_every_row_ends_the_export(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore
+) -> None:
+    export(redis, database)
+    database.rows("ALTER TABLE feedmill_results ADD CHECK (false)")
+    store.write([result(str(number)) for number in range(200)])
+    with pytest.raises(UserError, match="refuses the export .*check constraint"):
+        export(redis, database)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from redis import Redis
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import InvalidResponse
 
@@ -20,7 +21,7 @@ from feedmill.reading.groups import GroupReader
 from feedmill.reading.results import Reader, batches, items, open_reader
 from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, newest
 from shared.errors import RedisUnavailable, UserError
-from shared.keys import GROUPS, RESULTS_STREAM, find
+from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, find
 from shared.messages import Classification, Post
 from shared.purge import purge
 from shared.results import Result, ResultsStore
@@ -127,6 +128,27 @@ def test_reads_more_results_than_one_fetch_returns(
     wanted = write(store, *range(50))
     found = read_all(reader)
     assert (ids_of(found), missed_of(found)) == (wanted, [])
+
+
+def test_follower_goes_back_when_redis_lost_what_it_read(
+    store: ResultsStore, server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis' clock was ahead, Redis lost the end of its log, and its clock went back."""
+    follower = Follower(server.client, since=0.0)
+    store.write([result("old")])
+    binary: Any = Redis.from_url(server.url)
+    log = {key: binary.dump(key) for key in (RESULTS_STREAM, COUNTERS)}
+    ((newest, fields),) = binary.xrevrange(RESULTS_STREAM, count=1)
+    binary.xadd(RESULTS_STREAM, fields, id=f"{int(newest.partition(b'-')[0]) + 600_000}-0")
+    binary.hincrby(COUNTERS, "stored", 1)
+    assert len(read_all(follower)) == 2
+    for key, content in log.items():
+        binary.restore(key, 0, content, replace=True)
+    binary.close()
+    store.write([result("new")])
+    found = [read.item for _ in range(3) for read in follower.read() or []]
+    assert [each.post.id for each in found if isinstance(each, Result)][-1:] == ["new"]
+    assert "its clock went back" in caplog.text
 
 
 def test_follower_starts_with_the_newest_results(store: ResultsStore, server: RedisServer) -> None:
