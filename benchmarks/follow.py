@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     try:
         redis = connect(settings)
         child.wait_until(lambda: answers(redis))
-        version = ".".join(map(str, server_version(server)))
+        version = ".".join(map(str, server_version(server)[1]))
         console.print(f"redis-server {version}, {os.cpu_count()} cores, {arguments.rate:g} writes/s")
         following = Following(settings, ["--group", "benchmark"] if arguments.group else ["--limit", "0"])
         store = ResultsStore(redis, settings)

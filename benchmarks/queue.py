@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--redis", default=None, help="path of redis-server; default: the one that Feedmill finds")
     given = parser.parse_args(arguments)
     path = given.redis or find_redis_server()
-    version, port = ".".join(map(str, server_version(path))), free_port()
+    version, port = ".".join(map(str, server_version(path)[1])), free_port()
     url = f"redis://127.0.0.1:{port}/0"
     with tempfile.TemporaryDirectory() as folder:
         configuration = f'bind 127.0.0.1\nport {port}\nsave ""\ndir "{folder}"\n'

