@@ -73,7 +73,7 @@ COMMANDS = [
     ["purge", "HOSTILE"],
     ["purge", "--lift", "HOSTILE"],
     ["export", "out.csv"],
-    ["report", "--out", "report.html"],
+    ["report", "report.html"],
 ]
 
 

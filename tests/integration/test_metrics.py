@@ -34,7 +34,8 @@ POOL: dict[str, Any] = {
     "recent": {"posts_per_second": 12.5, "device_busy": 0.97, "seconds": 10.4},
 }  # fmt: skip
 LIVE_REPORT: dict[str, Any] = {
-    "read": 21, "sent": 1, "filtered": 20, "paused": True, "delay": 3.5, "gaps": 1, "purged": 3, "hindrance": "",
+    "read": 21, "sent": 1, "filtered": 20, "paused": True, "delay": 3.5, "gaps": 1, "purged": 3,
+    "ahead": 0, "unreadable": 0, "hindrance": "",
 }  # fmt: skip
 
 
