@@ -212,10 +212,13 @@ def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Setting
     if is_full(fault):
         return "has reached its memory limit and rejects writes. Raise its `maxmemory`."
     if is_denied(fault):
-        return (
-            f"does not let user {found.user or 'default'} do this ({clause(causes.get(NoPermissionError) or fault)}). "
-            "See docs/redis.md for the permissions of each user."
-        )
+        denied, user = clause(causes.get(NoPermissionError) or fault), found.user or "default"
+        if "function|load" in denied:
+            return (
+                f"does not have the functions of this version of Feedmill, and user {user} may not load them. "
+                "Start a worker of this version first."
+            )
+        return f"does not let user {user} do this ({denied}). See docs/redis.md for the permissions of each user."
     if is_replica(fault):
         return f"is a read-only replica. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
     if cannot_save(fault):

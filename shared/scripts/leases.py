@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.scripts import Script, as_text
+from shared.scripts import SHRINKS, Script, as_text
 
 #:   KEYS[1]  reserved          KEYS[2]  reserved_index     KEYS[3+] lists, in order of delivery
 #:   ARGV[1]  prefix of tags    ARGV[2]  maximum messages   ARGV[3]  bytes after which to stop
@@ -16,7 +16,10 @@ from shared.scripts import Script, as_text
 #:
 #: Returns a flat array (list number, message count, list number, message count, …) of the lists that had messages, and
 #: the messages.
-_RESERVE: Script[tuple[list[int], list[bytes]]] = Script("""
+_RESERVE: Script[tuple[list[int], list[bytes]]] = Script(
+    "leases_reserve",
+    SHRINKS,
+    """
 redis.call('HDEL', KEYS[1], '')
 redis.call('ZREM', KEYS[2], '')
 local time = redis.call('TIME')
@@ -42,7 +45,8 @@ for number = 3, #KEYS do
     end
 end
 return {runs, messages}
-""")
+""",
+)
 #: A lease that ends later than its length from now was made before Redis' clock was set back. It is shortened to its
 #: length.
 #:
@@ -52,7 +56,10 @@ return {runs, messages}
 #:   ARGV[5]  bytes of expired messages after which to stop    ARGV[6+] tags to renew
 #:
 #: Returns the time, the tags of expired leases, and their number if more leases may have expired, else 0.
-_RENEW: Script[tuple[str | bytes, list[str | bytes], int]] = Script("""
+_RENEW: Script[tuple[str | bytes, list[str | bytes], int]] = Script(
+    "leases_renew",
+    SHRINKS,
+    """
 redis.call('ZREM', KEYS[1], '')
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
@@ -75,10 +82,14 @@ if now - ARGV[3] <= tonumber(ARGV[4]) then
     end
 end
 return {string.format('%.17g', now), ended, (#found == limit or #ended < #found) and #ended or 0}
-""")
+""",
+)
 #:   KEYS[1]  reserved    KEYS[2]  reserved_index    KEYS[3+] list of each message
 #:   ARGV[1]  RPUSH or LPUSH    ARGV[2]  latest end of a lease, or "+inf"    ARGV[3+] tag and message of each
-_RESTORE: Script[None] = Script("""
+_RESTORE: Script[None] = Script(
+    "leases_restore",
+    SHRINKS,
+    """
 for number = 3, #KEYS do
     local tag, message = ARGV[2 * number - 3], ARGV[2 * number - 2]
     local ends = redis.call('ZSCORE', KEYS[2], tag)
@@ -87,21 +98,30 @@ for number = 3, #KEYS do
         if redis.call('HDEL', KEYS[1], tag) == 1 then redis.call(ARGV[1], KEYS[number], message) end
     end
 end
-""")
+""",
+)
 #:   KEYS[1]  reserved    KEYS[2]  reserved_index    KEYS[3]  undecodable, list
 #:   ARGV[1]  tag         ARGV[2]  the message       ARGV[3]  maximum entries of that list
-_SET_ASIDE: Script[int] = Script("""
+_SET_ASIDE: Script[int] = Script(
+    "leases_set_aside",
+    SHRINKS,
+    """
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 local length = redis.call('LPUSH', KEYS[3], ARGV[2])
 redis.call('LTRIM', KEYS[3], 0, ARGV[3] - 1)
 return math.max(0, length - ARGV[3])
-""")
+""",
+)
 #:   KEYS[1]  reserved    ARGV[1]  tag    ARGV[2]  the new message
-_REPLACE: Script[None] = Script("""
+_REPLACE: Script[None] = Script(
+    "leases_replace",
+    SHRINKS,
+    """
 redis.call('HDEL', KEYS[1], '')
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
-""")
+""",
+)
 
 
 class Taken(NamedTuple):
@@ -131,10 +151,9 @@ class Reservation(NamedTuple):
         keys = [self.reserved, self.reserved_index, *self.lists]
         return keys, [self.prefix, self.limit, self.max_bytes, *self.leases_s]
 
-    def command(self, loaded: bool) -> tuple[Any, ...]:
-        """Return the command, to be sent with others. loaded: Redis knows the script."""
-        keys, arguments = self._parts()
-        return (*(("EVALSHA", _RESERVE.sha) if loaded else ("EVAL", _RESERVE.lua)), len(keys), *keys, *arguments)
+    def command(self) -> tuple[Any, ...]:
+        """Return the command, to be sent with others."""
+        return _RESERVE.command(*self._parts())
 
     def taken(self, answer: tuple[Sequence[int], Sequence[bytes]]) -> list[Taken]:
         """Parse the command's answer."""

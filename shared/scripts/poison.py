@@ -5,19 +5,26 @@ from typing import Any
 from redis import Redis
 
 from shared.keys import PASSES, poison_key
-from shared.scripts import Script
+from shared.scripts import SHRINKS, WRITES, Script
 
 #: A script needs one answer instead of two, and is faster to build than a pipeline.
 #:
 #:   KEYS[1]  feedmill:passes   hash: worker and lane -> {"at": seconds, "posts": {message: [index, …]}}, JSON
 #:   ARGV[1]  worker and lane   ARGV[2]  the record    ARGV[3]  ttl, seconds
-_NOTE: Script[None] = Script("""
+_NOTE: Script[None] = Script(
+    "poison_note",
+    WRITES,
+    """
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[3])
-""")
+""",
+)
 #:   KEYS[1]  see _NOTE    KEYS[2]  feedmill:suspect:<id>  hash: index of a post -> deaths
 #:   ARGV[1]  digest of the message's id    ARGV[2]  prefix of this worker's records    ARGV[3]  ttl, seconds
-_COUNT: Script[list[str]] = Script("""
+_COUNT: Script[list[str]] = Script(
+    "poison_count",
+    SHRINKS,
+    """
 local now = tonumber(redis.call('TIME')[1])
 local notes = redis.call('HGETALL', KEYS[1])
 for i = 1, #notes, 2 do
@@ -37,15 +44,13 @@ for i = 1, #notes, 2 do
   end
 end
 return redis.call('HGETALL', KEYS[2])
-""")
+""",
+)
 
 
 def note(name: str, record: str, ttl: int) -> tuple[Any, ...]:
-    """Return the command that records the posts of a pass. name: worker and lane. record: JSON.
-
-    It contains the script's source, because its sender does not read the answer at once.
-    """
-    return ("EVAL", _NOTE.lua, 1, PASSES, name, record, ttl)
+    """Return the command that records the posts of a pass. name: worker and lane. record: JSON."""
+    return _NOTE.command([PASSES], [name, record, ttl])
 
 
 def count(redis: Redis, message: str, worker: str, ttl: int) -> dict[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from redis import Redis
 
 from shared.keys import PURGES, RESULTS_STREAM, tombstone_key
-from shared.scripts import Script, as_text
+from shared.scripts import READS, SHRINKS, Script, as_text
 
 #: Number of purges that the log keeps, each of up to 1,000 posts. A reader that missed some checks all of its posts.
 MAX_PURGES = 4000
@@ -26,6 +26,8 @@ end
 #:   KEYS[3+] feedmill:gone:<id>, string, of each post
 #:   ARGV[1]  time, in seconds since 1970    ARGV[2]  ttl, seconds    ARGV[3]  the ids, as JSON
 _SET_TOMBSTONES: Script[None] = Script(
+    "purge_set_tombstones",
+    SHRINKS,
     LOG_PURGE
     + """
 for i = 3, #KEYS do
@@ -33,12 +35,15 @@ for i = 3, #KEYS do
   redis.call('SET', KEYS[i], ARGV[1], 'EX', ARGV[2])
 end
 log_purge(KEYS[1], KEYS[2], 'ids', ARGV[3], ARGV[2])
-"""
+""",
 )
 #:   KEYS  feedmill:gone:<id>, string, of each post    ARGV  the expected time of each tombstone
 #:
 #: Returns 1 for each post that has no tombstone now, else 0.
-_LIFT: Script[list[int]] = Script("""
+_LIFT: Script[list[int]] = Script(
+    "purge_lift",
+    SHRINKS,
+    """
 local lifted = {}
 for i, key in ipairs(KEYS) do
   local at = redis.call('GET', key)
@@ -46,7 +51,8 @@ for i, key in ipairs(KEYS) do
   lifted[i] = (not at or at == ARGV[i]) and 1 or 0
 end
 return lifted
-""")
+""",
+)
 #: Reads ten entries at a time, because sizes vary widely.
 #:
 #:   KEYS[1]  feedmill:results or feedmill:dead, stream
@@ -54,7 +60,10 @@ return lifted
 #:   ARGV[3+] ids of the posts
 #:
 #: Returns the first id for the next call ("" after the last entry), and the number of deleted entries.
-_SWEEP: Script[tuple[str | bytes, int]] = Script("""
+_SWEEP: Script[tuple[str | bytes, int]] = Script(
+    "purge_sweep",
+    SHRINKS,
+    """
 local wanted, from, bytes, deleted = {}, ARGV[1], 0, 0
 for i = 3, #ARGV do wanted[ARGV[i]] = true end
 repeat
@@ -71,12 +80,16 @@ repeat
   if #entries < 10 then from = '' end
 until from == '' or bytes >= tonumber(ARGV[2])
 return {from, deleted}
-""")
+""",
+)
 #:   KEYS[1]  feedmill:results or feedmill:dead, stream
 #:   ARGV[1], ARGV[2]  as in _SWEEP                       ARGV[3]  beginnings of ids, up to the last slash, as JSON
 #:
 #: Returns the first id for the next call ("" after the last entry), and the ids of the posts that begin like this.
-_FIND_AUTHORS: Script[tuple[str | bytes, list[str | bytes]]] = Script("""
+_FIND_AUTHORS: Script[tuple[str | bytes, list[str | bytes]]] = Script(
+    "purge_find_authors",
+    READS,
+    """
 local wanted, from, bytes, found = {}, ARGV[1], 0, {}
 for _, beginning in ipairs(cjson.decode(ARGV[3])) do wanted[beginning] = true end
 repeat
@@ -91,30 +104,43 @@ repeat
   if #entries < 10 then from = '' end
 until from == '' or bytes >= tonumber(ARGV[2])
 return {from, found}
-""")
+""",
+)
 #: The HDEL in the next three scripts deletes nothing, but makes Redis accept the writes after it at `maxmemory`.
 #:
 #:   KEYS[1] list or string    KEYS[2] feedmill:reserved, hash    ARGV[1] the expected value    ARGV[2] the new value
-_REPLACE_WAITING: Script[int] = Script("""
+_REPLACE_WAITING: Script[int] = Script(
+    "purge_replace_waiting",
+    SHRINKS,
+    """
 local at = redis.call('LPOS', KEYS[1], ARGV[1])
 if not at then return 0 end
 redis.call('HDEL', KEYS[2], '')
 redis.call('LSET', KEYS[1], at, ARGV[2])
 return 1
-""")
-_REPLACE_STRING: Script[int] = Script("""
+""",
+)
+_REPLACE_STRING: Script[int] = Script(
+    "purge_replace_string",
+    SHRINKS,
+    """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('HDEL', KEYS[2], '')
 redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL')
 return 1
-""")
+""",
+)
 #:   KEYS[1] feedmill:reserved, hash    ARGV[1] the expected message    ARGV[2] the new message    ARGV[3] its tag
-_REPLACE_HELD: Script[int] = Script("""
+_REPLACE_HELD: Script[int] = Script(
+    "purge_replace_held",
+    SHRINKS,
+    """
 if redis.call('HGET', KEYS[1], ARGV[3]) ~= ARGV[1] then return 0 end
 redis.call('HDEL', KEYS[1], '')
 redis.call('HSET', KEYS[1], ARGV[3], ARGV[2])
 return 1
-""")
+""",
+)
 
 
 def lift(redis: Redis, times: Mapping[str, int]) -> list[int]:

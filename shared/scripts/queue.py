@@ -11,7 +11,7 @@ from typing import NamedTuple
 from redis import Redis
 
 from shared.keys import CLEARS, MARKS, RUNS, STORED, earlier_mark_key, earlier_result_key, run_key, tombstone_key
-from shared.scripts import Script, as_text
+from shared.scripts import READS, SHRINKS, WRITES, Script, as_text
 from shared.scripts.buckets import ID_BYTES, checksum
 from shared.scripts.marks import (
     DIGEST_DIGITS,
@@ -55,6 +55,8 @@ class Mark(NamedTuple):
 #:
 #: Returns a digit per post.
 _LOOKUP: Script[str | bytes] = Script(
+    "queue_lookup",
+    READS,
     MARK_RECORDS
     + """
 local ids, identities, hour = cjson.decode(ARGV[3]), ARGV[4], tonumber(ARGV[5])
@@ -83,19 +85,25 @@ if earlier then
   end
 end
 return table.concat(found)
-"""
+""",
 )
 #:   KEYS[1+]: feedmill:sent:<id>, hash, of each post. ARGV: a field of each.
-_LOOKUP_EARLIER: Script[list[int]] = Script("""
+_LOOKUP_EARLIER: Script[list[int]] = Script(
+    "queue_lookup_earlier",
+    READS,
+    """
 local found = {}
 for i, key in ipairs(KEYS) do found[i] = redis.call('HEXISTS', key, ARGV[i]) end
 return found
-""")
+""",
+)
 #:   KEYS[1]: feedmill:sent-marks, string, and its buckets. KEYS[2]: feedmill:runs, zset. ARGV[1]: a JSON list of the
 #:   posts' ids. ARGV[2]: the marks' identities. ARGV[3]: current hour. ARGV[4]: hour of expiry. ARGV[5]: TTL, seconds.
 #:   ARGV[6]: prefix of the names of tombstones. ARGV[7]: the posts' run, "" for none. ARGV[8]: prefix of the names of
 #:   runs' keys. ARGV[9]: maximum runs listed.
 _MARK: Script[None] = Script(
+    "queue_mark",
+    WRITES,
     MARK_RECORDS
     + COUNT_PROGRESS
     + f"""
@@ -133,12 +141,14 @@ if new > 0 then split_buckets(KEYS[1], #ids, {SPLIT_MARKS} * SIZE, SIZE, ttl) en
 if new > 0 and ARGV[7] ~= '' then
   count_progress(KEYS[2], ARGV[8], ARGV[7], {{sent = new}}, ARGV[5], ARGV[9], true)
 end
-"""
+""",
 )
 #:   KEYS[1]: list of the queue. KEYS[2]: feedmill:clears, hash. KEYS[3]: feedmill:sent-marks, string, and its buckets.
 #:   ARGV[1]: the message. ARGV[2]: a JSON list of [id, hash fields, run] per post.
 #:   ARGV[3], ARGV[4]: prefixes of the names of earlier versions' marks and of runs' keys. ARGV[5]: the queue.
 _REMOVE: Script[int] = Script(
+    "queue_remove",
+    SHRINKS,
     MARK_RECORDS
     + """
 if redis.call('LREM', KEYS[1], -1, ARGV[1]) == 0 then return 0 end
@@ -160,10 +170,12 @@ for _, mark in ipairs(cjson.decode(ARGV[2])) do
   end
 end
 return 1
-"""
+""",
 )
 #:   KEYS[1]: feedmill:sent-marks, string, and its buckets. ARGV[1]: see `forget_marks`. ARGV[2]: a JSON list of ids.
 _FORGET: Script[int] = Script(
+    "queue_forget",
+    SHRINKS,
     FORGET_MARKS
     + """
 local forgotten = 0
@@ -171,13 +183,15 @@ for _, id in ipairs(cjson.decode(ARGV[2])) do
   if forget_marks(KEYS[1], ARGV[1], id) then forgotten = forgotten + 1 end
 end
 return forgotten
-"""
+""",
 )
 #:   KEYS[1], KEYS[2]: feedmill:sent-marks and feedmill:stored, strings, and their buckets. ARGV[1]: a JSON list of ids.
 #:   ARGV[2]: the ids' checksums. ARGV[3], ARGV[4]: prefixes of the names of an earlier version's marks and results.
 #:
 #: Returns a digit per id.
 _KNOWN: Script[str | bytes] = Script(
+    "queue_known",
+    READS,
     MARK_RECORDS
     + RECORDS
     + f"""
@@ -194,13 +208,16 @@ for i, id in ipairs(ids) do
   said[i] = known and 1 or 0
 end
 return table.concat(said)
-"""
+""",
 )
 #: Reads only the last 32 KiB of a message, because whole messages can be megabytes long: kombu writes headers after the
 #: body. Post text cannot match, because its quotes are escaped.
 #:
 #:   KEYS  the lists of one queue      ARGV[1]  the header's name
-_OLDEST: Script[list[str]] = Script("""
+_OLDEST: Script[list[str]] = Script(
+    "queue_oldest",
+    READS,
+    """
 local found = {}
 for i = 1, #KEYS do
   local message = redis.call('LINDEX', KEYS[i], -1)
@@ -209,7 +226,8 @@ for i = 1, #KEYS do
   end
 end
 return found
-""")
+""",
+)
 
 
 def lookup(redis: Redis, marks: Sequence[Mark]) -> list[int]:

@@ -22,7 +22,7 @@ from shared.keys import (
     tombstone_key,
 )
 from shared.result_records import fingerprint_key
-from shared.scripts import Script
+from shared.scripts import READS, SHRINKS, WRITES, Script
 from shared.scripts.buckets import ARGUMENTS, checksum
 from shared.scripts.records import RECORDS, SCORE_FIELD, SPLIT_BYTES
 from shared.scripts.runs import COUNT_PROGRESS
@@ -49,6 +49,8 @@ HOUR_S = 3600
 #:
 #: Returns the numbers of new results and of trimmed dead letters, and 1 if a check of the memory is due, else 0.
 _WRITE: Script[tuple[int, int, int]] = Script(
+    "results_write",
+    WRITES,
     RECORDS
     + COUNT_PROGRESS
     + f"""
@@ -167,7 +169,7 @@ for name, count in pairs(counts) do
   end
 end
 return {{new, counts.dead_trimmed, due}}
-"""
+""",
 )
 #:   KEYS[1]  feedmill:counters  hash     KEYS[2]  feedmill:stored  string, and its buckets
 #:   ARGV[1]  checksum of the id and key of the fingerprint of each post    ARGV[2] time, seconds since 1970
@@ -175,6 +177,8 @@ return {{new, counts.dead_trimmed, due}}
 #: Returns 1 or 0 for each post, as text; the records of those with 1; and 1 if others may have an earlier version's
 #: result.
 _FIND: Script[Any] = Script(
+    "results_find",
+    SHRINKS,
     RECORDS
     + """
 local keys, now = ARGV[1], tonumber(ARGV[2])
@@ -192,13 +196,15 @@ end
 -- pcall: a full Redis refuses it.
 if #found > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', #found) end
 return {table.concat(known), table.concat(found), unknown and may_be_mixed(true) and 1 or 0}
-"""
+""",
 )
 #:   KEYS[1]  feedmill:counters  hash    KEYS[2+]  an earlier version's results, hash, of each post
 #:   ARGV     the fingerprint of each post
 #:
 #: Returns each post's result as JSON; "" for none.
 _FIND_EARLIER: Script[list[str | bytes]] = Script(
+    "results_find_earlier",
+    SHRINKS,
     """
 local found, answered = {}, 0
 for i, fingerprint in ipairs(ARGV) do
@@ -207,12 +213,14 @@ for i, fingerprint in ipairs(ARGV) do
 end
 if answered > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', answered) end
 return found
-"""
+""",
 )
 #:   KEYS[1]  feedmill:stored  string, and its buckets    KEYS[2]  an earlier version's results  hash    ARGV[1]  the id
 #:
 #: Returns the records of an id, and the fields of the hash.
 _GET: Script[Any] = Script(
+    "results_get",
+    READS,
     RECORDS
     + """
 local _, records = bucket_of(KEYS[1], ARGV[1])
@@ -221,11 +229,13 @@ local found = {}
 if score then results[#results + 1] = score end
 for i, at in ipairs(results) do found[i] = sub(records, at, at + length_at(records, at) - 1) end
 return {table.concat(found), redis.call('HGETALL', KEYS[2])}
-"""
+""",
 )
 #:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  prefix of the names of an earlier version's results
 #:   ARGV[2]  SCORE_FIELD    ARGV[3+] id, score and time as JSON, and the score's record, of each
 _REFRESH: Script[int] = Script(
+    "results_refresh",
+    WRITES,
     RECORDS
     + """
 local refreshed = 0
@@ -246,11 +256,13 @@ for i = 3, #ARGV, 3 do
   end
 end
 return refreshed
-"""
+""",
 )
 #:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  prefix of the names of an earlier version's results
 #:   ARGV[2]  ids, as JSON
 _FORGET: Script[int] = Script(
+    "results_forget",
+    SHRINKS,
     RECORDS
     + """
 local forgotten = 0
@@ -271,7 +283,7 @@ for _, id in ipairs(cjson.decode(ARGV[2])) do
   forgotten = forgotten + found
 end
 return forgotten
-"""
+""",
 )
 
 

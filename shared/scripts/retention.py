@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 
 from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED
-from shared.scripts import Script
+from shared.scripts import READS, SHRINKS, Script
 from shared.scripts.buckets import MIN_BUCKETS
 from shared.scripts.marks import MARK_RECORDS
 from shared.scripts.records import RECORDS
@@ -22,7 +22,10 @@ BUCKETS_PER_CALL, CONTEXTS_PER_CALL, ENTRIES_PER_CALL = 100, 1000, 5000
 #:
 #: Returns the number of buckets, how many of them were looked at, how many of these exist and their bytes of memory,
 #: and their records.
-_SAMPLE: Script[Any] = Script("""
+_SAMPLE: Script[Any] = Script(
+    "retention_sample",
+    READS,
+    """
 local count = tonumber(redis.call('GET', KEYS[1]) or 0)
 local looked, existing, bytes, found = math.min(count, tonumber(ARGV[1])), 0, 0, {}
 for i = 0, looked - 1 do
@@ -34,7 +37,8 @@ for i = 0, looked - 1 do
   end
 end
 return {count, looked, existing, bytes, found}
-""")
+""",
+)
 #: Drops the records of some buckets that expire before a time, and of those that expire at that time a share, the first
 #: of each bucket. Rounding differs by bucket, so that small shares are met on average. Starts with a deletion, so that
 #: it works at maxmemory.
@@ -85,28 +89,35 @@ if dropped > 0 then redis.call('HINCRBY', KEYS[2], ARGV[5], dropped) end
 return {math.max(0, count - 1 - last), removed}
 """
 _DROP_RESULTS: Script[tuple[int, int]] = Script(
+    "retention_drop_results",
+    SHRINKS,
     RECORDS
     + """
 local size_at = length_at
 local function time_at(records, at, size) return read('>I4', records, at + size - 4) end
 local function counts(records, at) return kind_at(records, at) ~= SCORE end
 """
-    + _DROP_OLDEST
+    + _DROP_OLDEST,
 )
 _DROP_MARKS: Script[tuple[int, int]] = Script(
+    "retention_drop_marks",
+    SHRINKS,
     MARK_RECORDS
     + """
 local function time_at(records, at) return (read('>H', records, at + IDENTITY) - ARGV[7]) % 65536 end
 local function size_at() return SIZE end
 local function counts() return true end
 """
-    + _DROP_OLDEST
+    + _DROP_OLDEST,
 )
 #: Moves the records of the last bucket to the one from which it was split, repeatedly. Starts with a deletion, too.
 #:
 #:   KEYS[1]  feedmill:stored or feedmill:sent-marks, string, and its buckets    KEYS[2]  feedmill:counters  hash
 #:   ARGV[1]  number of merges    ARGV[2]  ttl, seconds
-_MERGE: Script[None] = Script(f"""
+_MERGE: Script[None] = Script(
+    "retention_merge",
+    SHRINKS,
+    f"""
 redis.call('HDEL', KEYS[2], '')
 local count, half = tonumber(redis.call('GET', KEYS[1]) or 0), {MIN_BUCKETS}
 while 2 * half < count do half = 2 * half end
@@ -121,12 +132,16 @@ for _ = 1, math.min(ARGV[1], count - {MIN_BUCKETS}) do
   end
 end
 if count > 0 then redis.call('SET', KEYS[1], count, 'KEEPTTL') end
-""")
+""",
+)
 #:   KEYS[1]  feedmill:contexts  zset, and the keys that it lists    KEYS[2]  feedmill:counters  hash
 #:   ARGV[1]  the time               ARGV[2]  maximum contexts
 #:
 #: Returns the number of deleted contexts.
-_DROP_CONTEXTS: Script[int] = Script("""
+_DROP_CONTEXTS: Script[int] = Script(
+    "retention_drop_contexts",
+    SHRINKS,
+    """
 redis.call('HDEL', KEYS[2], '')
 local found = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. ARGV[1], 'LIMIT', 0, ARGV[2])
 for _, key in ipairs(found) do
@@ -134,15 +149,20 @@ for _, key in ipairs(found) do
   redis.call('ZREM', KEYS[1], key)
 end
 return #found
-""")
+""",
+)
 #: Counts the trimmed entries, by which readers notice them (shared/scripts/stream.py).
 #:
 #:   KEYS[1]  feedmill:results  stream    KEYS[2]  feedmill:counters  hash    ARGV[1]  number of entries to trim
-_TRIM: Script[int] = Script("""
+_TRIM: Script[int] = Script(
+    "retention_trim",
+    SHRINKS,
+    """
 local trimmed = redis.call('XTRIM', KEYS[1], 'MAXLEN', '=', math.max(0, redis.call('XLEN', KEYS[1]) - ARGV[1]))
 if trimmed > 0 then redis.call('HINCRBY', KEYS[2], 'trimmed', trimmed) end
 return trimmed
-""")
+""",
+)
 
 
 class Sample(NamedTuple):

@@ -16,7 +16,7 @@ from shared.keys import (
     earlier_result_key,
     run_key,
 )
-from shared.scripts import Script, as_text
+from shared.scripts import SHRINKS, Script, as_text
 from shared.scripts.marks import FORGET_MARKS
 from shared.scripts.purge import LOG_PURGE
 from shared.scripts.records import FORGET_RESULT
@@ -58,6 +58,8 @@ PURGE_BYTES = 2**18
 #:
 #: Returns the first id for the next call ("" after the last entry), and the number of deleted entries.
 _PURGE: Script[tuple[str | bytes, int]] = Script(
+    "runs_purge",
+    SHRINKS,
     FORGET_MARKS
     + FORGET_RESULT
     + """
@@ -86,7 +88,7 @@ repeat
   if #entries < 10 then from = '' end
 until from == '' or bytes >= tonumber(ARGV[2])
 return {from, deleted}
-"""
+""",
 )
 #: Deletes a run's counters, logs the purge, and makes the saved positions in files void: sending its file again would
 #: skip its posts.
@@ -95,22 +97,28 @@ return {from, deleted}
 #:   KEYS[4] feedmill:purges, stream      KEYS[5] feedmill:results, stream
 #:   ARGV[1] the run                      ARGV[2] ttl of the log, seconds    ARGV[3+] queues
 _FORGET: Script[None] = Script(
+    "runs_forget",
+    SHRINKS,
     LOG_PURGE
     + """
 redis.call('UNLINK', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 for i = 3, #ARGV do redis.call('HINCRBY', KEYS[3], ARGV[i], 1) end
 log_purge(KEYS[4], KEYS[5], 'run', ARGV[1], ARGV[2])
-"""
+""",
 )
 #:   KEYS[1] feedmill:dead, stream    KEYS[2] feedmill:run:<name>, hash    ARGV[1] entry id of a dead letter
-_REMOVE_RETRIED: Script[int] = Script("""
+_REMOVE_RETRIED: Script[int] = Script(
+    "runs_remove_retried",
+    SHRINKS,
+    """
 local removed = redis.call('XDEL', KEYS[1], ARGV[1])
 if removed == 1 and tonumber(redis.call('HGET', KEYS[2], 'failed') or 0) > 0 then
   redis.call('HINCRBY', KEYS[2], 'failed', -1)
 end
 return removed
-""")
+""",
+)
 
 
 def remove_retried(redis: Redis, entry: str, run: str) -> None:

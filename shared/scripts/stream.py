@@ -15,7 +15,7 @@ from redis import Redis
 
 from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, STORED, earlier_result_key, tombstone_key
 from shared.result_records import score_key
-from shared.scripts import Script
+from shared.scripts import READS, SHRINKS, Script
 from shared.scripts.buckets import checksum
 from shared.scripts.records import RECORDS, SCORE_FIELD
 
@@ -131,7 +131,7 @@ end
 #:
 #: A group's member first receives its pending entries: delivered to it, but not acknowledged. A group's place is stored
 #: in KEYS[3]. Returns the fields of Fetched in order. A group's place is never ahead: Redis loses both together.
-_FETCH: Script[list[Any]] = Script(
+_FETCH_LUA = (
     _FIGURES
     + """
 local group, count = ARGV[2], tonumber(ARGV[1])
@@ -174,6 +174,8 @@ end
 return {0, entries, before, cursor, now, gone, meanwhile, first, trimmed, purged, lost}
 """
 )
+_FETCH: Script[list[Any]] = Script("stream_fetch", READS, _FETCH_LUA)
+_FETCH_GROUP: Script[list[Any]] = Script("stream_fetch_group", SHRINKS, _FETCH_LUA)
 #:   KEYS[1], KEYS[2]  see _FIGURES
 #:   ARGV[1]  the group           ARGV[2]  the member that takes over
 #:   ARGV[3]  milliseconds after which an entry is taken over
@@ -182,6 +184,8 @@ return {0, entries, before, cursor, now, gone, meanwhile, first, trimmed, purged
 #:
 #: Returns the next id to start from; the ids of deleted entries; and the fields of StreamState.
 _CLAIM: Script[list[Any]] = Script(
+    "stream_claim",
+    SHRINKS,
     _FIGURES
     + """
 local group, member = ARGV[1], ARGV[2]
@@ -193,7 +197,7 @@ for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', stream, group)) do
   end
 end
 return {claimed[1], claimed[3] or {}, first, trimmed, purged}
-"""
+""",
 )
 #: A plain XRANGE returns nine small replies per entry, whose parsing takes the client as long as the rest of an export.
 #: Joining the texts into one reply takes Redis three times as long as this script.
@@ -205,6 +209,8 @@ return {claimed[1], claimed[3] or {}, first, trimmed, purged}
 #: Returns a flat list: 1 if no entries are left, else 0; the new cursor; its place; `gone`, `left` and `lost`; then the
 #: texts.
 _FETCH_ROWS: Script[list[Any]] = Script(
+    "stream_fetch_rows",
+    READS,
     _FIGURES
     + "local cursor, place = ARGV[1], ARGV[2]\n"
     + _GAP
@@ -225,12 +231,14 @@ if read == 0 then said[6] = is_lost(cursor) end
 said[1], said[2], said[3] = ended and 1 or 0, last, place_after(read, last, ended and ARGV[3] == '+')
 if position and ARGV[3] == '+' then said[5] = stored - position end
 return said
-"""
+""",
 )
 #:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  prefix of the names of tombstones
 #:   ARGV[2]  prefix of the names of an earlier version's results    ARGV[3]  SCORE_FIELD    ARGV[4]  ids, as JSON
 #:   ARGV[5]  checksum of each id, and the key of its score
 _CHECK: Script[str] = Script(
+    "stream_check",
+    READS,
     RECORDS
     + """
 local ids, said = cjson.decode(ARGV[4]), {}
@@ -249,14 +257,15 @@ for i, id in ipairs(ids) do
   end
 end
 return '[' .. table.concat(said, ',') .. ']'
-"""
+""",
 )
 
 
 def fetch(redis: Redis, count: int, place: Place = END, group: str = "", member: str = "") -> Fetched:
     """Return up to `count` entries after a place; for a group's member, its pending entries, or else new ones."""
     arguments = [count, group, member, place.cursor, place.as_text()]
-    answer = _FETCH(redis, [RESULTS_STREAM, COUNTERS, GROUPS], arguments)
+    call = _FETCH_GROUP if group else _FETCH
+    answer = call(redis, [RESULTS_STREAM, COUNTERS, GROUPS], arguments)
     pending, entries, before, cursor, text, gone, meanwhile, *state, lost = answer
     new = Place.parse(cursor, text)
     return Fetched(bool(pending), entries, before, new, gone, meanwhile, StreamState(*state), bool(lost))

@@ -19,6 +19,7 @@ from shared.errors import RedisUnavailable
 from shared.messages import ClassifyOptions, DeadLetter
 from shared.purge import purge
 from shared.results import ResultsStore
+from shared.scripts import READS, WRITES, Script, load_functions
 from shared.scripts.leases import Reservation
 from shared.settings import load
 from tests.support import (
@@ -315,11 +316,39 @@ def test_permission_errors_through_celery_name_the_user(guarded: Guarded) -> Non
     guarded.client.acl_log_reset()
 
 
-def test_scripts_have_only_their_users_permissions(guarded: Guarded) -> None:
-    script = guarded.client.script_load("return redis.call('HGETALL', 'feedmill:result:p1')")
+def test_functions_have_only_their_users_permissions(guarded: Guarded) -> None:
+    function = Script[list[str]]("test_read", READS, "return redis.call('HGETALL', 'feedmill:result:p1')")
+    guarded.client.function_load(function.library)
     settings = load(redis_url=guarded.as_user("producer"))
     with pytest.raises(RedisUnavailable, match="user producer "), user_errors(settings):
-        connect(settings).evalsha(script, 0)
+        function(connect(settings), [])
+    guarded.client.function_delete(function.name)
+    guarded.client.acl_log_reset()
+
+
+@pytest.mark.parametrize("user", ["producer", "reader"])
+def test_producers_and_readers_bring_no_code_to_redis(guarded: Guarded, user: str) -> None:
+    """Their code could hang Redis: a script that has written cannot be ended."""
+    client = Redis.from_url(guarded.as_user(user))
+    loop, library = "while true do end", Script[None]("test_loop", WRITES, "while true do end").library
+    sha = guarded.client.script_load("return 1")
+    for command in (
+        ("EVAL", loop, 0), ("EVAL_RO", loop, 0), ("SCRIPT", "LOAD", loop), ("EVALSHA", sha, 0), ("EVALSHA_RO", sha, 0),
+        ("FUNCTION", "LOAD", library), ("FUNCTION", "RESTORE", b""), ("FUNCTION", "FLUSH"), ("SCRIPT", "KILL"),
+    ):  # fmt: skip
+        with pytest.raises(NoPermissionError):
+            client.execute_command(*command)
+    client.close()
+    guarded.client.acl_log_reset()
+
+
+def test_enqueue_without_functions_says_to_start_a_worker(guarded: Guarded, tmp_path: Path) -> None:
+    guarded.client.function_flush()
+    url = guarded.as_user("producer")
+    said = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(1)), FEEDMILL_REDIS_URL=url)
+    assert "user producer may not load them. Start a worker of this version first." in said.stderr
+    assert "Traceback" not in said.stderr
+    load_functions(guarded.client)
     guarded.client.acl_log_reset()
 
 

@@ -82,7 +82,9 @@ def processes(up: Up) -> dict[str, Path]:
         with suppress(OSError):
             if (entry / "cwd").readlink() == up.data:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                found[next(name for name in ("redis", "worker", "flower") if name.encode() in b" ".join(words))] = entry
+                found[next(name for name in ("-server", "worker", "flower") if name.encode() in b" ".join(words))] = (
+                    entry
+                )
     assert len(found) == 4
     return found
 
@@ -100,7 +102,7 @@ def test_each_process_gets_only_the_secrets_it_needs(up: Up) -> None:
     }
     assert told == {
         "up": set(TOLD.values()),
-        "redis": set(),
+        "-server": set(),
         "worker": {up.redis_password},
         "flower": {up.redis_password, TOLD["FEEDMILL_FLOWER_PASSWORD"]},
     }

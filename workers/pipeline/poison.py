@@ -24,6 +24,7 @@ from redis.exceptions import RedisError, ResponseError
 from shared.keys import PASSES, poison_key
 from shared.messages import digest
 from shared.redis_errors import is_replica
+from shared.scripts import load_functions
 from shared.scripts import poison as scripts
 from workers.models.shapes import EXACT, Shapes
 from workers.pipeline.window import R, Window
@@ -43,6 +44,8 @@ class PoisonTracker:
         """Create a tracker. redis: a client with short timeouts, because the device waits if Redis stops answering."""
         self._redis = redis
         self._worker = uuid4().hex
+        with suppress(RedisError):  # Redis may be unreachable, or full: a later call loads them
+            load_functions(redis)  # now, because `note` does not wait for its answer
         #: By lane. Each is used by the lane's thread, and by `release` after that thread has ended.
         self._notes: dict[int, _Notes] = {}
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from kombu.transport import redis as _kombu_redis
 from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 
+from shared.scripts import is_missing, load_functions
 from shared.scripts.leases import Reservation, Taken, list_of
 from workers.transport.decoding import UndecodableError, decoded, needs_isolation
 from workers.transport.leases import Leases, leases_of
@@ -40,8 +41,8 @@ class ReservingChannel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_
     _tracking = True
     #: Start of the current wait for a notification, by the monotonic clock; None while not waiting.
     _armed_at: float | None = None
-    #: True if this connection has enabled tracking; and if it has loaded the script.
-    _tracking_requested = _scripted = False
+    #: True if this connection has enabled tracking.
+    _tracking_requested = False
     #: True if the last reservation reached a limit: more messages probably wait.
     _last_was_full = False
     #: Messages left in the lists after a reservation; and whether a notification has arrived since.
@@ -132,8 +133,8 @@ class ReservingChannel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_
         if not self._in_poll and (room := self._room()):
             queues = self._queue_cycle.consume(len(self.active_queues))
             reservation, queue_of_list = self._reservation(queues, room, self.room_bytes())
-            self._expect(commands, "reserved", (reservation, queue_of_list), *reservation.command(self._scripted))
-            self._scripted, self._in_poll = True, connection
+            self._expect(commands, "reserved", (reservation, queue_of_list), *reservation.command())
+            self._in_poll = connection
             if not self._last_was_full:
                 self._waiting, self._notified = 0, False
                 for number, name in enumerate(reservation.lists, 1):
@@ -199,8 +200,10 @@ class ReservingChannel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_
         if kind == "tracking":
             logger.warning("cannot enable notifications (%s); polling queues every second", error)
             self._tracking = False
-        elif isinstance(error, NoScriptError):
-            self._scripted, self._notified = False, True
+        elif is_missing(error):
+            with self.conn_or_acquire() as client:
+                load_functions(client)
+            self._notified = True
             self._reservation_answered()
         else:
             if detail and kind == "acknowledged":
@@ -303,7 +306,7 @@ class ReservingChannel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_
                 if kind == "acknowledged" and detail:
                     self.leases.acknowledged.extend(detail)
             self._expected.clear()
-            self._tracking_requested = self._scripted = self._last_was_full = False
+            self._tracking_requested = self._last_was_full = False
             self._armed_at = self._brpop_sent_at = None
         super()._on_connection_disconnect(connection)
 
