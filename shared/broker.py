@@ -212,13 +212,7 @@ def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Setting
     if is_full(fault):
         return "has reached its memory limit and rejects writes. Raise its `maxmemory`."
     if is_denied(fault):
-        denied, user = clause(causes.get(NoPermissionError) or fault), found.user or "default"
-        if "function|load" in denied:
-            return (
-                f"does not have the functions of this version of Feedmill, and user {user} may not load them. "
-                "Start a worker of this version first."
-            )
-        return f"does not let user {user} do this ({denied}). See docs/redis.md for the permissions of each user."
+        return _denial(clause(causes.get(NoPermissionError) or fault), found.user or "default")
     if is_replica(fault):
         return f"is a read-only replica. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
     if cannot_save(fault):
@@ -229,6 +223,16 @@ def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Setting
             f"Set {PREFIX}REDIS_URL to {found.scheme}://:password@host:6379/0."
         )
     return None
+
+
+def _denial(denied: str, user: str) -> str:
+    """Return the reason if the user's permissions exclude a command or a key."""
+    if "function|load" in denied:
+        return (
+            f"does not have the functions of this version of Feedmill, and user {user} may not load them. "
+            "Start a worker of this version first."
+        )
+    return f"does not let user {user} do this ({denied}). See docs/redis.md for the permissions of each user."
 
 
 def _tls_failure(causes: Mapping[type, Any], settings: Settings) -> str | None:
