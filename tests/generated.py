@@ -41,8 +41,6 @@ FOLDERS = {
     "docs": "How it works, a page for each subject, a reference, runnable examples",
     "docker": "Images, compose file, Kubernetes, systemd, Redis' configuration, Prometheus and Grafana",
 }
-#: Packages in the order in which a post passes through them, then the package that contains them.
-PACKAGES = ("producers", "shared", "workers", "feedmill")
 #: Metrics by the process that serves them.
 FIGURES = {
     "Every process that serves metrics (read from Redis)": REDIS_METRICS,
@@ -84,20 +82,6 @@ def tree() -> str:
         for folder, line in FOLDERS.items()
     ]
     return f"```\n{''.join(lines)}```\n"
-
-
-def modules() -> str:
-    """Return a list of each package's modules with the first sentence of each docstring."""
-    parts = []
-    for package in PACKAGES:
-        folder = ROOT / package
-        lines = [
-            f"- [{path.relative_to(folder)}](../../{path.relative_to(ROOT)}): {plain(first_sentence(path))}\n"
-            for path in sorted(folder.rglob("*.py"))
-            if path != folder / "__init__.py"
-        ]
-        parts.append(f"## {package}/\n\n{docstring(folder / '__init__.py')}\n\n{''.join(lines)}")
-    return "\n".join(parts)
 
 
 def commands() -> str:
@@ -289,7 +273,6 @@ def plain(text: str) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "README.md": tree,
-    "docs/contributing/modules.md": modules,
     "docs/reference/commands.md": commands,
     "docs/reference/errors.md": error_classes,
     "docs/reference/keys.md": redis_keys,

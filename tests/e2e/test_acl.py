@@ -337,7 +337,7 @@ def test_producers_and_readers_bring_no_code_to_redis(guarded: Guarded, user: st
         ("FUNCTION", "LOAD", library), ("FUNCTION", "RESTORE", b""), ("FUNCTION", "FLUSH"), ("SCRIPT", "KILL"),
     ):  # fmt: skip
         with pytest.raises(NoPermissionError):
-            client.execute_command(*command)
+            client.execute_command(*command)  # type: ignore[no-untyped-call]
     client.close()
     guarded.client.acl_log_reset()
 
