@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -22,6 +23,8 @@ from shared.settings import Settings, load, variables
 from workers.models.classifiers import LabelSet, Row
 from workers.models.device import Device
 from workers.models.tokenizer import Tokens
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_forward_flops_match_torch() -> None:
@@ -137,3 +140,15 @@ def test_worker_report_names_device_dtype_and_model() -> None:
 
 def test_agreement_is_share_of_equal_labels() -> None:
     assert agreement(["a", "b", "c", "d"], ["a", "b", "c", "x"]) == 0.75
+
+
+@pytest.mark.parametrize(("page", "heading"), [("README.md", "## Speed"), ("docs/comparison.md", "# Comparison")])
+def test_quoted_figures_are_recorded(page: str, heading: str) -> None:
+    """Each decimal in a table of figures stands in a record of benchmarks/README.md."""
+    section = (ROOT / page).read_text().partition(heading)[2].partition("\n## ")[0]
+    rows = [line.partition("](")[0] if page == "README.md" else line.split("|")[2] for line in section.splitlines()
+            if line.startswith("|")]  # fmt: skip
+    quoted = {figure for row in rows for figure in re.findall(r"\d+\.\d+", row)}
+    recorded = set(re.findall(r"\d+\.\d+", (ROOT / "benchmarks/README.md").read_text()))
+    assert len(quoted) > 7
+    assert quoted <= recorded
