@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
@@ -23,6 +22,7 @@ from redis.client import NEVER_DECODE
 from shared.broker import queue_depth
 from shared.errors import UserError, printable
 from shared.keys import MODELS, REQUESTED_MODELS, WORKERS
+from shared.linux import process_namespace
 from shared.messages import MAX_LABELS, ClassifyOptions
 from shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings, is_folder_locked
 
@@ -173,15 +173,6 @@ def _fields(redis: Redis, key: str, kind: type[T]) -> dict[str, T]:
         with suppress(ValueError):
             readable[name.decode()] = TypeAdapter(kind).validate_json(text)
     return readable
-
-
-def process_namespace() -> str:
-    """Return an identifier of this boot and PID namespace, within which a PID identifies a process; "" if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return ""
 
 
 def _is_gone(registration: Registration) -> bool:

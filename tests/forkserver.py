@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from feedmill.stack.processes import die_with
+from shared.linux import die_with
 
 #: Maximum size of a request in bytes. Most of it is the environment.
 MAX_REQUEST_BYTES = 1 << 20

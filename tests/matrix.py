@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- Written by `make matrix`. -->\n\n", "\n<!-- End of the written part. -->\n"
 HEADER = (
-    "| system | Python | Redis | x86-64 with | `make demo` | `make test` | `make test-redis REDIS=valkey` | date |",
+    "| system | Python | Redis | processor | `make demo` | `make test` | `make test-redis REDIS=valkey` | date |",
     "|---|---|---|---|---|---|---|---|",
 )
 BARE = ("python3", "python3-venv", "make", "ca-certificates")
@@ -55,35 +55,56 @@ for server in redis-server valkey-server $embedded; do $server --version 2>/dev/
 """
 
 
-class System(NamedTuple):
-    """A Debian system, its packages, and the most advanced instructions that oneDNN may use, or "" for all."""
+#: The kernel's entry for programs of ARM64, and the commands that make it.
+EMULATOR = Path("/proc/sys/fs/binfmt_misc/qemu-aarch64")
+INSTALL_EMULATOR = (
+    "apt-get install qemu-user-static binfmt-support; mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc; "
+    "update-binfmts --enable qemu-aarch64"
+)
 
+
+class System(NamedTuple):
+    """A Debian system, its packages, and the most advanced instructions that oneDNN may use, or "" for all.
+
+    architecture: another one than this machine's is emulated by qemu-user, some thirty times as slowly; `test` is then
+    the command that replaces `make test`.
+    """
+
+    name: str
     suite: str
     packages: Sequence[str]
     instructions: str
+    architecture: str = "amd64"
+    test: str = "make test"
 
 
 SYSTEMS = (
-    System("bookworm", BARE, "AVX2"),
-    System("trixie", SERVERS, ""),
-    System("forky", SERVERS, "AVX512_CORE_BF16"),
+    System("bookworm", "bookworm", BARE, "AVX2"),
+    System("trixie", "trixie", SERVERS, ""),
+    System("trixie-bare", "trixie", BARE, ""),
+    System("forky", "forky", SERVERS, "AVX512_CORE_BF16"),
+    System(
+        "trixie-arm64", "trixie", BARE, "", "arm64", "make .venv/test && .venv/bin/pytest --timeout 3600 tests/tour"
+    ),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--roots", type=Path, default=ROOT / "build" / "matrix", help="folder of the systems")
-    parser.add_argument("--only", action="append", metavar="SUITE", help="this system only (repeatable)")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this system only (repeatable)")
     options = parser.parse_args(arguments)
     if os.geteuid() != 0 or not shutil.which("debootstrap"):
         parser.exit(2, "make matrix needs root and debootstrap: apt-get install debootstrap\n")
+    if not EMULATOR.exists():
+        parser.exit(2, f"make matrix needs an emulator of ARM64: {INSTALL_EMULATOR}\n")
     failed = False
     for system in SYSTEMS:
-        if not options.only or system.suite in options.only:
+        if not options.only or system.name in options.only:
             root = install(system, options.roots)
             copy_code(root)
             demo, demo_line = run(system, root, "make demo", r"\d+ of \d+ [^.]*")
-            tests, tests_line = run(system, root, "make test", TESTS)
+            tests, tests_line = run(system, root, system.test, TESTS)
             valkey, valkey_line = 0, ""
             if "valkey-server" in system.packages:
                 valkey, valkey_line = run(system, root, "make test-redis REDIS=valkey", TESTS)
@@ -95,15 +116,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def install(system: System, roots: Path) -> Path:
     """Return the folder of a system. Create it if it does not exist."""
-    root = roots / system.suite
+    root = roots / system.name
     if not root.exists():
-        partial = roots / f"{system.suite}.partial"
+        partial = roots / f"{system.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         scripts = Path("/usr/share/debootstrap/scripts")
         # Newer suites install like sid. An older debootstrap lacks their links.
         script = scripts / (system.suite if (scripts / system.suite).exists() else "sid")
-        command = ["debootstrap", "--variant=minbase", f"--include={','.join(system.packages)}", system.suite]
+        command = ["debootstrap", f"--arch={system.architecture}", "--variant=minbase"]
+        command += [f"--include={','.join(system.packages)}", system.suite]
         subprocess.run([*command, partial, mirror(), script], check=True)
         partial.rename(root)
     for file in filter(os.path.exists, SHARED_FILES):
@@ -133,7 +155,7 @@ def copy_code(root: Path) -> None:
 
 def run(system: System, root: Path, command: str, result: str) -> tuple[int, str]:
     """Run a command in the system's code. Return its exit status and the last line that contains a result."""
-    sys.stderr.write(f"{system.suite}: {command}\n")
+    sys.stderr.write(f"{system.name}: {command}\n")
     limit = f"ONEDNN_MAX_CPU_ISA={system.instructions}" if system.instructions else ""
     process = enter(root, f"cd /{HOME} && {command} 2>&1", limit)
     lines = []
@@ -159,8 +181,10 @@ def describe(system: System, root: Path) -> tuple[str, ...]:
     names = [f"{line.split()[0]} {version[1]}" for line in servers if (version := re.search(r"v=([\d.]+)", line))]
     flags = Path("/proc/cpuinfo").read_text()
     own = next(name for flag, name in INSTRUCTIONS.items() if flag in flags)
+    if system.architecture != "amd64":
+        own = f"{system.architecture}, emulated"
     debian = (root / "etc/debian_version").read_text().strip()
-    return f"Debian {system.suite} ({debian})", python, ", ".join(names), INSTRUCTIONS.get(system.instructions, own)
+    return f"Debian {system.name} ({debian})", python, ", ".join(names), INSTRUCTIONS.get(system.instructions, own)
 
 
 def write_row(row: str) -> None:

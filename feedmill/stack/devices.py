@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from shared import linux
 from shared.errors import SettingsError, UserError
 from shared.settings import PREFIX
 
@@ -116,7 +117,7 @@ def cores_by_package(folder: Path) -> list[frozenset[int]]:
     folder: the kernel's CPU folder, PROCESSORS outside of tests.
     """
     found: dict[tuple[int, str], set[int]] = {}
-    for number in sorted(os.sched_getaffinity(0)):
+    for number in sorted(linux.allowed_cpus()):
         topology = folder / f"cpu{number}" / "topology"
         try:
             package = int((topology / "physical_package_id").read_text())

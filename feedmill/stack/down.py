@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shared.errors import StackError
-from shared.model_routing import process_namespace
+from shared.linux import process_namespace
 from shared.settings import LOCK_FILE, is_folder_locked
 
 #: Maximum size of the lock file in bytes.

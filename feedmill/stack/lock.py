@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from shared.errors import StackError
+from shared.linux import process_namespace
 from shared.settings import LOCK_FILE, STACK_FILE
 
 #: Attempts to lock the data folder, and the seconds between them.
@@ -34,8 +35,6 @@ def lock_early(folder: Path) -> bool:
 
 def lock_folder(folder: Path) -> IO[str]:
     """Lock the data folder until the file is closed. Raises StackError if another stack uses it."""
-    from shared.model_routing import process_namespace  # noqa: PLC0415 - see the module's docstring
-
     lock = _early.pop(folder, None) or _open_locked(folder)
     if lock is None:
         raise StackError(

@@ -3,7 +3,6 @@
 A normal exit stops them with `stop`. After a kill -9, the kernel's parent-death signal ends them.
 """
 
-import ctypes
 import os
 import signal
 import socket
@@ -14,13 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shared.errors import StackError
+from shared.linux import cpu_seconds, die_with
 
-#: Loaded at import, because loading a library between fork and exec is unsafe.
-LIBC = ctypes.CDLL(None)
-#: Option from <sys/prctl.h>: sets the signal that a process receives when its parent dies.
-PR_SET_PDEATHSIG = 1
-#: Seconds that a child may take until it answers. Loading torch and a model takes most of the time.
-START_TIMEOUT_S = 120.0
+#: Seconds without progress after which a child that does not answer is given up. It makes progress while it uses at
+#: least PROGRESS_S of CPU time in them, such as to load torch and a model on a slow machine, for MAX_START_S at most.
+START_TIMEOUT_S, PROGRESS_S, MAX_START_S = 120.0, 10.0, 3600.0
 
 
 class Child:
@@ -58,12 +55,17 @@ class Child:
             self.process.stdin.close()
 
     def wait_until(self, answers: Callable[[], bool]) -> None:
-        """Wait until `answers` returns True. Raises StackError if the child exits or takes too long."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        """Wait until `answers` returns True. Raises StackError if the child exits or makes no progress."""
+        began = checked = time.monotonic()
+        used = cpu_seconds(self.process.pid) or 0.0
         while not answers():
             self.check()
-            if time.monotonic() > deadline:
-                raise StackError(f"{self.name} did not answer within {START_TIMEOUT_S:.0f} s. {self.log_tail()}")
+            now = time.monotonic()
+            if now > checked + START_TIMEOUT_S:
+                before, used = used, cpu_seconds(self.process.pid) or 0.0
+                if used < before + PROGRESS_S or now > began + MAX_START_S:
+                    raise StackError(f"{self.name} did not answer within {now - began:.0f} s. {self.log_tail()}")
+                checked = now
             time.sleep(0.05)
 
     def check(self) -> None:
@@ -94,13 +96,6 @@ class Child:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-
-
-def die_with(parent: int, orphaned: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send this child `orphaned` when its parent dies. Call it between fork and exec."""
-    LIBC.prctl(PR_SET_PDEATHSIG, orphaned)
-    if os.getppid() != parent:  # the parent died before the call above
-        os._exit(1)
 
 
 def python_command() -> list[str]:

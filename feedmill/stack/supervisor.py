@@ -32,12 +32,12 @@ from rich.text import Text
 
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.devices import Share
-from feedmill.stack.processes import die_with
 from feedmill.stack.restarts import MAX_FAILURES, Failures
 from feedmill.stack.signals import handle_signals, not_ignored
 from shared import logs
 from shared.broker import make_app
 from shared.errors import SettingsError, UserError, json_line, printable
+from shared.linux import die_with, run_on
 from shared.settings import PREFIX, Settings
 from shared.systemd import NOTIFY_SOCKET, notify
 
@@ -94,8 +94,7 @@ class SupervisedWorker:
         def prepare() -> None:
             die_with(parent)
             if self.share.processors:
-                with suppress(OSError):  # the CPUs may have become unavailable since
-                    os.sched_setaffinity(0, self.share.processors)
+                run_on(self.share.processors)
 
         self.output, theirs = os.pipe()
         os.set_blocking(self.output, False)

@@ -25,9 +25,10 @@ from celery import Task
 from celery.exceptions import Reject
 from celery.signals import worker_shutting_down
 
-from feedmill.stack.processes import die_with, python_command
+from feedmill.stack.processes import python_command
 from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import UserError, printable
+from shared.linux import die_with
 from shared.settings import PREFIX, Settings
 from shared.training import CHECKPOINTS, RESULTS, TRAIN_QUEUE, TRAIN_TASK, TrainOptions
 from workers.models.weights import EMBEDDED_MODEL

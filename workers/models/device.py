@@ -1,15 +1,13 @@
 """Choose the worker's device and precision, and say why."""
 
-import ctypes
 import os
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from shared import linux
 from shared.errors import SettingsError, UserError
 from workers.models.shapes import EXACT, FEW, Shapes
 
@@ -84,7 +82,7 @@ class Device(NamedTuple):
             return torch.cuda.get_device_name(self.torch)
         if self.torch.type == "mps":
             return "Apple GPU"
-        processor = proc_field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+        processor = linux.processor() or platform.processor() or platform.machine()
         return f"{processor}, {TORCH_THREADS} threads"
 
     @property
@@ -182,16 +180,7 @@ def keep_freed_memory(device: torch.device) -> None:
     is_set = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
     if device.type != "cpu" or is_set:
         return
-    with suppress(AttributeError, OSError):
-        set_option = ctypes.CDLL(None).mallopt
-        for option, value in MALLOC_OPTIONS.items():
-            set_option(option, value)
-
-
-def proc_field(path: Path, name: str) -> str | None:
-    """Return the first field of this name in a file of Linux's /proc, such as "1024 kB"; None if absent."""
-    lines = path.read_text().splitlines() if path.is_file() else ()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+    linux.set_malloc_options(MALLOC_OPTIONS)
 
 
 def _check_onnx(device: torch.device, dtype: str) -> None:

@@ -10,11 +10,9 @@ the two curves are comparable with either engine (ONNX Runtime fixes its number 
 budget is valid for each lane of a worker. Tokenizing is not timed. This module does not display results.
 """
 
-import ctypes
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -22,11 +20,11 @@ from typing import NamedTuple
 
 import torch
 
+from shared import linux
 from shared.errors import DeviceFull
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from workers.models.classifiers import Classifier, Row
-from workers.models.device import proc_field
 from workers.pipeline.calibration import CANDIDATES, OTHER_CANDIDATES, best
 
 BATCH_SIZE, TOKEN_BUDGET = "batch_size", "token_budget"
@@ -209,16 +207,12 @@ class Peak:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         elif device.type == "cpu":
-            with suppress(AttributeError):  # only glibc has malloc_trim, and needs it to release freed memory
-                ctypes.CDLL(None).malloc_trim(0)
-            with suppress(OSError):  # not Linux, or a container without permission
-                CLEAR_REFS.write_text(RESET_PEAK)
-                self._on_host = True
+            self._on_host = linux.reset_peak_memory()
 
     def mb(self) -> float | None:
         """Return the peak in 10^6 bytes, or None if unknown."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated(self._device) / 1e6
-        if self._on_host and (peak := proc_field(STATUS, "VmHWM:")):
-            return int(peak.split()[0]) * 1024 / 1e6
+        if self._on_host and (peak := linux.peak_memory()):
+            return peak / 1e6
         return None

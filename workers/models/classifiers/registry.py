@@ -1,19 +1,18 @@
 """Select the classifier for a model: from the model's files, or from the `classifier` setting (built-in or plug-in)."""
 
-import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from shared import linux
 from shared.errors import ModelError, RequestRefused, SettingsError, clause
 from shared.settings import PREFIX, Settings
 from workers.models.classifiers import Classifier, canary
 from workers.models.classifiers.layout import is_model2vec, is_static, read_sentence_config
 from workers.models.classifiers.nli import entailment_class
 from workers.models.classifiers.rerank import is_reranker
-from workers.models.device import Device, proc_field
+from workers.models.device import Device
 from workers.models.plugins import load_plugin
 from workers.models.weights import (
     CONFIG_FILE,
@@ -156,6 +155,4 @@ def _memory(device: Device) -> int:
     """Return the device's free memory in bytes, or the machine's total memory if free memory is unknown."""
     if device.torch.type == "cuda":
         return int(torch.cuda.mem_get_info(device.torch)[0])
-    if available := proc_field(Path("/proc/meminfo"), "MemAvailable:"):
-        return int(available.split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return linux.available_memory()

@@ -1,0 +1,106 @@
+"""What only Linux or its C library offers, with a fallback for other systems: the only module that calls it.
+
+Without it, children may outlive a killed parent, workers share all cores, and memory is neither kept nor measured.
+Nothing else changes.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+#: The C library, loaded at import, because loading a library between fork and exec is unsafe.
+LIBC: Any = ctypes.CDLL(None)
+#: Mount point of the kernel's process information.
+PROC = Path("/proc")
+#: Option from <sys/prctl.h>: sets the signal that a process receives when its parent dies.
+PR_SET_PDEATHSIG = 1
+#: Text that resets a process' peak memory when it is written to its file `clear_refs`.
+RESET_PEAK = "5"
+
+
+def die_with(parent: int, orphaned: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this child `orphaned` when its parent dies. Call it between fork and exec."""
+    with suppress(AttributeError):
+        LIBC.prctl(PR_SET_PDEATHSIG, orphaned)
+    if os.getppid() != parent:  # the parent died before the call above
+        os._exit(1)
+
+
+def allowed_cpus() -> set[int]:
+    """Return the numbers of the CPUs that this process may use."""
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:
+        return set(range(os.cpu_count() or 1))
+
+
+def run_on(cpus: Iterable[int]) -> None:
+    """Run this process on these CPUs only, if the system can, and if they are still available."""
+    with suppress(AttributeError, OSError):
+        os.sched_setaffinity(0, cpus)
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Return the CPU time that a process has used; None if unknown."""
+    try:
+        # The name before the last parenthesis may contain blanks. User and system time are fields 14 and 15.
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def process_namespace() -> str:
+    """Return an identifier of this boot and PID namespace, within which a PID identifies a process; "" if unknown."""
+    try:
+        boot = (PROC / "sys/kernel/random/boot_id").read_text("utf-8").strip()
+        return f"{boot}/{(PROC / 'self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def processor() -> str | None:
+    """Return the CPU's name; None if unknown."""
+    return _field("cpuinfo", "model name")
+
+
+def available_memory() -> int:
+    """Return the machine's available memory in bytes, or its total memory."""
+    if available := _field("meminfo", "MemAvailable:"):
+        return int(available.split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def reset_peak_memory() -> bool:
+    """Measure this process' peak memory from now on, after returning freed memory. Return whether that is possible."""
+    with suppress(AttributeError):  # only glibc has malloc_trim, and needs it
+        LIBC.malloc_trim(0)
+    try:
+        (PROC / "self/clear_refs").write_text(RESET_PEAK)
+    except OSError:  # not Linux, or a container without permission
+        return False
+    return True
+
+
+def peak_memory() -> int | None:
+    """Return this process' peak memory in bytes; None if unknown."""
+    peak = _field("self/status", "VmHWM:")
+    return int(peak.split()[0]) * 1024 if peak else None
+
+
+def set_malloc_options(options: Mapping[int, int]) -> None:
+    """Set options of glibc's allocator. Does nothing with another C library."""
+    with suppress(AttributeError):
+        for option, value in options.items():
+            LIBC.mallopt(option, value)
+
+
+def _field(file: str, name: str) -> str | None:
+    """Return the first field of this name in a file of /proc, such as "1024 kB"; None if absent."""
+    path = PROC / file
+    lines = path.read_text().splitlines() if path.is_file() else ()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)

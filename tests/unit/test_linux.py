@@ -1,0 +1,50 @@
+"""What only Linux offers, and the fallbacks where it is hidden."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared import linux
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the C library, /proc and CPU affinity, as on macOS."""
+    monkeypatch.setattr(linux, "LIBC", object())
+    monkeypatch.setattr(linux, "PROC", Path("/missing"))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(os, "sched_setaffinity")
+
+
+def test_measures_this_process() -> None:
+    used = linux.cpu_seconds(os.getpid())
+    assert used is not None
+    assert 0 < used <= sum(os.times()[:2]) + 0.1
+    assert linux.allowed_cpus() == os.sched_getaffinity(0)
+    assert linux.process_namespace()
+    assert linux.processor()
+    assert 0 < linux.available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert (linux.peak_memory() or 0) > 1e6
+
+
+def test_an_ended_process_has_no_cpu_time() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert linux.cpu_seconds(process.pid) is None
+
+
+@pytest.mark.usefixtures("hidden")
+def test_falls_back_elsewhere() -> None:
+    assert linux.cpu_seconds(os.getpid()) is None
+    assert linux.allowed_cpus() == set(range(os.cpu_count() or 1))
+    assert linux.process_namespace() == ""
+    assert linux.processor() is None
+    assert linux.available_memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert not linux.reset_peak_memory()
+    assert linux.peak_memory() is None
+    linux.run_on({0})
+    linux.set_malloc_options({-1: 1})
+    linux.die_with(os.getppid())
