@@ -1,8 +1,8 @@
 """Compare zero-shot classifiers of one shape by the number of labels: the second mode of benchmarks.zero_shot.
 
 `gliclass`, `rerank` and `nli` have the same encoder (DeBERTa-v2 in MiniLM's shape, with the embedded model's tokenizer)
-and random weights. Posts go through the worker's pipeline. Rows and tokens are per post; `rerank+4` and `nli+4` score
-the four labels of a shortlist, which the embedded model chooses. Rounds alternate; CPU seconds count all threads.
+and random weights. Posts go through the worker's pipeline. Rows and tokens are per post. Rounds alternate; CPU
+seconds count all threads.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from workers.models.weights import EMBEDDED_MODEL, locate
 from workers.pipeline import offline
 from workers.pipeline.calibration import TokenBudget
 
-#: Labels that a shortlist keeps, and the token budget of all micro-batches.
-SHORTLIST, TOKENS = 4, 2048
+#: Token budget of all micro-batches.
+TOKENS = 2048
 #: Completions of the topics, for more labels than topics.
 KINDS = ("", " news", " questions", " advice")
 #: DeBERTa-v3's options of attention.
@@ -58,16 +58,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     layers = arguments.layers or MINILM["num_hidden_layers"]
     _save_models(folder, layers)
     console.print(f"{describe(chosen)}\n{layers} layers, random weights; {len(posts)} posts")
-    variants: dict[str, dict[str, Any]] = {"gliclass": {}}
-    for name in ("rerank", "nli"):
-        variants |= {name: {}, f"{name}+{SHORTLIST}": {"shortlist": SHORTLIST}}
     runs: dict[tuple[str, int], Callable[[], dict[str, float]]] = {}
-    for name, options in variants.items():
+    for name in ("gliclass", "rerank", "nli"):
         for count in arguments.labels:
-            if count > options.get("shortlist", 0):
-                labels = {label: (label,) for label in _labels(count)}
-                own = {"model": str(folder / name.partition("+")[0]), "labels": labels} | options
-                runs[name, count] = partial(_measure, settings.model_copy(update=own), chosen, posts)
+            labels = {label: (label,) for label in _labels(count)}
+            own = {"model": str(folder / name), "labels": labels}
+            runs[name, count] = partial(_measure, settings.model_copy(update=own), chosen, posts)
     found: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in runs}
     for number in range(arguments.rounds):
         for key in list(runs) if number % 2 == 0 else reversed(runs):

@@ -49,8 +49,6 @@ class Labelled(NamedTuple):
     label: str
     scores: dict[str, float]
     model: str
-    #: True if labels have no score, because a shortlist left them out.
-    partial: bool = False
 
 
 def escape_formula(text: str) -> str:
@@ -99,8 +97,6 @@ def parse_labelled(record: dict[str, Any], where: str) -> Iterator[Labelled | Ba
             and label in scores
             and all(isinstance(score, float | int) for score in scores.values())
         ):
-            names = ", ".join(sorted(scores))
-            partial = record.get("label_set") not in (None, names, escape_formula(names))
-            yield Labelled(found, label, scores, str(record.get("model")), partial)
+            yield Labelled(found, label, scores, str(record.get("model")))
         else:
             yield BadRecord(where, "scores: expected an object with a score for each label")

@@ -5,7 +5,6 @@ the outcomes. The models define what is valid; they do not depend on Celery, Red
 """
 
 import html
-import operator
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -330,11 +329,8 @@ class Classification(BaseModel):
 
     id: str
     label: str
-    #: Score of every label, best first; with a shortlist, of the labels that it kept.
+    #: Score of every label, best first.
     scores: dict[str, float]
-    #: Labels without a score, because a shortlist left them out, in alphabetical order. JSON lacks the field if there
-    #: are none.
-    unscored: Annotated[tuple[str, ...], Field(exclude_if=operator.not_)] = ()
     model: str
     revision: str | None
     #: SHA-256 of the weights file, in hex.
@@ -349,11 +345,7 @@ class Classification(BaseModel):
 
     @classmethod
     def trusted(cls, **values: Any) -> "Classification":
-        """Create a classification without validation, in a third of the time.
-
-        values: all fields, of their types; `unscored` may be missing.
-        """
-        values.setdefault("unscored", ())
+        """Create a classification without validation, in a third of the time. values: all fields, of their types."""
         made = cls.__new__(cls)
         # Attributes of every pydantic model. `model_construct` sets them too, but looks at each field.
         object.__setattr__(made, "__dict__", values)

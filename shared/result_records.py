@@ -1,9 +1,8 @@
 """Pack results into records of about 100 bytes, and unpack them.
 
 What many results share (labels, model, worker, device) is their context. It is stored once, under a digest of its
-content. Scores are stored in 16 bits, in steps of 0.00002, so they differ from the computed ones by at most 1e-5; 0
-stands for a label without a score. A result that does not fit this form, with scores below -0.31 or above 1, is stored
-as JSON.
+content. Scores are stored in 16 bits, in steps of 0.00002, so they differ from the computed ones by at most 1e-5. A
+result that does not fit this form, with scores below -0.31 or above 1, is stored as JSON.
 """
 
 import json
@@ -30,8 +29,6 @@ KEY_BYTES = 16
 #: Stored steps per 1, and the stored value of 0. Scores are probabilities, or cosines, which can be negative.
 STEPS: Final = 50_000
 ZERO: Final = 2**16 - 1 - STEPS
-#: Stands for a label without a score; it is stored as 0.
-UNSCORED: Final = -(ZERO + 0.5) / STEPS
 #: Maximum contexts kept in memory. Applications can send any number of label sets.
 MAX_CONTEXTS = 1000
 
@@ -82,10 +79,8 @@ class Contexts:
         self._latest: KnownContext | None = None
 
     def of(self, found: Classification) -> tuple[KnownContext, Sequence[float]]:
-        """Return the context of a result, and its scores in the order of the context's labels, or UNSCORED."""
+        """Return the context of a result, and its scores in the order of the context's labels."""
         latest, scores = self._latest, found.scores
-        if found.unscored:
-            scores = scores | dict.fromkeys(found.unscored, UNSCORED)
         others = (found.model, found.revision, found.weights, found.worker, found.device)
         if latest and latest.others == others and len(latest.labels) == len(scores):
             try:
@@ -128,7 +123,7 @@ def pack(post_id: str, found: Classification, contexts: Contexts, expires: int) 
     try:
         steps = [int(score * STEPS + (ZERO + 0.5)) for score in scores]
         # Maybe less: `int` rounds towards 0. Other values that do not fit raise struct.error.
-        if 0 in steps and steps.count(0) > len(found.unscored):
+        if 0 in steps:
             raise ValueError("a score is below -0.31")
         queued = nan if found.queued_seconds is None else found.queued_seconds
         body = BODY.pack(known.id, found.classified_at, queued, known.numbers[found.label])
@@ -184,10 +179,6 @@ def unpack(record: Record, context_of: Callable[[bytes], KnownContext | None]) -
     labels, (model, revision, weights, worker, device) = known.labels, known.others
     steps = known.scores.unpack_from(record.content, BODY.size)
     order = sorted(range(len(labels)), key=steps.__getitem__, reverse=True)
-    unscored: tuple[str, ...] = ()
-    if not all(steps):
-        order = order[: -steps.count(0)]
-        unscored = tuple(label for label, step in zip(labels, steps, strict=True) if not step)
     if order[0] != best:  # several labels have this score
         order.remove(best)
         order.insert(0, best)
@@ -195,7 +186,6 @@ def unpack(record: Record, context_of: Callable[[bytes], KnownContext | None]) -
         id=record.post_id.decode(),
         label=labels[best],
         scores={labels[number]: (steps[number] - ZERO) / STEPS for number in order},
-        unscored=unscored,
         model=model,
         revision=revision,
         weights=weights,

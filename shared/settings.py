@@ -240,11 +240,6 @@ class Settings(BaseSettings):
     #: Dimensions to keep of each embedding, for models trained with a Matryoshka loss. Unset: as the model's
     #: configuration says, else all.
     truncate_dim: Count | None = None
-    #: Labels to score per post, for nli and rerank, which compute a row per label: `shortlist_model` chooses the
-    #: nearest labels; the others have no score. Unset: all labels.
-    shortlist: Annotated[int, Field(ge=2)] | None = None
-    #: Embedding model that chooses the labels of a shortlist; a value as of `model`.
-    shortlist_model: str = "sentence-transformers/all-MiniLM-L6-v2"
     #: Maximum tokens per post. The model's own limit applies if it is lower. For gliclass, labels come in addition.
     max_tokens: Annotated[int, Field(ge=8)] = 256
     #: Maximum tokens per micro-batch: rows times the longest row. Unset: measured on the first start.
@@ -398,14 +393,6 @@ class Settings(BaseSettings):
             ) from None
         except OSError as error:
             raise ValueError(f"{value} cannot be read: {error.strerror}; set a file that this user may read") from None
-        return value
-
-    @field_validator("shortlist_model")
-    @classmethod
-    def _is_for_a_shortlist(cls, value: str, info: ValidationInfo) -> str:
-        is_given = value != cls.model_fields["shortlist_model"].default
-        if is_given and "shortlist" in info.data and info.data["shortlist"] is None:
-            raise ValueError(f"requires {PREFIX}SHORTLIST, the number of labels; set it, or unset this setting")
         return value
 
     @field_validator("redis_master", "redis_sentinel_password")

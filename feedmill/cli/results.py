@@ -286,7 +286,6 @@ def _show_post(found: Sequence[tuple[Classification, Post | None]], score: Score
 def _described(found: Classification, post: Post | None) -> str:
     when = utc(found.classified_at)
     scores = [f"  {score:6.3f}  {printable(label)}" for label, score in found.scores.items()]
-    scores += [f"  {'-':>6}  {printable(label)} (not in the shortlist)" for label in found.unscored]
     lines = [f"{found.id}: {found.label}, by {found.model} ({found.weights[:12]}) on {found.device}, {when}"]
     if post is not None:
         title = " ".join((post.title or post.body).split())

@@ -34,13 +34,10 @@ def show(console: Console, found: Evaluation) -> None:
 def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None]]) -> Table:
     """Return a table with a line per model. models: name and ModelMeasurement.summary, or None if not measured."""
     columns = {"accuracy": "accuracy", "macro-F1": "macro_f1", "calibration error": "calibration_error"}
-    models = list(models)
-    if any(found and found.get("shortlist_recall") is not None for _, found in models):
-        columns |= {"shortlist recall": "shortlist_recall"}
     table = _table(head, *columns, "posts/s")
     for name, found in models:
         if found:
-            figures = ("-" if found.get(key) is None else f"{found[key]:.3f}" for key in columns.values())
+            figures = (f"{found[key]:.3f}" for key in columns.values())
             table.add_row(escape(printable(name)), *figures, f"{found['posts_per_s']:,.1f}")
     return table
 
@@ -52,11 +49,6 @@ def show_sureness(found: ModelMeasurement) -> None:
         f"Mean confidence {confidence:.3f}, calibration error {found.calibration_error:.3f} (0 means that 80% "
         f"of the posts with a score of 0.8 are labelled correctly), {found.posts_per_s:,.1f} posts/s."
     )
-    if found.shortlist_recall is not None:
-        typer.echo(
-            f"Shortlist recall {found.shortlist_recall:.3f}: the share of posts whose true label was scored. Accuracy "
-            "cannot exceed it."
-        )
 
 
 def _figures(found: Evaluation) -> Table:

@@ -38,20 +38,12 @@ class ModelMeasurement(NamedTuple):
     def calibration_error(self) -> float:
         return calibration_error(self.bins)
 
-    @property
-    def shortlist_recall(self) -> float | None:
-        """Share of posts whose true label the shortlist kept; None without a shortlist."""
-        if not any(found.unscored for _, found in self.predictions):
-            return None
-        return sum(truth in found.scores for truth, found in self.predictions) / len(self.predictions)
-
     def summary(self, left_out: int) -> dict[str, Any]:
         """Return the measurements as a JSON object. left_out: number of posts without a known true label."""
         return self.evaluation.summary(left_out + len(self.failures)) | {
             "calibration_error": self.calibration_error,
             "calibration": [each._asdict() for each in self.bins],
             "posts_per_s": self.posts_per_s,
-            "shortlist_recall": self.shortlist_recall,
         }
 
 

@@ -32,8 +32,8 @@ ESCAPED = frozenset({
 
 
 def label_set_of(found: Mapping[str, Any]) -> str:
-    """Return the name of a result's label set, labels without scores included. found: the result's fields."""
-    return label_set((*found["scores"], *found.get("unscored", ())))
+    """Return the name of a result's label set. found: the result's fields."""
+    return label_set(found["scores"])
 
 
 def label_set(labels: Iterable[str]) -> str:

@@ -101,8 +101,6 @@ def _example(found: Post | Labelled, options: TrainOptions, labelled_by: Counter
     if options.targets != "topic":
         if isinstance(found, Post) or found.scores[found.label] < options.min_score:
             return None
-        if found.partial and options.targets == "soft":
-            return None
         labelled_by[found.model] += 1
         label, scores = found.label, found.scores if options.targets == "soft" else None
     if not label or not post.text:  # the stream truncates bodies, possibly to nothing
@@ -119,8 +117,6 @@ def _nothing(posts: int, options: TrainOptions) -> str:
     return (
         f"None of {posts:,} posts has a model's label with a score of at least {options.min_score}; only results and "
         "exports contain such labels. Lower --min-score, or use --targets topic."
-        + " Results of a shortlist lack scores that --targets soft needs."
-        * (options.targets == "soft")
     )
 
 
@@ -135,7 +131,7 @@ def _of_results(settings: Settings) -> Iterator[Labelled]:
                 # Not validated again: it was valid when written, and truncation may have made it invalid since.
                 post = Post.model_construct(**row.post)
                 found = row.found
-                yield Labelled(post, found["label"], found["scores"], found["model"], bool(found.get("unscored")))
+                yield Labelled(post, found["label"], found["scores"], found["model"])
 
 
 def _of_path(path: str, options: TrainOptions, notes: Console) -> Iterator[Post | Labelled]:

@@ -58,7 +58,7 @@ def test_rejects_settings_without_effect(tmp_path: Path) -> None:
         "sequence": make_model("bert", tmp_path / "c", {0: "NEGATIVE", 1: "POSITIVE"}),
         "gliclass": make_gliclass(tmp_path / "d"),
     }
-    values: dict[str, str | int] = {"post_prompt": "query: ", "label_prompt": "none", "truncate_dim": 8, "shortlist": 4}
+    values: dict[str, str | int] = {"post_prompt": "query: ", "label_prompt": "none", "truncate_dim": 8}
     for kind, folder in folders.items():
         for setting, value in values.items():
             settings = Settings.model_validate({"model": str(folder), setting: value})

@@ -639,16 +639,6 @@ def test_rejected_post_with_surrogates_is_a_dead_letter(owner: Owner) -> None:
     assert letter.reason.startswith("template: ")
 
 
-def test_device_lost_while_preparing_ends_the_worker(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shortlist runs its model while posts are prepared. The posts are not at fault."""
-    monkeypatch.setattr(owner.classifier, "prepare", Mock(side_effect=DeviceLost("the device is gone")))
-    message = owner.send("fine", "fine")
-    wait_until(lambda: owner.failures == 1, "the failure is reported")
-    assert isinstance(owner.pipeline.failure, DeviceLost)
-    assert message not in owner.finished
-    assert owner.store.dead == []
-
-
 def test_lost_device_ends_the_worker(owner: Owner) -> None:
     message = owner.send("fine", "lose the device", "fine")
     wait_until(lambda: owner.failures == 1, "the failure is reported")

@@ -54,30 +54,6 @@ def test_unpacks_what_was_packed() -> None:
     assert unpack(read, Contexts().get) is None
 
 
-def test_labels_without_scores_stay_without_scores() -> None:
-    contexts, keys = Contexts(), set()
-    for scores in ({"food": 0.7, "art": 0.3}, {"food": 0.6, "travel": -0.3}, {"food": 0.7, "travel": 0.2, "art": 0.1}):
-        found = classification(scores=scores, unscored=sorted({"food", "travel", "art"} - scores.keys()))
-        record, context = pack("t3_x", found, contexts, 1)
-        (read,) = split(record)
-        assert context
-        keys.add(context.key)
-        unpacked = unpack(read, contexts.get)
-        assert unpacked
-        assert (read.kind, unpacked.unscored) == (PACKED, found.unscored)
-        assert unpacked.scores == pytest.approx(found.scores, abs=1e-5)
-    assert len(keys) == 1, "results of one label set share a context, whatever was scored"
-    record, _ = pack("t3_x", classification(scores={"food": 0.7, "art": -0.5}, unscored=["travel"]), contexts, 1)
-    (read,) = split(record)
-    assert read.kind == JSON
-    assert unpack(read, contexts.get) == classification(scores={"food": 0.7, "art": -0.5}, unscored=["travel"])
-
-
-def test_json_names_labels_without_scores_only_if_there_are_any() -> None:
-    assert "unscored" not in classification().model_dump_json()
-    assert '"unscored":["travel"]' in classification(unscored=["travel"]).model_dump_json()
-
-
 def test_packing_again_changes_no_score() -> None:
     contexts = Contexts()
     record, _ = pack("t3_x", classification(scores={"food": 0.123456789, "art": 1e-9}), contexts, 1)

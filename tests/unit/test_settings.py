@@ -27,7 +27,6 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("FEEDMILL_DEVICES", "0,", ("cpu:N", "'0,'")),
         ("FEEDMILL_DEVICE_MEMORY", "1.5", ("1",)),
         ("FEEDMILL_QUEUE", "my queue", ("64",)),
-        ("FEEDMILL_SHORTLIST_MODEL", "some/model", ("FEEDMILL_SHORTLIST,", "unset")),
         ("FEEDMILL_REVISION", "a b", ("'a b'",)),
         ("FEEDMILL_LABELS", "a,a", ("'a'",)),
         ("FEEDMILL_LABELS", "a,,b", ("a label is empty",)),

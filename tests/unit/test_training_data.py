@@ -204,19 +204,6 @@ def test_reads_labels_of_an_export(tmp_path: Path, how: str) -> None:
     assert [(each.post.id, each.label) for each in topics.examples] == [("p1", "Food")]
 
 
-@pytest.mark.parametrize("how", ["csv", "jsonl", "parquet"])
-def test_results_of_a_shortlist_are_no_soft_labels(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = rows()
-    partial = [each._replace(found=each.found | {"unscored": ["travel"]}) for each in whole]
-    monkeypatch.setattr("tests.unit.test_training_data.rows", lambda: [*whole[:1], *partial[1:]])
-    path = export(tmp_path, how)
-    assert len(collected(path, targets="soft", min_score=0.0).examples) == 1
-    assert len(collected(path, targets="zero-shot", min_score=0.0).examples) == len(whole)
-    monkeypatch.setattr("tests.unit.test_training_data.rows", lambda: partial)
-    with pytest.raises(InputError, match="shortlist"):
-        collected(export(tmp_path, how), targets="soft", min_score=0.0)
-
-
 def path_of(how: str) -> str:
     return "export" if how == "folder" else f"export.{how}"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from redis.exceptions import RedisError
 
-from shared.errors import DeviceLost, RequestRefused, printable
+from shared.errors import RequestRefused, printable
 from shared.messages import Post, PostError, fingerprint
 from shared.results import Result
 from workers.models.classifiers import Classifier, LabelSet, Row
@@ -92,8 +92,6 @@ class Preparation:
         prepared: list[tuple[PendingPost, list[Row]]] = []
         try:
             prepared = self._prepare(messages, loaded.classifier)
-        except DeviceLost:  # from a shortlist: not the posts' fault
-            raise
         except Exception as error:
             if len(messages) > 1:  # find the message that is the cause
                 for message in messages:
@@ -219,8 +217,6 @@ class Preparation:
         try:
             with self._context.watch.step("the preparation of posts", self._context.timeout):
                 return classifier.prepare([work.post.text for work in pending], label_set)
-        except DeviceLost:
-            raise
         except BaseException as error:  # a Rust panic in the tokenizer is not an Exception
             if len(pending) > 1:
                 return [rows for work in pending for rows in self._rows([work], label_set, classifier)]

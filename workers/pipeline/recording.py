@@ -175,7 +175,6 @@ class Recording:
 
     def _outcome(self, row: Row, scores: Scores, weights: Weights, device: str) -> Outcome:
         work: PendingPost = row.owner
-        labels = row.label_set.labels
         if not math.isfinite(sum(scores.values())):
             return PostError(
                 id=work.post.id,
@@ -189,7 +188,6 @@ class Recording:
             id=work.post.id,
             label=next(iter(best_first)),
             scores=best_first,
-            unscored=tuple(sorted(set(labels) - scores.keys())) if len(scores) < len(labels) else (),
             model=weights.name,
             revision=weights.revision,
             weights=weights.sha256,

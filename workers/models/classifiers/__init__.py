@@ -41,8 +41,6 @@ class LabelSet:
     prepared: Any = field(default=None, repr=False)
     #: The classifier's device-side data. The first batch fills it, on the device thread.
     on_device: Any = field(default=None, repr=False)
-    #: The same labels for the embedding model that chooses which of them to score; None to score all.
-    shortlist: "LabelSet | None" = field(default=None, repr=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -139,8 +137,6 @@ class Classifier(Protocol):
 
     def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
         """Wait for the device; return the scores of every post whose last row is in `rows`, with that row.
-
-        A shortlist leaves out the scores of some labels.
 
         Raises DeviceLost.
         """

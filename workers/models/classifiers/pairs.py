@@ -1,8 +1,7 @@
 """Classification of pairs: one row for each post and label, the post beside the label's sentence.
 
 The common part of `nli.py` and `rerank.py`. Each post is tokenized once, each sentence once per label set, and the rows
-of a post may run in different micro-batches. With a shortlist, only the labels that it chooses for a post become rows,
-and only they have scores.
+of a post may run in different micro-batches.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from shared.topics import TOPICS
 from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
-from workers.models.classifiers.shortlist import Shortlist
 from workers.models.device import Device
 from workers.models.engines.factory import create_engine
 from workers.models.engines.network import LOGITS
@@ -37,7 +35,6 @@ class Sentence(NamedTuple):
 class Pairs:
     """Logits of one post's rows: [labels, logits of a pair], filled row by row. Writer thread only."""
 
-    labels: tuple[str, ...]
     logits: np.ndarray[tuple[int, int], np.dtype[np.float32]]
     missing: int
 
@@ -68,12 +65,9 @@ class PairClassifier(Classifier):
         self.device = device
         self._engine, self._tokenizer = create_engine(weights, device, settings, LOGITS, max_tokens)
         self.packed = self._engine.packed
-        self._shortlist = Shortlist(settings.shortlist, settings, device) if settings.shortlist else None
 
     def _serve(self, settings: Settings, *identity: object) -> None:
         """Accept label sets. identity: everything else that determines a pair's scores."""
-        if self._shortlist:
-            identity = (*identity, f"shortlist={self._shortlist.identity}")
         self._label_sets = LabelSets(
             self.kind,
             " ".join(map(str, (self.weights.sha256, self._tokenizer.max_tokens, *identity))),
@@ -84,11 +78,7 @@ class PairClassifier(Classifier):
         )
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
-        label_set = self._label_sets.of(options)
-        if self._shortlist and label_set.rows > self._shortlist.size:  # new
-            label_set.shortlist = self._shortlist.label_set(options)
-            label_set.rows = self._shortlist.size
-        return label_set
+        return self._label_sets.of(options)
 
     def _sentences(self, described: Sequence[Sequence[str]]) -> list[Sentence]:
         """Tokenize the sentences. Raises RequestRefused if one leaves no room for a post, or a label has several."""
@@ -112,31 +102,21 @@ class PairClassifier(Classifier):
         return [text.lower() for text in texts] if self.lower_case else list(texts)
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
-        chosen: Sequence[Sequence[int]] = [range(len(label_set.labels))] * len(texts)
-        if self._shortlist and label_set.shortlist:
-            chosen = self._shortlist.choose(texts, label_set.shortlist)
-        sentences: Sequence[Sentence] = label_set.prepared
-        of_texts = [[sentences[place] for place in places] for places in chosen]
         rows: list[list[Row]] = []
-        paired = self._pairs(self._cased([self.prompt + text for text in texts]), of_texts)
-        for tokens, places in zip(paired, chosen, strict=True):
-            labels = tuple(label_set.labels[place] for place in places)
-            pairs = Pairs(labels, np.empty((len(tokens), self.width), np.float32), len(tokens))
+        for tokens in self._pairs(self._cased([self.prompt + text for text in texts]), label_set.prepared):
+            pairs = Pairs(np.empty((len(tokens), self.width), np.float32), len(tokens))
             rows.append([PairRow(pair, label_set, place=place, pairs=pairs) for place, pair in enumerate(tokens)])
         return rows
 
-    def _pairs(self, texts: Sequence[str], of_texts: Sequence[Sequence[Sentence]]) -> list[list[Tokens]]:
-        """Pair each text with each of its sentences."""
+    def _pairs(self, texts: Sequence[str], sentences: Sequence[Sentence]) -> list[list[Tokens]]:
+        """Pair each text with each sentence."""
         tokenizer, frame = self._tokenizer, self._tokenizer.frame
         if frame is None:
-            return [
-                tokenizer.encode([(text, sentence.text) for sentence in sentences])
-                for text, sentences in zip(texts, of_texts, strict=True)
-            ]
+            return [tokenizer.encode([(text, sentence.text) for sentence in sentences]) for text in texts]
         room = tokenizer.max_tokens - tokenizer.pair_size
         return [
             [frame.pair(tokenizer.cut(post, room - len(ids)), ids) for _, ids in sentences]
-            for post, sentences in zip(tokenizer.parts(texts, room), of_texts, strict=True)
+            for post in tokenizer.parts(texts, room)
         ]
 
     @torch.inference_mode()
@@ -157,7 +137,7 @@ class PairClassifier(Classifier):
             row.pairs.logits[row.place] = logits
             row.pairs.missing -= 1
             if not row.pairs.missing:
-                labels = row.pairs.labels
+                labels = row.label_set.labels
                 independent = row.label_set.multi_label or len(labels) == 1
                 scores = self._scores(torch.from_numpy(row.pairs.logits), independent)
                 finished.append((row, dict(zip(labels, rounded(scores), strict=True))))

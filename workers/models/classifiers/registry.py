@@ -46,7 +46,6 @@ USED_BY = {
     "post_prompt": ("rerank", "similarity"),
     "label_prompt": ("similarity",),
     "truncate_dim": ("similarity",),
-    "shortlist": ("nli", "rerank"),
 }
 
 
