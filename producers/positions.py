@@ -3,7 +3,9 @@
 A position counts the records whose posts are all in the queue and marked as sent; the caller of `save` ensures that.
 """
 
+import re
 from pathlib import Path
+from typing import Any
 
 from redis import Redis
 
@@ -36,8 +38,8 @@ class Position:
 
     def load(self) -> int:
         """Return the number of finished records; 0 if none is stored."""
-        found = self._redis.get(self._key)
-        return int(found) if found else 0
+        records: Any = self._redis.get(self._key) or ""
+        return int(records) if re.fullmatch(r"\d{1,18}", records, re.ASCII) else 0
 
     def save(self, records: int) -> None:
         """Store the number of finished records."""

@@ -201,7 +201,6 @@ class Pusher:
                     scripts.mark,
                     self._redis,
                     marks,
-                    int(time.time()),
                     self._settings.sent_ttl,
                     self._run or "",
                     MAX_RUNS,

@@ -16,9 +16,6 @@ DEAD_LETTERS = "feedmill:dead"
 #: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams), `dropped` and `sent_dropped`
 #: (results and sent records that exceeded their memory), `stream_bytes` (texts of all entries of the results stream).
 COUNTERS = "feedmill:counters"
-#: "packed", or "mixed" if the Redis had keys of an earlier version when this version first used it: results and marks
-#: outside of buckets.
-FORMAT = "feedmill:format"
 #: Number of buckets of marks: records of sent posts (shared/scripts/queue.py). `feedmill:sent-marks:NUMBER` is one.
 MARKS = "feedmill:sent-marks"
 #: Number of buckets of stored results (shared/scripts/results.py). `feedmill:stored:NUMBER` is a bucket.
@@ -104,11 +101,6 @@ def context_key(digest: str) -> str:
     return f"feedmill:context:{digest}"
 
 
-def earlier_result_key(post_id: str) -> str:
-    """Results of a post, by an earlier version: fingerprint -> Classification, as JSON; `score` -> its latest score."""
-    return f"feedmill:result:{post_id}"
-
-
 def run_key(run: str) -> str:
     """Progress of a run: `sent`, `stored`, `failed`; `began`, `latest`, `used` (ms); kept `columns`. run: its name."""
     return f"feedmill:run:{run}"
@@ -122,11 +114,6 @@ def poison_key(message: str) -> str:
 def labels_key(hour: int) -> str:
     """Label -> number of new results in one hour. hour: hours since 1970."""
     return f"feedmill:labels:{hour}"
-
-
-def earlier_mark_key(post_id: str) -> str:
-    """Record of what was sent for a post, by an earlier version: digest of text and options -> time of sending."""
-    return f"feedmill:sent:{post_id}"
 
 
 def tombstone_key(post_id: str) -> str:
@@ -181,21 +168,18 @@ TABLE: tuple[Key, ...] = (
         "workers/pipeline/poison.py",
         "ttl NOTE_TTL_S; deleted when the message is finished",
     ),
-    Key(FORMAT, "string", "shared/scripts/buckets.py", "one word"),
     Key(STORED, "string", "shared/results.py", "one number; ttl results_ttl"),
     Key("feedmill:stored:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:context:*", "string", "shared/results.py", "ttl results_ttl and an hour"),
     Key(CONTEXTS, "zset", "shared/results.py", "one member per context; ttl results_ttl and an hour"),
     Key(STREAM_SIZES, "list", "shared/retention.py", "MAX_SIZES entries"),
     Key(SWEEPER, "string", "shared/retention.py", "ttl LOCK_S"),
-    Key("feedmill:result:*", "hash", "shared/results.py of an earlier version", "ttl results_ttl"),
     Key("feedmill:run:*", "hash", "shared/runs.py", "seven fields; ttl sent_ttl"),
     Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),
     Key(RUNS, "zset", "shared/runs.py", "MAX_RUNS members; ttl sent_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl label_counts_ttl"),
     Key(MARKS, "string", "producers/push.py", "one number; ttl sent_ttl"),
     Key("feedmill:sent-marks:*", "string", "producers/push.py", "4,096 records; ttl sent_ttl"),
-    Key("feedmill:sent:*", "hash", "producers/push.py of an earlier version", "ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
     Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
     Key(REDDIT_FULL_READS, "hash", "producers/reddit/state.py", "one field per topic of the topics file"),

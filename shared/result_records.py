@@ -117,8 +117,8 @@ def score_key(post_id: str) -> bytes:
     return fingerprint_key(f"score of {post_id}")
 
 
-def pack(post_id: str, found: Classification, contexts: Contexts, expires: int) -> tuple[bytes, KnownContext | None]:
-    """Return a result as a record, and the context that it refers to; None if none. expires: seconds since 1970."""
+def pack(post_id: str, found: Classification, contexts: Contexts) -> tuple[bytes, KnownContext | None]:
+    """Return a result as a record, and the context that it refers to; None if none. Redis sets its time of expiry."""
     known, scores = contexts.of(found)
     try:
         steps = [int(score * STEPS + (ZERO + 0.5)) for score in scores]
@@ -130,22 +130,22 @@ def pack(post_id: str, found: Classification, contexts: Contexts, expires: int) 
         body += known.scores.pack(*steps)
         key = bytes.fromhex(found.fingerprint)
         if key.hex() == found.fingerprint and len(key) == KEY_BYTES:
-            return _record(post_id, PACKED, expires, key, body), known
+            return _record(post_id, PACKED, key, body), known
     except (struct.error, KeyError, ValueError, OverflowError):
         pass
     body = found.model_dump_json().encode()
-    return _record(post_id, JSON, expires, fingerprint_key(found.fingerprint), body), None
+    return _record(post_id, JSON, fingerprint_key(found.fingerprint), body), None
 
 
 def pack_score(post_id: str, text: str) -> bytes:
     """Return the record of a post's score. text: the score, as JSON."""
-    return _record(post_id, SCORE, 0, score_key(post_id), text.encode())
+    return _record(post_id, SCORE, score_key(post_id), text.encode())
 
 
-def _record(post_id: str, kind: int, expires: int, key: bytes, content: bytes) -> bytes:
+def _record(post_id: str, kind: int, key: bytes, content: bytes) -> bytes:
     name = post_id.encode()
     length = HEAD.size + len(name) + len(content) + TAIL.size
-    return HEAD.pack(checksum(post_id), length, kind, key, len(name)) + name + content + TAIL.pack(expires)
+    return HEAD.pack(checksum(post_id), length, kind, key, len(name)) + name + content + TAIL.pack(0)
 
 
 class Record(NamedTuple):

@@ -22,7 +22,6 @@ from shared.keys import (
     RESULTS_STREAM,
     STORED,
     context_key,
-    earlier_result_key,
     labels_key,
 )
 from shared.messages import Classification, DeadLetter, Post, digest
@@ -32,7 +31,6 @@ from shared.retention import check_interval
 from shared.runs import MAX_RUNS
 from shared.scripts import results as scripts
 from shared.scripts.buckets import MIN_BUCKETS
-from shared.scripts.records import SCORE_FIELD
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ SCORES_PER_CALL = 100
 #: Limits of the search for a result's stream entry: seconds by which the clocks of a worker and of Redis may differ,
 #: and entries.
 MAX_CLOCK_SKEW_S, ENTRIES_SEARCHED = 1.0, 2000
-#: Buckets of results, and names of keys, per call of `stored_ids`.
+#: Buckets of results per call of `stored_ids`.
 BUCKETS_PER_CALL = 1000
 #: Dead letters per script call. Redis is blocked during a call.
 DEAD_LETTERS_PER_CALL = 50
@@ -110,12 +108,10 @@ class ResultsStore:
         if not wanted:
             return []
         self._replay.start()  # before the results are found, so that they can be kept
-        found = scripts.find(self._redis, wanted, int(time.time()))
+        found = scripts.find(self._redis, wanted)
         results: list[Classification | None] = [None] * len(wanted)
         for number, record in zip(found.numbers, split(found.records), strict=True):
             results[number] = unpack(record, self._context)
-        for number, text in found.texts.items():
-            results[number] = Classification.model_validate_json(text)
         return results
 
     def _context(self, identity: bytes) -> KnownContext | None:
@@ -162,12 +158,11 @@ class ResultsStore:
     ) -> tuple[Callable[[], tuple[int, int, int]], int]:
         """Return the script call, and the number of bytes that it sends."""
         now = int(time.time())
-        expires = now + self._settings.results_ttl
         records: list[bytes] = []
         entries: list[bytes] = []
         contexts: dict[str, str] = {}
         for post, found in results:
-            record, context = pack(post.id, found, self._contexts, expires)
+            record, context = pack(post.id, found, self._contexts)
             if context:
                 contexts[context.key] = context.json
             records.append(record)
@@ -197,12 +192,9 @@ class ResultsStore:
 
     def get(self, post_id: str) -> list[Classification]:
         """Return a post's classifications that have not expired, oldest first: one per text, model and label set."""
-        stored, earlier = scripts.get(self._redis, post_id)
-        now = time.time()
-        records = [each for each in split(stored) if each.kind != SCORE and each.expires > now]
+        stored = scripts.get(self._redis, post_id)
+        records = [record for record in split(stored) if record.kind != SCORE]
         classifications = [found for each in records if (found := unpack(each, self._context))]
-        earlier.pop(SCORE_FIELD.encode(), None)
-        classifications += map(Classification.model_validate_json, earlier.values())
         return sorted(classifications, key=lambda classification: classification.classified_at)
 
     def post_of(self, found: Classification) -> Post | None:
@@ -227,15 +219,13 @@ class ResultsStore:
         remaining = iter(scores.items())
         while batch := list(islice(remaining, SCORES_PER_CALL)):
             texts = [(post_id, json.dumps({"score": score, "at": at})) for post_id, score in batch]
-            refreshed += scripts.refresh(self._redis, [(*each, pack_score(*each)) for each in texts])
+            refreshed += scripts.refresh(self._redis, [(post_id, pack_score(post_id, text)) for post_id, text in texts])
         return refreshed
 
     def score(self, post_id: str) -> Score | None:
         """Return the latest score of a post with results; None if `refresh_scores` never stored one."""
-        stored, earlier = scripts.get(self._redis, post_id)
-        found = [each.content for each in split(stored) if each.kind == SCORE]
-        text = found[0] if found else earlier.get(SCORE_FIELD.encode())
-        return None if text is None else Score(**json.loads(text))
+        texts = [record.content for record in split(scripts.get(self._redis, post_id)) if record.kind == SCORE]
+        return Score(**json.loads(texts[0])) if texts else None
 
     def latest(self, count: int) -> list[Result]:
         """Return the newest `count` results of the stream, oldest first."""
@@ -277,9 +267,6 @@ def stored_ids(redis: Redis) -> Iterator[str]:
         start += len(keys)
         for records in untyped.execute_command("MGET", *keys, **{NEVER_DECODE: True}):
             yield from (each.post_id.decode() for each in split(records or b"") if each.kind != SCORE)
-    prefix = earlier_result_key("")
-    for key in redis.scan_iter(match=f"{prefix}*", count=BUCKETS_PER_CALL):
-        yield str(key).removeprefix(prefix)
 
 
 def newest_first(

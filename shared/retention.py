@@ -202,7 +202,7 @@ class MemoryBounds:
     def check(self) -> None:
         """Drop what exceeds the bounds. Raises redis.exceptions.RedisError."""
         self._trim_stream()
-        scripts.drop_contexts(self._redis, int(time.time()))
+        scripts.drop_contexts(self._redis, self._now())
         if not (self._results_excess() or self._sent_excess()) or not self._lock(nx=True):
             return
         try:
@@ -210,6 +210,11 @@ class MemoryBounds:
                 pass
         finally:
             self._redis.delete(SWEEPER)
+
+    def _now(self) -> int:
+        """Return Redis' time in seconds since 1970: records expire by it, and workers' clocks differ."""
+        seconds, _ = self._redis.time()
+        return seconds
 
     def _lock(self, nx: bool = False) -> bool:
         """Have no other worker drop records for the next LOCK_S seconds: together they would drop too many.
@@ -248,7 +253,7 @@ class MemoryBounds:
         if merged := self._merge(STORED, table, RESULT_BUCKET_BYTES, self._settings.results_ttl):
             return merged
         before, share = _cut(times, excess, table.content + _contexts_bytes(self._redis))
-        now = int(time.time())
+        now = self._now()
         removed = self._sweep(lambda start: scripts.drop_results(self._redis, start, before, share, now))
         scripts.drop_contexts(self._redis, before)
         logger.info("dropped the %d oldest results, which exceed %sRESULTS_MEMORY", removed, PREFIX)
@@ -258,7 +263,7 @@ class MemoryBounds:
         """Drop some of the oldest records of sent posts if all exceed their limit. Return how much was changed."""
         if not (excess := self._sent_excess()):
             return 0
-        origin = (int(time.time()) // HOUR_S - HOURS // 2) % HOURS  # expired hours are below the middle of the range
+        origin = (self._now() // HOUR_S - HOURS // 2) % HOURS  # expired hours are below the middle of the range
         table, hours = _sampled(self._redis, MARKS, lambda bucket: _mark_times(bucket, origin), SAMPLED_BUCKETS)
         if merged := self._merge(MARKS, table, MARK_BUCKET_BYTES, self._settings.sent_ttl):
             return merged

@@ -5,6 +5,7 @@ that a redelivered message counts once and no reader scans the store.
 """
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -87,13 +88,18 @@ def _read(redis: Redis, runs: Sequence[str]) -> list[Progress | None]:
 
 
 def _parsed(run: str, fields: dict[str, str]) -> Progress:
-    sent, stored, failed = (max(0, int(fields.get(name, 0))) for name in ("sent", "stored", "failed"))
-    began, latest, used = (int(fields.get(name, 0)) / 1000 for name in ("began", "latest", "used"))
+    sent, stored, failed = (_number(fields.get(name)) for name in ("sent", "stored", "failed"))
+    began, latest, used = (_number(fields.get(name)) / 1000 for name in ("began", "latest", "used"))
     try:
         columns = tuple(map(str, json.loads(fields.get("columns", "[]"))))
     except (ValueError, TypeError):
         columns = ()
     return Progress(run, sent, stored, failed, began, latest, used, columns)
+
+
+def _number(text: str | None) -> int:
+    """Return a counter; 0 if it is absent or not one, because producers may write anything there."""
+    return int(text) if text and re.fullmatch(r"\d{1,18}", text, re.ASCII) else 0
 
 
 def is_waiting(found: Progress, now: float | None = None) -> bool:

@@ -30,7 +30,7 @@ from trustme import CA
 from feedmill.stack.embedded import embedded_server
 from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child
-from shared.keys import MARKS
+from shared.keys import MARKS, STORED
 from shared.messages import Post, digest
 from shared.scripts import queue as queue_scripts
 from shared.scripts import results
@@ -75,12 +75,40 @@ def sent_marks(client: Redis, post_id: str) -> int:
 
 def mark_sent(client: Redis, post_id: str) -> None:
     """Mark a post as sent."""
-    queue_scripts.mark(client, [queue_scripts.Mark.of(post_id, digest(post_id))], int(time.time()), 3600)
+    queue_scripts.mark(client, [queue_scripts.Mark.of(post_id, digest(post_id))], 3600)
 
 
 def has_results(client: Redis, post_id: str) -> bool:
     """Return whether anything is stored with a post's results."""
-    return results.get(client, post_id) != (b"", {})
+    return results.get(client, post_id) != b""
+
+
+def age_marks(client: Redis, seconds: int) -> None:
+    """Let sent records expire that many whole hours earlier."""
+    hours = seconds // 3600
+    for key in client.scan_iter(f"{MARKS}:*"):
+        records = bytearray(raw(client, key))
+        for end in range(MARK_BYTES, len(records) + 1, MARK_BYTES):
+            hour = int.from_bytes(records[end - 2 : end], "big")
+            records[end - 2 : end] = ((hour - hours) % 2**16).to_bytes(2, "big")
+        client.set(key, bytes(records), keepttl=True)
+
+
+def age_results(client: Redis, seconds: int) -> None:
+    """Let stored results expire that many seconds earlier."""
+    for key in client.scan_iter(f"{STORED}:*"):
+        records, end = bytearray(raw(client, key)), 0
+        while end < len(records):
+            end += int.from_bytes(records[end + 4 : end + 8], "big")
+            expires = int.from_bytes(records[end - 4 : end], "big")
+            records[end - 4 : end] = (expires - seconds).to_bytes(4, "big")
+        client.set(key, bytes(records), keepttl=True)
+
+
+def raw(client: Redis, key: str) -> bytes:
+    """Return a string of Redis without decoding it."""
+    found: bytes = client.execute_command("GET", key, **{NEVER_DECODE: True})  # type: ignore[no-untyped-call]
+    return found
 
 
 #: Ports of this test process: below those of `feedmill up`, and those that the system gives to any program.

@@ -11,16 +11,14 @@ after its last record.
 
 from zlib import crc32
 
-from shared.keys import FORMAT
-
 #: Bytes of an id's checksum in records: CRC-32, which takes Python a fourth of SHA-1's time, and can be written in Lua.
 ID_BYTES = 4
 #: Buckets of a new table; a power of two.
 MIN_BUCKETS = 16
 #: Arguments per Redis command of a script. Lua fails above 7,999.
 ARGUMENTS = 1000
-#: Calls of SCAN with 100 keys each that look for an earlier version's keys: at most some 20 ms, once per Redis.
-SCANS = 1000
+#: Most buckets that are believed in: the number is a text that producers may write, and scripts loop up to it.
+MAX_BUCKETS = 2**24
 
 #: Functions of Lua on the buckets of a table, whose key is `name`.
 BUCKETS = f"""
@@ -40,9 +38,14 @@ local function values_of(command, names, key)
   end
   return found
 end
+-- Return the number of buckets; 0 for a new table. Producers may have written no number, an infinite one or a fraction.
+local function size_of(name)
+  local count = tonumber(redis.call('GET', name) or 0)
+  return count and count >= {MIN_BUCKETS} and count <= {MAX_BUCKETS} and count % 1 == 0 and count or 0
+end
 -- Return the number of buckets, and the largest power of two that is not above it.
 local function buckets_of(name)
-  local count, half = tonumber(redis.call('GET', name) or {MIN_BUCKETS}), {MIN_BUCKETS}
+  local count, half = math.max(size_of(name), {MIN_BUCKETS}), {MIN_BUCKETS}
   while 2 * half <= count do half = 2 * half end
   return count, half
 end
@@ -78,28 +81,6 @@ local function existing(prefix, ids)
   for i, key in ipairs(keys) do found[i] = redis.call('EXISTS', key) == 1 end
   return found
 end
--- Return false if this Redis has no keys of an earlier version. search: look for them the first time; only workers may.
-local function may_be_mixed(search)
-  local format = redis.call('GET', '{FORMAT}')
-  if format or not search then return format ~= 'packed' end
-  local cursor = '0'
-  for _ = 1, {SCANS} do
-    local found = redis.pcall('SCAN', cursor, 'COUNT', 100)
-    if found.err then return true end
-    for _, key in ipairs(found[2]) do
-      if find(key, '^feedmill:sent:') or find(key, '^feedmill:result:') then format = 'mixed' end
-    end
-    cursor = found[1]
-    if format or cursor == '0' then break end
-  end
-  format = format or cursor == '0' and 'packed' or 'mixed'
-  redis.pcall('SET', '{FORMAT}', format) -- pcall: a full Redis refuses it
-  return format == 'mixed'
-end
--- Return what `existing` returns for keys of an earlier version.
-local function existing_earlier(prefix, ids, search)
-  return may_be_mixed(search) and existing(prefix, ids) or nil
-end
 -- Store what is left of a bucket. Call after a deletion, so that it works at maxmemory.
 local function shrink_bucket(key, records)
   if #records > 0 then redis.call('SET', key, records, 'KEEPTTL') else redis.call('DEL', key) end
@@ -109,10 +90,10 @@ end
 local function split_buckets(name, limit, bytes, size, ttl)
   local count, half = buckets_of(name)
   local before = count
-  while count - before < limit do
+  while count - before < limit and count < {MAX_BUCKETS} do
     local source, target = name .. ':' .. (count - half), name .. ':' .. count
     local records = redis.call('GET', source)
-    if not records or #records < bytes then break end
+    if not records or #records < bytes or size and #records % size > 0 then break end
     -- Runs of records with the same target are moved together.
     local parts, at, start, run = {{{{}}, {{}}}}, 1, 1, nil
     while at <= #records do

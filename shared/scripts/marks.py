@@ -38,21 +38,24 @@ local function digest_of(field)
   local digits = sub(field, 1, {DIGEST_DIGITS})
   return (string.gsub(digits, '..', function(byte) return string.char(tonumber(byte, 16)) end))
 end
+-- Return a bucket's records; none if producers wrote something else there.
+local function whole_marks(records)
+  return records and #records % SIZE == 0 and records or ''
+end
+local function current_hour() return math.floor(redis.call('TIME')[1] / 3600) end
 local function expired(records, at, hour)
   return (read('>H', records, at + IDENTITY) - hour) % 65536 >= 32768
 end
 """
 )
 #: Defines `forget_marks`, which deletes the marks of an id, and returns whether there were any. run: only the marks of
-#: this run, and those of an earlier version and of runs with the same checksum; nil for all.
-#:
-#: marks: feedmill:sent-marks, string, and its buckets    earlier: prefix of the names of an earlier version's marks
+#: this run, and those of runs with the same checksum; nil for all. marks: feedmill:sent-marks, string, and its buckets.
 FORGET_MARKS = (
     MARK_RECORDS
     + """
-local function forget_marks(marks, earlier, id, run)
-  local found = redis.call('UNLINK', earlier .. id) == 1
+local function forget_marks(marks, id, run)
   local key, records, checksum = bucket_of(marks, id)
+  records = whole_marks(records)
   local start = run and checksum .. run_checksum(run) or checksum
   local at = find_mark(records, start)
   if at then
@@ -61,9 +64,9 @@ local function forget_marks(marks, earlier, id, run)
       at = find_mark(records, start)
     until not at
     shrink_bucket(key, records)
-    found = true
+    return true
   end
-  return found
+  return false
 end
 """
 )

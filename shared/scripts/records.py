@@ -3,8 +3,6 @@
 from shared.result_records import SCORE
 from shared.scripts.buckets import BUCKETS
 
-#: Field with the latest score in an earlier version's hash of a post. No fingerprint equals it: they are hex.
-SCORE_FIELD = "score"
 #: Bytes of a bucket above which it is split. With records of 100 bytes, the mean is about twelve in a growing table,
 #: and falls to four in one that drops as much as it gets. More would save memory, but a new result rewrites its bucket.
 SPLIT_BYTES = 512
@@ -50,16 +48,11 @@ end
 """
 )
 #: Defines `forget_result`, which deletes a result by fingerprint, and the score of an id without further results. Call
-#: it after a deletion, so that it works at maxmemory.
-#:
-#: stored: feedmill:stored, string, and its buckets    earlier: prefix of the names of an earlier version's results
+#: it after a deletion, so that it works at maxmemory. stored: feedmill:stored, string, and its buckets.
 FORGET_RESULT = (
     RECORDS
-    + f"""
-local function forget_result(stored, earlier, id, fingerprint)
-  redis.call('HDEL', earlier .. id, fingerprint)
-  local left = redis.call('HKEYS', earlier .. id)
-  if #left == 1 and left[1] == '{SCORE_FIELD}' then redis.call('UNLINK', earlier .. id) end
+    + """
+local function forget_result(stored, id, fingerprint)
   local key, records, checksum = bucket_of(stored, id)
   local at = find_record(records, checksum, key_of(fingerprint))
   if at then

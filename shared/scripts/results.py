@@ -16,7 +16,6 @@ from shared.keys import (
     STORED,
     context_key,
     dead_letter_key,
-    earlier_result_key,
     labels_key,
     run_key,
     tombstone_key,
@@ -24,7 +23,7 @@ from shared.keys import (
 from shared.result_records import fingerprint_key
 from shared.scripts import READS, SHRINKS, WRITES, Script
 from shared.scripts.buckets import ARGUMENTS, checksum
-from shared.scripts.records import RECORDS, SCORE_FIELD, SPLIT_BYTES
+from shared.scripts.records import RECORDS, SPLIT_BYTES
 from shared.scripts.runs import COUNT_PROGRESS
 from shared.settings import Settings
 
@@ -40,12 +39,12 @@ HOUR_S = 3600
 #:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the results stream
 #:   ARGV[3]  length of the dead-letter stream  ARGV[4]  ttl of counts by label, seconds
 #:   ARGV[5]  maximum labels counted per hour
-#:   ARGV[6], ARGV[7]  prefixes of the names of an earlier version's results, and of tombstones
-#:   ARGV[8]  ids, labels and runs ("" for none) of the results, as JSON: redis-py is slow with many arguments
-#:   ARGV[9], ARGV[10], ARGV[11]  prefix of the names of runs' keys, their ttl in seconds, and maximum runs listed
-#:   ARGV[12] records of the results    ARGV[13] time, seconds since 1970    ARGV[14] contexts by key, as a JSON object
-#:   ARGV[15] number of results between two checks of their memory
-#:   ARGV[16+] classification and post of each result; then id, letter and run of each dead letter
+#:   ARGV[6]  prefix of the names of tombstones
+#:   ARGV[7]  ids, labels and runs ("" for none) of the results, as JSON: redis-py is slow with many arguments
+#:   ARGV[8], ARGV[9], ARGV[10]  prefix of the names of runs' keys, their ttl in seconds, and maximum runs listed
+#:   ARGV[11] records of the results, whose expiry is set here    ARGV[12] contexts by key, as a JSON object
+#:   ARGV[13] number of results between two checks of their memory
+#:   ARGV[14+] classification and post of each result; then id, letter and run of each dead letter
 #:
 #: Returns the numbers of new results and of trimmed dead letters, and 1 if a check of the memory is due, else 0.
 _WRITE: Script[tuple[int, int, int]] = Script(
@@ -54,8 +53,9 @@ _WRITE: Script[tuple[int, int, int]] = Script(
     RECORDS
     + COUNT_PROGRESS
     + f"""
-local results, new, failed, gone, bytes, labels, runs = cjson.decode(ARGV[8]), 0, 0, 0, 0, {{}}, {{}}
-local blob, now, at = ARGV[12], tonumber(ARGV[13]), 1
+local results, new, failed, gone, bytes, labels, runs = cjson.decode(ARGV[7]), 0, 0, 0, 0, {{}}, {{}}
+local blob, now, at = ARGV[11], tonumber(redis.call('TIME')[1]), 1
+local expiry = struct.pack('>I4', now + ARGV[1])
 local function count(run, what)
   if run ~= '' then
     local counts = runs[run] or {{}}
@@ -72,11 +72,11 @@ if total > 0 then
   for i = 1, total do
     names[i] = bucket_at(KEYS[6], blob, at, count, half)
     _, size, _, keys[i] = read('>c4I4I1c16', blob, at)
-    records[i], at = sub(blob, at, at + size - 1), at + size
+    records[i], at = sub(blob, at, at + size - 5) .. expiry, at + size
   end
   for i, held in ipairs(values_of('MGET', names)) do buckets[names[i]] = held or '' end
 end
-local purged, earlier = existing(ARGV[7], ids), existing_earlier(ARGV[6], ids, true)
+local purged = existing(ARGV[6], ids)
 for i, record in ipairs(records) do
   if purged and purged[i] then
     gone = gone + 1
@@ -87,12 +87,8 @@ for i, record in ipairs(records) do
     if known and known ~= true and expires_at(held, known) <= now then
       buckets[name], known = without_record(held, known), nil
     end
-    if earlier and earlier[i] and not known then
-      local hex = string.gsub(key, '.', function(byte) return string.format('%02x', string.byte(byte)) end)
-      known = redis.call('HEXISTS', ARGV[6] .. ids[i], hex) == 1
-    end
     if not known then
-      local label, text, post = labelled[i], ARGV[14 + 2 * i], ARGV[15 + 2 * i]
+      local label, text, post = labelled[i], ARGV[12 + 2 * i], ARGV[13 + 2 * i]
       if i < total then
         redis.call('XADD', KEYS[1], '*', 'id', ids[i], 'classification', text, 'post', post)
       else
@@ -120,7 +116,7 @@ for name, bucket in pairs(added) do
     redis.call('SET', name, table.concat(bucket), 'EX', ttl)
   end
 end
-for key, context in pairs(cjson.decode(ARGV[14])) do
+for key, context in pairs(cjson.decode(ARGV[12])) do
   redis.call('SET', key, context, 'EX', ARGV[1] + 3600)
   redis.call('ZADD', KEYS[7], 'GT', now + ARGV[1], key)
 end
@@ -144,7 +140,7 @@ if new > 0 then
   redis.call('EXPIRE', KEYS[4], ARGV[4])
 end
 local counts = {{stored = new, repeated = total - new - gone}}
-local at, due = 16 + 2 * total, 0
+local at, due = 14 + 2 * total, 0
 for i = 8, #KEYS, 2 do
   local entry = redis.call('GET', KEYS[i + 1])
   if redis.call('EXISTS', KEYS[i]) == 1 then
@@ -158,31 +154,30 @@ for i = 8, #KEYS, 2 do
   at = at + 3
 end
 for run, found in pairs(runs) do
-  count_progress(KEYS[5], ARGV[9], run, found, ARGV[10], ARGV[11])
+  count_progress(KEYS[5], ARGV[8], run, found, ARGV[9], ARGV[10])
 end
 counts.failed, counts.gone, counts.trimmed = failed, gone, length + new - redis.call('XLEN', KEYS[1])
 counts.dead_trimmed, counts.stream_bytes = dead + failed - redis.call('XLEN', KEYS[3]), bytes
 for name, count in pairs(counts) do
   if count > 0 then
     local sum = redis.call('HINCRBY', KEYS[2], name, count)
-    if name == 'stored' and math.floor(sum / ARGV[15]) > math.floor((sum - count) / ARGV[15]) then due = 1 end
+    if name == 'stored' and math.floor(sum / ARGV[13]) > math.floor((sum - count) / ARGV[13]) then due = 1 end
   end
 end
 return {{new, counts.dead_trimmed, due}}
 """,
 )
 #:   KEYS[1]  feedmill:counters  hash     KEYS[2]  feedmill:stored  string, and its buckets
-#:   ARGV[1]  checksum of the id and key of the fingerprint of each post    ARGV[2] time, seconds since 1970
+#:   ARGV[1]  checksum of the id and key of the fingerprint of each post
 #:
-#: Returns 1 or 0 for each post, as text; the records of those with 1; and 1 if others may have an earlier version's
-#: result.
+#: Returns 1 or 0 for each post, as text; and the records of those with 1.
 _FIND: Script[Any] = Script(
     "results_find",
     SHRINKS,
     RECORDS
     + """
-local keys, now = ARGV[1], tonumber(ARGV[2])
-local known, names, found, unknown = {}, {}, {}, false
+local keys, now = ARGV[1], tonumber(redis.call('TIME')[1])
+local known, names, found = {}, {}, {}
 local count, half = buckets_of(KEYS[2])
 for i = 1, #keys / 20 do names[i] = bucket_at(KEYS[2], keys, 20 * i - 19, count, half) end
 for i, held in ipairs(values_of('MGET', names)) do
@@ -190,84 +185,62 @@ for i, held in ipairs(values_of('MGET', names)) do
   if at and expires_at(held, at) > now then
     known[i], found[#found + 1] = 1, sub(held, at, at + length_at(held, at) - 1)
   else
-    known[i], unknown = 0, true
+    known[i] = 0
   end
 end
 -- pcall: a full Redis refuses it.
 if #found > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', #found) end
-return {table.concat(known), table.concat(found), unknown and may_be_mixed(true) and 1 or 0}
+return {table.concat(known), table.concat(found)}
 """,
 )
-#:   KEYS[1]  feedmill:counters  hash    KEYS[2+]  an earlier version's results, hash, of each post
-#:   ARGV     the fingerprint of each post
+#:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  the id
 #:
-#: Returns each post's result as JSON; "" for none.
-_FIND_EARLIER: Script[list[str | bytes]] = Script(
-    "results_find_earlier",
-    SHRINKS,
-    """
-local found, answered = {}, 0
-for i, fingerprint in ipairs(ARGV) do
-  found[i] = redis.call('HGET', KEYS[i + 1], fingerprint) or ''
-  if found[i] ~= '' then answered = answered + 1 end
-end
-if answered > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', answered) end
-return found
-""",
-)
-#:   KEYS[1]  feedmill:stored  string, and its buckets    KEYS[2]  an earlier version's results  hash    ARGV[1]  the id
-#:
-#: Returns the records of an id, and the fields of the hash.
-_GET: Script[Any] = Script(
+#: Returns the records of an id that have not expired.
+_GET: Script[bytes] = Script(
     "results_get",
     READS,
     RECORDS
     + """
 local _, records = bucket_of(KEYS[1], ARGV[1])
 local results, score = records_of(records, ARGV[1])
-local found = {}
+local found, now = {}, tonumber(redis.call('TIME')[1])
 if score then results[#results + 1] = score end
-for i, at in ipairs(results) do found[i] = sub(records, at, at + length_at(records, at) - 1) end
-return {table.concat(found), redis.call('HGETALL', KEYS[2])}
+for _, at in ipairs(results) do
+  if expires_at(records, at) > now then found[#found + 1] = sub(records, at, at + length_at(records, at) - 1) end
+end
+return table.concat(found)
 """,
 )
-#:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  prefix of the names of an earlier version's results
-#:   ARGV[2]  SCORE_FIELD    ARGV[3+] id, score and time as JSON, and the score's record, of each
+#:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV  the id and the score's record of each
 _REFRESH: Script[int] = Script(
     "results_refresh",
     WRITES,
     RECORDS
     + """
 local refreshed = 0
-for i = 3, #ARGV, 3 do
+for i = 1, #ARGV, 2 do
   local key, records = bucket_of(KEYS[1], ARGV[i])
   local results, score = records_of(records, ARGV[i])
   if #results > 0 then
     local expires = 0
     for _, at in ipairs(results) do expires = math.max(expires, expires_at(records, at)) end
     if score then records = without_record(records, score) end
-    local record = ARGV[i + 2]
-    record = sub(record, 1, -5) .. struct.pack('>I4', expires)
+    local record = sub(ARGV[i + 1], 1, -5) .. struct.pack('>I4', expires)
     redis.call('SET', key, records .. record, 'KEEPTTL')
-    refreshed = refreshed + 1
-  elseif redis.call('EXISTS', ARGV[1] .. ARGV[i]) == 1 then
-    redis.call('HSET', ARGV[1] .. ARGV[i], ARGV[2], ARGV[i + 1])
     refreshed = refreshed + 1
   end
 end
 return refreshed
 """,
 )
-#:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  prefix of the names of an earlier version's results
-#:   ARGV[2]  ids, as JSON
+#:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  ids, as JSON
 _FORGET: Script[int] = Script(
     "results_forget",
     SHRINKS,
     RECORDS
     + """
 local forgotten = 0
-for _, id in ipairs(cjson.decode(ARGV[2])) do
-  local found = redis.call('UNLINK', ARGV[1] .. id)
+for _, id in ipairs(cjson.decode(ARGV[1])) do
   local key, records = bucket_of(KEYS[1], id)
   local results, score = records_of(records, id)
   if #results > 0 or score then
@@ -278,9 +251,8 @@ for _, id in ipairs(cjson.decode(ARGV[2])) do
       at = at + size
     end
     shrink_bucket(key, table.concat(kept))
-    found = 1
+    forgotten = forgotten + 1
   end
-  forgotten = forgotten + found
 end
 return forgotten
 """,
@@ -328,14 +300,12 @@ def prepare_write(
         settings.dead_letters_length,
         settings.label_counts_ttl,
         max_labels,
-        earlier_result_key(""),
         tombstone_key(""),
         json.dumps(results[:3]),
         run_key(""),
         settings.sent_ttl,
         max_runs,
         b"".join(results.records),
-        now,
         json.dumps({context_key(key): context for key, context in contexts.items()}),
         check_interval,
     ]
@@ -356,39 +326,30 @@ class Found(NamedTuple):
     #: Numbers of these posts, from 0.
     numbers: list[int]
     records: bytes
-    #: Earlier version's results as JSON, by the number of the post.
-    texts: dict[int, str | bytes]
 
 
-def find(redis: Redis, wanted: Sequence[tuple[str, str]], now: int) -> Found:
-    """Return the stored result of each (post id, fingerprint). now: seconds since 1970."""
+def find(redis: Redis, wanted: Sequence[tuple[str, str]]) -> Found:
+    """Return the stored result of each (post id, fingerprint)."""
     keys = b"".join([checksum(post_id) + fingerprint_key(fingerprint) for post_id, fingerprint in wanted])
-    known, records, mixed = _FIND.raw(redis, [COUNTERS, STORED], [keys, now])
+    known, records = _FIND.raw(redis, [COUNTERS, STORED], [keys])
     numbers = [number for number, digit in enumerate(known) if digit == ord("1")]
-    texts: dict[int, str | bytes] = {}
-    if mixed:
-        unknown = [number for number, digit in enumerate(known) if digit == ord("0")]
-        names = [COUNTERS, *(earlier_result_key(wanted[number][0]) for number in unknown)]
-        found = _FIND_EARLIER(redis, names, [wanted[number][1] for number in unknown])
-        texts = {number: text for number, text in zip(unknown, found, strict=True) if text}
-    return Found(numbers, records, texts)
+    return Found(numbers, records)
 
 
-def get(redis: Redis, post_id: str) -> tuple[bytes, dict[bytes, bytes]]:
-    """Return the records of a post, and the fields of an earlier version's hash."""
-    records, fields = _GET.raw(redis, [STORED, earlier_result_key(post_id)], [post_id])
-    return records, dict(zip(fields[::2], fields[1::2], strict=True))
+def get(redis: Redis, post_id: str) -> bytes:
+    """Return the records of a post."""
+    records: bytes = _GET.raw(redis, [STORED], [post_id])
+    return records
 
 
-def refresh(redis: Redis, scores: Sequence[tuple[str, str, bytes]]) -> int:
+def refresh(redis: Redis, scores: Sequence[tuple[str, bytes]]) -> int:
     """Store the scores of posts that have results. Return the number of these posts.
 
-    scores: post id, score as JSON, and the score's record, of each.
+    scores: post id and the score's record, of each.
     """
-    arguments = [part for score in scores for part in score]
-    return _REFRESH(redis, [STORED], [earlier_result_key(""), SCORE_FIELD, *arguments])
+    return _REFRESH(redis, [STORED], [part for score in scores for part in score])
 
 
 def forget(redis: Redis, ids: Sequence[str]) -> int:
     """Delete all results of these posts. Return the number of posts that had any."""
-    return _FORGET(redis, [STORED], [earlier_result_key(""), json.dumps(ids)])
+    return _FORGET(redis, [STORED], [json.dumps(ids)])

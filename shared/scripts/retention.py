@@ -10,8 +10,8 @@ from redis import Redis
 
 from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED
 from shared.scripts import READS, SHRINKS, Script
-from shared.scripts.buckets import MIN_BUCKETS
-from shared.scripts.marks import MARK_RECORDS
+from shared.scripts.buckets import BUCKETS, MIN_BUCKETS
+from shared.scripts.marks import MARK_BYTES, MARK_RECORDS
 from shared.scripts.records import RECORDS
 
 #: Buckets per call of `drop`, and contexts and stream entries per call of the other functions that delete.
@@ -25,8 +25,9 @@ BUCKETS_PER_CALL, CONTEXTS_PER_CALL, ENTRIES_PER_CALL = 100, 1000, 5000
 _SAMPLE: Script[Any] = Script(
     "retention_sample",
     READS,
-    """
-local count = tonumber(redis.call('GET', KEYS[1]) or 0)
+    BUCKETS
+    + """
+local count = size_of(KEYS[1])
 local looked, existing, bytes, found = math.min(count, tonumber(ARGV[1])), 0, 0, {}
 for i = 0, looked - 1 do
   local key = KEYS[1] .. ':' .. math.floor((i + ARGV[2]) * count / looked)
@@ -50,13 +51,13 @@ return {count, looked, existing, bytes, found}
 #: Returns the number of buckets that are left, and of removed records. The counter leaves out expired ones.
 _DROP_OLDEST = """
 redis.call('HDEL', KEYS[2], '')
-local count, start = tonumber(redis.call('GET', KEYS[1]) or 0), tonumber(ARGV[1])
+local count, start = size_of(KEYS[1]), tonumber(ARGV[1])
 local cut, share, now, dropped = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[6]), 0
 local removed = 0
 local last = math.min(count, start + ARGV[2]) - 1
 for number = start, last do
   local key = KEYS[1] .. ':' .. number
-  local records = redis.call('GET', key) or ''
+  local records = whole(redis.call('GET', key))
   local at, old, equal = 1, 0, 0
   while at <= #records do
     local size = size_at(records, at)
@@ -94,6 +95,7 @@ _DROP_RESULTS: Script[tuple[int, int]] = Script(
     RECORDS
     + """
 local size_at = length_at
+local function whole(records) return records or '' end
 local function time_at(records, at, size) return read('>I4', records, at + size - 4) end
 local function counts(records, at) return kind_at(records, at) ~= SCORE end
 """
@@ -107,25 +109,28 @@ _DROP_MARKS: Script[tuple[int, int]] = Script(
 local function time_at(records, at) return (read('>H', records, at + IDENTITY) - ARGV[7]) % 65536 end
 local function size_at() return SIZE end
 local function counts() return true end
+local whole = whole_marks
 """
     + _DROP_OLDEST,
 )
 #: Moves the records of the last bucket to the one from which it was split, repeatedly. Starts with a deletion, too.
 #:
 #:   KEYS[1]  feedmill:stored or feedmill:sent-marks, string, and its buckets    KEYS[2]  feedmill:counters  hash
-#:   ARGV[1]  number of merges    ARGV[2]  ttl, seconds
+#:   ARGV[1]  number of merges    ARGV[2]  ttl, seconds    ARGV[3]  bytes of each record; 0 if they differ
 _MERGE: Script[None] = Script(
     "retention_merge",
     SHRINKS,
-    f"""
+    BUCKETS
+    + f"""
 redis.call('HDEL', KEYS[2], '')
-local count, half = tonumber(redis.call('GET', KEYS[1]) or 0), {MIN_BUCKETS}
+local count, half = size_of(KEYS[1]), {MIN_BUCKETS}
 while 2 * half < count do half = 2 * half end
 for _ = 1, math.min(ARGV[1], count - {MIN_BUCKETS}) do
   count = count - 1
   if count < half then half = half / 2 end
   local target, source = KEYS[1] .. ':' .. (count - half), KEYS[1] .. ':' .. count
   local records = redis.call('GET', source)
+  if records and ARGV[3] ~= '0' and #records % ARGV[3] > 0 then records = '' end
   if records then
     redis.call('DEL', source)
     redis.call('SET', target, (redis.call('GET', target) or '') .. records, 'EX', ARGV[2])
@@ -204,7 +209,7 @@ def drop_marks(redis: Redis, start: int, before: int, share: float, now: int, or
 
 def merge(redis: Redis, table: str, merges: int, ttl: int) -> None:
     """Remove up to BUCKETS_PER_CALL buckets of a table, and move their records to others. ttl: seconds."""
-    _MERGE(redis, [table, COUNTERS], [min(merges, BUCKETS_PER_CALL), ttl])
+    _MERGE(redis, [table, COUNTERS], [min(merges, BUCKETS_PER_CALL), ttl, MARK_BYTES if table == MARKS else 0])
 
 
 def drop_contexts(redis: Redis, before: int) -> None:

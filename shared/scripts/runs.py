@@ -12,8 +12,6 @@ from shared.keys import (
     RESULTS_STREAM,
     RUNS,
     STORED,
-    earlier_mark_key,
-    earlier_result_key,
     run_key,
 )
 from shared.scripts import SHRINKS, Script, as_text
@@ -33,12 +31,14 @@ local function count_progress(runs, prefix, run, counts, ttl, limit, first)
   local key, time = prefix .. run, redis.call('TIME')
   local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
   local known = redis.call('HMGET', key, 'latest', 'sent', 'stored', 'failed')
-  local latest, sent, settled = known[1], tonumber(known[2] or 0), tonumber(known[3] or 0) + tonumber(known[4] or 0)
-  for field, count in pairs(counts) do redis.call('HINCRBY', key, field, count) end
-  if not latest then redis.call('HSETNX', key, 'began', now) end
-  local pause = now - tonumber(latest or 0)
+  for i = 1, 4 do known[i] = tonumber(known[i] or 0) or 0 end
+  local latest, sent, settled = known[1], known[2], known[3] + known[4]
+  -- pcall: producers may write anything here, and results must be stored all the same.
+  for field, count in pairs(counts) do redis.pcall('HINCRBY', key, field, count) end
+  if latest == 0 then redis.call('HSETNX', key, 'began', now) end
+  local pause = now - latest
   if pause > 0 and pause <= {MAX_PAUSE_MS} and not (first and settled >= sent) then
-    redis.call('HINCRBY', key, 'used', pause)
+    redis.pcall('HINCRBY', key, 'used', pause)
   end
   redis.call('HSET', key, 'latest', now)
   redis.call('EXPIRE', key, ttl)
@@ -54,7 +54,6 @@ PURGE_BYTES = 2**18
 #:   KEYS[1]  feedmill:results or feedmill:dead, stream    KEYS[2], KEYS[3]  feedmill:sent-marks and
 #:   feedmill:stored, strings, and their buckets
 #:   ARGV[1]  first id, in XRANGE syntax    ARGV[2]  bytes of entries after which to stop    ARGV[3]  the run
-#:   ARGV[4], ARGV[5]  prefixes of the names of an earlier version's results and marks
 #:
 #: Returns the first id for the next call ("" after the last entry), and the number of deleted entries.
 _PURGE: Script[tuple[str | bytes, int]] = Script(
@@ -80,8 +79,8 @@ repeat
     if string.find(text, '"run"', 1, true) and decoded(text).run == ARGV[3] then
       deleted = deleted + redis.call('XDEL', KEYS[1], entry[1])
       local fingerprint = decoded(found.classification).fingerprint
-      if found.id and fingerprint then forget_result(KEYS[3], ARGV[4], found.id, fingerprint) end
-      if found.id then forget_marks(KEYS[2], ARGV[5], found.id, ARGV[3]) end
+      if found.id and fingerprint then forget_result(KEYS[3], found.id, fingerprint) end
+      if found.id then forget_marks(KEYS[2], found.id, ARGV[3]) end
     end
     from = '(' .. entry[1]
   end
@@ -132,7 +131,7 @@ def purge(redis: Redis, stream: str, run: str) -> int:
     """
     start, total = "-", 0
     while start:
-        arguments = [start, PURGE_BYTES, run, earlier_result_key(""), earlier_mark_key("")]
+        arguments = [start, PURGE_BYTES, run]
         following, deleted = _PURGE(redis, [stream, MARKS, STORED], arguments)
         start, total = as_text(following), total + deleted
     return total

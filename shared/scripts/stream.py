@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, STORED, earlier_result_key, tombstone_key
+from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, STORED, tombstone_key
 from shared.result_records import score_key
 from shared.scripts import READS, SHRINKS, Script
 from shared.scripts.buckets import checksum
-from shared.scripts.records import RECORDS, SCORE_FIELD
+from shared.scripts.records import RECORDS
 
 
 class Place(NamedTuple):
@@ -234,18 +234,17 @@ return said
 """,
 )
 #:   KEYS[1]  feedmill:stored  string, and its buckets    ARGV[1]  prefix of the names of tombstones
-#:   ARGV[2]  prefix of the names of an earlier version's results    ARGV[3]  SCORE_FIELD    ARGV[4]  ids, as JSON
-#:   ARGV[5]  checksum of each id, and the key of its score
+#:   ARGV[2]  ids, as JSON    ARGV[3]  checksum of each id, and the key of its score
 _CHECK: Script[str] = Script(
     "stream_check",
     READS,
     RECORDS
     + """
-local ids, said = cjson.decode(ARGV[4]), {}
-local purged, earlier = existing(ARGV[1], ids), existing_earlier(ARGV[2], ids)
+local ids, said = cjson.decode(ARGV[2]), {}
+local purged = existing(ARGV[1], ids)
 local count, half = buckets_of(KEYS[1])
 for i, id in ipairs(ids) do
-  local key = sub(ARGV[5], 20 * i - 19, 20 * i)
+  local key = sub(ARGV[3], 20 * i - 19, 20 * i)
   local records = redis.call('GET', bucket_at(KEYS[1], key, 1, count, half)) or ''
   local at = find_record(records, sub(key, 1, 4), sub(key, 5))
   if purged and purged[i] then
@@ -253,7 +252,7 @@ for i, id in ipairs(ids) do
   elseif at then
     said[i] = sub(records, at + 27 + #id, at + length_at(records, at) - 5)
   else
-    said[i] = earlier and earlier[i] and redis.call('HGET', ARGV[2] .. id, ARGV[3]) or 'null'
+    said[i] = 'null'
   end
 end
 return '[' .. table.concat(said, ',') .. ']'
@@ -300,5 +299,5 @@ def fetch_rows(redis: Redis, place: Place, end: str, max_bytes: int) -> tuple[bo
 def check_posts(redis: Redis, posts: Sequence[str]) -> str:
     """Return a JSON array with an item per post: false if it was purged, else its latest score, else null."""
     keys = b"".join([checksum(post_id) + score_key(post_id) for post_id in posts])
-    arguments = [tombstone_key(""), earlier_result_key(""), SCORE_FIELD, json.dumps(posts), keys]
+    arguments = [tombstone_key(""), json.dumps(posts), keys]
     return _CHECK(redis, [STORED], arguments)

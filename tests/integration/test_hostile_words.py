@@ -15,7 +15,7 @@ from feedmill.cli import main, status
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import StatusMonitor
 from shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable, printable_lines
-from shared.keys import MODELS, REDDIT_GAPS, REDDIT_STATUS, REQUESTED_MODELS, UNDECODABLE, WORKERS, earlier_result_key
+from shared.keys import MODELS, REDDIT_GAPS, REDDIT_STATUS, REQUESTED_MODELS, UNDECODABLE, WORKERS
 from shared.logs import JsonFormatter, TextFormatter
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import Result, ResultsStore
@@ -91,7 +91,6 @@ def filled(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, words: str) -> N
     )  # fmt: skip
     twice = [letter.model_copy(update={"id": "twice", "message": name, "post": None}) for name in ("a", words)]
     ResultsStore(redis.client, Settings()).write([Result(post, found)], [letter, *twice])
-    redis.client.hset(earlier_result_key(f"x{words}x"), words, found.model_dump_json())
     redis.client.lpush(UNDECODABLE, words)
     redis.client.hset(MODELS, words, json.dumps({"model": words, "seen": 2e9}))
     redis.client.hset(REQUESTED_MODELS, words, json.dumps({"model": words, "weights": words, "at": 1.0}))

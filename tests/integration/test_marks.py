@@ -1,11 +1,10 @@
 """Marks of sent posts: records in buckets (shared/scripts/marks.py)."""
 
-import time
 from typing import Any
 
 import pytest
 
-from shared.keys import MARKS, RUNS, earlier_mark_key, earlier_result_key, run_key, tombstone_key
+from shared.keys import MARKS, RUNS, run_key, tombstone_key
 from shared.messages import digest
 from shared.results import ResultsStore
 from shared.scripts import marks as layout
@@ -13,7 +12,7 @@ from shared.scripts import queue as scripts
 from shared.scripts.queue import PURGED, SENT, Mark, lookup, mark
 from shared.settings import Settings
 from tests.integration.test_results import result
-from tests.support import RedisServer, sent_checksums, sent_marks
+from tests.support import RedisServer, age_marks, sent_checksums, sent_marks
 
 pytestmark = pytest.mark.each_redis
 
@@ -26,7 +25,8 @@ def marks_of(count: int, start: int = 0, what: str = "text") -> list[Mark]:
 
 def write(server: RedisServer, marks: list[Mark], ago: int = 0, ttl: int = 30 * DAY_S, run: str = "") -> None:
     for start in range(0, len(marks), 250):
-        mark(server.client, marks[start : start + 250], int(time.time()) - ago, ttl, run, 10)
+        mark(server.client, marks[start : start + 250], ttl, run, 10)
+    age_marks(server.client, ago)
 
 
 def statuses(server: RedisServer, marks: list[Mark]) -> list[int]:
@@ -47,11 +47,9 @@ def test_finds_every_mark_while_the_table_grows(server: RedisServer) -> None:
 def test_marks_and_finds_more_posts_than_lua_unpacks(server: RedisServer) -> None:
     marks = marks_of(10_000)
     server.client.set(tombstone_key(marks[-1].post_id), 1)
-    server.client.hset(earlier_mark_key("earlier"), digest("text"), 1)
-    everything = [*marks, Mark.of("earlier", digest("text"))]
-    assert lookup(server.client, everything) == [0] * 9_999 + [PURGED, SENT]
-    mark(server.client, marks, int(time.time()), DAY_S)
-    assert lookup(server.client, everything) == [SENT] * 9_999 + [PURGED, SENT]
+    assert lookup(server.client, marks) == [0] * 9_999 + [PURGED]
+    mark(server.client, marks, DAY_S)
+    assert lookup(server.client, marks) == [SENT] * 9_999 + [PURGED]
 
 
 def test_a_mark_takes_at_most_24_bytes(server: RedisServer) -> None:
@@ -89,9 +87,7 @@ def test_knows_ids_that_were_sent_or_have_results(server: RedisServer) -> None:
     write(server, marks_of(1000))
     results = [result(f"stored {number}") for number in range(300)]
     ResultsStore(server.client, Settings()).write(results)
-    server.client.hset(earlier_mark_key("sent earlier"), "00", 1)
-    server.client.hset(earlier_result_key("stored earlier"), "00", "{}")
-    known = ["t3_3e7", "sent earlier", "stored 0", "stored 299", "stored earlier"]
+    known = ["t3_3e7", "stored 0", "stored 299"]
     unknown = ["t3_3e8", "t3_", "stored 300", "", "sent"]
     assert scripts.known(server.client, unknown + known + unknown) == known
     many = [mark.post_id for mark in marks_of(scripts.IDS_PER_CALL * 3)]

@@ -19,8 +19,8 @@ from producers.push import Pusher, QueueGate
 from shared import broker
 from shared.broker import connect, make_app, queue_depth
 from shared.errors import QueueFull, SettingsError
-from shared.keys import MARKS, REQUESTED_MODELS, earlier_mark_key, find, tombstone_key
-from shared.messages import ClassifyOptions, Post, digest
+from shared.keys import MARKS, REQUESTED_MODELS, find, tombstone_key
+from shared.messages import ClassifyOptions, Post
 from shared.model_routing import RequestedModel, request_model
 from shared.scripts import queue as scripts
 from shared.settings import Settings
@@ -104,14 +104,6 @@ def test_a_newly_deployed_model_gets_posts_that_were_sent_before(settings: Setti
     redis.client.hset(REQUESTED_MODELS, settings.queue, "invalid")
     pushing.push(make_posts(40))
     assert pushing.sent == 120
-
-
-def test_default_queue_honours_marks_of_earlier_versions(settings: Settings, redis: RedisServer) -> None:
-    (post,) = make_posts(1)
-    redis.client.hset(earlier_mark_key(post.id), digest(post.text, ClassifyOptions().model_dump_json()), 1)
-    pushing = pusher(settings)
-    pushing.push([post])
-    assert pushing.skipped == 1
 
 
 @pytest.mark.parametrize(("priority", "name"), [(0, "feedmill"), (4, "feedmill\x06\x163"), (9, "feedmill\x06\x169")])

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from redis import Redis
 
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from shared.keys import DEAD_LETTERS, FORMAT, RESULTS_STREAM, STORED, earlier_result_key, find, tombstone_key
+from shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, find, tombstone_key
 from shared.messages import Classification, DeadLetter, Post, digest
 from shared.results import MAX_LABELS_PER_HOUR, SCORES_PER_CALL, Counters, Result, ResultsStore, Score
 from shared.scripts.results import forget
@@ -289,46 +288,6 @@ def test_a_result_of_sixteen_labels_takes_at_most_160_bytes(server: RedisServer)
     assert sum(usage) <= 160 * 5000
 
 
-def test_reads_results_of_the_version_before(store: ResultsStore, server: RedisServer) -> None:
-    old = result("1", digest("old")).classification
-    server.client.hset(earlier_result_key("1"), old.fingerprint, old.model_dump_json())
-    assert store.find([("1", old.fingerprint), ("1", digest("new"))]) == [old, None]
-    assert store.write([Result(result("1").post, old)]) == 0
-    assert store.refresh_scores({"1": 7}, 1.0) == 1
-    assert store.score("1") == Score(7, 1.0)
-    assert store.write([result("1", digest("new"), at=2.0)]) == 1
-    assert [each.fingerprint for each in store.get("1")] == [digest("old"), digest("new")]
-    assert forget(server.client, ["1", "2"]) == 1
-    assert not has_results(server.client, "1")
-
-
-def test_searches_for_keys_of_the_version_before_once(store: ResultsStore, server: RedisServer) -> None:
-    old = result("1", digest("old")).classification
-    found_as = earlier_result_key("1"), old.fingerprint, old.model_dump_json()
-    assert store.find([("1", old.fingerprint)]) == [None]
-    assert server.client.get(FORMAT) == "packed"
-    server.client.hset(*found_as)
-    assert store.find([("1", old.fingerprint)]) == [None], "nothing is looked for that was not there at first"
-    server.client.flushall()
-    server.client.hset(*found_as)
-    assert store.find([("1", old.fingerprint)]) == [old]
-    assert server.client.get(FORMAT) == "mixed"
-
-
-def test_looks_for_keys_of_the_version_before_without_permission_to_search(server: RedisServer) -> None:
-    old = result("1", digest("old")).classification
-    server.client.hset(earlier_result_key("1"), old.fingerprint, old.model_dump_json())
-    server.client.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-scan"])
-    limited = Redis.from_url(server.url, decode_responses=True)
-    limited.connection_pool.connection_kwargs |= {"username": "limited", "password": "any"}
-    try:
-        assert ResultsStore(limited, Settings()).find([("1", old.fingerprint)]) == [old]
-        assert server.client.get(FORMAT) is None
-    finally:
-        limited.close()
-        server.client.acl_deluser("limited")
-
-
 def test_expired_results_are_unknown_and_can_be_stored_again(server: RedisServer) -> None:
     store = ResultsStore(server.client, Settings.model_validate({"results_ttl": 1}))
     store.write(many(1))
@@ -337,6 +296,21 @@ def test_expired_results_are_unknown_and_can_be_stored_again(server: RedisServer
     assert store.get("t3_0") == []
     assert ResultsStore(server.client, Settings()).write(many(1)) == 1
     assert store.find(wanted) != [None]
+
+
+def test_a_writers_clock_decides_nothing(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose clock is eight days ahead, longer than results live, neither hides nor drops others' results."""
+    first, second = many(200)[:100], many(200)[100:]
+    store = ResultsStore(server.client, Settings())
+    store.write(first)
+    ahead = time.time() + 8 * 86_400
+    with monkeypatch.context() as patched:
+        patched.setattr("shared.results.time", SimpleNamespace(time=lambda: ahead, monotonic=time.monotonic))
+        store.write(second)
+    found = store.find([(each.post.id, each.classification.fingerprint) for each in first + second])
+    assert None not in found
+    lifetimes = [server.client.ttl(key) for key in server.client.scan_iter(f"{STORED}*")]
+    assert 0 < max(map(int, lifetimes)) <= 1.02 * Settings().results_ttl
 
 
 def test_a_lost_context_is_like_a_missing_result(store: ResultsStore, server: RedisServer) -> None:

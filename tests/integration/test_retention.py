@@ -1,6 +1,5 @@
 """shared/retention.py on every redis-server of this machine: bounded memory of results and sent records."""
 
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from shared.scripts import retention as scripts
 from shared.scripts.queue import SENT, Mark, lookup
 from shared.settings import Settings, load
 from tests.integration.test_results import result
-from tests.support import RedisServer, sent_checksums, wait_until
+from tests.support import RedisServer, age_results, sent_checksums, wait_until
 
 HOUR_S = 3600
 #: Bytes. Settings accept ten megabytes or more, which would take the tests seconds to fill.
@@ -78,7 +77,7 @@ def test_drops_the_oldest_results(server: RedisServer) -> None:
 def test_merges_buckets_when_the_bounds_are_lowered_far(server: RedisServer) -> None:
     fill(server, 6000)
     for start in range(0, 20_000, 500):
-        queue.mark(server.client, marks(start, 500), int(time.time()), HOUR_S)
+        queue.mark(server.client, marks(start, 500), HOUR_S)
     server.client.delete(RESULTS_STREAM)
     before = measure(server.client, settings())
     low = settings(results_memory=int(before.results_bytes / 15), sent_memory=int(before.sent_bytes / 15))
@@ -166,9 +165,9 @@ def marks(start: int, count: int) -> list[Mark]:
 
 
 def test_drops_the_oldest_sent_records(server: RedisServer) -> None:
-    count, now = 20_000, int(time.time())
+    count = 20_000
     for start in range(0, count, 500):
-        queue.mark(server.client, marks(start, 500), now, HOUR_S * (2 + start // 5000))
+        queue.mark(server.client, marks(start, 500), HOUR_S * (2 + start // 5000))
     limit = int(measure(server.client, settings()).sent_bytes)
     MemoryBounds(server.client, settings(sent_memory=limit)).check()
     assert memory(server, f"{MARKS}:*") < 0.9 * limit
@@ -181,11 +180,10 @@ def test_drops_the_oldest_sent_records(server: RedisServer) -> None:
     assert sum(found[half : half + 2500]) < sum(found[half + 2500 : half + 5000])
 
 
-def test_does_not_count_expired_records_as_dropped(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_does_not_count_expired_records_as_dropped(server: RedisServer) -> None:
     store = fill(server, 1000)
     server.client.delete(RESULTS_STREAM)
-    later = time.time() + HOUR_S + 250
-    monkeypatch.setattr(time, "time", lambda: later)
+    age_results(server.client, HOUR_S + 250)
     MemoryBounds(server.client, settings(results_memory=memory(server, f"{STORED}:*") // 4)).check()
     left = len(set(stored_ids(server.client)))
     assert 0 < store.counters().dropped < 500
@@ -194,7 +192,7 @@ def test_does_not_count_expired_records_as_dropped(server: RedisServer, monkeypa
 
 def test_drops_at_maxmemory(server: RedisServer) -> None:
     store = fill(server, 3000)
-    queue.mark(server.client, marks(0, 5000), int(time.time()), HOUR_S)
+    queue.mark(server.client, marks(0, 5000), HOUR_S)
     server.client.config_set("maxmemory", 1)
     try:
         bounds = MemoryBounds(server.client, settings(results_memory=100_000, sent_memory=20_000))
@@ -292,7 +290,7 @@ def test_thread_survives_a_failing_redis(server: RedisServer, running: MemoryBou
 def test_measures_what_is_kept(server: RedisServer) -> None:
     assert measure(server.client, settings())[:3] == (0, SMALL, 0)
     fill(server, 2000)
-    queue.mark(server.client, marks(0, 3000), int(time.time()), HOUR_S)
+    queue.mark(server.client, marks(0, 3000), HOUR_S)
     kept = measure(server.client, settings())
     assert kept.results == pytest.approx(2000, rel=0.1)
     assert kept.sent == pytest.approx(3000, rel=0.1)
@@ -305,7 +303,7 @@ def test_measures_what_is_kept(server: RedisServer) -> None:
 
 def test_needs_grow_with_the_rate_and_end_at_the_bounds(server: RedisServer) -> None:
     fill(server, 1000)
-    queue.mark(server.client, marks(0, 1000), int(time.time()), HOUR_S)
+    queue.mark(server.client, marks(0, 1000), HOUR_S)
     given = Settings()
     kept = measure(server.client, given)
     slow, fast = needs(kept, given, 1.0), needs(kept, given, 1000.0)

@@ -40,9 +40,9 @@ def classification(**changed: object) -> Classification:
 def test_unpacks_what_was_packed() -> None:
     found = classification()
     contexts = Contexts()
-    record, context = pack("t3_x", found, contexts, 2_000_000_000)
+    record, context = pack("t3_x", found, contexts)
     (read,) = split(record)
-    assert (read.kind, read.expires, read.post_id, len(record)) == (PACKED, 2_000_000_000, b"t3_x", 27 + 4 + 26 + 6 + 4)
+    assert (read.kind, read.expires, read.post_id, len(record)) == (PACKED, 0, b"t3_x", 27 + 4 + 26 + 6 + 4)
     unpacked = unpack(read, contexts.get)
     assert unpacked
     assert list(unpacked.scores) == ["food", "travel", "art"]
@@ -56,17 +56,17 @@ def test_unpacks_what_was_packed() -> None:
 
 def test_packing_again_changes_no_score() -> None:
     contexts = Contexts()
-    record, _ = pack("t3_x", classification(scores={"food": 0.123456789, "art": 1e-9}), contexts, 1)
+    record, _ = pack("t3_x", classification(scores={"food": 0.123456789, "art": 1e-9}), contexts)
     (read,) = split(record)
     unpacked = unpack(read, contexts.get)
     assert unpacked
-    assert pack("t3_x", unpacked, contexts, 1)[0] == record
+    assert pack("t3_x", unpacked, contexts)[0] == record
 
 
 def test_packs_negative_cosines_and_writes_few_digits() -> None:
     contexts = Contexts()
     scores = {"food": 1.0, "art": -0.0512345, "tea": -0.3106, "travel": 0.0}
-    (read,) = split(pack("t3_x", classification(scores=scores), contexts, 1)[0])
+    (read,) = split(pack("t3_x", classification(scores=scores), contexts)[0])
     unpacked = unpack(read, contexts.get)
     assert unpacked
     assert read.kind == PACKED
@@ -77,7 +77,7 @@ def test_packs_negative_cosines_and_writes_few_digits() -> None:
 @pytest.mark.parametrize("scores", [{"food": 0.5, "art": 0.5}, {"food": 1.0, "art": 1.0}, {"food": 0.0, "art": 0.0}])
 def test_the_label_is_first_among_equals(scores: dict[str, float]) -> None:
     contexts = Contexts()
-    (read,) = split(pack("t3_x", classification(scores=scores), contexts, 1)[0])
+    (read,) = split(pack("t3_x", classification(scores=scores), contexts)[0])
     unpacked = unpack(read, contexts.get)
     assert unpacked
     assert list(unpacked.scores) == ["food", "art"]
@@ -96,7 +96,7 @@ def test_the_label_is_first_among_equals(scores: dict[str, float]) -> None:
 )
 def test_results_of_another_form_are_stored_as_json(changed: dict[str, object]) -> None:
     found = classification(**changed)
-    record, context = pack("t3_x", found, Contexts(), 1)
+    record, context = pack("t3_x", found, Contexts())
     (read,) = split(record)
     assert (read.kind, read.key, context) == (JSON, fingerprint_key(found.fingerprint), None)
     unpacked = unpack(read, Contexts().get)
@@ -107,7 +107,7 @@ def test_results_of_another_form_are_stored_as_json(changed: dict[str, object]) 
 def test_splits_a_bucket_of_several_ids() -> None:
     contexts = Contexts()
     names = ["t3_x", "Käse", "漢" * 128]
-    bucket = b"".join(pack(each, classification(id=each), contexts, 1)[0] for each in names)
+    bucket = b"".join(pack(each, classification(id=each), contexts)[0] for each in names)
     bucket += pack_score("t3_x", "{}")
     assert [(each.kind, each.post_id.decode()) for each in split(bucket)] == [
         *((PACKED, each) for each in names),
@@ -118,7 +118,7 @@ def test_splits_a_bucket_of_several_ids() -> None:
 def test_keeps_a_bounded_number_of_contexts() -> None:
     contexts = Contexts()
     for number in range(MAX_CONTEXTS + 5):
-        _, context = pack("t3_x", classification(model=f"m{number}"), contexts, 1)
+        _, context = pack("t3_x", classification(model=f"m{number}"), contexts)
         assert context
         assert contexts.get(context.id) is context
     assert len(contexts._by_id) == len(contexts._by_content) == 5

@@ -1,0 +1,97 @@
+"""Values that the least privileged users may write never make a function loop, or fail for good.
+
+A producer may write feedmill:sent-marks, its buckets, feedmill:run:*, feedmill:runs and feedmill:position:*; a reader
+feedmill:groups. Whatever stands there, posts are sent and stored, and other users' commands work.
+"""
+
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from producers.positions import Position
+from shared import runs
+from shared.keys import GROUPS, MARKS, RUNS, run_key
+from shared.messages import digest
+from shared.results import Result, ResultsStore
+from shared.retention import MemoryBounds
+from shared.runs import Progress
+from shared.scripts import queue, stream
+from shared.scripts.queue import SENT, Mark
+from shared.settings import Settings
+from tests.integration.test_results import result
+from tests.support import RedisServer
+
+pytestmark = pytest.mark.each_redis
+
+NUMBERS = ("inf", "-inf", "nan", "1e999", "-1", "0", "1.5", "17", "0x20", "9" * 400, "99999999999", "", "text", "\x00")
+BUCKETS = (b"", b"x", b"x" * 13, b"x" * 15, b"\xff" * 14 * 40 + b"x", b"\x00" * 100_000)
+MARKED = [Mark.of(f"t3_{number}", digest(str(number)), "r") for number in range(200)]
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Redis:
+    """A client that gives up on a function that loops, before Redis kills the test."""
+    return Redis.from_url(server.url, decode_responses=True, socket_timeout=20)
+
+
+def use_everything(client: Redis) -> None:
+    """Send, store, count, bound and forget posts."""
+    settings = Settings()
+    store = ResultsStore(client, settings)
+    queue.mark(client, MARKED, 86_400, "r", 10)
+    assert queue.lookup(client, MARKED) == [SENT] * len(MARKED)
+    assert set(queue.known(client, [mark.post_id for mark in MARKED])) == {mark.post_id for mark in MARKED}
+    post, classification = result("t3_1")
+    stored = Result(
+        post.model_copy(update={"run": "r"}), classification.model_copy(update={"fingerprint": digest("r")})
+    )
+    assert store.write([stored]) == 1
+    assert store.get("t3_1")
+    found = runs.progress(client, "r")
+    assert isinstance(found, Progress)
+    runs.recent(client, 10)
+    assert queue.forget(client, ["t3_0"]) == 1
+    low = settings.model_copy(update={"results_memory": 1000, "sent_memory": 4000})
+    MemoryBounds(client, low).check()
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_any_number_of_buckets(server: RedisServer, client: Redis, number: str) -> None:
+    server.client.set(MARKS, number)
+    use_everything(client)
+
+
+@pytest.mark.parametrize("records", BUCKETS)
+def test_any_records_in_buckets(server: RedisServer, client: Redis, records: bytes) -> None:
+    for bucket in range(16):
+        server.client.set(f"{MARKS}:{bucket}", records)
+    use_everything(client)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_any_fields_of_a_run(server: RedisServer, client: Redis, number: str) -> None:
+    names = ("sent", "stored", "failed", "began", "latest", "used", "columns")
+    server.client.hset(run_key("r"), mapping=dict.fromkeys(names, number))
+    server.client.zadd(RUNS, {"r": float("inf"), "another": float("-inf")})
+    use_everything(client)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_any_position_in_a_file(server: RedisServer, tmp_path: Path, number: str) -> None:
+    file = tmp_path / "posts.csv"
+    file.write_text("id,title\n1,a\n")
+    position = Position(server.client, str(file))
+    position.save(7)
+    assert position.load() == 7
+    (key,) = server.client.scan_iter("feedmill:position:*")
+    server.client.set(key, number)
+    assert position.load() in (0, 17, 99999999999)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_any_position_of_a_group(server: RedisServer, client: Redis, number: str) -> None:
+    ResultsStore(client, Settings()).write([result("1")])
+    client.xgroup_create("feedmill:results", "g", id="0")
+    server.client.hset(GROUPS, "g", number)
+    assert len(stream.fetch(client, 10, group="g", member="m").entries) == 1
