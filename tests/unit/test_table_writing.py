@@ -1,0 +1,94 @@
+"""feedmill/tables/writing.py: every format, compression, formulas, and files that appear only when complete."""
+
+import csv
+import gzip
+import io
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from feedmill.tables.writing import JSON, format_of, open_writer
+from shared.errors import UserError
+
+SCHEMA = pa.schema([
+    ("text", pa.string()), ("time", pa.timestamp("us", tz="UTC")), ("right", pa.bool_()), ("number", pa.float64()),
+    ("scores", pa.map_(pa.string(), pa.float64())), ("any", JSON),
+])  # fmt: skip
+TIME = datetime(2026, 1, 31, 12, 30, tzinfo=UTC)
+ROWS: list[dict[str, Any]] = [
+    {"text": '=1,"\r\nä', "time": TIME, "right": True, "number": -0.1, "scores": [("a", 1e-17)], "any": '"-x"'},
+    {"text": "", "time": TIME.replace(microsecond=5), "right": False, "number": 2.0, "scores": [], "any": "[1,null]"},
+    dict.fromkeys(SCHEMA.names),
+]
+
+
+def write(path: Path, *batches: list[dict[str, Any]]) -> Path:
+    with open_writer(path, SCHEMA, escaped=["text"]) as writer:
+        for rows in batches:
+            writer.write(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+    return path
+
+
+def content(path: Path) -> bytes:
+    if path.suffix == ".gz":
+        return gzip.decompress(path.read_bytes())
+    if path.suffix == ".zst":
+        return bytes(pa.input_stream(str(path), compression="zstd").read())
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.csv.gz", "a.csv.zst"])
+def test_writes_csv(tmp_path: Path, name: str) -> None:
+    text = content(write(tmp_path / name, ROWS[:2], [], ROWS[2:])).decode()
+    rows = list(csv.reader(io.StringIO(text, newline=""), delimiter="\t" if "TSV" in name else ","))
+    assert rows == [
+        SCHEMA.names,
+        ["'=1,\"\r\nä", "2026-01-31T12:30:00+00:00", "true", "-0.1", '{"a":1e-17}', "-x"],
+        ["", "2026-01-31T12:30:00.000005+00:00", "false", "2.0", "{}", "[1,null]"],
+        [""] * 6,
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson.gz", "a.jsonl.zst"])
+def test_writes_jsonl(tmp_path: Path, name: str) -> None:
+    records = list(map(json.loads, content(write(tmp_path / name, ROWS)).splitlines()))
+    assert [list(record.values()) for record in records] == [
+        ['=1,"\r\nä', "2026-01-31T12:30:00+00:00", True, -0.1, {"a": 1e-17}, "-x"],
+        ["", "2026-01-31T12:30:00.000005+00:00", False, 2.0, {}, [1, None]],
+        [None] * 6,
+    ]
+
+
+def test_writes_parquet_with_types(tmp_path: Path) -> None:
+    table = pq.read_table(write(tmp_path / "a.parquet", ROWS[:1], ROWS[1:]))
+    assert table.schema.types == [*SCHEMA.types[:-1], pa.string()]
+    assert table.to_pylist() == [ROWS[0] | {"any": "-x"}, *ROWS[1:]]
+
+
+def test_maps_of_a_slice(tmp_path: Path) -> None:
+    batch = pa.RecordBatch.from_pylist(ROWS, schema=SCHEMA).slice(0, 2).slice(1)
+    with open_writer(tmp_path / "a.jsonl", SCHEMA) as writer:
+        writer.write(batch)
+    assert json.loads((tmp_path / "a.jsonl").read_text())["scores"] == {}
+
+
+def test_failed_file_is_removed_and_an_earlier_one_stays(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv.gz", ROWS)
+    before = path.read_bytes()
+    with pytest.raises(pa.ArrowInvalid), open_writer(path, SCHEMA) as writer:  # noqa: PT012
+        writer.write(pa.RecordBatch.from_pylist(ROWS, schema=SCHEMA))
+        pa.array(["a"], pa.int64())
+    assert ([*tmp_path.iterdir()], path.read_bytes()) == ([path], before)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.gz", "a.parquet.gz"])
+def test_refuses_other_endings(tmp_path: Path, name: str) -> None:
+    assert format_of(name) is None
+    with pytest.raises(UserError, match=r"\.parquet"):
+        write(tmp_path / name)
+    assert not list(tmp_path.iterdir())
