@@ -31,9 +31,9 @@ from shared.errors import UserError
 from shared.messages import ClassifyOptions
 from shared.settings import load
 from shared.topics import DESCRIBED_TOPICS
-from shared.training import TrainOptions
 from workers.training.active import RANDOM, Answer, Pick, Pool, Session
 from workers.training.head import Fitted, embed_all, fit, label_vectors, load_embedder, one_thread
+from workers.training.options import TrainOptions
 
 #: Maximum tokens to read of a post, as in `feedmill label`.
 MAX_TOKENS = TrainOptions.model_fields["max_tokens"].default

@@ -2,7 +2,7 @@
 
     python -m benchmarks.training [--posts FILE] [--samples 256] [--rounds 3] [--png training.png]
 
-`plain` is float32 in batches of 8 in random order, padded to the longest row; each other variant changes one option,
+`plain` is float32 in batches of 8; each other variant changes one option,
 and `all` changes all of them. Mixed precision is left out if the device lacks hardware support. Every variant trains on
 the same posts from the same weights. The first optimization step, which includes set-up, is not counted. The order of
 the variants alternates by round; the figures are medians. The last line is JSON.
@@ -26,21 +26,19 @@ from benchmarks.report import draw
 from benchmarks.throughput import read_posts
 from shared.errors import UserError
 from shared.settings import Settings, load
-from shared.training import TrainOptions
 from workers.models import device
 from workers.training.examples import Dataset, Example
-from workers.training.run import Training, TrainingProgress
+from workers.training.finetune import Training, TrainingProgress
+from workers.training.options import TrainOptions
 
 #: Options of the variant `plain`, the basis of all others.
-PLAIN = {"batch_size": 8, "precision": "float32", "length_grouping": False, "fused_optimizer": False}
+PLAIN = {"batch_size": 8, "precision": "float32"}
 #: Options that each variant changes.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation 4": {"accumulation": 4},
     "mixed precision": {"precision": "auto"},
-    "length grouping": {"length_grouping": True},
-    "fused optimizer": {"fused_optimizer": True},
-    "all": {"accumulation": 4, "precision": "auto", "length_grouping": True, "fused_optimizer": True},
+    "all": {"accumulation": 4, "precision": "auto"},
 }
 #: Labels assigned to the posts in turn. The cost of training does not depend on them.
 LABELS = tuple(f"label {number}" for number in range(16))
@@ -64,7 +62,7 @@ def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Tr
 
     with tempfile.TemporaryDirectory() as folder:
         options = TrainOptions.parse(
-            {"from": "posts", "out": folder, "base": settings.model, "epochs": 1, "fit_head": False}
+            {"from": "posts", "out": folder, "base": settings.model, "epochs": 1}
             | {"checkpoint_steps": 65_536}
             | PLAIN
             | changes

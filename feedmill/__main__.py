@@ -11,7 +11,7 @@ from feedmill.packages import shadowed_package
 STARTING_COMMANDS, NOT_STARTING_FLAGS = ("demo", "up"), ("--help", "--live", "--own")
 #: Commands that run until a signal, which is their normal end (docs/reference/errors.md). They handle it themselves
 #: once they have started.
-SERVICES = ("up", "worker", "trainer", "flower", "metrics", "ingest")
+SERVICES = ("up", "worker", "flower", "metrics", "ingest")
 
 
 def main() -> None:

@@ -224,7 +224,6 @@ TABLE: tuple[Key, ...] = (
     Key("*.reply.celery.pidbox*", "list", "Celery, replies to inspect commands", "expires with its reader"),
     Key("*.celery.pidbox*", "list", "Celery, remote control commands", "expires with its worker"),
     Key("celeryev.*", "list", "Celery, events for readers such as Flower", "expires with its reader"),
-    Key("training*", "list", "applications, requested trainings", "one message per training, each requested by hand"),
     Key("feedmill", "list", "producers, waiting messages of priority 0 to 2", "queue_limit messages"),
     Key("feedmill\x06\x16?", "list", "producers, waiting messages of priority 3 to 9", "queue_limit messages"),
     Key("feedmill-*", "list", "producers, waiting messages for another model's queue", "queue_limit messages"),

@@ -276,12 +276,6 @@ class Settings(BaseSettings):
     #: on, the message is delivered in isolation. Crashes during a forward pass are detected earlier.
     max_deliveries: Annotated[int, Field(ge=3)] = 5
 
-    # Trainers.
-
-    #: Folder of queued trainings. Training data is read from it, and models are written to it. Anyone who can publish
-    #: can request a training, but cannot access files elsewhere.
-    training_folder: Path = Path("~/.local/share/feedmill/training")
-
     # Retention.
 
     #: Seconds for which results are kept.
@@ -404,7 +398,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must be set to the master's name in the Sentinels of {PREFIX}REDIS_URL")
         return value
 
-    @field_validator("data_folder", "cache_folder", "models_folder", "reddit_topics", "training_folder")
+    @field_validator("data_folder", "cache_folder", "models_folder", "reddit_topics")
     @classmethod
     def _expand(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()

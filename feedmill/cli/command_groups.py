@@ -13,7 +13,7 @@ PURPOSES = {
     "Read results": ("results", "export", "report"),
     "Observe it": ("status", "health", "metrics"),
     "Handle failures and deletions": ("dead", "purge"),
-    "Improve the model": ("evaluate", "tune", "label", "train", "trainer", "deploy"),
+    "Improve the model": ("evaluate", "tune", "label", "train", "deploy"),
 }
 #: Word for an option's value, by the name that typer gives to its type. A choice shows what can be chosen.
 VALUE_WORDS = {"str": "TEXT", "int": "N", "float": "NUMBER", "path": "PATH"}

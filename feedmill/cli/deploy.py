@@ -30,7 +30,6 @@ from shared.model_routing import (
     requested_model,
 )
 from shared.settings import Settings
-from shared.training import CHECKPOINTS
 
 #: Seconds without a report on the deployment after which a worker counts as unresponsive.
 REPORT_TIMEOUT_S = 30.0
@@ -112,7 +111,7 @@ def _requested(folder: Path | None) -> RequestedModel:
             f"Folder {place} does not exist. Give a folder written by save_pretrained; download a Hub model into a "
             "folder first."
         )
-    if not any((place / name).exists() for name in (CONFIG_FILE, MODULES_FILE, CHECKPOINTS)):
+    if not any((place / name).exists() for name in (CONFIG_FILE, MODULES_FILE)):
         raise UserError(
             f"{place} contains no model: it has no {CONFIG_FILE}. Give a folder written by `feedmill train` or "
             "save_pretrained."

@@ -34,7 +34,7 @@ from feedmill.training.data import purged_ids
 from shared.errors import InputError, UserError, explain_missing, printable, printable_lines
 from shared.messages import ClassifyOptions, Post, digest
 from shared.settings import Settings
-from shared.training import TrainOptions
+from workers.training.options import TrainOptions
 
 if TYPE_CHECKING:
     from workers.training.active import Session

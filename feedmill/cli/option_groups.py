@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 import typer
 from pydantic.fields import FieldInfo
 
-from shared.training import SWITCH, TrainOptions
+from workers.training.options import SWITCH, TrainOptions
 
 Flags = list[inspect.Parameter]
 

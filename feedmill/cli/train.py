@@ -1,4 +1,4 @@
-"""The `feedmill train` and `feedmill trainer` commands: fine-tune a model now, or run trainings from the queue."""
+"""The `feedmill train` command: fine-tune a model, or fit a head on embeddings."""
 
 import json
 import os
@@ -12,14 +12,14 @@ import typer
 from rich.console import Console
 
 from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import DeviceOption, RedisUrl, WorkerName, settings_of
+from feedmill.cli.options import DeviceOption, RedisUrl, settings_of
 from feedmill.console import output_console
 from feedmill.local_model import load_model
 from feedmill.report import plots
 from shared.errors import UserError
 from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
-from shared.training import BEGUN, CHECKPOINTS, RENAMED, RUNS, TrainOptions
+from workers.training.options import BEGUN, CHECKPOINTS, TrainOptions
 
 if TYPE_CHECKING:
     from feedmill.training.report import TrainingReport
@@ -42,15 +42,12 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one object per line: plan, progress, trained.")
     ] = False,
-    renamed: Annotated[str | None, typer.Option(f"--{RENAMED}", hidden=True)] = None,
 ) -> None:
     """Fine-tune a classifier on labelled posts, or fit a head on embeddings (--head).
 
     Switch running workers to the trained model with `feedmill deploy OUT`, or start one with `feedmill worker --model
     OUT`. See docs/training.md.
     """
-    if renamed is not None:
-        raise UserError("--labels is now --targets, which selects what to learn: topic, zero-shot or soft.")
     settings = settings_of(device=device, redis_url=redis_url, plain_logs=True)
     _check_packages(options.head)
     try:
@@ -62,27 +59,6 @@ def train(
         with suppress(OSError):  # a model and an interrupted training stay
             Path(options.out).expanduser().rmdir()
         raise
-
-
-@app.command()
-def trainer(
-    device: DeviceOption = None,
-    name: WorkerName = None,
-    training_folder: Annotated[
-        Path | None,
-        typer.Option(help="Folder that queued trainings read and write (default: ~/.local/share/feedmill/training)."),
-    ] = None,
-    redis_url: RedisUrl = None,
-) -> None:
-    """Run queued trainings one at a time until SIGTERM.
-
-    Applications queue a training with the Celery task `feedmill.train`.
-    """
-    settings = settings_of(device=device, training_folder=training_folder, redis_url=redis_url)
-    _check_packages()
-    from feedmill.training.job import run_trainer  # noqa: PLC0415 - needs torch, which only workers have
-
-    raise typer.Exit(run_trainer(settings, name))
 
 
 def _check_packages(only_head: bool = False) -> None:
@@ -105,14 +81,14 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     from feedmill.training import model_card  # noqa: PLC0415
     from feedmill.training import report as training_report  # noqa: PLC0415
     from feedmill.training.data import collect  # noqa: PLC0415
-    from workers.training import run  # noqa: PLC0415
+    from workers.training import finetune  # noqa: PLC0415
     from workers.training.examples import make_dataset  # noqa: PLC0415
 
     collected = collect(options, settings, notes)
     dataset = make_dataset(collected.examples, collected.tested, options)
     report = training_report.TrainingReport(notes, as_json, quiet=not first)
     report.data(dataset)
-    training = run.Training(dataset, options, settings, report.planned, report.progress, report.phase)
+    training = finetune.Training(dataset, options, settings, report.planned, report.progress, report.phase)
     if first:
         record_start(folder, options, dataset)
     try:
@@ -121,7 +97,7 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
         report.stop()
     if not first:
         return
-    run.save(trained, folder)
+    finetune.save(trained, folder)
     tested, zero_shot = _tested(folder, options, dataset, settings, report)
     record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
     title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {trained.plan.effective_batch}"
@@ -165,7 +141,7 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise UserError(f"{folder} contains no interrupted training. Leave out --resume.")
     if not resume and CHECKPOINTS in held:
         raise UserError(f"{folder} contains an interrupted training. Continue it with --resume, or delete the folder.")
-    if held - {CHECKPOINTS, RUNS} and not resume:
+    if held - {CHECKPOINTS} and not resume:
         raise UserError(f"{folder} is not empty. Choose a new or empty folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)

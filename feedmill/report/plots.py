@@ -11,7 +11,7 @@ from shared.errors import explain_missing
 if TYPE_CHECKING:
     from feedmill.evaluation.measures import Evaluation
     from workers.pipeline.tuning import Curve
-    from workers.training.run import Point
+    from workers.training.finetune import Point
 
 #: Colours of the main series and of secondary series.
 MAIN, OTHER = "#c2571a", "#b9bdc4"

@@ -20,8 +20,8 @@ from shared.errors import InputError, RedisUnavailable, UserError, clause, expla
 from shared.messages import Post
 from shared.scripts.stream import Place
 from shared.settings import Settings
-from shared.training import RESULTS, TrainOptions
 from workers.training.examples import Example
+from workers.training.options import RESULTS, TrainOptions
 
 #: Rows per batch when a Parquet file is read.
 BATCH_ROWS = 5000

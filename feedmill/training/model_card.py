@@ -16,12 +16,12 @@ from feedmill import __version__
 from feedmill.training.data import Provenance
 from shared.atomic_files import replacing
 from shared.errors import printable
-from shared.training import TrainOptions
 from workers.training.examples import Dataset
+from workers.training.options import TrainOptions
 
 if TYPE_CHECKING:
+    from workers.training.finetune import Trained
     from workers.training.head import TrainedHead
-    from workers.training.run import Trained
 
 RECORD_FILE = "training.json"
 #: Packages whose versions are recorded.

@@ -18,7 +18,7 @@ from shared.errors import printable
 from workers.training.examples import Dataset
 
 if TYPE_CHECKING:
-    from workers.training.run import Plan, Point, TrainingProgress
+    from workers.training.finetune import Plan, Point, TrainingProgress
 
 Tested = TypeVar("Tested")
 
@@ -90,8 +90,7 @@ class TrainingReport:
             f"Effective batch {plan.effective_batch} = {plan.batch_size} per device × {plan.accumulation} accumulated "
             f"× {plan.devices} devices; {plan.device} in {plan.precision}"
         )
-        about = "" if plan.seconds is None else f", about {_duration(plan.seconds)}"
-        typer.echo(f"{plan.steps:,} optimization steps, {plan.epochs:.3g} epochs{about}")
+        typer.echo(f"{plan.steps:,} optimization steps, {plan.epochs:.3g} epochs")
         if self._is_bar_shown:
             self._show_bar("training", plan.steps)
 

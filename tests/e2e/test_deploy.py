@@ -21,7 +21,6 @@ from shared.messages import ClassifyOptions
 from shared.model_routing import known_queues, requested_model
 from shared.results import ResultsStore
 from shared.settings import Settings
-from shared.training import BEGUN, CHECKPOINTS
 from tests.e2e.test_ending import standin
 from tests.fakes.models import make_model
 from tests.support import (
@@ -107,8 +106,6 @@ def house(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -
     broken = make_model("bert", folder / "broken", {0: "NEGATIVE", 1: "POSITIVE"})
     weights = load_file(broken / "model.safetensors")
     save_file({name: torch.full_like(each, torch.nan) for name, each in weights.items()}, broken / "model.safetensors")
-    (folder / "begun" / CHECKPOINTS).mkdir(parents=True)
-    (folder / "begun" / CHECKPOINTS / BEGUN).touch()
     port = free_port()
     redis_server.client.flushall()
     with working(redis_server, folder, FEEDMILL_MODEL=str(own), FEEDMILL_METRICS_PORT=str(port)) as worker:
@@ -195,7 +192,6 @@ def test_deploy_without_workers_applies_to_later_ones(house: House) -> None:
         (["tuned", "--reset"], "FOLDER.*--reset.*--show"),
         (["none"], "none"),
         (["."], "no config.json.*feedmill train"),
-        (["begun"], "unfinished training.*--resume"),
         (["tuned", "--queue", "feedmil"], "--queue: .*'feedmil'"),
         (["tuned", "--redis-url", "redis://127.0.0.1:1/0"], "127.0.0.1:1/0"),
     ],

@@ -1,4 +1,4 @@
-"""`feedmill train`: from the command line, in two processes, and as a job of another application."""
+"""`feedmill train`: from the command line and in two processes."""
 
 import json
 import os
@@ -6,22 +6,17 @@ import random
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from celery import Celery
-from celery.events import EventReceiver
 from safetensors.torch import load_file
 
-from shared.keys import DEAD_LETTERS
 from shared.messages import Classification, Post
 from shared.purge import purge
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.fakes.models import make_model
-from tests.support import RedisServer, feedmill, last_json, run, running, wait_for_replies, wait_until
-from workers.runtime.pool import DevicePool
+from tests.support import RedisServer, feedmill, last_json, run
 
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
 
@@ -130,7 +125,6 @@ def test_trains_on_results_and_exports(redis: RedisServer, tmp_path: Path, base:
         (["--from", "posts.jsonl", "--out", "new", "--resume"], "new"),
         (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
         (["--from", "posts.jsonl", "--out", "new", "--targets", "soft"], "soft|targets|posts"),
-        (["--from", "posts.jsonl", "--out", "new", "--labels", "soft"], "--targets"),
         (["--from", "posts.jsonl", "--out", "new", "--precision", "float16"], "float16"),
     ],
 )
@@ -168,64 +162,3 @@ def test_two_processes_train_the_same_weights_as_one(tmp_path: Path, base: Path)
             assert torch.allclose(two[name], value, atol=5e-5, rtol=0), name
     plan = json.loads((tmp_path / "two" / "training.json").read_text())["plan"]
     assert (plan["devices"], plan["effective_batch"], plan["steps"]) == (2, 16, 12)
-
-
-@pytest.mark.usefixtures("base")
-def test_training_job_stays_in_its_folder(redis: RedisServer, tmp_path: Path) -> None:
-    """A job may only name folders in the training folder. Messages for other tasks become dead letters."""
-    write_posts(tmp_path / "posts.jsonl")
-    client = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
-    events: list[dict[str, Any]] = []
-    settings = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TRAINING_FOLDER": str(tmp_path), "FEEDMILL_DEVICE": "cpu"}
-    with (
-        running("trainer", "--name", "trainer", cwd=tmp_path, **settings) as trainer,
-        client.connection() as connection,
-    ):
-        receiver = EventReceiver(connection, handlers={"*": events.append}, app=client)
-        capture = receiver.itercapture(wakeup=False)
-        next(capture)
-        wait_until(lambda: trainer.says(" ready."), "the trainer is ready")
-        wait_for_replies(client)
-        inspect: Any = client.control.inspect(timeout=30, limit=1)
-        (served,) = inspect.active_queues().values()
-        assert [queue["name"] for queue in served] == ["training"]
-        (registered,) = inspect.registered().values()
-        assert "feedmill.classify" not in registered
-
-        def ask(**given: Any) -> Any:
-            return client.send_task("feedmill.train", kwargs=given, queue="training")
-
-        asked: dict[str, Any] = {"from": "posts.jsonl", "base": "base", "epochs": 1}
-        found = ask(**asked, out="mine").get(timeout=100)
-        with pytest.raises(Exception, match=r"out: '\.\./mine'"):
-            ask(**asked, out="../mine").get(timeout=120)
-        with pytest.raises(Exception, match="mine"):
-            ask(**asked, out="mine").get(timeout=120)
-        with pytest.raises(Exception, match="epochs: "):
-            ask(**asked | {"epochs": -1}, out="other").get(timeout=120)
-        posts = [{"id": "a", "title": "Secret words"}]
-        client.send_task("feedmill.classify", kwargs={"posts": posts}, queue="training")
-        wait_until(lambda: redis.client.xlen(DEAD_LETTERS) == 1, "the message is a dead letter")
-        assert "Secret words" not in trainer.text()
-        long = ask(**asked | {"epochs": 1000}, out="long")
-        wait_until(lambda: long.state == "PROGRESS", "a long training has started")
-        assert trainer.end() == 0
-        assert redis.client.llen("training") == 1  # the next trainer resumes it
-        assert (tmp_path / "long" / "checkpoints").is_dir()
-        while not any(event["type"] == "task-progress" for event in events):
-            next(capture)
-    assert found["folder"] == str(tmp_path / "mine")
-    assert found["labels"] == list(WORDS)
-    assert found["metrics"]["posts"] == found["test"]
-    assert (tmp_path / "mine" / "model.safetensors").is_file()
-    (told, *_) = (event for event in events if event["type"] == "task-progress")
-    assert told["result"].startswith("step 0")
-
-
-def test_classifying_workers_do_not_register_training() -> None:
-    from workers.app import make_worker_app  # noqa: PLC0415 - registers tasks
-
-    app = make_worker_app(Settings())
-    assert "feedmill.classify" in app.tasks
-    assert "feedmill.train" not in app.tasks
-    assert DevicePool.__name__ in app.conf.worker_pool

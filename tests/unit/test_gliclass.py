@@ -23,7 +23,7 @@ from workers.models.classifiers.gliclass_head import POOLINGS, SCORERS
 from workers.models.classifiers.registry import classifier_kind, load_classifier
 from workers.models.engines.network import GLICLASS_ENCODERS
 from workers.models.weights import locate
-from workers.training.model import make_model as make_trainable
+from workers.training.finetune import make_model as make_trainable
 
 ENCODERS = tuple(GLICLASS_ENCODERS)
 

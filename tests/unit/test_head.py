@@ -16,7 +16,6 @@ from shared.errors import ModelError, RequestRefused, SettingsError, UserError
 from shared.messages import ClassifyOptions, Post
 from shared.model_routing import RequestedModel
 from shared.settings import Settings
-from shared.training import TrainOptions
 from tests.fakes.models import make_model, make_sentence_model
 from tests.support import naming
 from workers.models import hub
@@ -28,6 +27,7 @@ from workers.models.weights import HEAD_FILE, locate
 from workers.runtime.hot_swap import load_wanted
 from workers.training.examples import Dataset, Example
 from workers.training.head import PENALTIES, TrainedHead, fit, save, train_head
+from workers.training.options import TrainOptions
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 LABELS = ("food", "sports")

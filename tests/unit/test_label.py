@@ -19,12 +19,12 @@ from feedmill.training.data import collect
 from shared import logs
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
-from shared.training import TrainOptions
 from tests.fakes.models import make_sentence_model
 from tests.support import naming
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import select_device
 from workers.training.active import Measured, Session
+from workers.training.options import TrainOptions
 
 Label = Callable[..., Any]
 

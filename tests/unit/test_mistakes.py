@@ -18,12 +18,10 @@ from feedmill.cli.main import app
 from feedmill.evaluation.tuning_report import TuningReport
 from feedmill.stack import demo
 from feedmill.training import data as training_data
-from feedmill.training.job import within
 from shared import logs
 from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
 from shared.messages import Classification, Post, PostError
 from shared.settings import Settings
-from shared.training import TrainOptions
 from tests.support import announced, naming
 from workers.pipeline import tuning
 
@@ -157,12 +155,6 @@ def test_training_without_posts_leaves_no_folder(
     said = CliRunner().invoke(app, ["train", "--from", "results", "--out", str(tmp_path / "out"), *kind]).exception
     assert str(said) == "no posts"
     assert not (tmp_path / "out").exists()
-
-
-def test_training_refuses_a_base_outside_its_folder(tmp_path: Path) -> None:
-    options = TrainOptions.parse({"from": "posts.jsonl", "out": "out", "base": "../base"})
-    with pytest.raises(UserError, match=r"base: .*'\.\./base'"):
-        within(options, Settings(training_folder=tmp_path))
 
 
 @pytest.mark.usefixtures("run")

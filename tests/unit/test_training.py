@@ -11,19 +11,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
-from transformers.integrations import integration_utils
 
 from shared.errors import UserError
 from shared.messages import Post
 from shared.settings import Settings
-from shared.training import TrainOptions
 from tests.fakes.models import make_model
 from tests.support import naming
-from workers.training import run
+from workers.training import finetune
 from workers.training.examples import Dataset, Example
-from workers.training.model import loss_of_rows
-from workers.training.order import Order
-from workers.training.run import Plan, Trained, Training, TrainingProgress, next_smaller_batch, save
+from workers.training.finetune import Order, Plan, Trained, Training, TrainingProgress, next_smaller_batch, save
+from workers.training.head import loss_of_rows
+from workers.training.options import TrainOptions
 
 LABELS = ("food", "sports", "travel")
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
@@ -103,12 +101,10 @@ def moved(model: Any, base: Path) -> float:
     )
 
 
-@pytest.mark.parametrize("length_grouping", [True, False])
-def test_accumulated_batches_equal_one_large_batch(still: Path, tmp_path: Path, length_grouping: bool) -> None:
+def test_accumulated_batches_equal_one_large_batch(still: Path, tmp_path: Path) -> None:
     """The last step is incomplete: 100 posts are three steps of 32 and one of 4."""
-    given: dict[str, Any] = {"length_grouping": length_grouping, "precision": "float32"}
-    whole = trained(still, tmp_path / "a", batch_size=32, **given)
-    parts = trained(still, tmp_path / "b", batch_size=8, accumulation=4, **given)
+    whole = trained(still, tmp_path / "a", batch_size=32, precision="float32")
+    parts = trained(still, tmp_path / "b", batch_size=8, accumulation=4, precision="float32")
     assert (whole.plan.steps, parts.plan.steps, parts.plan.effective_batch) == (8, 8, 32)
     assert_same(parts.model, whole.model)
     assert moved(whole.model, still) > 1e-3
@@ -143,7 +139,8 @@ def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> No
 def test_out_of_memory_shrinks_batches_and_accumulates(
     still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = trained(still, tmp_path / "a", batch_size=4, accumulation=6, fit_head=False)
+    monkeypatch.setattr(Training, "_fit_head", lambda *_: None)
+    expected = trained(still, tmp_path / "a", batch_size=4, accumulation=6)
     real = loss_of_rows
 
     def short(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -151,14 +148,15 @@ def test_out_of_memory_shrinks_batches_and_accumulates(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(logits, labels, weights)
 
-    monkeypatch.setattr(run, "loss_of_rows", short)
+    monkeypatch.setattr(finetune, "loss_of_rows", short)
     plans: list[Plan] = []
-    found = trained(still, tmp_path / "b", batch_size=24, fit_head=False, planned=plans.append)
-    assert [(plan.batch_size, plan.accumulation, plan.effective_batch) for plan in plans] == [(4, 6, 24)]
+    found = trained(still, tmp_path / "b", batch_size=24, planned=plans.append)
+    assert (plans[-1].batch_size, plans[-1].accumulation) == (4, 6)
+    assert {plan.effective_batch for plan in plans} == {24}
     assert_same(found.model, expected.model)
-    monkeypatch.setattr(run, "loss_of_rows", lambda *_: short(torch.zeros(9), torch.zeros(9)))
+    monkeypatch.setattr(finetune, "loss_of_rows", lambda *_: short(torch.zeros(9), torch.zeros(9)))
     with pytest.raises(UserError, match="memory"):
-        trained(still, tmp_path / "c", fit_head=False)
+        trained(still, tmp_path / "c")
 
 
 def test_out_of_memory_fails_with_several_processes(
@@ -170,19 +168,13 @@ def test_out_of_memory_fails_with_several_processes(
     monkeypatch.setattr(Training, "_train", full)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="--batch-size"):
-        trained(still, tmp_path / "out", fit_head=False)
+        trained(still, tmp_path / "out")
 
 
 def test_rejects_a_base_transformers_cannot_load(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", Mock(side_effect=KeyError("a kind")))
     with pytest.raises(UserError, match=naming("base", "a kind")):
         trained(base, tmp_path / "out")
-
-
-def test_tensorboard_needs_its_extra(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
-    with pytest.raises(UserError, match=naming("--tensorboard", "feedmill[train]")):
-        trained(base, tmp_path / "out", max_steps=1, tensorboard=True)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +187,7 @@ def test_smaller_batch_keeps_the_effective_size(larger: tuple[int, int], expecte
 
 def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:
     lengths = [random.Random(number).randrange(5, 100) for number in range(203)]
-    order = Order(lengths, 16, seed=3, grouped=True)
+    order = Order(lengths, 16, seed=3)
     first, again = list(order), list(order)
     assert first == again
     assert sorted(first) == list(range(203))
@@ -206,14 +198,15 @@ def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:
     steps = [[lengths[place] for place in first[at : at + 16]] for at in range(0, 203, 16)]
     assert max(map(max, steps[:-1])) == max(steps[0])
     assert sum(max(step) * len(step) for step in steps) < 1.25 * sum(lengths)
-    assert list(Order(lengths, 16, seed=4, grouped=True)) != first
+    assert list(Order(lengths, 16, seed=4)) != first
 
 
-def test_fits_the_head_before_training(base: Path, tmp_path: Path) -> None:
+def test_fits_the_head_before_training(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learning rate is near zero, so only the fit can learn the labels."""
     found = trained(base, tmp_path / "fitted", epochs=1, learning_rate=1e-9)
     assert share_right(found) > 0.7
-    assert share_right(trained(base, tmp_path / "not", epochs=1, learning_rate=1e-9, fit_head=False)) < 0.6
+    monkeypatch.setattr(Training, "_fit_head", lambda *_: None)
+    assert share_right(trained(base, tmp_path / "not", epochs=1, learning_rate=1e-9)) < 0.6
 
 
 def share_right(found: Trained) -> float:
@@ -272,9 +265,3 @@ def test_saves_the_trained_model(base: Path, tmp_path: Path) -> None:
     assert loaded.config.id2label == dict(enumerate(LABELS))
     assert_same(loaded, found.model, tolerance=0.0)
     assert json.loads((out / "tokenizer_config.json").read_text())["model_max_length"] == 16
-
-
-def test_writes_tensorboard_events(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    trained(base, tmp_path / "out", max_steps=2, tensorboard=True)
-    assert list((tmp_path / "out" / "runs").glob("events.*"))

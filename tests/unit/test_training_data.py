@@ -21,9 +21,9 @@ from shared import logs
 from shared.errors import InputError, UserError
 from shared.messages import Post
 from shared.settings import Settings
-from shared.training import TrainOptions
 from tests.support import naming
 from workers.training.examples import Example, make_dataset, split
+from workers.training.options import TrainOptions
 
 NOTES = Console(quiet=True)
 
@@ -130,10 +130,8 @@ def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     values |= {"min_posts": 2, "limit": 3, "test": "t.csv", "split": "time", "test_share": 0.5, "compare": False}
     values |= {"id_column": "i", "title_column": "t", "body_column": "b", "encoding": "cp1252"}
     values |= {"epochs": 1.5, "max_steps": 4, "batch_size": 5, "accumulation": 6, "learning_rate": 0.01}
-    values |= {"head_rate": 2.0, "warmup": 0.2, "schedule": "cosine", "weight_decay": 0.3, "fit_head": False}
     values |= {"class_weights": True, "max_tokens": 64, "seed": 8, "patience": 9, "precision": "float32"}
-    values |= {"length_grouping": False, "gradient_checkpointing": True, "fused_optimizer": False}
-    values |= {"loader_workers": 1, "pin_memory": False, "checkpoint_steps": 10, "resume": True, "tensorboard": True}
+    values |= {"gradient_checkpointing": True, "checkpoint_steps": 10, "resume": True}
     options = TrainOptions.parse(values)
     assert options.model_dump(exclude_defaults=True, by_alias=True) == values, "every option has another value"
     assert {*values, "head"} == {field.alias or name for name, field in TrainOptions.model_fields.items()}
@@ -266,11 +264,6 @@ def test_rejects_an_export_with_an_invalid_row(tmp_path: Path) -> None:
     pq.write_table(table.set_column(table.column_names.index("id"), "id", pa.array([""] * len(table))), path)
     with pytest.raises(InputError, match=naming(path)):
         collected(path, targets="zero-shot")
-
-
-def test_names_the_new_option_for_the_old_one() -> None:
-    with pytest.raises(UserError, match=naming("labels", "targets")):
-        TrainOptions.parse({"from": "posts.csv", "out": "o", "labels": "soft"})
 
 
 def test_help_shows_every_default() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ModelError
-from shared.training import BEGUN, CHECKPOINTS
 from tests.support import naming
 from workers.models import hub, weights
 from workers.models.weights import EMBEDDED_FILES, EMBEDDED_MODEL, Weights, locate, parameters
@@ -76,15 +75,6 @@ def test_finds_the_embedded_model_without_importing_it(monkeypatch: pytest.Monke
 def test_revision_of_the_embedded_model_uses_the_hub() -> None:
     with pytest.raises(AssertionError, match="the hub was used"):
         locate(EMBEDDED_MODEL, revision="main")
-
-
-def test_an_unfinished_training_is_named(tmp_path: Path) -> None:
-    """By every command that takes a model; a finished model beside old checkpoints is one."""
-    (tmp_path / CHECKPOINTS).mkdir()
-    (tmp_path / CHECKPOINTS / BEGUN).touch()
-    with pytest.raises(ModelError, match=naming(tmp_path, "unfinished training", "--resume")):
-        locate(str(tmp_path))
-    assert locate(str(model(tmp_path))).folder == tmp_path
 
 
 def test_rejects_changed_or_missing_embedded_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.errors import ModelError, clause
-from shared.training import BEGUN, CHECKPOINTS
 from workers.models import hub
 
 #: The embedded model, installed as a package. NOTICE names its authors and licence.
@@ -220,10 +219,6 @@ def _read(model: str, folder: Path, revision: str | None, cached: bool = False) 
     """Verify a model's folder and return its weights. cached: the folder is in the hub's cache, which holds digests."""
     paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
     names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
-    if (folder / CHECKPOINTS / BEGUN).is_file() and not {CONFIG_FILE, WEIGHTS_FILE} <= names:
-        raise ModelError(
-            f"{folder} contains an unfinished training. Finish it with the same `feedmill train` command and --resume."
-        )
     files = tuple(folder / shard for shard in _shards(f"The model folder {folder}", folder, names))
     for file in files:
         _count(file)

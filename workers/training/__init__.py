@@ -1,5 +1,4 @@
-"""Fine-tuning of sequence classifiers with transformers' Trainer.
+"""Train classifiers: all weights (`finetune.py`), or a head on frozen embeddings (`head.py`, `active.py`).
 
-`examples.py` builds the datasets, `order.py` orders the batches, `model.py` creates the model, `run.py` trains it. None
-of them reads posts from files or depends on Celery or Redis.
+`examples.py` builds the datasets. No module here reads posts from files or depends on Celery or Redis.
 """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shared.errors import InputError, printable
 from shared.messages import Post, digest
-from shared.training import TrainOptions
+from workers.training.options import TrainOptions
 
 #: Labels quoted in an error message.
 MAX_QUOTED_LABELS = 5

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn.functional import cross_entropy
 
 from shared.atomic_files import replacing
 from shared.errors import DeviceFull, DeviceLost, ModelError, clause
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
-from shared.training import TrainOptions
 from workers.models.classifiers import Row
 from workers.models.classifiers.head import write_head
 from workers.models.classifiers.layout import TEXT_CONFIGS, Layout, read_layout
@@ -29,10 +29,12 @@ from workers.models.device import select_device
 from workers.models.engines.outputs import device_errors
 from workers.models.weights import HEAD_FILE, Weights, copy_model
 from workers.training.examples import Dataset
-from workers.training.model import fit_logistic, loss_of_rows
+from workers.training.options import TrainOptions
 
 #: L2 penalties to choose from, for centred features of unit mean square.
 PENALTIES = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
+#: Maximum L-BFGS iterations. The fit converges well before.
+MAX_ITERATIONS = 200
 #: Penalty if there are too few examples for a choice.
 USUAL_PENALTY = 3e-4
 #: Greatest component of the gradient at the end of a fit.
@@ -303,3 +305,45 @@ def save(model: HeadModel, folder: Path, settings: Settings) -> None:
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.enable_grad()
+def fit_logistic(
+    features: torch.Tensor,
+    wanted: torch.Tensor,
+    labels: int,
+    loss_of: Callable[[Any, Any], torch.Tensor],
+    penalty: float,
+    bias_penalty: float = 0.0,
+    start: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tolerance: float = 1e-9,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fit a multinomial logistic regression with L2 penalties. Returns (weight [labels, dimensions], bias [labels]).
+
+    start: weight and bias to begin with; default: 0. tolerance: greatest component of the gradient at the end.
+    """
+    zeros = features.new_zeros(labels, features.shape[1]), features.new_zeros(labels)
+    weight, bias = (tensor.clone().requires_grad_() for tensor in start or zeros)
+    optimizer = torch.optim.LBFGS(
+        [weight, bias],
+        max_iter=MAX_ITERATIONS,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance * 1e-5,
+        line_search_fn="strong_wolfe",
+    )
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(features @ weight.T + bias, wanted).mean()
+        loss = loss + penalty * weight.square().sum() + bias_penalty * bias.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(step)  # type: ignore[no-untyped-call]
+    return weight.detach(), bias.detach()
+
+
+def loss_of_rows(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the cross-entropy of each row: [rows]. labels: label numbers, or distributions over the labels."""
+    wanted = labels if labels.dim() == 1 else labels.to(logits.dtype)
+    return cross_entropy(logits, wanted, weight=weights, reduction="none")

@@ -1,7 +1,4 @@
-"""Options of a training: flags of `feedmill train`, and arguments of the task `feedmill.train`.
-
-Arguments and flags have the same names: `batch_size` is `--batch-size`. Does not import torch.
-"""
+"""Options of a training: the flags of `feedmill train`. Does not import torch."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,26 +6,19 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from shared.errors import UserError, first_problem
 
-#: Name of the training task, and the queue from which trainers take it. Classification workers do not serve it.
-TRAIN_TASK = "feedmill.train"
-TRAIN_QUEUE = "training"
 #: Value of `source` that selects the results stream in Redis.
 RESULTS = "results"
-#: Names in the output folder: checkpoints, removed when the training is complete; in that folder, the record of the
-#: training's posts and options; and TensorBoard's logs.
-CHECKPOINTS, BEGUN, RUNS = "checkpoints", "begun.json", "runs"
+#: Names in the output folder: checkpoints, removed when the training is complete; and in that folder, the record of the
+#: training's posts and options.
+CHECKPOINTS, BEGUN = "checkpoints", "begun.json"
 
 #: Options that have no effect on the training of a head.
 OF_FINE_TUNING = (
-    "epochs", "max_steps", "batch_size", "accumulation", "learning_rate", "head_rate", "warmup", "schedule",
-    "weight_decay", "fit_head", "patience", "precision", "length_grouping", "gradient_checkpointing",
-    "fused_optimizer", "loader_workers", "pin_memory", "checkpoint_steps", "resume", "tensorboard",
+    "epochs", "max_steps", "batch_size", "accumulation", "learning_rate", "patience", "precision",
+    "gradient_checkpointing", "checkpoint_steps", "resume",
 )  # fmt: skip
 #: Minimum posts per label of a head. Its few weights are penalized, so that few posts suffice.
 MIN_POSTS_OF_A_HEAD = 2
-
-#: Former name of the option `targets`, which looked like the label sets of other commands.
-RENAMED = "labels"
 
 #: Metadata of a boolean option that has no opposite flag, such as --no-resume.
 SWITCH = "switch"
@@ -111,20 +101,6 @@ class TrainOptions(BaseModel):
     accumulation: Size = Field(1, description="Forward passes per optimization step.")
     #: The default suits fine-tuning of small encoders.
     learning_rate: float = Field(1e-4, gt=0, le=1, description="Peak learning rate of the base model's weights.")
-    #: The head starts untrained.
-    head_rate: float = Field(
-        10.0, gt=0, le=1000, description="Learning rate of the head, as a multiple of --learning-rate."
-    )
-    #: A new head's first gradients are large.
-    warmup: float = Field(0.1, ge=0, le=1, description="Share of the steps with a rising learning rate.")
-    #: The schedule after warm-up. "linear" and "cosine" fall to zero.
-    schedule: Literal["linear", "cosine", "constant"] = Field(
-        "linear", description="Learning-rate schedule: linear, cosine or constant."
-    )
-    weight_decay: float = Field(0.01, ge=0, le=1, description="Weight decay of AdamW.")
-    #: Fits it on the frozen base model's outputs, in one pass. Training then starts near a solution and changes the
-    #: base model's features less (arXiv 2202.10054).
-    fit_head: bool = Field(True, description="Fit the classification head first.")
     #: Improves macro-F1 rather than accuracy.
     class_weights: bool = Field(False, description="Weight rare labels more.")
     #: Also the trained model's limit. Most titles have fewer than 64; tokens after the 128th rarely change the topic.
@@ -141,16 +117,8 @@ class TrainOptions(BaseModel):
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Precision: auto, float32, bfloat16 or float16."
     )
-    #: Reduces padding. The order of batches stays random.
-    length_grouping: bool = Field(True, description="Batch posts of similar length.")
     #: Training takes a third longer and a fraction of the memory. Small models do not need it.
     gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
-    #: Runs one kernel instead of several per weight.
-    fused_optimizer: bool = Field(True, description="Use the fused AdamW kernel.")
-    #: 0 is usually best: texts are tokenized beforehand, and padding them is cheap.
-    loader_workers: int = Field(0, ge=0, le=64, description="Processes that assemble batches.")
-    #: From pinned memory, a GPU copies while it computes. No effect on a CPU.
-    pin_memory: bool = Field(True, description="Copy batches to a GPU from pinned memory.")
 
     # Output.
 
@@ -159,13 +127,10 @@ class TrainOptions(BaseModel):
     )
     #: Requires the posts and options of the interrupted training.
     resume: Annotated[bool, SWITCH] = Field(False, description="Resume from the last checkpoint in OUT.")
-    tensorboard: Annotated[bool, SWITCH] = Field(False, description="Write TensorBoard logs to OUT/runs.")
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> "TrainOptions":
         """Parse options; None means unset. Raises UserError with the option and the reason."""
-        if given.get(RENAMED) is not None:
-            raise UserError(f"{RENAMED}: this option is now `targets`, which is topic, zero-shot or soft.")
         try:
             options = cls.model_validate({name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
