@@ -153,7 +153,21 @@ UnixTime = Annotated[float, Field(ge=0, le=253_402_300_799), BeforeValidator(_as
 class Post(BaseModel):
     """One post. Requires `id` and a title or a body. Unknown fields are dropped, so authors are never stored."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="ignore",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["title"], "properties": {"title": {"minLength": 1}}},
+                {
+                    "required": ["body"],
+                    "properties": {"body": {"minLength": 1, "not": {"enum": [*sorted(REMOVED_BODIES)]}}},
+                },
+            ]
+        },
+    )
 
     id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID, strip_whitespace=True), Repaired]
     topic: Annotated[str, StringConstraints(max_length=200), Repaired] | None = None
@@ -283,12 +297,35 @@ Description = Annotated[str, StringConstraints(min_length=1, max_length=500, str
 Descriptions = Annotated[
     tuple[Description, ...], Field(min_length=1, max_length=MAX_DESCRIPTIONS), BeforeValidator(_as_tuple)
 ]
+#: Labels as senders write them: names separated by commas, a list of names, or the descriptions of each name.
+_LabelsAsSent = (
+    Annotated[str, Field(pattern="[^, ]")]
+    | Annotated[list[Label], Field(min_length=1, max_length=MAX_LABELS)]
+    | Annotated[
+        dict[Label, Description | Annotated[list[Description], Field(min_length=1, max_length=MAX_DESCRIPTIONS)]],
+        Field(min_length=1, max_length=MAX_LABELS),
+    ]
+)
 #: Label -> the texts that replace `{}` in the template: the label itself, or one or more descriptions.
-Labels = Annotated[dict[Label, Descriptions], AfterValidator(_check_label_count), BeforeValidator(_parse_labels)]
+Labels = Annotated[
+    dict[Label, Descriptions],
+    AfterValidator(_check_label_count),
+    BeforeValidator(_parse_labels, json_schema_input_type=_LabelsAsSent),
+]
 #: Hypothesis template: a sentence with `{}` in place of the label.
-Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_check_placeholder), Repaired]
+Template = Annotated[
+    str,
+    StringConstraints(max_length=500),
+    Field(json_schema_extra={"pattern": r"\{\}"}),
+    AfterValidator(_check_placeholder),
+    Repaired,
+]
 #: Message version. Never serialized: it controls how options are read and is not itself an option.
-Version = Annotated[int, Field(ge=1, exclude=True), AfterValidator(_check_version)]
+Version = Annotated[
+    int,
+    Field(ge=1, exclude=True, json_schema_extra={"maximum": MESSAGE_VERSION}),
+    AfterValidator(_check_version),
+]
 
 
 class ClassifyOptions(BaseModel):

@@ -160,7 +160,9 @@ def taken(hint: Any) -> str:
             known := inspect.getclosurevars(part.func).nonlocals
         ):
             return str(known["words"])
-    return ", ".join([taken(of[0]), *(bounds(part) for part in of[1:] if isinstance(part, FieldInfo))])
+    return ", ".join(
+        [taken(of[0]), *(bounds(part) for part in of[1:] if isinstance(part, FieldInfo) and part.metadata)]
+    )
 
 
 def bounds(field: FieldInfo) -> str:
