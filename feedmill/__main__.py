@@ -8,7 +8,7 @@ from typing import NoReturn
 from feedmill.packages import shadowed_package
 
 #: Commands that start the embedded stack, and flags with which they do not.
-STARTING_COMMANDS, NOT_STARTING_FLAGS = ("demo", "up"), ("--help", "--live", "--own")
+STARTING_COMMANDS, NOT_STARTING_FLAGS = ("demo", "up"), ("--help", "--own")
 #: Commands that run until a signal, which is their normal end (docs/reference/errors.md). They handle it themselves
 #: once they have started.
 SERVICES = ("up", "worker", "flower", "metrics", "ingest")

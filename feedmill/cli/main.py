@@ -60,7 +60,6 @@ from feedmill.stack.demo import run_own
 from feedmill.stack.devices import shares
 from feedmill.stack.down import stop_stack
 from feedmill.stack.embedded import Stack, flower_url
-from feedmill.stack.live_demo import run_live
 from feedmill.stack.processes import python_command
 from feedmill.stack.signals import note_signals
 from feedmill.stack.start import start
@@ -143,20 +142,13 @@ def demo(
             help="Classify three sentences that you type or pipe in, by these labels: a,b,c or JSON.",
         ),
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Label Bluesky's new posts for a minute instead.")] = False,
     as_json: JsonSummary = False,
 ) -> None:
     """Run the whole system once on the bundled posts.
 
     Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops. With
-    --own, classifies your sentences without starting anything. With --live, classifies the posts that are being
-    written on Bluesky, for which it needs the internet.
+    --own, classifies your sentences without starting anything.
     """
-    if live:
-        if own is not None or keep or all_posts:
-            raise UserError("--live cannot be combined with --own, --keep or --all. Leave them out.")
-        run_live(settings_of(), as_json)
-        return
     if own is None:
         run_demo(settings_of(), keep, as_json, all_posts)
         return

@@ -1,26 +1,21 @@
 """Estimate how much of Redis' memory the current rate needs, and how long the memory lasts.
 
-The estimate takes a single reading. Each new post adds a result (kept for `results_ttl`), a sent record (kept for
-`sent_ttl`) and, until the results stream reaches its maximum length, a stream entry, up to `results_memory` and
-`sent_memory` (shared/retention.py). Records that expire in the meantime are subtracted, using the hourly counts of
-results stored one TTL earlier. The backlog (bounded by `queue_limit`) and dead letters are not counted.
+Each new post adds a result (kept for `results_ttl`), a sent record (kept for `sent_ttl`) and, until the results stream
+reaches its maximum length, a stream entry, up to `results_memory` and `sent_memory` (shared/retention.py). If what the
+rate needs in the end does not fit, memory is full when the room is used up. The backlog (bounded by `queue_limit`) and
+dead letters are not counted.
 """
 
-import math
-import time
 from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from shared.keys import labels_key
 from shared.redis_errors import is_denied
 from shared.results import HOUR_S
-from shared.retention import STREAM_SHARE, Kept, measure, needs
+from shared.retention import Kept, measure, needs
 from shared.settings import DAY_S, PREFIX, Settings
 
-#: Hours that the estimate looks ahead.
-HORIZON_HOURS = 7 * 24
 #: The health check warns if memory is full in less than WARNING_S seconds, and fails below CRITICAL_S.
 WARNING_S, CRITICAL_S = DAY_S, HOUR_S
 
@@ -34,7 +29,7 @@ class Memory(NamedTuple):
     machine: bool
     #: Recent throughput of all workers together.
     posts_per_second: float
-    #: Seconds until the limit is reached at that rate; None if that takes more than HORIZON_HOURS.
+    #: Seconds until the limit is reached at that rate; None if it never is.
     full_seconds: float | None
     #: Bytes that Redis needs at that rate until results and sent records expire, or reach their bounds.
     needed: float = 0.0
@@ -69,7 +64,7 @@ class Memory(NamedTuple):
             return text
         rate = f"at {self.posts_per_second:,.1f} posts/s"
         if self.full_seconds is None:
-            return f"{text}; lasts more than {HORIZON_HOURS // 24} days {rate}"
+            return f"{text}; suffices {rate}"
         return f"{text}; full in about {span(self.full_seconds)} {rate}"
 
 
@@ -93,44 +88,17 @@ def estimate_memory(
         return None, None
     used = info["used_memory"]
     limit = info["maxmemory"] or info["total_system_memory"]
-    room, seconds = limit - used, None
-    if room <= 0:
-        seconds = 0.0
-    elif posts_per_second:
-        seconds = _seconds_left(redis, settings, kept, room, posts_per_second)
     wanted = needs(kept, settings, posts_per_second)
-    memory = Memory(used, limit, not info["maxmemory"], posts_per_second, seconds, wanted.of_redis(kept, used), *wanted)
+    needed = wanted.of_redis(kept, used)
+    seconds = None
+    if used >= limit:
+        seconds = 0.0
+    elif posts_per_second and needed > limit:
+        is_growing = kept.stream_entries < settings.results_stream_length
+        per_post = kept.result_bytes + kept.sent_record_bytes + is_growing * kept.stream_entry_bytes
+        seconds = (limit - used) / (posts_per_second * per_post) if per_post else None
+    memory = Memory(used, limit, not info["maxmemory"], posts_per_second, seconds, needed, *wanted)
     return memory, kept
-
-
-def _seconds_left(redis: Redis, settings: Settings, kept: Kept, room: float, posts_per_second: float) -> float | None:
-    """Return the seconds until `room` bytes are used, or None if that takes more than HORIZON_HOURS."""
-    if room > max(0.0, kept.results_limit - kept.results_bytes) + max(0.0, kept.sent_limit - kept.sent_bytes):
-        return None
-    stored = posts_per_second * HOUR_S
-    stream_limit = min(settings.results_stream_length * kept.stream_entry_bytes, STREAM_SHARE * kept.results_limit)
-    stream, sent = kept.stream_bytes, kept.sent_bytes
-    results = kept.results_bytes - stream
-    results_expiring = _stored_by_hour(redis, time.time() - settings.results_ttl)
-    sent_expiring = _stored_by_hour(redis, time.time() - settings.sent_ttl)
-    for hour in range(HORIZON_HOURS):
-        before = results + stream + sent
-        stream = max(stream, min(stream + stored * kept.stream_entry_bytes, stream_limit))
-        results = min(results + (stored - results_expiring[hour]) * kept.result_bytes, kept.results_limit - stream)
-        sent = min(sent + (stored - sent_expiring[hour]) * kept.sent_record_bytes, kept.sent_limit)
-        grown = results + stream + sent - before
-        if grown >= room:
-            return HOUR_S * (hour + room / grown)
-        room -= grown
-    return None
-
-
-def _stored_by_hour(redis: Redis, since: float) -> list[int]:
-    """Return the number of results stored in each of the HORIZON_HOURS hours that follow `since`."""
-    pipe: Any = redis.pipeline(transaction=False)
-    for hour in range(HORIZON_HOURS):
-        pipe.hvals(labels_key(math.floor(since / HOUR_S) + hour))
-    return [sum(map(int, counts)) for counts in pipe.execute()]
 
 
 def size(count: float) -> str:

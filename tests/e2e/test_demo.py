@@ -8,16 +8,11 @@ import re
 import signal
 import subprocess
 from pathlib import Path
-from threading import Event, Thread
 
 import pytest
-from typer.testing import CliRunner
 
-from feedmill.cli.main import app
-from feedmill.stack import live_demo
 from feedmill.stack.demo import sample_posts
-from tests.fakes.jetstream import Jetstream
-from tests.support import FEEDMILL, feedmill, free_port, last_json, processes_in, running, wait_until
+from tests.support import FEEDMILL, feedmill, last_json, processes_in, running, wait_until
 
 
 def hostile(folder: Path) -> Path:
@@ -139,7 +134,6 @@ def test_own_labels_in_a_terminal(tmp_path: Path) -> None:
         (("--own", '{"a":'), "--own: "),
         (("--own", "a,b", "--keep"), "--keep"),
         (("--own", "a,b", "--all"), "--all"),
-        (("--live", "--keep"), "--keep"),
     ],
 )
 def test_own_labels_name_mistakes(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -147,38 +141,3 @@ def test_own_labels_name_mistakes(tmp_path: Path, arguments: tuple[str, ...], wo
     assert said.returncode == 2
     assert said.stderr.startswith("feedmill: ")
     assert words in said.stderr
-
-
-def test_live_demo_labels_new_posts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_demo, "LIVE_S", 10.0)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    stop = Event()
-    with Jetstream() as jetstream:
-
-        def write() -> None:
-            while not stop.wait(0.05):
-                jetstream.post("The keeper saved two penalties in the last minutes of the final", langs=["en"])
-                jetstream.post("too short", langs=["en"])
-
-        writer = Thread(target=write)
-        writer.start()
-        try:
-            monkeypatch.setenv("FEEDMILL_BLUESKY_URL", jetstream.url)
-            said = CliRunner().invoke(app, ["demo", "--live", "--json"])
-        finally:
-            stop.set()
-            writer.join()
-    assert said.exit_code == 0, said.output
-    summary = last_json(said.stdout)
-    assert summary["posts"] == summary["classified"] > 0
-    assert summary["filtered"] > 0
-    assert re.search(r"^sports +\d\.\d\d  The keeper saved", said.stdout, re.MULTILINE)
-    assert not list(tmp_path.glob("feedmill-demo-*"))
-
-
-def test_live_demo_without_internet(tmp_path: Path) -> None:
-    said = feedmill("demo", "--live", cwd=tmp_path, FEEDMILL_BLUESKY_URL=f"ws://127.0.0.1:{free_port()}")
-    assert (said.returncode, said.stdout) == (2, "")
-    (line,) = (line for line in said.stderr.splitlines() if line.startswith("feedmill: "))
-    assert "internet" in line
-    assert processes_in(tmp_path) == []

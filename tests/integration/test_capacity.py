@@ -1,13 +1,11 @@
 """feedmill/monitoring/capacity.py on every redis-server of this machine: forecasting when Redis' memory is full."""
 
-import time
 from typing import Any
 
 import pytest
 
 from feedmill.monitoring import watch
-from feedmill.monitoring.capacity import HORIZON_HOURS, Memory, estimate_memory, span
-from shared.keys import labels_key
+from feedmill.monitoring.capacity import Memory, estimate_memory, span
 from shared.results import HOUR_S, ResultsStore
 from shared.retention import measure
 from shared.settings import DAY_S, Settings
@@ -51,20 +49,6 @@ def test_forecasts_full_memory_at_the_current_rate(server: RedisServer) -> None:
     assert "35 min" in str(found)
     assert "200.0 posts/s" in str(found)
     assert (found.machine, found.full) == (False, False)
-
-
-@pytest.mark.usefixtures("store")
-def test_forecast_subtracts_expiring_posts(server: RedisServer) -> None:
-    """At a steady rate as many posts expire as arrive, and memory does not grow."""
-    settings = Settings()
-    now = int(time.time() // HOUR_S)
-    for ttl in (settings.results_ttl, settings.sent_ttl):
-        for hour in range(-1, HORIZON_HOURS + 1):
-            server.client.hset(labels_key(now - ttl // HOUR_S + hour), "food", int(RATE * HOUR_S))
-    found = seen(server, 10**6)
-    assert found.full_seconds is None
-    assert "7 days" in str(found)
-    assert "200.0 posts/s" in str(found)
 
 
 @pytest.mark.usefixtures("store")
