@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTra
 from shared.errors import ModelError
 from tests.fakes.hub import Hub
 from workers.models import hub as hub_module
-from workers.models.hub import DownloadProgress, Repository
+from workers.models.hub import Repository
 
 NAME = "someone/small-bert"
 TOKEN = "hf_thisIsASecretOfMine"
@@ -175,7 +174,7 @@ def test_logs_the_download(hub: Hub, locate: Locate) -> None:
     log = locate(hub).log
     assert re.search(rf"INFO workers.models.hub: .*{NAME}.*{hub.url}", log)
     assert re.search(rf"INFO workers.models.hub: .*{NAME}.*{hub.commit(NAME)}.*: 0.5 MB", log)
-    assert re.search(rf"INFO workers.models.hub: .*{NAME}: \d\d% of 0.5 MB, [\d,.]+ MB/s\n", log)
+    assert re.search(rf"INFO workers.models.hub: .*{NAME}: \d+% of 0.5 MB\n", log)
     assert re.search(rf"INFO workers.models.hub: .*{NAME}: 0.5 MB in \d+ s\n", log)
     assert "\r" not in log
     assert "it/s" not in log
@@ -195,7 +194,7 @@ def test_downloads_branches_tags_and_commits(locate: Locate, folder: Path, tmp_p
         assert hub.requests == []
         unknown = locate(hub, revision="v9").error
     assert unknown is not None
-    assert re.search(rf"{NAME}.*{hub.url}.*'v9'.*FEEDMILL_REVISION", unknown)
+    assert re.search(rf"{NAME}.*'v9'.*{hub.url}.*FEEDMILL_REVISION", unknown)
 
 
 @pytest.mark.parametrize("revision", ["0" * 40, "../../../etc"])
@@ -272,7 +271,7 @@ def test_offline_uses_models_cached_by_other_programs(locate: Locate, folder: Pa
 @pytest.mark.parametrize("revision", [None, "v1", "0" * 40])
 def test_offline_without_a_cached_model_fails(hub: Hub, locate: Locate, tmp_path: Path, revision: str | None) -> None:
     error = str(locate(hub, offline=True, revision=revision).error)
-    at = f" at revision {revision}" if revision else ""
+    at = f" at revision {revision!r}" if revision else ""
     assert re.search(f"{NAME}{at} ", error)
     assert "FEEDMILL_OFFLINE" in error
     assert str(tmp_path / "cache") in error
@@ -290,7 +289,7 @@ def test_unreachable_hub_fails_without_revealing_passwords(locate: Locate) -> No
         pass
     address = gone.url.replace("://", "://me:my-password@")
     error = str(locate(address, environment={"HF_TOKEN": TOKEN}).error)
-    assert error.startswith(f"The hub at {gone.url} ")
+    assert f" {gone.url} " in error
     assert "FEEDMILL_OFFLINE=true" in error
     assert "my-password" not in error
 
@@ -318,11 +317,6 @@ def test_gated_model_names_its_page_and_hf_token(hub: Hub, locate: Locate) -> No
     error = str(locate(hub, environment={"HF_TOKEN": TOKEN}).error)
     assert NAME in error
     assert f"{hub.url}/{NAME}" in error
-    assert "HF_TOKEN" in error
-
-
-def test_rejects_a_malformed_hf_token(hub: Hub, locate: Locate) -> None:
-    error = str(locate(hub, environment={"HF_TOKEN": f"hf_two\x01\n{TOKEN}"}).error)
     assert "HF_TOKEN" in error
 
 
@@ -397,14 +391,13 @@ def refused(status: int) -> HfHubHTTPError:
     ("raised", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "HF_HOME"),
-        (RuntimeError("xet: No space left on device (os error 28)"), "HF_HOME"),
-        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied.*HF_HOME"),
-        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system.*HF_HOME"),
-        (ValueError(f"Illegal header value b'Bearer {TOKEN}'"), r"\(Illegal header value b'\*\*\*\)"),
-        (ValueError("at https://a.example/x?Signature=secret\nand more"), r"\(at https://a.example/x\*\*\*\)"),
-        (ValueError(), r"\(ValueError\)"),
-        (refused(401), r"401.*HF_TOKEN"),
-        (refused(429), r"429"),
+        (ValueError(f"Illegal header value b'Bearer {TOKEN}'"), r": Illegal header value b'\*\*\*\. "),
+        (
+            ValueError("at https://a.example/x?Signature=secret\nnow"),
+            r": at https://a.example/x\*\*\* now\. ",
+        ),
+        (ValueError(), ": ValueError"),
+        (refused(401), "no.*HF_TOKEN"),
     ],
 )
 def test_explains_other_download_failures(monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str) -> None:
@@ -417,25 +410,3 @@ def test_explains_other_download_failures(monkeypatch: pytest.MonkeyPatch, raise
         Repository(NAME, "0" * 40, False, ())
     assert TOKEN not in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_logs_few_progress_lines(caplog: pytest.LogCaptureFixture) -> None:
-    seconds = 0.0
-    caplog.set_level(logging.INFO)
-    progress = DownloadProgress("some/model", "commit 12", 1_630_000_000, clock=lambda: seconds)
-    for at, megabytes in (
-        *((1, 400), (6, 500), (6.5, 900), (12, 700), (13, 1000), (14, 950), (20, 1000)),
-        *((70, 1001), (100, 1100), (140, 1102), (170, 1120), (180, 1630)),
-    ):
-        seconds = at
-        progress.reached(megabytes * 1_000_000)
-    progress.end()
-    summaries = [re.findall(r"[\d,.]+(?=%| MB| s$)", message) for message in caplog.messages]
-    assert summaries == [
-        ["1,630"],
-        ["31", "1,630", "83"],
-        ["55", "1,630", "67"],
-        ["67", "1,630", "2.3"],
-        ["69", "1,630", "0.3"],
-        ["1,630", "180"],
-    ]

