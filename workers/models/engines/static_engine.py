@@ -8,7 +8,6 @@ than a copy to a GPU, so they run on the CPU whatever the worker's device.
 import json
 import time
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from torch.nn.functional import embedding_bag
 from shared.errors import ModelError, SettingsError, clause
 from shared.settings import Settings
 from workers.models.device import Device
-from workers.models.tokenizer import Tokens
-from workers.models.truncation import encode_starts, find_boundaries
+from workers.models.tokenizer import Tokens, encode_starts
 from workers.models.weights import WEIGHTS_FILE, Weights
 
 #: Names of the table in the files of sentence-transformers and of model2vec.
@@ -47,17 +45,15 @@ class StaticTokenizer:
         self.size: int = self._rust.get_vocab_size()
         self._rust.no_padding()
         self._rust.enable_truncation(max_tokens)
-        self._boundaries = cache(lambda: find_boundaries(self._rust))
         self._unknown = _unknown_token(self._rust) if drops_unknown else None
         self._empty = empty
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the token ids of each text, at most `max_tokens`, unknown ones included."""
-
-        def encode(_: list[int], starts: list[str]) -> list[list[int]]:
-            return [encoding.ids for encoding in self._rust.encode_batch_fast(starts, add_special_tokens=False)]
-
-        found = encode_starts(texts, self.max_tokens, self._boundaries, encode)
+        encodings = encode_starts(
+            texts, self.max_tokens, lambda starts: self._rust.encode_batch_fast(starts, add_special_tokens=False)
+        )
+        found: list[list[int]] = [encoding.ids for encoding in encodings]
         return [Tokens([token for token in ids if token != self._unknown] or [self._empty]) for ids in found]
 
 
