@@ -23,8 +23,9 @@ from shared.settings import Settings
 COLLECTION = "app.bsky.feed.post"
 #: Seconds before the stored position from which the stream is read again: servers' clocks differ.
 OVERLAP_S = 10
-#: Maximum bytes of an event. The server leaves out larger ones: the client would close the connection at each.
-MAX_EVENT_BYTES = 2**20
+#: Maximum bytes of an event. Servers are asked to leave out larger ones; one that comes all the same is cut, so that it
+#: cannot be read. The client closes the connection at a frame of more than MAX_FRAME_BYTES.
+MAX_EVENT_BYTES, MAX_FRAME_BYTES = 2**20, 2**26
 #: Timeouts in seconds: for a new connection, for its closing handshake, and until an empty answer to the daemon.
 CONNECT_TIMEOUT_S, CLOSE_TIMEOUT_S, IDLE_S = 10.0, 1.0, 1.0
 #: Seconds without any event after which the connection counts as dead. Bluesky has hundreds of events per second.
@@ -59,7 +60,7 @@ class BlueskySource:
                 f"{self._url}?{urlencode(query)}",
                 open_timeout=CONNECT_TIMEOUT_S,
                 close_timeout=CLOSE_TIMEOUT_S,
-                max_size=MAX_EVENT_BYTES,
+                max_size=MAX_FRAME_BYTES,
             ) as connection:
                 yield from self._receive(connection)
         except InvalidStatus as fault:
@@ -82,7 +83,7 @@ class BlueskySource:
                 yield None
                 continue
             heard = self._clock.monotonic()
-            yield text
+            yield text[:MAX_EVENT_BYTES]
 
     def parse(self, raw: str | bytes) -> Event:
         data = json.loads(raw)

@@ -39,6 +39,8 @@ MAX_BATCH_EVENTS = 4_096
 #: Maximum seconds that an event's time may be ahead of this machine's clock to become a position, once that time has
 #: come; and maximum number of such events to remember, one per batch.
 MAX_AHEAD_S, MAX_UPCOMING = 600.0, 4_096
+#: Seconds after which events that could not be read are read again, and how many of them may wait for that.
+REREAD_S, MAX_WAITING = 5.0, 1_000
 #: Maximum failures of events to remember.
 MAX_FAILURES_SEEN = 10_000
 #: Limit of a position, and of the characters of a deleted post's or account's id.
@@ -75,7 +77,10 @@ class LiveDaemon:
         self._floor = 0
         #: Position of the event that was read last from the open connection; -1 before the first.
         self._reached = -1
-        #: Places where an event failed once, and digests of events that are dead letters: the overlap repeats them.
+        #: Events that could not be read and wait to be read again, and when that is due (monotonic seconds). Meanwhile
+        #: others are sent, and the position stays.
+        self._waiting, self._reread_at = 0, math.inf
+        #: Places and digests of events that failed once, and digests of dead letters: the overlap repeats them.
         self._failures_seen = set[tuple[str, int | str]]()
         self._failures = 0
         #: Times of the next batch and of the next status update (monotonic seconds).
@@ -145,6 +150,9 @@ class LiveDaemon:
         if failure := self._failure:
             self._failure = None
             raise failure
+        if self._clock.monotonic() >= self._reread_at:
+            self._reread_at = math.inf
+            raise SourceFailed(f"{self._waiting} events could not be read; reading them again")
         events = self._events or self._open()
         batch: list[Event] = []
         posts = 0
@@ -173,9 +181,8 @@ class LiveDaemon:
             try:
                 event = _checked(self._source.parse(raw))
             except Exception as error:
-                if self._is_new_failure("unreadable after", self._reached):
-                    raise SourceFailed(f"an event cannot be read ({type(error).__name__})") from error
-                self._set_aside(raw, error)
+                if not self._waits_for_rereading(raw):
+                    self._set_aside(raw, error)
             else:
                 self._reached = event.cursor
                 return event
@@ -189,6 +196,7 @@ class LiveDaemon:
         self._floor = self._position.cursor - self._source.overlap if self._position else 0
         self._events = _generate(self._source, self._floor if self._position else None)
         self._reached, self._upcoming = -1, []
+        self._waiting, self._reread_at = 0, math.inf
         self.connections += 1
         return self._events
 
@@ -272,7 +280,7 @@ class LiveDaemon:
         due = [event for event in (*plausible, *self._upcoming) if event.at <= now]
         self._upcoming = [event for event in self._upcoming if event.at > now][-MAX_UPCOMING:]
         last = max(due, key=_cursor, default=None)
-        if last and (self._position is None or last.cursor > self._position.cursor):
+        if last and (self._position is None or (last.cursor > self._position.cursor and not self._waiting)):
             self._position = Position(last.cursor, last.at)
             self._state.advance(self._position)
         if len(plausible) < len(batch) and not self.ahead:
@@ -284,6 +292,17 @@ class LiveDaemon:
         self.ahead += len(batch) - len(plausible)
         self.read += len(batch)
 
+    def _waits_for_rereading(self, raw: Any) -> bool:
+        """Return whether an event that cannot be read is to be read again, in case it was cut."""
+        # Both are noted: the next connection may repeat the event at another place, or cut it elsewhere.
+        is_new_place = self._is_new_failure("unreadable after", self._reached)
+        is_new = self._is_new_failure("unreadable", digest(_text_of(raw))) and is_new_place
+        if not is_new or self._waiting >= MAX_WAITING:
+            return False
+        self._waiting += 1
+        self._reread_at = min(self._reread_at, self._clock.monotonic() + REREAD_S)
+        return True
+
     def _is_new_failure(self, kind: str, place: int | str) -> bool:
         """Remember a failure, and return whether this is its first time."""
         if len(self._failures_seen) >= MAX_FAILURES_SEEN:
@@ -294,7 +313,7 @@ class LiveDaemon:
 
     def _set_aside(self, raw: Any, error: Exception) -> None:
         """Keep an event that failed twice as a dead letter."""
-        text = raw if isinstance(raw, str) else json.dumps(raw, default=repr)
+        text = _text_of(raw)
         if not self._is_new_failure("dead letter", digest(text)):
             return
         reason = f"an event of {self._source.name} cannot be read ({type(error).__name__})"
@@ -348,6 +367,11 @@ class LiveDaemon:
 def _generate(source: Source, cursor: int | None) -> Generator[Any]:
     """Return the source's events as a generator, which can be closed."""
     yield from source.events(cursor)
+
+
+def _text_of(raw: Any) -> str:
+    """Return an event as text."""
+    return raw if isinstance(raw, str) else json.dumps(raw, default=repr)
 
 
 def _cursor(event: Event) -> int:

@@ -51,6 +51,6 @@ class Source(Protocol):
     def parse(self, raw: Any) -> Event:
         """Read one of the events that `events` yielded.
 
-        May raise any exception. The daemon then reads the event once more, in case it was cut. If it cannot be read
-        again, it becomes a dead letter and the next event follows.
+        May raise any exception. The daemon then goes on, and reads the event once more within seconds, in case it was
+        cut. If it cannot be read again, it becomes a dead letter.
         """

@@ -1,5 +1,6 @@
 """The daemon of `feedmill ingest bluesky` against a loopback Jetstream and a real Redis."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -358,7 +359,11 @@ def test_unreadable_event_is_skipped_after_a_second_attempt(
     for broken in ('{"did": "did:plc:alice", "ki', "[]", '{"time_us": "x"}'):
         jetstream.raw(broken)
     jetstream.post("after it")
-    run(daemon, lambda: queued(redis), "the next post is sent")
+    jetstream.raw(json.dumps({"did": "x" * 2_000_000}))
+    jetstream.post("after a frame that is too large")
+    run(daemon, lambda: len(ids(redis)) == 2, "the next posts are sent")
+    assert daemon.connections == 1, "others do not wait"
+    run(daemon, lambda: daemon.unreadable == 4, "they are set aside after a second attempt")
     assert daemon.connections == 2
     assert daemon.gaps == 0
 
