@@ -40,7 +40,7 @@ from feedmill.cli import (
     train,
 )
 from feedmill.cli.command_groups import CommandsByPurpose
-from feedmill.cli.option_groups import with_groups
+from feedmill.cli.option_groups import excludes, with_groups
 from feedmill.cli.options import (
     ClassifierOption,
     DataFolder,
@@ -132,6 +132,7 @@ def main(
 
 
 @app.command()
+@excludes("--own", "--keep", "--all")
 def demo(
     keep: Annotated[bool, typer.Option(help="Keep everything running until Ctrl-C.")] = False,
     all_posts: Annotated[bool, typer.Option("--all", help="Show every post instead of a random sample.")] = False,
@@ -152,8 +153,6 @@ def demo(
     if own is None:
         run_demo(settings_of(), keep, as_json, all_posts)
         return
-    if keep or all_posts:
-        raise UserError("--own classifies only your sentences and starts nothing. Leave out --keep and --all.")
     try:
         chosen = load(labels=own).labels or {}
     except SettingsError as error:

@@ -1,7 +1,13 @@
-"""Groups of options: a command's parameter that stands for several flags, one per field of the parameter's type.
+"""Decorators for commands: groups of options, and rules for flags that exclude or need each other.
 
 typer reads a command's flags from its signature. `with_groups` replaces each group in the signature with its flags, and
-passes the values of the flags to the command as one object of the group's type.
+passes the values of the flags to the command as one object of the group's type. `excludes` and `needs` stand above it:
+
+    @app.command()
+    @excludes("--run", "--watch")
+    @needs("--table", "--database")
+    @with_groups
+    def command(...) -> None:
 """
 
 import inspect
@@ -12,13 +18,16 @@ from typing import Annotated, Any, get_args
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.models import ArgumentInfo, OptionInfo
 
+from shared.errors import UserError
 from workers.training.options import SWITCH, TrainOptions
 
+Command = Callable[..., None]
 Flags = list[inspect.Parameter]
 
 
-def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+def with_groups(command: Command) -> Command:
     """Expand a command's groups: parameters whose type is TrainOptions, or a dataclass with options as annotations."""
     signature = inspect.signature(command, eval_str=True)
     kinds = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -39,6 +48,61 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {flag.name: flag.annotation for flag in parameters}
     return expanded
+
+
+def excludes(flag: str, *others: str) -> Callable[[Command], Command]:
+    """Refuse a command line that has `flag` and one of `others`. Arguments are named as in the help, such as FILE."""
+
+    def problem(typed: set[str]) -> str | None:
+        other = next((other for other in others if {flag, other} <= typed), None)
+        return other and f"{flag} cannot be combined with {other.removesuffix('...')}. Leave out one of them."
+
+    return _rule(problem, {flag, *others})
+
+
+def needs(flag: str, *others: str) -> Callable[[Command], Command]:
+    """Refuse a command line that has `flag` without any of `others`."""
+
+    def problem(typed: set[str]) -> str | None:
+        if flag not in typed or typed.intersection(others):
+            return None
+        return f"{flag} needs {' or '.join(others)}."
+
+    return _rule(problem, {flag, *others})
+
+
+def _rule(problem: Callable[[set[str]], str | None], named: set[str]) -> Callable[[Command], Command]:
+    """Return a decorator that raises UserError with the problem of the typed flags, those with other than default
+    values. Raises ValueError if the command lacks one of the named flags.
+    """
+
+    def decorate(command: Command) -> Command:
+        parameters = inspect.signature(command, eval_str=True).parameters
+        names = {name: _shown_name(parameter) for name, parameter in parameters.items()}
+        if unknown := named.difference(names.values()):
+            raise ValueError(f"the command has no {', '.join(unknown)}")
+
+        @wraps(command)
+        def checked(**given: Any) -> None:
+            typed = {names[name] for name, value in given.items() if value not in (parameters[name].default, None, [])}
+            if text := problem(typed):
+                raise UserError(text)
+            command(**given)
+
+        return checked
+
+    return decorate
+
+
+def _shown_name(parameter: inspect.Parameter) -> str:
+    """Return the name of a flag, such as --run, or of an argument, such as FILE, as the help shows it."""
+    for option in getattr(parameter.annotation, "__metadata__", ()):
+        if isinstance(option, ArgumentInfo):
+            return option.metavar or parameter.name.upper()
+        # In an annotation, typer takes a name that comes first for the default.
+        if isinstance(option, OptionInfo) and isinstance(name := option.default, str):
+            return name.partition("/")[0]
+    return f"--{parameter.name.replace('_', '-')}"
 
 
 def _flags(kind: Any) -> Flags:

@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple
 import typer
 from redis import Redis
 
+from feedmill.cli.option_groups import excludes
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.reading.runs import unknown_run
 from producers.purge_run import purge_run
@@ -25,6 +26,8 @@ app = typer.Typer()
 
 
 @app.command()
+@excludes("--lift", "--rewrite", "--run")
+@excludes("--run", "ID...")
 def purge(
     ids: Annotated[
         list[str] | None, typer.Argument(metavar="ID...", help="Post ids; - reads one per line from standard input.")
@@ -52,12 +55,8 @@ def purge(
     stored about a run: other runs keep their posts, and its file can be sent again. Exits 1 if nothing was stored.
     """
     settings = settings_of(redis_url=redis_url)
-    if bool(ids) == (run is not None):
-        raise UserError("Give either the ids of posts or --run NAME.")
-    if lift and rewrite:
-        raise UserError("--lift deletes nothing, so there is nothing to rewrite. Leave out --rewrite.")
-    if run is not None and lift:
-        raise UserError("--lift needs the ids of posts: purging a run blocks none. Leave out --run.")
+    if not ids and run is None:
+        raise UserError("Give the ids of posts, or --run NAME.")
     redis = connect(settings)
     done = _purge_posts(redis, settings, ids or [], lift, yes) if run is None else _purge_run(redis, settings, run, yes)
     typer.echo(json.dumps(done.counts) if as_json else done.summary)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from feedmill.cli import ingest, run_progress
+from feedmill.cli.option_groups import excludes
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.console import output_console
 from feedmill.monitoring import watch
@@ -47,6 +48,7 @@ app = typer.Typer()
 
 
 @app.command()
+@excludes("--run", "--watch")
 def status(
     watched: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until Ctrl-C.")] = False,
     run: Annotated[
@@ -58,8 +60,6 @@ def status(
     """Show the state of queues, workers, results and Redis memory."""
     settings = settings_of(redis_url=redis_url)
     if run is not None:
-        if watched:
-            raise UserError("--run cannot be combined with --watch. Leave out one of them.")
         _show_run(settings, parse_run(run), as_json)
         return
     if not watched:
