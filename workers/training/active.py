@@ -55,10 +55,8 @@ class Answer(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The accuracy on the posts held back, after a round."""
+    """The accuracy on the posts held back, after a round. held_back: their number."""
 
-    #: Number of labelled posts, and of those among them that were held back.
-    labelled: int
     held_back: int
     #: Share of right labels of the head, and of zero-shot classification.
     accuracy: float
@@ -149,14 +147,15 @@ class Session:
         self._pool, self._labels, self._seed = pool, labels, seed
         self.answers = list(answers)
         self._next: list[Pick] = []
-        #: The accuracy after each round.
-        self.curve: list[Measured] = []
+        #: The accuracy after the last round; None if no post was held back yet.
+        self.measured: Measured | None = None
 
     def next(self) -> Pick | None:
         """Return the post to label now; None if there are no more."""
         if not self._next:
             first = max(FIRST_PER_LABEL * self._labels, ROUND_POSTS)
             with one_thread():
+                self.measured = self._measure()
                 # A resumed first round goes on with the posts that it had.
                 sample = self._pool.pick((), first, self._seed) if len(self.answers) < first else []
                 taken = {answer.pick.place for answer in self.answers}
@@ -169,38 +168,26 @@ class Session:
         """Label the post that is next; None skips it."""
         self.answers.append(Answer(self._next.pop(0), label))
 
-    def undo(self) -> bool:
-        """Take back the last answer, whose post is next again. Return False if there is none."""
-        if not self.answers:
-            return False
-        self._next.insert(0, self.answers.pop().pick)
-        self.curve = [point for point in self.curve if point.labelled <= self.labelled]
-        return True
+    def undo(self) -> None:
+        """Take back the last answer, if there is one. Its post is next again."""
+        if self.answers:
+            self._next.insert(0, self.answers.pop().pick)
 
     @property
     def labelled(self) -> int:
         """Number of labelled posts."""
         return sum(answer.label is not None for answer in self.answers)
 
-    @property
-    def held_back(self) -> list[Answer]:
-        """Labelled posts that were picked at random."""
-        return [answer for answer in self.answers if answer.pick.why == RANDOM and answer.label is not None]
-
-    def measure(self) -> Measured | None:
-        """Measure the accuracy on the posts held back of the head of all others, once a round; None in between."""
-        held_back = self.held_back
-        is_measured = self.curve and self.curve[-1].labelled == self.labelled
-        if len(self.answers) % ROUND_POSTS or not held_back or is_measured:
+    def _measure(self) -> Measured | None:
+        """Measure the accuracy of the head of all other answers on the posts held back."""
+        held_back = [answer for answer in self.answers if answer.pick.why == RANDOM and answer.label is not None]
+        if not held_back:
             return None
         others = [answer for answer in self.answers if answer.pick.why != RANDOM]
-        places, count = [answer.pick.place for answer in held_back], len(held_back)
-        with one_thread():
-            found = self._pool.predict(others, places)
+        found = self._pool.predict(others, [answer.pick.place for answer in held_back])
         right = sum(best == answer.label for best, answer in zip(found, held_back, strict=True))
         zero_shot = sum(self._pool.zero_shot[answer.pick.place] == answer.label for answer in held_back)
-        self.curve.append(Measured(self.labelled, count, right / count, zero_shot / count))
-        return self.curve[-1]
+        return Measured(len(held_back), right / len(held_back), zero_shot / len(held_back))
 
     def head(self) -> Fitted:
         """Return the head of all answers, those held back included."""
