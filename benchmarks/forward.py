@@ -33,8 +33,7 @@ from workers.models import device
 from workers.models.classifiers import Row
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import Device
-from workers.models.engines.onednn import can_reorder
-from workers.models.engines.torch_engine import TorchEngine
+from workers.models.engines.torch_engine import TorchEngine, can_reorder
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights, locate
 from workers.pipeline.window import Window

@@ -19,8 +19,8 @@ from tests.unit.test_canary import overflowing
 from workers.models.classifiers import Row
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import Device, limit_memory, select_device
+from workers.models.engines import device_errors
 from workers.models.engines.onnx_engine import PROVIDERS
-from workers.models.engines.outputs import device_errors
 from workers.models.shapes import FEW
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""workers/models/classifiers/canary.py: models whose scores are wrong in half precision are refused at their start."""
+"""registry.py: models whose scores are wrong in half precision are refused at their start."""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from shared.errors import ModelError
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model, make_sentence_model
 from tests.support import naming
-from workers.models.classifiers import canary, registry
+from workers.models.classifiers import registry
+from workers.models.classifiers.fixed_labels import SequenceClassifier
 from workers.models.classifiers.registry import load_classifier
-from workers.models.classifiers.sequence import SequenceClassifier
 from workers.models.device import Device
 
 LABELS = {0: "NEGATIVE", 1: "POSITIVE"}
@@ -54,7 +54,7 @@ def constant(folder: Path) -> Path:
 def test_refuses_scores_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(model=str(overflowing(tmp_path)))
     for available, advice in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(canary, "has_bfloat16", lambda _, found=available: found)
+        monkeypatch.setattr(registry, "has_bfloat16", lambda _, found=available: found)
         with pytest.raises(ModelError, match=naming(tmp_path, "float16", f"FEEDMILL_DTYPE={advice}")):
             load_classifier(settings, cpu(torch.float16))
     for dtype in (torch.bfloat16, torch.float32):
@@ -82,17 +82,17 @@ def test_accepts_scores_that_are_alike_in_every_precision(
 ) -> None:
     """A model may legitimately have the same scores for the canary posts, such as 0 for everything that is rare."""
     assert load_classifier(Settings(model=str(constant(tmp_path))), cpu(dtype)).kind == "sequence"
-    assert [record.levelname for record in caplog.records if record.name == canary.__name__] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if record.name == registry.__name__] == ["WARNING"]
 
 
 def test_scores_few_labels_if_each_is_a_row(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path / "nli", NLI)
     names = [f"label {number}" for number in range(200)]
     loaded = load_classifier(Settings(model=str(folder), labels=names), cpu(torch.float32))
-    assert [list(scores) for scores in canary.check_scores(loaded)] == [names[:2]] * len(canary.CANARY_POSTS)
+    assert [list(scores) for scores in registry.check_scores(loaded)] == [names[:2]] * len(registry.CANARY_POSTS)
     folder = make_sentence_model(tmp_path / "similarity")
     loaded = load_classifier(Settings(model=str(folder), labels=names), cpu(torch.float32))
-    assert [list(scores) for scores in canary.check_scores(loaded)] == [names] * len(canary.CANARY_POSTS)
+    assert [list(scores) for scores in registry.check_scores(loaded)] == [names] * len(registry.CANARY_POSTS)
 
 
 def test_refuses_a_classifier_that_leaves_out_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from shared.settings import CLASSIFIERS, Settings
 from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
 from tests.support import naming
 from workers.models.classifiers import registry
-from workers.models.classifiers.nli import Entailment
+from workers.models.classifiers.pairs import Entailment
 from workers.models.classifiers.registry import check_size, classifier_kind, load_classifier
 from workers.models.device import Device
 from workers.models.engines import factory

@@ -20,7 +20,7 @@ from tests.fakes.models import make_model, make_sentence_model
 from tests.support import naming
 from workers.models import hub
 from workers.models.classifiers import Classifier
-from workers.models.classifiers.head import read_head, write_head
+from workers.models.classifiers.fixed_labels import read_head, write_head
 from workers.models.classifiers.registry import classifier_kind, load_classifier
 from workers.models.device import Device
 from workers.models.weights import HEAD_FILE, locate

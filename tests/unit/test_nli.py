@@ -1,4 +1,4 @@
-"""workers/models/classifiers/nli.py: scores equal those of transformers' zero-shot pipeline on the same weights."""
+"""workers/models/classifiers/pairs.py: scores equal those of transformers' zero-shot pipeline on the same weights."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ from shared.errors import RequestRefused
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model
-from workers.models.classifiers.nli import Entailment
-from workers.models.classifiers.pairs import PairClassifier
+from workers.models.classifiers.pairs import Entailment, PairClassifier
 from workers.models.device import Device
 from workers.models.weights import Weights
 

@@ -1,4 +1,4 @@
-"""engines/onednn.py: reordered weights give transformers' outputs, replace the originals, and stay out of float32."""
+"""engines/torch_engine.py: reordered weights give the same outputs, replace the originals, and stay out of float32."""
 
 import gc
 import weakref
@@ -11,8 +11,13 @@ from transformers import AutoModelForSequenceClassification
 from tests.fakes.models import ARCHITECTURES, NLI, make_model
 from workers.models.device import Device
 from workers.models.engines.network import LOGITS
-from workers.models.engines.onednn import REORDERED_TYPES, ReorderedLinear, can_reorder, reorder_linear_layers
-from workers.models.engines.torch_engine import TorchEngine
+from workers.models.engines.torch_engine import (
+    REORDERED_TYPES,
+    ReorderedLinear,
+    TorchEngine,
+    can_reorder,
+    reorder_linear_layers,
+)
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 

@@ -1,4 +1,4 @@
-"""workers/models/classifiers/rerank.py: scores equal those of sentence-transformers' CrossEncoder on equal weights."""
+"""workers/models/classifiers/pairs.py: scores equal those of sentence-transformers' CrossEncoder on equal weights."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import naming
 from tests.unit.test_nli import LABELS, TEXTS, fp, ours
-from workers.models.classifiers.rerank import ACTIVATIONS, Reranker
+from workers.models.classifiers.pairs import ACTIVATIONS, Reranker
 from workers.models.weights import Weights
 
 ARCHITECTURES = ("roberta", "xlm-roberta", "bert", "electra", "distilbert", "deberta-v2", "modernbert")

@@ -1,4 +1,4 @@
-"""workers/models/classifiers/sequence.py: scores equal those of transformers' text-classification pipeline."""
+"""workers/models/classifiers/fixed_labels.py: scores equal those of transformers' text-classification pipeline."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import naming
-from workers.models.classifiers.sequence import SequenceClassifier
+from workers.models.classifiers.fixed_labels import SequenceClassifier
 from workers.models.device import Device
 from workers.models.weights import Weights
 

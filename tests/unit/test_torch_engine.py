@@ -19,7 +19,7 @@ from transformers import (
 from shared.errors import DeviceFull, DeviceLost, ModelError
 from tests.fakes.models import ARCHITECTURES, NLI, TYPED, make_model
 from workers.models.device import Device
-from workers.models.engines import packing
+from workers.models.engines import device_errors, packing
 from workers.models.engines.network import (
     LOGITS,
     OFFSET_POSITION_TYPES,
@@ -29,7 +29,6 @@ from workers.models.engines.network import (
     pool,
     read_config,
 )
-from workers.models.engines.outputs import device_errors
 from workers.models.engines.packing import PACKABLE_TYPES, Run, attend, padded_for_attention
 from workers.models.engines.torch_engine import TorchEngine, use_attention_without_plans
 from workers.models.shapes import EXACT, FEW

@@ -41,7 +41,7 @@ GLICLASS = "GLiClass"
 WEIGHTS_FILE = "model.safetensors"
 #: Lists the weight files of a model that is split into several.
 INDEX_FILE = "model.safetensors.index.json"
-#: The head of a model that `feedmill train --head` or `feedmill label` wrote (classifiers/head.py).
+#: The head of a model that `feedmill train --head` or `feedmill label` wrote (classifiers/fixed_labels.py).
 HEAD_FILE = "head.safetensors"
 #: The pickled head of a SetFit model, and its configuration, which older models lack.
 SETFIT_HEAD, SETFIT_CONFIG = "model_head.pkl", "config_setfit.json"

@@ -40,8 +40,8 @@ from shared.errors import DeviceFull, DeviceLost, ModelError, clause
 from shared.settings import Settings
 from workers.models import device
 from workers.models.classifiers.registry import check_size
+from workers.models.engines import device_errors
 from workers.models.engines.network import PADDING_SENSITIVE_TYPES, max_row_tokens, padding_token, read_config
-from workers.models.engines.outputs import device_errors
 from workers.models.weights import GLICLASS, Weights, locate, read_config_file
 from workers.pipeline.tuning import Peak
 from workers.training.examples import Dataset, Example

@@ -21,12 +21,12 @@ from shared.errors import DeviceFull, DeviceLost, ModelError, clause
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from workers.models.classifiers import Row
-from workers.models.classifiers.head import write_head
+from workers.models.classifiers.fixed_labels import write_head
 from workers.models.classifiers.layout import TEXT_CONFIGS, Layout, read_layout
 from workers.models.classifiers.registry import load_classifier
 from workers.models.classifiers.similarity import Similarity
 from workers.models.device import select_device
-from workers.models.engines.outputs import device_errors
+from workers.models.engines import device_errors
 from workers.models.weights import HEAD_FILE, Weights, copy_model
 from workers.training.examples import Dataset
 from workers.training.options import TrainOptions

@@ -15,7 +15,7 @@ from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
 from workers.models.classifiers import LabelSet, LabelSets, Row, Scores
 from workers.models.device import Device
-from workers.models.engines.outputs import TensorOutputs, device_errors
+from workers.models.engines import TensorOutputs, device_errors
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 

@@ -1,6 +1,6 @@
 """Classifiers: prepare texts, run the forward pass, turn outputs into scores.
 
-`head.py`, `nli.py`, `rerank.py`, `sequence.py` and `similarity.py` implement the protocol below; `registry.py` picks
+`fixed_labels.py`, `gliclass.py`, `pairs.py` and `similarity.py` implement the protocol below; `registry.py` picks
 one by the model's files.
 
 `prepare` turns texts into token rows (tokenizer thread), `forward` runs one micro-batch of rows from any posts and

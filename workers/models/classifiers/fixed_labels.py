@@ -1,15 +1,36 @@
-"""Models with labels of their own, which no message can change: the common part of `sequence.py` and `head.py`."""
+"""Models with labels of their own, which no message can change: fine-tuned classifiers, and heads on embeddings.
 
+`sequence`: a fine-tuned model, with the activation that transformers' text-classification pipeline would choose
+(pipelines/text_classification.py): none for regression, sigmoid for multi-label or one-label models, otherwise softmax.
+
+`head`: a sentence-transformers model with a linear layer, which `feedmill train --head` fits and stores as HEAD_FILE in
+the model's folder, together with the labels. A post's scores are softmax(weight · embedding + bias); the embedding is
+the model's own, as a unit vector.
+"""
+
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from shared.errors import ModelError, RequestRefused, SettingsError
-from shared.messages import ClassifyOptions
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from shared.errors import ModelError, RequestRefused, SettingsError, clause
+from shared.messages import ClassifyOptions, digest
 from shared.settings import Settings
-from workers.models.classifiers import Classifier, LabelSet
-from workers.models.weights import Weights
+from workers.models.classifiers import Classifier, LabelSet, Row, Scores
+from workers.models.classifiers.similarity import Similarity
+from workers.models.device import Device
+from workers.models.engines import TensorOutputs, device_errors
+from workers.models.engines.factory import create_engine
+from workers.models.engines.network import LOGITS, read_config
+from workers.models.weights import HEAD_FILE, Weights
 
 #: Limits on a model's labels. Every result stores the scores of all labels, so these bound its size in Redis.
 MAX_LABELS_OF_A_MODEL, MAX_LABEL_CHARACTERS = 1000, 200
+#: Key of the labels, a JSON list, in the metadata of HEAD_FILE.
+LABELS_KEY = "labels"
 
 
 class FixedLabels(Classifier):
@@ -58,3 +79,102 @@ def check_labels(names: Sequence[str], file: str, weights: Weights, settings: Se
     if others or settings.template:
         name = "FEEDMILL_LABELS" if others else "FEEDMILL_TEMPLATE"
         raise SettingsError(f"{name} is set, but {weights.name} has fixed labels and uses no template: unset {name}.")
+
+
+class SequenceClassifier(FixedLabels):
+    """Classify with a fine-tuned model.
+
+    Raises ModelError if the folder holds none, SettingsError if `labels` differ from the model's or `template` is set.
+    """
+
+    kind = "sequence"
+
+    def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
+        self.weights = weights
+        self.device = device
+        self._engine, self._tokenizer = create_engine(weights, device, settings, LOGITS, settings.max_tokens)
+        self.packed = self._engine.packed
+        config = read_config(weights, settings.trust_remote_code)
+        names = tuple(str(config.id2label.get(place, "")) for place in range(config.num_labels))
+        check_labels(names, "id2label in config.json", weights, settings)
+        self._meaning = activation_for(config.problem_type, len(names))
+        recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning, *names)
+        softmax = self._meaning == "softmax"
+        self._serve(LabelSet(names, not softmax, recipe), softmax)
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        return [[Row(tokens, label_set)] for tokens in self._tokenizer.encode(texts)]
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
+        """Return scores: [rows, labels] in float32."""
+        with device_errors():
+            began = self._engine.begin()
+            logits = self._engine.forward([row.tokens for row in rows])
+            if self._meaning == "softmax":
+                logits = logits.softmax(-1)
+            elif self._meaning == "sigmoid":
+                logits = logits.sigmoid()
+            return TensorOutputs(logits, began)
+
+    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
+        labels = self._label_set.labels
+        return [
+            (row, dict(zip(labels, scores, strict=True))) for row, scores in zip(rows, outputs.scores(), strict=True)
+        ]
+
+
+def activation_for(problem: str | None, labels: int) -> str:
+    """Return the activation for a model's logits: raw, sigmoid or softmax. problem: the model's `problem_type`."""
+    if problem == "regression":
+        return "raw"
+    return "sigmoid" if problem == "multi_label_classification" or labels == 1 else "softmax"
+
+
+class Head(FixedLabels, Similarity):
+    """Classify with a head on embeddings.
+
+    Raises ModelError if the folder holds none, SettingsError if `labels` differ from the model's or `template` is set.
+    """
+
+    kind = "head"
+
+    def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
+        labels, weight, bias = read_head(weights)
+        check_labels(labels, f"{LABELS_KEY!r} in the metadata of {HEAD_FILE}", weights, settings)
+        super().__init__(weights, device, settings)
+        self._weight, self._bias = weight.to(self._engine.home), bias.to(self._engine.home)
+        # The digest of the weights includes HEAD_FILE.
+        recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._layout.digest, *labels)
+        self._serve(LabelSet(labels, False, recipe), gives_one_label=True)
+
+    def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:  # noqa: ARG002 - has only one
+        if embeddings.shape[1] != self._weight.shape[1]:
+            raise ModelError(
+                f"{HEAD_FILE} of {self.weights.name} is for embeddings of {self._weight.shape[1]} dimensions, but the "
+                f"model's have {embeddings.shape[1]}. Train the head again."
+            )
+        return torch.addmm(self._bias, embeddings, self._weight.T).softmax(-1)
+
+
+def read_head(weights: Weights) -> tuple[tuple[str, ...], torch.Tensor, torch.Tensor]:
+    """Return a head's labels, weight [labels, dimensions] and bias [labels]. Raises ModelError."""
+    path = weights.folder / HEAD_FILE
+    try:
+        with safe_open(path, "pt") as file:
+            labels = tuple(str(label) for label in json.loads((file.metadata() or {})[LABELS_KEY]))
+            weight, bias = file.get_tensor("weight").float(), file.get_tensor("bias").float()
+        if weight.dim() != 2 or weight.shape[0] != len(labels) or bias.shape != (len(labels),):
+            raise ValueError(f"{len(labels)} labels, but weights of {[*weight.shape]} and biases of {[*bias.shape]}")
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"Cannot read the head {path}: {clause(error)}. Train it again with `feedmill train --head`."
+        ) from error
+    return labels, weight, bias
+
+
+def write_head(path: Path, labels: tuple[str, ...], weight: torch.Tensor, bias: torch.Tensor) -> None:
+    """Write a head for `read_head`. Raises OSError."""
+    tensors = {"weight": weight.float().contiguous(), "bias": bias.float().contiguous()}
+    # Not by `save_file`, whose files only their owner can read: other users serve models.
+    path.write_bytes(save(tensors, {"format": "pt", LABELS_KEY: json.dumps(labels, ensure_ascii=False)}))

@@ -22,9 +22,9 @@ from shared.topics import TOPICS
 from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
 from workers.models.classifiers.gliclass_head import Head, Spans
 from workers.models.device import Device
+from workers.models.engines import TensorOutputs, device_errors, rounded
 from workers.models.engines.factory import create_engine
 from workers.models.engines.network import GLICLASS_ENCODERS, STATES, read_config
-from workers.models.engines.outputs import TensorOutputs, device_errors, rounded
 from workers.models.tokenizer import PROBE_TEXTS, Tokens
 from workers.models.weights import Weights, read_config_file
 

@@ -1,18 +1,24 @@
-"""Select the classifier for a model: from the model's files, or from the `classifier` setting (built-in or plug-in)."""
+"""Select the classifier for a model: from the model's files, or from the `classifier` setting (built-in or plug-in).
 
+A model that was just loaded scores canary posts, so that a broken one never takes a message. Half precision can
+overflow: the scores are then not finite, or the same for every post.
+"""
+
+import logging
+import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from shared import linux
-from shared.errors import ModelError, RequestRefused, SettingsError, clause
+from shared.errors import DeviceFull, ModelError, RequestRefused, SettingsError, clause
+from shared.messages import ClassifyOptions
 from shared.settings import PREFIX, Settings
-from workers.models.classifiers import Classifier, canary
+from workers.models.classifiers import Classifier, Scores
 from workers.models.classifiers.layout import is_model2vec, is_static, read_sentence_config
-from workers.models.classifiers.nli import entailment_class
-from workers.models.classifiers.rerank import is_reranker
-from workers.models.device import Device
+from workers.models.classifiers.pairs import entailment_class, is_reranker
+from workers.models.device import Device, has_bfloat16
 from workers.models.plugins import load_plugin
 from workers.models.weights import (
     CONFIG_FILE,
@@ -33,10 +39,10 @@ MEMORY_MARGIN = 0.1
 #: Built-in classifiers, imported only when a model needs them: the imports of GLiClass take a second.
 CLASSIFIERS = {
     "gliclass": "workers.models.classifiers.gliclass:Gliclass",
-    "head": "workers.models.classifiers.head:Head",
-    "nli": "workers.models.classifiers.nli:Entailment",
-    "rerank": "workers.models.classifiers.rerank:Reranker",
-    "sequence": "workers.models.classifiers.sequence:SequenceClassifier",
+    "head": "workers.models.classifiers.fixed_labels:Head",
+    "nli": "workers.models.classifiers.pairs:Entailment",
+    "rerank": "workers.models.classifiers.pairs:Reranker",
+    "sequence": "workers.models.classifiers.fixed_labels:SequenceClassifier",
     "similarity": "workers.models.classifiers.similarity:Similarity",
 }
 #: Classifiers whose models have labels of their own.
@@ -47,6 +53,19 @@ USED_BY = {
     "label_prompt": ("similarity",),
     "truncate_dim": ("similarity",),
 }
+logger = logging.getLogger(__name__)
+
+#: Short and long, plain and unusual posts. A model must score every label of each.
+CANARY_POSTS = (
+    "A first post.",
+    "The keeper saved two penalties\n\nand nobody in the stadium could believe it",
+    "¿Qué? 🙂 <b>&amp;</b> https://example.org/?a=b " + "x" * 200,
+    "no",
+)
+#: Labels to score if each label is a row, so that a large label set does not delay the start.
+CANARY_LABELS = 2
+#: Decimal places in which scores of different posts must differ.
+PLACES = 6
 
 
 def load_classifier(settings: Settings, device: Device) -> Classifier:
@@ -70,7 +89,7 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     classifier: Classifier = make(weights, device, settings)
     try:
         classifier.warm_up()
-        scores = canary.check_scores(classifier)
+        scores = check_scores(classifier)
     except ModelError:
         raise
     except RequestRefused as refused:
@@ -85,7 +104,7 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
             "FEEDMILL_DEVICE or FEEDMILL_DTYPE."
         ) from error
     if kind in CLASSIFIERS:  # a plug-in's scores may be the same by design
-        canary.check_differences(scores, classifier, partial(_in_float32, make, weights, settings))
+        check_differences(scores, classifier, partial(_in_float32, make, weights, settings))
     return classifier
 
 
@@ -155,3 +174,54 @@ def _memory(device: Device) -> int:
     if device.torch.type == "cuda":
         return int(torch.cuda.mem_get_info(device.torch)[0])
     return linux.available_memory()
+
+
+def check_scores(classifier: Classifier) -> list[Scores]:
+    """Return the scores of the canary posts. Raises ModelError unless every label has a finite score.
+
+    Other errors of the classifier propagate: RequestRefused if it cannot serve the configured labels.
+    """
+    label_set = classifier.label_set(ClassifyOptions())
+    each_a_row = label_set.rows > 1 and not hasattr(classifier, "fixed_labels")
+    if each_a_row and len(label_set.labels) > CANARY_LABELS:
+        label_set = classifier.label_set(ClassifyOptions.parse({"labels": list(label_set.labels[:CANARY_LABELS])}))
+    rows = [row for of_post in classifier.prepare(CANARY_POSTS, label_set) for row in of_post]
+    found = [scores for _, scores in classifier.finish(rows, classifier.forward(rows))]
+    name, device = classifier.weights.name, classifier.device
+    for scores in found:
+        if set(scores) != set(label_set.labels):
+            raise ModelError(f"{name} gives no scores for some labels: {scores!r:.200}. Use another model.")
+        if not all(map(math.isfinite, scores.values())):
+            raise ModelError(f"{name} gives scores that are not finite in {device.precision}. {_advice(device)}")
+    return found
+
+
+def check_differences(found: list[Scores], classifier: Classifier, in_float32: Callable[[], Classifier]) -> None:
+    """Raise ModelError if all posts have the same scores in half precision, but not in float32.
+
+    A model may have the same scores for posts as different as these: one that was trained to find something rare, for
+    example. in_float32: load the model in float32; called only if all scores are the same.
+    """
+    if not _all_alike(found):
+        return
+    name, device = classifier.weights.name, classifier.device
+    if device.dtype != torch.float32:
+        try:
+            precise = check_scores(in_float32())
+        except (ModelError, DeviceFull):  # for example without memory for it
+            precise = None
+        if precise is None or not _all_alike(precise):
+            raise ModelError(f"{name} gives all posts the same scores in {device.precision}. {_advice(device)}")
+    logger.warning("%s gives all test posts the same scores, in float32, too: evaluate it before you use it", name)
+
+
+def _all_alike(found: list[Scores]) -> bool:
+    return len({tuple(round(score, PLACES) for score in scores.values()) for scores in found}) == 1
+
+
+def _advice(device: Device) -> str:
+    """Return a sentence that names the precision to try."""
+    if device.dtype == torch.float32:
+        return "Use another model."
+    wider = "bfloat16" if device.dtype == torch.float16 and has_bfloat16(device.torch) else "float32"
+    return f"Set FEEDMILL_DTYPE={wider}."

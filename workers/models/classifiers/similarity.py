@@ -19,9 +19,8 @@ from shared.topics import DESCRIBED_TOPICS
 from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
 from workers.models.classifiers.layout import read_layout
 from workers.models.device import Device
-from workers.models.engines import Engine
+from workers.models.engines import Engine, TensorOutputs, device_errors
 from workers.models.engines.factory import create_engine
-from workers.models.engines.outputs import TensorOutputs, device_errors
 from workers.models.engines.static_engine import StaticTokenizer, create_static_engine
 from workers.models.tokenizer import Tokenizer, Tokens
 from workers.models.weights import Weights

@@ -9,8 +9,11 @@ A micro-batch has one of two layouts:
   pass). Requires a CPU and an architecture of PACKABLE_TYPES.
 
 Both give the same outputs up to rounding; tests check this for every architecture that can be packed.
+
+On x86 CPUs in bfloat16, linear layers have their weights in oneDNN's own layout (`ReorderedLinear`).
 """
 
+import platform
 import time
 from collections.abc import Sequence
 from itertools import chain, groupby
@@ -20,10 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.models.device import Device
+from workers.models.device import Device, onednn_has_bfloat16
+from workers.models.engines import device_errors
 from workers.models.engines.network import STATES, Network, first_position, read_config
-from workers.models.engines.onednn import REORDERED_TYPES, can_reorder, reorder_linear_layers
-from workers.models.engines.outputs import device_errors
 from workers.models.engines.packing import PACKABLE_TYPES, PACKED, Run
 from workers.models.shapes import Shapes
 from workers.models.tokenizer import Tokens, filled, padded
@@ -34,6 +36,9 @@ LENGTH_BUCKET = 32
 #: In bfloat16, packed micro-batches are padded to a multiple of this many tokens: oneDNN prepares each linear layer for
 #: each new number of tokens, which takes 2 to 6 ms.
 TOKEN_STEP = 64
+#: Architectures whose linear layers are replaced: those that call the layers and never read their weights. Tests
+#: compare each with transformers' own model.
+REORDERED_TYPES = PACKABLE_TYPES | {"bart", "deberta-v2"}
 
 
 def use_attention_without_plans(device: Device) -> None:
@@ -52,7 +57,7 @@ class TorchEngine:
 
     reads: outputs to return, LOGITS, STATES or pooling modes (network.py). pad_id: padding token if the model names
     none. most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported.
-    reordered: give linear layers weights in oneDNN's layout where supported (onednn.py). remote_code: allow Python code
+    reordered: give linear layers weights in oneDNN's layout where supported. remote_code: allow Python code
     that comes with the model. shapes: of padded micro-batches; None selects the device's.
     Raises ModelError if the folder does not hold such a model.
     """
@@ -174,3 +179,36 @@ class TorchEngine:
         computing.wait_stream(self._copies)
         copy.record_stream(computing)
         return copy
+
+
+class ReorderedLinear(torch.nn.Module):
+    """A linear layer for inference. Its weights have no gradients and belong to no state_dict."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(states, self.weight, self.bias, "none", [], "")
+        return product
+
+
+def can_reorder(device: Device) -> bool:
+    """Return whether this machine's oneDNN gains from reordered weights in the device's precision."""
+    return (
+        device.torch.type == "cpu"
+        and device.dtype == torch.bfloat16
+        and platform.machine().lower() in ("x86_64", "amd64")
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and onednn_has_bfloat16()
+    )
+
+
+def reorder_linear_layers(module: torch.nn.Module) -> None:
+    """Replace the linear layers within a module, one by one, so that no more than one has its weights twice."""
+    for name, child in module.named_children():
+        if type(child) is torch.nn.Linear:  # subclasses may be read by their owners
+            setattr(module, name, ReorderedLinear(child))
+        else:
+            reorder_linear_layers(child)
