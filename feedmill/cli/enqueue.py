@@ -19,7 +19,7 @@ from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import FileFlags, Limit, MessageFlags, RedisUrl
 from feedmill.cli.run_progress import wait_for_run
-from feedmill.export.text import COLUMNS
+from feedmill.export.columns import COLUMNS
 from producers.clear import messages_cleared
 from producers.files import is_file
 from producers.positions import Position

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from feedmill.cli.options import RedisUrl, RunFilter, settings_of
-from feedmill.export import text
+from feedmill.export.columns import label_set as label_set_named
 from feedmill.reading.runs import check_run
 from feedmill.report import charts, plots
 from feedmill.report.data import Report, gather
@@ -56,7 +56,7 @@ def report(
     if not out.parent.is_dir():
         raise UserError(f"The folder {out.parent} does not exist. Create it, or give another OUT.")
     run = None if run is None else parse_run(run)
-    labels = None if label_set is None else text.label_set(filter(None, map(str.strip, label_set.split(","))))
+    labels = None if label_set is None else label_set_named(filter(None, map(str.strip, label_set.split(","))))
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     began = time.monotonic()
     with user_errors(settings), notes.status("reading results") if notes.is_terminal else notes:

@@ -9,25 +9,28 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any, LiteralString, NamedTuple
 from urllib.parse import urlsplit
 
 import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import Conninfo
-from psycopg.sql import SQL, Identifier
+from psycopg.sql import SQL, Composable, Identifier
 from psycopg.types.json import set_json_dumps
-from redis import Redis
+from pydantic_core import from_json, to_json
 
-from feedmill.export.postgres_columns import KEY, TYPES, as_text, as_time, definition, names, to_jsonb, values_of
-from feedmill.export.state import STATE_VERSION, check_options
-from feedmill.export.writer import ExportFilter
+from feedmill.export.batches import TIME, batch_of, schema_of
+from feedmill.export.columns import COLUMNS, ExportFilter, check_options
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.purges import Purges, newest_purge, read_purges
 from feedmill.reading.rows import ResultRow, RowReader
+from feedmill.tables.writing import JSON
 from shared.errors import DatabaseUnavailable, UserError, printable
 from shared.scripts.stream import Place
 
@@ -67,6 +70,19 @@ TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.Re
 #: Classes of SQLSTATE by which the database refuses a row: data exceptions, violated constraints, exceeded limits, and
 #: errors that a trigger raises. Some of them are OperationalErrors.
 ROW_REFUSED = ("22", "23", "54", "P0")
+#: The columns of a table: those of every export, and the time at which the result was stored in Redis.
+SCHEMA = schema_of((*COLUMNS, "stored_at"))
+KEY = ("id", "fingerprint")
+REQUIRED = {"id", "label", "scores", "fingerprint", "stored_at"}
+ARROW_TYPES: dict[pa.DataType, LiteralString] = {
+    pa.string(): "text", pa.int64(): "bigint", pa.float64(): "float8", pa.bool_(): "boolean", TIME: "timestamptz",
+    JSON: "jsonb",
+}  # fmt: skip
+#: Column -> type.
+TYPES = {field.name: ARROW_TYPES[field.type] for field in SCHEMA}
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+#: What PostgreSQL cannot store in text, and what it stores instead.
+NUL, REPLACEMENT = "\0", "\ufffd"
 #: Rows of one transaction of which, if all are refused, the table refuses the export; and refused rows to name.
 MIN_ALL_REFUSED, MAX_REFUSED_NAMED = 100, 20
 
@@ -110,41 +126,47 @@ class _Written(NamedTuple):
 
 
 @contextmanager
-def opened(url: str, table: str, wanted: ExportFilter | None, reader: RowReader, redis: Redis) -> Iterator["Table"]:
+def opened(url: str, table: str, selection: ExportFilter | None, reader: RowReader) -> Iterator["Table"]:
     """Connect, lock the table and create it if needed. An earlier export to it is resumed if its options are the same.
 
-    wanted: None to only remove purged posts from an existing table, whatever its options. Raises UserError, and
+    selection: None to only remove purged posts from an existing table, whatever its options. Raises UserError, and
     DatabaseUnavailable if PostgreSQL is unreachable or another export holds the lock.
     """
-    target = Table(Address.parse(url), table, wanted, reader, redis)
+    target = Table(Address.parse(url), table, selection, reader)
     try:
         yield target
     finally:
         target.disconnect()
 
 
+def purge(url: str, table: str, reader: RowReader) -> int:
+    """Delete the posts and runs that were purged after they were exported. Returns the number of removed rows."""
+    with opened(url, table, None, reader) as target:
+        target.close(target.place)
+        target.check_posts()
+    return target.removed
+
+
 class Table:
-    """A table of results. See Folder in writer.py.
+    """A table of results. See feedmill/export/files.py.
 
     The methods raise DatabaseUnavailable, after which `resume` reconnects; other UserErrors if PostgreSQL rejects a
     statement; and redis.exceptions.RedisError.
     """
 
-    can_resume = True
+    can_resume = replaces_rows = True
 
-    def __init__(
-        self, address: Address, table: str, wanted: ExportFilter | None, reader: RowReader, redis: Redis
-    ) -> None:
-        found = TABLE_NAME.fullmatch(table)
-        if found is None or found[2] == POSITIONS or max(map(len, table.encode().split(b"."))) > MAX_NAME_BYTES:
+    def __init__(self, address: Address, table: str, selection: ExportFilter | None, reader: RowReader) -> None:
+        parts = TABLE_NAME.fullmatch(table)
+        if parts is None or parts[2] == POSITIONS or max(map(len, table.encode().split(b"."))) > MAX_NAME_BYTES:
             raise UserError(
                 f"--table: {printable(table)!r:.80} cannot be the name of the table. Give NAME or SCHEMA.NAME, of at "
                 f"most {MAX_NAME_BYTES} bytes each, and not {POSITIONS}."
             )
-        self._given, self._schema, self._name = table, found[1], found[2]
+        self._given, self._schema, self._name = table, parts[1], parts[2]
         self._address = address
-        self._reader, self._redis = reader, redis
-        self._options = None if wanted is None else {"version": STATE_VERSION, **wanted._asdict()}
+        self._reader, self._redis = reader, reader.redis
+        self._options = None if selection is None else selection._asdict()
         #: Rows written, rows removed because their posts were purged, and rows that the database refused.
         self.written = self.removed = self.refused = 0
         self._rows: list[ResultRow] = []
@@ -176,7 +198,7 @@ class Table:
         connection = self._connection
         if connection.info.parameter_status("server_encoding") != "UTF8":
             raise UserError(f"The database at {self._address.name} is not encoded in UTF-8. Create one that is.")
-        set_json_dumps(to_jsonb, connection)
+        set_json_dumps(str.encode, connection)
         for setting in SESSION.items():
             connection.execute("SELECT set_config(%s, %s, false)", setting)
         schema = self._schema or self._value("SELECT current_schema()")
@@ -192,7 +214,7 @@ class Table:
             # Two first exports at once would both create the table of positions.
             self._value("SELECT pg_advisory_xact_lock(hashtextextended('feedmill', 0))")
             self._create()
-        columns = SQL(", ").join(definition(name, optional=True) for name in TYPES)
+        columns = SQL(", ").join(map(_definition, TYPES))
         connection.execute(SQL("CREATE TEMPORARY TABLE feedmill_staging ({}) ON COMMIT DELETE ROWS").format(columns))
         self._read_position()
 
@@ -211,7 +233,7 @@ class Table:
                 ).format(self._positions)
             )
         if self._value("SELECT to_regclass(%s)", name) is None:
-            parts = [*map(definition, TYPES), SQL("PRIMARY KEY ({})").format(names(KEY))]
+            parts = [*map(_definition, TYPES), SQL("PRIMARY KEY ({})").format(_names(KEY))]
             self._connection.execute(SQL("CREATE TABLE {} ({})").format(self._table, SQL(", ").join(parts)))
             # The position of a table that was dropped.
             self._connection.execute(SQL("DELETE FROM {} WHERE table_name = %s").format(self._positions), [self._name])
@@ -234,7 +256,7 @@ class Table:
                 SQL("INSERT INTO {} (table_name, options, place, purges) VALUES (%s, %s, %s, %s)").format(
                     self._positions
                 ),
-                [self._name, to_jsonb(self._options).decode(), self._stored(self.place), self._purged],
+                [self._name, json.dumps(self._options), self._stored(self.place), self._purged],
             )
             return
         check_options(str(self), found[0], self._options or {})
@@ -261,8 +283,6 @@ class Table:
         while more:
             more = self._write(place)
             self._finish()
-
-    stop = close
 
     def _write(self, place: Place) -> bool:
         """Start a transaction, and return whether there may be more purges.
@@ -300,7 +320,7 @@ class Table:
     def _transact(self, rows: Sequence[ResultRow], place: Place, purges: Purges) -> _Written:
         with self._explaining(), self._connection.transaction(), self._connection.cursor() as cursor:
             refused: list[tuple[str, str]] = []
-            inserted = self._insert(cursor, rows, refused) if rows else 0
+            inserted = self._insert(cursor, _latest(batch_of(rows, SCHEMA)), refused) if rows else 0
             removed = self._remove(cursor, purges)
             cursor.execute(
                 SQL(
@@ -313,40 +333,37 @@ class Table:
                 raise UserError(f"Another export has written to {self}. Run only one, then run this command again.")
         return _Written(inserted, removed, place, purges.position, refused)
 
-    def _insert(self, cursor: Any, rows: Sequence[ResultRow], refused: list[tuple[str, str]]) -> int:
+    def _insert(self, cursor: Any, batch: pa.RecordBatch, refused: list[tuple[str, str]]) -> int:
         """Insert rows; return how many were inserted. Rows that the database refuses are left out, in `refused`.
 
         Raises psycopg.Error for other failures, and if it refuses every one of many rows.
         """
         try:
             with self._connection.transaction():  # a savepoint
-                return self._insert_all(cursor, rows)
+                return self._insert_all(cursor, batch)
         except psycopg.Error as error:
             if not _refuses_row(error):
                 raise
-            if len(rows) == 1:
-                refused.append((printable(rows[0].post["id"]), _reason(error)))
+            if batch.num_rows == 1:
+                refused.append((printable(batch["id"][0].as_py()), _reason(error)))
                 return 0
-            half = len(rows) // 2
-            inserted = self._insert(cursor, rows[:half], refused)
+            half = batch.num_rows // 2
+            inserted = self._insert(cursor, batch.slice(0, half), refused)
             cursor.execute("TRUNCATE pg_temp.feedmill_staging")
-            inserted += self._insert(cursor, rows[half:], refused)
-            if not inserted and len(rows) >= MIN_ALL_REFUSED:
+            inserted += self._insert(cursor, batch.slice(half), refused)
+            if not inserted and batch.num_rows >= MIN_ALL_REFUSED:
                 raise
             return inserted
 
-    def _insert_all(self, cursor: Any, rows: Sequence[ResultRow]) -> int:
-        # An INSERT cannot update a row twice. The stream has a result twice if it was classified again, or if Redis
-        # lost its data and the worker repeated its last writes.
-        latest = {(row.post["id"], row.found["fingerprint"]): row for row in rows}
+    def _insert_all(self, cursor: Any, batch: pa.RecordBatch) -> int:
         with cursor.copy("COPY pg_temp.feedmill_staging FROM STDIN (FORMAT BINARY)") as copy:
             copy.set_types(list(TYPES.values()))
-            for row in latest.values():
-                copy.write_row(values_of(row))
-        others = SQL(", ").join(SQL("{0} = excluded.{0}").format(Identifier(each)) for each in TYPES if each not in KEY)
+            for row in zip(*map(_values, batch.columns), strict=True):
+                copy.write_row(row)
+        others = SQL(", ").join(SQL("{0} = excluded.{0}").format(Identifier(name)) for name in TYPES if name not in KEY)
         cursor.execute(
             SQL("INSERT INTO {} ({}) SELECT {} FROM pg_temp.feedmill_staging ON CONFLICT ({}) DO UPDATE SET {}").format(
-                self._table, names(TYPES), names(TYPES), names(KEY), others
+                self._table, _names(TYPES), _names(TYPES), _names(KEY), others
             )
         )
         return int(cursor.rowcount)
@@ -356,8 +373,8 @@ class Table:
         for ids, run, until in purges.purges:
             which = SQL("id = ANY(%s)") if run is None else SQL("run = %s")
             statement = SQL("DELETE FROM {} WHERE {} AND stored_at <= %s").format(self._table, which)
-            posts = [*map(as_text, ids)] if run is None else run
-            removed += cursor.execute(statement, [posts, as_time(until / 1000)]).rowcount
+            posts = [post_id.replace(NUL, REPLACEMENT) for post_id in ids] if run is None else run
+            removed += cursor.execute(statement, [posts, EPOCH + timedelta(milliseconds=until)]).rowcount
         return removed
 
     def check_posts(self) -> None:
@@ -375,11 +392,6 @@ class Table:
                 with self._explaining():
                     self.removed += self._connection.execute(delete, [[*gone]]).rowcount
             last = ids[-1]
-
-    def purge(self) -> None:
-        """Delete all posts and runs that were purged after they were exported."""
-        self.close(self.place)
-        self.check_posts()
 
     def abandon(self) -> None:
         """Discard the rows that are not in the table. The reader resumes at `place` and adds them again."""
@@ -414,6 +426,50 @@ class Table:
                 f"PostgreSQL at {self._address.name} refuses the export ({_reason(error)}). See docs/export.md "
                 "for the privileges and the columns that an export needs."
             ) from None
+
+
+def _names(columns: Collection[str]) -> Composable:
+    """Return the columns' names, separated by commas."""
+    return SQL(", ").join(map(Identifier, columns))
+
+
+def _definition(column: str) -> Composable:
+    required = SQL(" NOT NULL") if column in REQUIRED else SQL("")
+    return SQL("{} {}{}").format(Identifier(column), SQL(TYPES[column]), required)
+
+
+def _latest(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Leave out all but the last row of each result, because an INSERT cannot update a row twice.
+
+    The stream has a result twice if it was classified again, or if Redis lost its data and the worker repeated its last
+    writes.
+    """
+    keys = zip(*(batch[column].to_pylist() for column in KEY), strict=True)
+    indices = {key: index for index, key in enumerate(keys)}
+    return batch if len(indices) == batch.num_rows else batch.take(pa.array(indices.values()))
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Return a column's values as psycopg expects them, without NUL in texts."""
+    if column.type == TIME:
+        times = column.cast(pa.int64()).to_pylist()
+        return [None if time is None else EPOCH + timedelta(microseconds=time) for time in times]
+    if column.type == JSON:
+        texts: list[Any] = column.storage.to_pylist()
+        return [
+            to_json(_without_nul(from_json(text))).decode() if text and "\\u0000" in text else text for text in texts
+        ]
+    if column.type == pa.string():
+        column = pc.replace_substring(column, NUL, REPLACEMENT)
+    return list(column.to_pylist())
+
+
+def _without_nul(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name.replace(NUL, REPLACEMENT): _without_nul(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return list(map(_without_nul, value))
+    return value.replace(NUL, REPLACEMENT) if isinstance(value, str) else value
 
 
 def _refuses_row(error: psycopg.Error) -> bool:

@@ -56,12 +56,12 @@ class RowReader:
 
     def __init__(self, redis: Redis, until: float | None = None) -> None:
         """Create a reader. until: stop before entries written at or after this time, in seconds since 1970."""
-        self._redis = redis
+        self.redis = redis
         self._end = "+" if until is None else f"({int(until * 1000)}-0"
 
     def fetch(self, place: Place) -> Chunk:
         """Return the next rows after `place`, without those of purged posts."""
-        ended, now, *counts, lost, texts = fetch_rows(self._redis, place, self._end, FETCH_BYTES)
+        ended, now, *counts, lost, texts = fetch_rows(self.redis, place, self._end, FETCH_BYTES)
         missed, left = (None if count < 0 else count for count in counts)
         return Chunk(self._checked(_read(texts)), now, ended, missed, left, bool(lost))
 
@@ -79,7 +79,7 @@ class RowReader:
 
     def wait(self, place: Place, seconds: float) -> None:
         """Block until there is an entry after `place`, or until `seconds` have passed."""
-        wait_for_entry(self._redis, place, seconds)
+        wait_for_entry(self.redis, place, seconds)
 
     def _checked(self, rows: Sequence[ResultRow]) -> list[ResultRow]:
         """Drop the rows of purged posts and update the others' scores."""
@@ -99,7 +99,7 @@ class RowReader:
         """Yield each post's id with False if it was purged, else its latest score as a dict, or None."""
         remaining = iter(ids)
         while some := list(islice(remaining, POSTS_PER_CHECK)):
-            yield from zip(some, from_json(check_posts(self._redis, some)), strict=True)
+            yield from zip(some, from_json(check_posts(self.redis, some)), strict=True)
 
 
 def _read(texts: list[str]) -> list[ResultRow]:

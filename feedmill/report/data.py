@@ -11,7 +11,7 @@ from statistics import quantiles
 
 from redis import Redis
 
-from feedmill.export.text import LABEL_SEPARATOR, label_set_of
+from feedmill.export.columns import LABEL_SEPARATOR, label_set_of
 from feedmill.reading.entry_ids import id_before, seconds_of
 from feedmill.reading.rows import ResultRow, RowReader
 from producers.reddit.state import Gap, State

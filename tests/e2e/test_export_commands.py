@@ -2,7 +2,6 @@
 
 import re
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from feedmill.cli.export_run import ExportRun, StopRequest
-from feedmill.export.writer import STATE_FILE, ExportFilter, format_of, opened, parts
+from feedmill.export.columns import ExportFilter
+from feedmill.export.files import STATE_FILE, Layout, opened, parts
+from feedmill.export.rewriting import post_keys
+from feedmill.export.run import ExportRun
 from feedmill.reading.rows import RowReader
 from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import Feedmill, RedisServer, body_of, feedmill, last_json, processes_in, running, wait_until
+from tests.support import RedisServer, body_of, feedmill, last_json, processes_in, running, wait_until
 
 FORMATS = ["parquet", "csv", "jsonl"]
 
@@ -51,7 +52,7 @@ def fill(redis: RedisServer, *post_ids: str, fingerprint: str = "f", **fields: A
 
 def exported(out: Path, name: str) -> list[str]:
     paths = [out] if out.is_file() else [path for path, _ in parts(out)]
-    return [post.id for path in paths for post in format_of(name).posts(path)]
+    return [post.id for path in paths for post in post_keys(path, name)]
 
 
 def test_a_dash_prints_the_export(redis: RedisServer, tmp_path: Path) -> None:
@@ -84,39 +85,36 @@ def test_an_export_can_be_enqueued_again(redis: RedisServer, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_kill_at_any_time_leaves_complete_files(redis: RedisServer, tmp_path: Path, name: str) -> None:
-    wanted = [f"p{number}" for number in range(8_000)]
-    fill(redis, *wanted)
+def test_kill_at_any_time_leaves_each_result_once(redis: RedisServer, tmp_path: Path, name: str) -> None:
+    posts = [f"p{number}" for number in range(8_000)]
     out = tmp_path / "out"
-    in_parts = ("--part-rows", "500") if name == "parquet" else ()
-    command = ("export", "--format", name, *in_parts, str(out))
-    for kill in range(3):
+    command = ("export", "--format", name, "--follow", "--part-seconds", "0.02", str(out))
+    for kill in range(4):
+        fill(redis, *posts[2000 * kill : 2000 * (kill + 1)])
         before = len(parts(out))
         with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
-            wait_until(
-                partial(_is_at_work, process, tmp_path, before, in_parts and kill), "the export is running or done"
-            )
+            wait_until(lambda before=before: len(parts(out)) > before, "the export has published a part")  # type: ignore[misc]
             process.end(signal.SIGKILL)
-        if name == "parquet":
-            found = exported(out, name)
-            assert found == wanted[: len(found)]
-        elif out.exists():
-            assert exported(out, name) == wanted
-    said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+        found = exported(out, name)
+        assert found == posts[: len(found)]
+    said = feedmill("export", "--format", name, str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 0, said.stdout + said.stderr
-    assert exported(out, name) == wanted
-    left = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".log")}
-    assert left == {"out"}
+    assert exported(out, name) == posts
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def _is_at_work(process: Feedmill, folder: Path, before: int, in_parts: object) -> bool:
-    """Return whether the export has written something or exited."""
-    if process.process.poll() is not None:
-        return True
-    if in_parts:
-        return len(parts(folder / "out")) > before
-    return bool(list(folder.glob("out*")))
+@pytest.mark.parametrize("name", FORMATS)
+def test_kill_leaves_no_half_file(redis: RedisServer, tmp_path: Path, name: str) -> None:
+    posts = [f"p{number}" for number in range(8_000)]
+    fill(redis, *posts)
+    command = ("export", f"out.{name}")
+    with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
+        wait_until(lambda: list(tmp_path.glob("*out*")), "the export is running or done")
+        process.end(signal.SIGKILL)
+    assert not (tmp_path / f"out.{name}").exists() or exported(tmp_path / f"out.{name}", name) == posts
+    assert feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
+    assert exported(tmp_path / f"out.{name}", name) == posts
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".log")] == [f"out.{name}"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -155,24 +153,29 @@ def test_interrupting_follow_completes_the_part(redis: RedisServer, tmp_path: Pa
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_interrupted_export_resumes_later(
-    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, capsys: pytest.CaptureFixture[str]
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr("feedmill.reading.rows.FETCH_BYTES", 1)
-    wanted = [str(number) for number in range(180)]
-    fill(redis, *wanted)
+    posts = [str(number) for number in range(180)]
+    fill(redis, *posts)
     reader, out = RowReader(redis.client), tmp_path / "out"
-    told = []
-    for yet in (True, True, False):
-        stop = StopRequest()
-        stop.is_set, stop.number = yet, signal.SIGINT
-        with opened(out, format_of(name), ExportFilter(), reader) as target:
-            notes = Console(stderr=True)
-            run = ExportRun(reader, target, ExportFilter(), stop, notes, False, 1.0)
+    statuses = []
+    for stop_after in (1, 1, 99):
+        stop: list[int] = []
+        with opened(out, Layout(name), ExportFilter(), reader, in_parts=True) as target:
+            run = ExportRun(reader, target, ExportFilter(), stop, Console(stderr=True), False, 1.0)
+            add, chunks = target.add, iter(range(1, 100))
+
+            def add_and_stop(*args: Any) -> None:
+                add(*args)  # noqa: B023
+                if next(chunks) == stop_after:  # noqa: B023
+                    stop.append(signal.SIGINT)  # noqa: B023
+
+            monkeypatch.setattr(target, "add", add_and_stop)
             run.all()
-        told.append(run.report(str(out), as_json=False))
-    assert told == [130, 130, 0]
-    assert exported(out, name) == wanted
-    assert capsys.readouterr().out
+        statuses.append(run.status)
+    assert statuses == [130, 130, 0]
+    assert exported(out, name) == posts
 
 
 def test_purge_flag_removes_purged_posts(redis: RedisServer, tmp_path: Path) -> None:
@@ -234,7 +237,6 @@ def test_exports_by_time_and_label(redis: RedisServer, tmp_path: Path) -> None:
         ),
         (("--follow", "out.parquet"), r"--follow needs a folder.*--format parquet out/"),
         (("--follow", "out.csv"), r"--follow needs a folder.*--format csv out/"),
-        (("--part-rows", "5", "out.parquet"), "--part-rows.*folder"),
         (
             ("--latest", "--label", "food", "out.csv"),
             "--latest",
@@ -245,8 +247,6 @@ def test_exports_by_time_and_label(redis: RedisServer, tmp_path: Path) -> None:
             "2026-01-02.*2026-01-01",
         ),
         (("--format", "csv", "--follow", "--until", "2026-01-01", "out"), "--until.*--follow|--follow.*--until"),
-        (("--format", "csv", "--part-rows", "5", "out"), "--part-rows"),
-        (("--format", "csv", "--part-seconds", "5", "out"), "--part-seconds.*--follow"),
         (("--purge", "--follow", "out"), "--purge"),
         (("--purge", "out"), r"\bout\b"),
         (("--format", "csv", "/proc/out"), "/proc|Permission|No such file"),
@@ -262,7 +262,7 @@ def test_mistakes_are_one_line_that_names_the_flag(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parquet_without_pyarrow_names_the_extra(redis: RedisServer, tmp_path: Path) -> None:
+def test_export_without_pyarrow_names_the_extra(redis: RedisServer, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "pyarrow.py").write_text("raise ModuleNotFoundError('No module named pyarrow', name='pyarrow')")
@@ -270,8 +270,7 @@ def test_parquet_without_pyarrow_names_the_extra(redis: RedisServer, tmp_path: P
     environment = {"FEEDMILL_REDIS_URL": redis.url, "PYTHONPATH": str(hidden)}
     found = feedmill("export", "--format", "parquet", "out", cwd=tmp_path, **environment)
     assert found.returncode == 2
-    assert re.search(r"pyarrow.*pip install 'feedmill\[export\]'", found.stderr)
-    assert feedmill("export", "--format", "jsonl", "out", cwd=tmp_path, **environment).returncode == 0
+    assert re.search(r"pyarrow.*pip install 'feedmill\[tables\]'", found.stderr)
 
 
 def test_unreachable_redis_is_named_and_nothing_written(tmp_path: Path) -> None:

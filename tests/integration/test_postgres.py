@@ -14,9 +14,8 @@ import pytest
 from redis import Redis
 
 from feedmill.export import postgres
-from feedmill.export.postgres import Table, opened
-from feedmill.export.postgres_columns import TYPES
-from feedmill.export.writer import ExportFilter
+from feedmill.export.columns import ExportFilter
+from feedmill.export.postgres import TYPES, Table, opened
 from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.purges import PURGES_PER_READ
 from feedmill.reading.rows import RowReader
@@ -74,7 +73,7 @@ def export(
     redis: RedisServer, database: PostgresServer, wanted: ExportFilter | None = None, table: str = TABLE
 ) -> Table:
     reader = RowReader(redis.client)
-    with opened(database.url, table, wanted or ExportFilter(), reader, redis.client) as target:
+    with opened(database.url, table, wanted or ExportFilter(), reader) as target:
         place = target.place
         for chunk in reader.chunks(place):
             place = chunk.place
@@ -217,7 +216,7 @@ def test_post_purged_after_it_was_read_leaves_the_table(
     store.write([result("1"), result("2")])
     purge(redis.client, Settings(), ["0"])
     reader = RowReader(redis.client)
-    with opened(database.url, TABLE, ExportFilter(), reader, redis.client) as target:
+    with opened(database.url, TABLE, ExportFilter(), reader) as target:
         chunk = reader.fetch(target.place)
         purge(redis.client, Settings(), ["1"])
         if missed:
@@ -245,9 +244,7 @@ def test_removes_purged_posts_without_exporting(
     redis: RedisServer, database: PostgresServer, store: ResultsStore
 ) -> None:
     def remove() -> int:
-        with opened(database.url, TABLE, None, RowReader(redis.client), redis.client) as target:
-            target.purge()
-        return target.removed
+        return postgres.purge(database.url, TABLE, RowReader(redis.client))
 
     with pytest.raises(UserError, match=TABLE):
         remove()
@@ -268,7 +265,7 @@ def test_second_export_to_a_table_is_refused(
     monkeypatch.setitem(postgres.SESSION, "lock_timeout", "50ms")
     store.write([result("1")])
     reader = RowReader(redis.client)
-    with opened(database.url, TABLE, ExportFilter(), reader, redis.client) as target:
+    with opened(database.url, TABLE, ExportFilter(), reader) as target:
         with pytest.raises(DatabaseUnavailable, match=TABLE):
             export(redis, database)
         export(redis, database, table="another")
@@ -291,7 +288,7 @@ def test_table_of_another_kind_is_refused(redis: RedisServer, database: Postgres
 def test_name_of_a_table_is_checked(redis: RedisServer, name: str) -> None:
     with (
         pytest.raises(UserError, match="--table"),
-        opened("postgresql://nowhere.invalid/db", name, ExportFilter(), RowReader(redis.client), redis.client),
+        opened("postgresql://nowhere.invalid/db", name, ExportFilter(), RowReader(redis.client)),
     ):
         pass
 

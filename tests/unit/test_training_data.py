@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from feedmill.cli import train
 from feedmill.cli.main import app
 from feedmill.evaluation.measures import bins_of, calibration_error
-from feedmill.export.text import Csv, Jsonl
+from feedmill.export.batches import batch_of, schema_of
+from feedmill.export.columns import COLUMNS
 from feedmill.reading.rows import ResultRow
+from feedmill.tables.writing import open_writer
 from feedmill.training.data import Collected, collect
 from shared import logs
 from shared.errors import InputError, UserError
@@ -167,19 +169,14 @@ def rows() -> list[ResultRow]:
 
 
 def export(folder: Path, how: str) -> Path:
-    path = folder / f"export.{how}"
-    if how == "parquet":
-        from feedmill.export.parquet import Parquet  # noqa: PLC0415 - an extra
-
-        writer = Parquet().create(path)
-    elif how == "folder":
+    path = file = folder / f"export.{how}"
+    if how == "folder":
         path = folder / "export"
         (path / "day=2026-11-21").mkdir(parents=True)
-        writer = Jsonl().create(path / "day=2026-11-21" / "part-1-0_3-0.jsonl")
-    else:
-        writer = (Csv() if how == "csv" else Jsonl()).create(path)
-    writer.add(rows())
-    writer.close()
+        file = path / "day=2026-11-21" / "part-1-0_3-0.jsonl"
+    schema = schema_of(COLUMNS, how == "parquet")
+    with open_writer(file, schema, escaped=["title"]) as writer:
+        writer.write(batch_of(rows(), schema))
     return path
 
 

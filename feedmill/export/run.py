@@ -1,0 +1,220 @@
+"""Run an export: read the stream, write rows to the target, reconnect, report progress and missed results."""
+
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import RedisError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from feedmill.export.columns import ExportFilter
+from feedmill.reading.labels import unknown_label
+from feedmill.reading.rows import Chunk, RowReader
+from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
+from shared.errors import DatabaseUnavailable, UserError, clause
+from shared.redis_errors import is_temporary
+from shared.scripts.stream import Place
+from shared.settings import PREFIX
+
+if TYPE_CHECKING:
+    from feedmill.export.files import File, Folder
+    from feedmill.export.postgres import Table
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that `--follow` waits for a new entry before it checks for a signal.
+ENTRY_WAIT_S = 1.0
+#: The error of an export to files, which would contain rows twice if it read the stream again.
+LOST = (
+    "Redis lost its latest results, and its clock went back. Continuing this export would leave out or repeat rows. "
+    "Export to a new OUT."
+)
+#: Seconds before each attempt to reconnect; the last value repeats until Redis and the database answer.
+RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0)
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[list[int]]:
+    """Record the first SIGTERM, SIGHUP or Ctrl-C inside the block, so that the export can finish its current file.
+
+    A second signal has its usual effect. Yields the list of received signals.
+    """
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in not_ignored(*EXIT_SIGNALS)}
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    with handle_signals(note, *before):
+        yield received
+
+
+class ExportRun:
+    """One run of an export, from where the last run stopped.
+
+    stop: signals received; the first one ends the run. close_after: seconds after which written rows are published.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        target: "File | Folder | Table",
+        selection: ExportFilter,
+        stop: list[int],
+        notes: Console,
+        follow: bool,
+        close_after: float,
+    ) -> None:
+        self._reader, self._target, self._selection = reader, target, selection
+        self._stop, self._notes, self._follow, self._close_after = stop, notes, follow, close_after
+        self._place = target.place
+        #: Attempts to reconnect since Redis and the database last answered.
+        self._failures = 0
+        #: Trimmed results, None if their number is unknown; and if there were any.
+        self._missed: int | None = 0
+        self._any_missed = False
+        self._complete = False
+
+    def all(self) -> None:
+        """Export to the end of the stream, or with `--follow` until a signal. While following, reconnect.
+
+        Raises UserError, redis.exceptions.RedisError and OSError.
+        """
+        if self._target.resumed:
+            self._notes.print("resuming where the last run stopped")
+        with _Bar(self._notes) as bar:
+            while not (self._stop or self._complete):
+                try:
+                    if self._failures:
+                        self._place = self._target.resume()  # type: ignore[union-attr]  # a single file follows nothing
+                    self._read_to_end(bar)
+                    if self._follow and not self._stop:
+                        self._reader.wait(self._place, ENTRY_WAIT_S)
+                except (RedisError, DatabaseUnavailable) as fault:
+                    self._wait_after(fault)
+            if self._complete and not (self._target.resumed or bar.rows):
+                self._check_label()
+            if not self._failures and (self._complete or self._target.can_resume):
+                self._target.close(self._place)
+        self._complete |= self._follow
+
+    def _read_to_end(self, bar: "_Bar") -> None:
+        """Export the entries that the stream holds now, or stop after a chunk when a signal arrives."""
+        for chunk in self._reader.chunks(self._place):
+            if chunk.lost:
+                self._start_over()
+                return
+            self._place = chunk.place
+            rows = self._selection.of(chunk.rows)
+            if chunk.missed != 0:
+                self._report_missed(chunk)
+            if rows:
+                self._target.add(rows, self._place)
+            bar.move(len(rows), chunk)
+            if self._is_due():
+                self._target.close(self._place)
+            if self._failures:
+                logger.warning("connected again; continuing at the same position")
+            self._failures = 0
+            if self._stop and not chunk.ended:
+                return
+        self._complete = not self._follow
+
+    def _is_due(self) -> bool:
+        """Return whether to publish the rows that were added."""
+        # A database that is full accepts connections, but no rows.
+        is_unproven = self._failures > 0 and self._target.replaces_rows
+        return self._target.can_resume and (is_unproven or time.monotonic() - self._target.begun >= self._close_after)
+
+    def _wait_after(self, fault: RedisError | DatabaseUnavailable) -> None:
+        """Wait before the next attempt to reconnect. Raises the fault if waiting does not help."""
+        if not self._follow or (isinstance(fault, RedisError) and not is_temporary(fault)):
+            raise fault
+        if not self._failures:
+            is_database = isinstance(fault, DatabaseUnavailable)
+            where = clause(fault) if is_database else f"Redis is unreachable ({clause(fault)})"
+            logger.warning("%s; retrying until it answers", where)
+        time.sleep(RECONNECT_DELAYS_S[min(self._failures, len(RECONNECT_DELAYS_S) - 1)])
+        self._failures += 1
+
+    def _start_over(self) -> None:
+        """Go back to the beginning of the stream for a table, which replaces rows. Raises UserError for files."""
+        if not self._target.replaces_rows:
+            raise UserError(LOST)
+        logger.warning("Redis lost its latest results, and its clock went back: reading all results again")
+        self._place = Place("0-0")
+
+    def _check_label(self) -> None:
+        """Raise UserError if no result has the selected label. An earlier OUT then stays as it is."""
+        selection = self._selection
+        if selection.label is None or selection.until is not None:
+            return
+        if problem := unknown_label(self._reader, selection.label, selection.run):
+            raise UserError(problem)
+
+    def _report_missed(self, chunk: Chunk) -> None:
+        """Count results that were trimmed before this export read them, and print a warning."""
+        self._any_missed = True
+        known = chunk.missed is not None and self._missed is not None
+        self._missed = (self._missed or 0) + (chunk.missed or 0) if known else None
+        count = chunk.missed
+        how_many = "an unknown number of results" if count is None else f"up to {count:,} result{'s' * (count != 1)}"
+        self._notes.print(
+            f"missed {how_many}: trimmed from the stream before they were exported. Export more often, or raise "
+            f"{PREFIX}RESULTS_STREAM_LENGTH."
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts for JSON."""
+        target = self._target
+        counts = {"rows": target.written, "removed": target.removed, "complete": self._complete}
+        counts |= {"refused": target.refused} if target.refused else {}
+        return counts | {"missed": self._missed if self._any_missed else 0}
+
+    def described(self, out: str | None) -> str:
+        """Return the counts as a sentence. out: what was exported to; None for standard output."""
+        target = self._target
+        parts = [f"{format_rows(target.written)} written" + (f" to {out}" if out else "")]
+        if target.removed:
+            parts.append(f"{format_rows(target.removed)} of purged posts removed")
+        if target.refused:
+            parts.append(f"{format_rows(target.refused)} refused by the database")
+        if not self._complete:
+            again = "resume" if target.can_resume and out else "start over"
+            parts.append(f"stopped before the end; run the same command to {again}")
+        return ", ".join(parts)
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        if not self._complete and self._stop:
+            return 128 + self._stop[0]
+        nothing = not (self._target.written or self._target.resumed or self._follow)
+        return int(nothing or self._any_missed or not self._complete or self._target.refused > 0)
+
+
+def format_rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+class _Bar(Progress):
+    """Progress of an export; without a total where the stream's remaining length is unknown."""
+
+    def __init__(self, notes: Console) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        super().__init__(*columns, console=notes, transient=True, disable=not notes.is_terminal)
+        self._task = self.add_task("reading", total=None)
+        self.rows = self._read = 0
+        self._began = time.monotonic()
+
+    def move(self, rows: int, chunk: Chunk) -> None:
+        self.rows += rows
+        self._read += len(chunk.rows)
+        rate = self.rows / max(time.monotonic() - self._began, 0.001)
+        total = None if chunk.left is None else self._read + chunk.left
+        self.update(self._task, description=f"{self.rows:,} rows, {rate:,.0f}/s", completed=self._read, total=total)
