@@ -292,7 +292,7 @@ class Source:
 
     def _parquet(self, binary: BufferedReader) -> Iterator[Placed]:
         """Yield the rows of a Parquet file, with dates as text. Holds a thousand rows, besides what pyarrow needs."""
-        with explain_missing(f"Reading {self.name}", "export"):
+        with explain_missing(f"Reading {self.name}", "tables"):
             import pyarrow as pa  # noqa: PLC0415 - an extra
             import pyarrow.parquet as pq  # noqa: PLC0415
         if not binary.seekable():

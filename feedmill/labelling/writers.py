@@ -64,7 +64,7 @@ def writer_of(form: str, file: BinaryIO, columns: Columns, layout: CsvLayout, pa
         return CsvWriter(file, columns, layout)
     if form == "jsonl":
         return JsonlWriter(file, columns)
-    with explain_missing("Parquet", "export"):
+    with explain_missing("Parquet", "tables"):
         from feedmill.labelling.parquet import ParquetCopier, ParquetWriter  # noqa: PLC0415 - needs pyarrow, an extra
     if parquet is not None:
         return ParquetCopier(file, columns.new, parquet)

@@ -160,7 +160,7 @@ def _of_file(path: str, options: TrainOptions, notes: Console) -> Iterator[Post 
 
 
 def _of_parquet(path: str) -> Iterator[Labelled]:
-    with explain_missing("Parquet", "export"):
+    with explain_missing("Parquet", "tables"):
         import pyarrow as pa  # noqa: PLC0415 - an extra
         import pyarrow.parquet as pq  # noqa: PLC0415
     try:
