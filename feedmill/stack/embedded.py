@@ -146,24 +146,13 @@ class Stack:
     def _start_redis(self) -> str:
         server = find_redis_server()
         _, version = server_version(server)
-        configuration = {
-            "bind": "127.0.0.1",
-            "port": self._addresses.redis_port,
-            "requirepass": self._addresses.redis_password,
-            "dir": f'"{self._folder}"',
-            "save": '""',
-            "appendonly": "yes" if self._durable else "no",
-            "appendfsync": "everysec",
-            # Eviction would lose queued messages.
-            "maxmemory-policy": "noeviction",
-            # With one entry per node, a purged entry is freed at once instead of staying beside its neighbours.
-            "stream-node-max-entries": 1,
-        }
-        lines = "".join(f"{name} {value}\n" for name, value in configuration.items())
         # SIGTERM, not SIGKILL, lets an orphaned redis-server finish writing its append-only file.
         environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+        from_snapshot = self._has_only_snapshot()
         redis = self._add(
-            lambda: Child("redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=lines),
+            lambda: Child(
+                "redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=self._configuration()
+            ),
             self._redis_answers,
         )
         try:
@@ -175,7 +164,31 @@ class Stack:
                 f"{server} cannot read the data in {self._folder}, which a newer server or one of another kind wrote. "
                 "Put that server back on the PATH, or use another --data-folder."
             ) from None
+        if from_snapshot:
+            self._redis.config_set("appendonly", "yes")
         return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._addresses.redis_port}"
+
+    def _has_only_snapshot(self) -> bool:
+        """Return whether the folder has a snapshot and no append-only file, which Redis would then start empty."""
+        logs = [*self._folder.glob("appendonly.aof"), *self._folder.glob("appendonlydir/*.manifest")]
+        return self._durable and not logs and (self._folder / "dump.rdb").is_file()
+
+    def _configuration(self) -> str:
+        """Return redis-server's configuration."""
+        configuration = {
+            "bind": "127.0.0.1",
+            "port": self._addresses.redis_port,
+            "requirepass": self._addresses.redis_password,
+            "dir": f'"{self._folder}"',
+            "save": '""',
+            "appendonly": "yes" if self._durable and not self._has_only_snapshot() else "no",
+            "appendfsync": "everysec",
+            # Eviction would lose queued messages.
+            "maxmemory-policy": "noeviction",
+            # With one entry per node, a purged entry is freed at once instead of staying beside its neighbours.
+            "stream-node-max-entries": 1,
+        }
+        return "".join(f"{name} {value}\n" for name, value in configuration.items())
 
     def _redis_answers(self) -> bool:
         with suppress(RedisError):

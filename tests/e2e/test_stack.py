@@ -34,6 +34,7 @@ from shared.settings import Settings
 from tests.support import (
     FEEDMILL,
     Feedmill,
+    RedisServer,
     as_jsonl,
     feedmill,
     make_posts,
@@ -79,6 +80,29 @@ def test_reads_the_log_of_redis_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert made._redis.lrange("feedmill", 0, -1) == ["a message"]
     finally:
         made.stop()
+
+
+@pytest.mark.parametrize("source", redis_servers())
+def test_reads_a_snapshot_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """With an append-only file, Redis ignores snapshots and would start empty."""
+    monkeypatch.setattr(stack_module, "find_redis_server", lambda: redis_servers()[source])
+    data = tmp_path / "data"
+    data.mkdir()
+    before = RedisServer(redis_servers()[source], data)
+    before.client.lpush("feedmill", "a message")
+    before.client.save()
+    before.stop()
+    for messages in (["a message"], ["another", "a message"]):
+        made = Stack(Settings(), data, durable=True)
+        try:
+            next(made.start())
+            if len(messages) == 1:
+                wait_until(lambda: list(data.glob("appendonlydir/*.manifest")), "the append-only file is complete")
+                made._redis.lpush("feedmill", "another")
+            else:
+                assert made._redis.lrange("feedmill", 0, -1) == messages
+        finally:
+            made.stop()
 
 
 def test_last_words_ignore_earlier_runs(tmp_path: Path) -> None:
