@@ -1,4 +1,4 @@
-"""The `feedmill report` command: write recent results as an HTML page, and its charts as images."""
+"""The `feedmill report` command: write recent results as an HTML page."""
 
 import time
 from pathlib import Path
@@ -10,7 +10,6 @@ from rich.console import Console
 from feedmill.cli.options import RedisUrl, RunFilter, settings_of
 from feedmill.export.columns import label_set as label_set_named
 from feedmill.reading.runs import check_run
-from feedmill.report import charts, plots
 from feedmill.report.data import Report, gather
 from feedmill.report.page import page
 from shared.atomic_files import replacing
@@ -37,9 +36,6 @@ def report(
         str | None,
         typer.Option("--label-set", help="Only results of this label set: a,b,c (default: that of the most results)."),
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write the charts as images into this folder.")
-    ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Write an HTML report on the last hours.
@@ -49,8 +45,6 @@ def report(
     report.
     """
     settings = settings_of(redis_url=redis_url)
-    if png:
-        plots.require()
     if out.is_dir():
         raise UserError(f"{out} is a folder. Name a file in it, such as {out / 'report.html'}.")
     if not out.parent.is_dir():
@@ -74,12 +68,10 @@ def report(
     try:
         with replacing(out) as temporary:
             temporary.write_text(page(found), encoding="utf-8")
-        pictures = charts.save(found, png, notes) if png else []
     except OSError as error:
-        raise UserError(f"Cannot write the report: {error}. Give a writable OUT and --png.") from None
-    more = f" and {len(pictures)} images in {png}" if pictures else ""
+        raise UserError(f"Cannot write the report: {error}. Give a writable OUT.") from None
     what = f"{found.posts:,} post{'' if found.posts == 1 else 's'} in {period}"
-    typer.echo(f"{what}: wrote {out}{more} in {time.monotonic() - began:.1f} s")
+    typer.echo(f"{what}: wrote {out} in {time.monotonic() - began:.1f} s")
 
 
 def _filters(run: str | None, label_set: str | None) -> str:

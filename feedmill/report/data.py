@@ -1,6 +1,6 @@
 """Gather the figures of a report in one pass over the results of the last hours in Redis.
 
-Presentation is in page.py (HTML) and charts.py (PNG).
+Presentation is in page.py.
 """
 
 import json
@@ -128,8 +128,8 @@ class Report:
 def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None, labels: str | None = None) -> Report:
     """Gather the report of the last `hours` hours. Purged posts appear only in the hourly counts.
 
-    run: only results of this run. labels: the label set, as feedmill.export.text.label_set names it; None selects that
-    of the most results, the newer of two. Raises redis.exceptions.RedisError.
+    run: only results of this run. labels: the label set, as feedmill.export.columns.label_set names it; None selects
+    that of the most results, the newer of two. Raises redis.exceptions.RedisError.
     """
     now = time.time()
     last = int(now // HOUR_S)

@@ -8,57 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 
 from feedmill.report.data import DEAD_LETTERS, GAPS, NUM_BINS, OTHERS, SUBREDDITS, Column, Report, title_of
 from shared.errors import printable, truncate
 from shared.results import HOUR_S
 
-#: Label colours on a light and on a dark page, for the most frequent label first. The last colour is for other labels.
-LIGHT = (
-    "#2f6fb7", "#c2571a", "#3f8f5a", "#8a5fb0", "#b08900", "#2a9aa0", "#b8487f", "#6b7a2a",
-    "#7fa8dc", "#e39a6c", "#7dbd92", "#b99ad3", "#d6b95a", "#7cc3c7", "#dc93b6", "#a8b36a", "#a9adb5",
-)  # fmt: skip
-DARK = (
-    "#7ab0ee", "#f0925a", "#74c492", "#bd97e0", "#dcb94a", "#62cdd2", "#ea8ab6", "#b3c26a",
-    "#4374ac", "#a9603a", "#4b8561", "#7d5f9c", "#94792a", "#3c8a8e", "#9c5878", "#76803f", "#70757f",
-)  # fmt: skip
 #: Approximate number of times to print below a chart.
 AXIS_TIMES = 3
 #: Characters of the label set to show.
 SHOWN_LABELS = 300
 
-STYLE = """
-:root { color-scheme: light dark; --page: #fbfaf8; --card: #fff; --ink: #1d2026; --dim: #646a75; --line: #e3e1dc; LIGHT }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #14161a; --card: #1c1f25; --ink: #e8e9ec; --dim: #9aa0ab; --line: #30343c; DARK }
-}
-* { box-sizing: border-box }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sans-serif }
-main { max-width: 1100px; margin: 0 auto; padding: 20px 16px 48px; overflow-wrap: anywhere }
-h1 { font-size: 24px; margin: 8px 0 2px } h2 { font-size: 17px; margin: 0 0 2px }
-p { margin: 0 0 12px; color: var(--dim) } .dim { color: var(--dim) }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px; margin-top: 16px; min-width: 0 }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 12px; margin-top: 16px }
-.figures div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 14px }
-.figures b { display: block; font-size: 22px; font-variant-numeric: tabular-nums }
-.two { display: grid; grid-template-columns: minmax(0, 1fr); gap: 0 16px }
-@media (min-width: 900px) { .two { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr) } }
-svg.chart { display: block; width: 100%; height: 170px; border-bottom: 1px solid var(--line) }
-svg.low { height: 110px }
-.axis { display: flex; justify-content: space-between; color: var(--dim); font-size: 12px; margin-top: 4px; white-space: nowrap }
-.top { color: var(--dim); font-size: 12px; margin-bottom: 2px }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 14px; margin-top: 10px; font-size: 13px }
-.legend i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px }
-.row { display: grid; grid-template-columns: minmax(0, 8em) minmax(0, 1fr) 4em; gap: 1px 8px; align-items: center; padding: 3px 0 }
-.row > :nth-child(3) { text-align: right; font-variant-numeric: tabular-nums }
-.row small { grid-column: 1 / -1; color: var(--dim); white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
-@media (min-width: 700px) { #subreddits .row { grid-template-columns: 13em minmax(0, 1fr) 4em }
-  #subreddits small { grid-column: 2 / 3 } }
-.bar { display: flex; height: 16px; border-radius: 3px; overflow: hidden; background: var(--line) } .bar span { min-width: 0 }
-.bins { display: block; width: 100%; height: 28px }
-.list { list-style: none; margin: 0; padding: 0 } .list li { padding: 8px 0; border-top: 1px solid var(--line) }
-.list li:first-child { border-top: 0 } .list small { color: var(--dim); display: block }
-"""  # noqa: E501 - one rule a line
+#: Style sheet of the page.
+STYLE = Path(__file__).with_name("page.css")
 
 
 def page(report: Report) -> str:
@@ -79,16 +41,9 @@ def page(report: Report) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>Feedmill{run}: {hours}</title>\n<style>{_style()}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>Feedmill{run}: {hours}</title>\n<style>{STYLE.read_text()}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>Feedmill{run}</h1>\n<p>{_span(report)}</p>\n" + "\n".join(sections) + "\n</main>\n</body>\n</html>\n"
     )
-
-
-def _style() -> str:
-    light, dark = (
-        "; ".join(f"--c{number}: {colour}" for number, colour in enumerate(colours)) for colours in (LIGHT, DARK)
-    )
-    return STYLE.replace("LIGHT", light).replace("DARK", dark)
 
 
 def _text(words: object) -> str:
@@ -260,7 +215,7 @@ def _parts(counts: Counter[str], colours: dict[str, int]) -> list[tuple[str, int
 
 
 def _colour(label: str, colours: dict[str, int]) -> str:
-    return f"var(--c{colours.get(label, len(LIGHT) - 1)})"
+    return f"var(--c{colours[label]})" if label in colours else "var(--others)"
 
 
 def _stack(parts: Iterable[tuple[str, int]], most: int, colours: dict[str, int]) -> str:

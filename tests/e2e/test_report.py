@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,16 +190,6 @@ def test_reports_on_a_whole_year(redis: RedisServer, tmp_path: Path, chromium: s
     assert (found["width"], found["wide"]) == (390, [])
 
 
-def test_png_writes_pictures_of_the_charts(redis: RedisServer, tmp_path: Path) -> None:
-    fill(redis)
-    said = feedmill("report", "--hours", "48", "r.html", "--png", "charts", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert said.returncode == 0, said.stderr
-    assert re.search("4 .*charts", said.stdout)
-    pictures = sorted((tmp_path / "charts").iterdir())
-    assert [path.name for path in pictures] == ["posts.png", "scores.png", "subreddits.png", "waits.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -289,13 +278,3 @@ def test_rates_leave_out_pauses(redis: RedisServer) -> None:
     report = gather(redis.client, Settings(), hours=2)
     assert report.used == pytest.approx(1 + 1)
     assert report.rate == pytest.approx(4 / 2)
-
-
-def test_charts_without_matplotlib_write_nothing(
-    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ResultsStore(redis.client, Settings()).write([result("a1")])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"feedmill\[charts\]"):
-        report(redis_url=redis.url, out=tmp_path / "r.html", png=tmp_path / "charts")
-    assert list(tmp_path.iterdir()) == []
