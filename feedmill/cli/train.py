@@ -102,7 +102,7 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
     title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {trained.plan.effective_batch}"
     plots.save(folder / "training.png", partial(plots.draw_training, curve=trained.curve, title=title), notes)
-    report.finished(output_console(), record, trained.curve, folder)
+    report.finished(output_console(), record, folder)
 
 
 def _train_head(options: TrainOptions, settings: Settings, as_json: bool) -> None:
@@ -129,7 +129,7 @@ def _train_head(options: TrainOptions, settings: Settings, as_json: bool) -> Non
     head.save(trained.model, folder, settings)
     tested, zero_shot = _tested(folder, options, dataset, settings, report)
     record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
-    report.finished(output_console(), record, [], folder)
+    report.finished(output_console(), record, folder)
 
 
 def check_folder(folder: Path, resume: bool) -> None:

@@ -13,18 +13,15 @@ from rich.console import Console
 
 from feedmill.cli.file_reading import FileReading
 from feedmill.reading.rows import RowReader
-from producers.exported import Labelled, parse_labelled
-from producers.records import BadRecord, Columns
+from producers.exported import Labelled
+from producers.records import Columns
 from shared.broker import connect, user_errors
-from shared.errors import InputError, RedisUnavailable, UserError, clause, explain_missing, printable
+from shared.errors import InputError, RedisUnavailable, UserError, printable
 from shared.messages import Post
 from shared.scripts.stream import Place
 from shared.settings import Settings
 from workers.training.examples import Example
 from workers.training.options import RESULTS, TrainOptions
-
-#: Rows per batch when a Parquet file is read.
-BATCH_ROWS = 5000
 
 
 class Provenance(NamedTuple):
@@ -150,34 +147,10 @@ def _of_path(path: str, options: TrainOptions, notes: Console) -> Iterator[Post 
 
 
 def _of_file(path: str, options: TrainOptions, notes: Console) -> Iterator[Post | Labelled]:
-    if path.endswith(".parquet"):
-        yield from _of_parquet(path)
-        return
     columns = Columns.of(options.id_column, options.title_column, options.body_column)
     reading = FileReading(path, notes, columns=columns, encoding=options.encoding)
     yield from reading.labelled()
     reading.end()
-
-
-def _of_parquet(path: str) -> Iterator[Labelled]:
-    with explain_missing("Parquet", "tables"):
-        import pyarrow as pa  # noqa: PLC0415 - an extra
-        import pyarrow.parquet as pq  # noqa: PLC0415
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(BATCH_ROWS):
-                for number, row in enumerate(batch.to_pylist()):
-                    record = {column.lower(): value for column, value in row.items()}
-                    for found in parse_labelled(record, f"{printable(path)}:{number}"):
-                        if isinstance(found, BadRecord):
-                            raise InputError(
-                                f"{found.where} is not a row of an export: {found.reason}. Export the results again."
-                            )
-                        yield found
-    except (OSError, pa.ArrowException, KeyError) as error:
-        raise InputError(
-            f"Cannot read {printable(path)} as a Parquet export: {clause(error)}. Export the results again."
-        ) from None
 
 
 def purged_ids(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:

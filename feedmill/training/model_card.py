@@ -29,16 +29,6 @@ LIBRARIES = ("torch", "transformers", "accelerate", "tokenizers")
 #: Those that the training of a head does not import.
 NOT_FOR_HEADS = ("accelerate",)
 
-FINE_TUNED = (
-    "fine-tuned by Feedmill {feedmill} from {base}. Serve it with\n`feedmill worker --model FOLDER`, or load it with "
-    "`transformers.AutoModelForSequenceClassification`"
-)
-WITH_HEAD = (
-    "a head on the frozen embeddings of {base}, fitted by\nFeedmill {feedmill}. Serve it with `feedmill worker --model "
-    "FOLDER`, or load the embeddings with `sentence_transformers` and\nthe head with `safetensors`: softmax(weight · "
-    "embedding + bias)"
-)
-
 CARD_TEMPLATE = """\
 ---
 library_name: {library}
@@ -48,36 +38,27 @@ base_model: {base}
 
 # {name}
 
-A post classifier with {count} labels, {trained_how}.
-
-## Data
+A post classifier with {count} labels, {trained_how} by Feedmill. Serve it with `feedmill worker --model FOLDER`, or
+load it with {loaded_by}.
 
 - Source: `{source}`. {posts[read]:,} posts read; {purged}; {posts[unlabelled]:,} had no usable label{left_out}.
 - Labels: {labels_from}.
 - Split: {split}. {record[train]:,} posts for training, {record[validation]:,} for validation (early stopping), \
 {record[test]:,} for testing.
+- Training: {training} in {record[seconds]:.0f} s on {plan[device]} ({plan[precision]}); \
+{record[samples_per_s]:.1f} posts/s; seed {options.seed}; {versions}.
 - Weights cannot be purged: they keep what they learnt from a post that is deleted later. To remove it, train again
   without the post and delete this folder (docs/training.md).
+
+{result}
 
 | label | training posts | test posts | F1 |
 |---|---|---|---|
 {table}
 
-## Result
-
-{result}
-
-## Training
-
-{training}
-in {record[seconds]:.0f} s on {plan[device]} ({plan[precision]}); {record[samples_per_s]:.1f} posts/s. \
-Seed {options.seed}.
-
 ```
 {command}
 ```
-
-{versions}
 """
 
 
@@ -119,38 +100,37 @@ def write(
 
 
 def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping[str, Any]) -> str:
-    posts, plan, tested = record["posts"], record["plan"], record["metrics"]
-    by_label = (tested or {}).get("labels", {})
-    rows = [
-        f"| {_cell(label)} | {count:,} | {by_label.get(label, {}).get('support', 0):,} | "
-        f"{by_label[label]['f1']:.3f} |" if label in by_label else f"| {_cell(label)} | {count:,} | – | – |"
-        for label, count in dataset.counts.items()
-    ]  # fmt: skip
-    purged = (
-        "purged posts could not be identified" if posts["purged"] is None else f"{posts['purged']:,} had been purged"
-    )
+    posts, plan = record["posts"], record["plan"]
+    tested = (record["metrics"] or {}).get("labels", {})
+    table = []
+    for label, count in dataset.counts.items():
+        figures = f"{tested[label]['support']:,} | {tested[label]['f1']:.3f}" if label in tested else "– | –"
+        table.append(f"| {printable(label).replace('|', chr(92) + '|')} | {count:,} | {figures} |")
     base = printable(options.base)
     if options.head:
-        training = f"A logistic regression with the L2 penalty {plan['penalty']:g}, chosen by cross-validation,"
+        training = f"a logistic regression with the L2 penalty {plan['penalty']:g}, chosen by cross-validation,"
+        loaded_by = "`sentence_transformers` and `safetensors`: softmax(weight · embedding + bias)"
     else:
         training = (
             f"{plan['steps']:,} optimization steps of {plan['effective_batch']} posts ({plan['batch_size']} × "
             f"{plan['accumulation']} × {plan['devices']} devices), {plan['epochs']:.3g} epochs,"
         )
+        loaded_by = "`transformers.AutoModelForSequenceClassification`"
     return CARD_TEMPLATE.format(
         base=base,
         library="sentence-transformers" if options.head else "transformers",
-        trained_how=(WITH_HEAD if options.head else FINE_TUNED).format(feedmill=__version__, base=base),
+        trained_how=f"a head on the frozen embeddings of {base}, fitted" if options.head else f"fine-tuned from {base}",
+        loaded_by=loaded_by,
         training=training,
         name=printable(folder.name),
         count=len(dataset.labels),
         source=printable(options.source),
-        purged=purged,
+        purged="purged posts unknown" if posts["purged"] is None else f"{posts['purged']:,} had been purged",
         left_out="".join(f"; {count:,} {why}" for why, count in dataset.left_out.items()),
         labels_from=_labels_from(options, posts["labelled_by"]),
         split=f"a separate test file, `{printable(options.test)}`" if options.test else _split(options),
-        table="\n".join(rows),
-        result=_result(tested, record["zero_shot"], options),
+        table="\n".join(table),
+        result=_result(record["metrics"], record["zero_shot"], options),
         record=record,
         plan=plan,
         posts=posts,
@@ -188,7 +168,3 @@ def _result(tested: Mapping[str, Any] | None, zero_shot: Mapping[str, Any] | Non
             figures = " | ".join(f"{found[key]:.3f}" for key in ("accuracy", "macro_f1", "calibration_error"))
             lines.append(f"| {name} | {figures} | {found['posts_per_s']:.1f} |")
     return "\n".join(lines)
-
-
-def _cell(label: str) -> str:
-    return printable(label).replace("|", "\\|")

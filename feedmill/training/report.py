@@ -3,14 +3,14 @@
 import json
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from feedmill.evaluation.report import models_table
@@ -18,29 +18,12 @@ from shared.errors import printable
 from workers.training.examples import Dataset
 
 if TYPE_CHECKING:
-    from workers.training.finetune import Plan, Point, TrainingProgress
+    from workers.training.finetune import Plan, TrainingProgress
 
 Tested = TypeVar("Tested")
 
-#: Width of a sparkline in characters, and its characters from low to high.
-SPARKLINE_WIDTH, SPARKLINE_CHARACTERS = 60, "▁▂▃▄▅▆▇█"
 #: Seconds between progress lines if there is no progress bar.
 PROGRESS_INTERVAL_S = 10.0
-
-
-class Pace:
-    """The pace of optimization steps. began: start of the first step, by time.monotonic."""
-
-    def __init__(self, began: float) -> None:
-        self._began = began
-        #: Steps done before; not 0 in a resumed training.
-        self._before: int | None = None
-
-    def left(self, progress: "TrainingProgress", now: float) -> float:
-        """Return the estimated seconds of the remaining steps. now: by time.monotonic."""
-        if self._before is None:
-            self._before = progress.step - 1
-        return (now - self._began) / (progress.step - self._before) * (progress.steps - progress.step)
 
 
 class TrainingReport:
@@ -53,12 +36,10 @@ class TrainingReport:
         self._json, self._quiet = as_json, quiet
         self._notes = notes
         self._bar: Bar | None = None
-        self._task: TaskID | None = None
-        self._is_bar_shown = notes.is_terminal and not as_json and not quiet
-        #: Time of the last progress line, by time.monotonic.
-        self._printed_at = time.monotonic()
-        #: Estimated seconds of the remaining steps.
-        self._pace = Pace(time.monotonic())
+        #: Time of the last progress line, and of the plan, by time.monotonic.
+        self._printed_at = self._planned_at = time.monotonic()
+        #: Steps done before; not 0 in a resumed training.
+        self._before: int | None = None
 
     def data(self, dataset: Dataset) -> None:
         """Print the sizes and labels of the dataset."""
@@ -73,16 +54,22 @@ class TrainingReport:
         if dataset.left_out:
             typer.echo("Left out: " + ", ".join(f"{count:,} {why}" for why, count in dataset.left_out.items()))
 
-    def phase(self, what: str) -> None:
-        """Say what is done now."""
-        if self._is_bar_shown:
-            self._show_bar(what, None)
-        elif not self._json and not self._quiet:
+    def phase(self, what: str, total: int | None = None) -> None:
+        """Say what is done now, in a line or in a bar, whose spinner also moves while a step takes long."""
+        self.stop()
+        if self._json or self._quiet:
+            return
+        if not self._notes.is_terminal:
             self._notes.print(escape(printable(what)))
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self._bar = Bar(*columns, TimeElapsedColumn(), console=self._notes, transient=True)
+        self._bar.add_task(printable(what), total=total)
+        self._bar.start()
 
     def planned(self, plan: "Plan") -> None:
-        """Print the plan and show the progress bar."""
-        self._pace = Pace(time.monotonic())
+        """Print the plan."""
+        self._planned_at, self._before = time.monotonic(), None
         if self._json:
             self._line("plan", plan._asdict() | {"effective_batch": plan.effective_batch})
             return
@@ -91,18 +78,19 @@ class TrainingReport:
             f"× {plan.devices} devices; {plan.device} in {plan.precision}"
         )
         typer.echo(f"{plan.steps:,} optimization steps, {plan.epochs:.3g} epochs")
-        if self._is_bar_shown:
-            self._show_bar("training", plan.steps)
+        if self._notes.is_terminal:
+            self.phase("training", plan.steps)
 
     def progress(self, now: "TrainingProgress") -> None:
         """Report an optimization step, and the time left at the pace of the steps so far."""
-        left = self._pace.left(now, time.monotonic())
+        if self._before is None:
+            self._before = now.step - 1
+        left = (time.monotonic() - self._planned_at) / (now.step - self._before) * (now.steps - now.step)
         loss = "" if now.loss is None else f" loss {now.loss:.3f}"
         remaining = "" if now.step == now.steps else f", about {_duration(left)} left"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=now.step, description=f"training{loss}{remaining}")
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=now.step, description=f"training{loss}{remaining}")
         elif self._is_due() or now.step == now.steps:
-            self._printed_at = time.monotonic()
             if self._json:
                 self._line("progress", now._asdict() | {"seconds_left": left})
             else:
@@ -114,47 +102,36 @@ class TrainingReport:
 
     def counting(self, what: str, found: Iterable[Tested], total: int) -> Iterator[Tested]:
         """Yield what was found for each post, reporting for how many. what: what is done with the posts."""
-        self.phase(f"{what} {total:,} posts")
-        self._printed_at = time.monotonic()
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, total=total)
+        self.phase(f"{what} {total:,} posts", total)
         for done, each in enumerate(found, 1):
-            if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, completed=done)
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=done)
             elif not self._json and self._is_due():
-                self._printed_at = time.monotonic()
                 self._notes.print(f"{done:,} of {total:,} posts")
             yield each
         self.stop()
 
     def _is_due(self) -> bool:
-        """Return whether the next progress line is due."""
-        return time.monotonic() - self._printed_at > PROGRESS_INTERVAL_S
-
-    def _show_bar(self, description: str, total: int | None) -> None:
-        """Show a new bar. Its time and its spinner move also while a step takes long. total: None if unknown."""
-        self.stop()
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        self._bar = Bar(*columns, TimeElapsedColumn(), console=self._notes, transient=True)
-        self._task = self._bar.add_task(printable(description), total=total)
-        self._bar.start()
+        """Return whether to print a progress line now."""
+        is_due = time.monotonic() - self._printed_at > PROGRESS_INTERVAL_S
+        if is_due:
+            self._printed_at = time.monotonic()
+        return is_due
 
     def stop(self) -> None:
         """Remove the progress bar after a phase has ended or failed."""
         if self._bar is not None:
             self._bar.stop()
-        self._bar = self._task = None
+        self._bar, self._printed_at = None, time.monotonic()
 
-    def finished(self, console: Console, record: Mapping[str, Any], curve: "Sequence[Point]", folder: Path) -> None:
-        """Print the training time, the curves and the metrics of the finished model."""
+    def finished(self, console: Console, record: Mapping[str, Any], folder: Path) -> None:
+        """Print the training time and the metrics of the finished model, and what to do next."""
         if self._json:
             self._line("trained", {"folder": str(folder), **record})
             return
         typer.echo(f"Trained in {_duration(record['seconds'])}, {record['samples_per_s']:.1f} posts/s")
-        for name, values in (("loss", [p.loss for p in curve]), ("rate", [p.rate for p in curve])):
-            known = [value for value in values if value is not None]
-            if known:
-                typer.echo(f"{name:<5}{sparkline(known)} {known[0]:.3g} → {known[-1]:.3g}")
+        if losses := [point["loss"] for point in record["curve"] if point["loss"] is not None]:
+            typer.echo(f"loss {losses[0]:.3g} → {losses[-1]:.3g}")
         if record["metrics"]:
             measured = ((str(folder), record["metrics"]), ("its base, zero-shot", record["zero_shot"]))
             console.print(models_table("", measured))
@@ -182,16 +159,6 @@ def _drawback(record: Mapping[str, Any]) -> str:
     return (
         f"Do not deploy this model: it is no more accurate ({tested['accuracy']:.3f}) than its base zero-shot "
         f"({zero_shot['accuracy']:.3f}) on the same {tested['posts']:,} posts. What helps: {helps}."
-    )
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Return a line of block characters, scaled from 0 to the greatest value. Long series are sampled."""
-    most = max(values) or 1.0
-    width, characters = SPARKLINE_WIDTH, SPARKLINE_CHARACTERS
-    shown = values if len(values) <= width else [values[place * len(values) // width] for place in range(width)]
-    return "".join(
-        characters[min(int(max(value, 0.0) / most * len(characters)), len(characters) - 1)] for value in shown
     )
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import termios
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from shared import logs
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
 from tests.fakes.models import make_sentence_model
-from tests.support import naming
+from tests.support import naming, wait_until
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import select_device
 from workers.training.active import Measured, Session
@@ -188,12 +189,18 @@ def test_a_broken_file_of_answers_is_named(label: Label, tmp_path: Path) -> None
 
 def test_a_terminal_takes_single_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     keyboard, terminal = os.openpty()
+
+    def press(key: bytes) -> None:
+        wait_until(lambda: not termios.tcgetattr(keyboard)[3] & termios.ICANON, "the terminal passes on single keys")
+        os.write(keyboard, key)
+
     with os.fdopen(terminal) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         before: Any = termios.tcgetattr(stdin)
-        os.write(keyboard, b"1")
-        assert label_command._answer() == "1"
-        os.write(keyboard, b"\x04")
-        assert label_command._answer() == ""
+        for key, answer in ((b"1", "1"), (b"\x04", "")):
+            pressing = threading.Thread(target=press, args=(key,))
+            pressing.start()
+            assert label_command._answer() == answer
+            pressing.join()
         assert termios.tcgetattr(stdin) == before
     os.close(keyboard)

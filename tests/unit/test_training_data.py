@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -253,14 +251,6 @@ def test_rejects_files_without_labels(
 def test_rejects_a_folder_without_an_export(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=naming(tmp_path, "export")):
         collected(tmp_path)
-
-
-def test_rejects_an_export_with_an_invalid_row(tmp_path: Path) -> None:
-    path = export(tmp_path, "parquet")
-    table = pq.read_table(path)
-    pq.write_table(table.set_column(table.column_names.index("id"), "id", pa.array([""] * len(table))), path)
-    with pytest.raises(InputError, match=naming(path)):
-        collected(path, targets="zero-shot")
 
 
 def test_help_shows_every_default() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from feedmill.training import report
-from feedmill.training.report import Pace, TrainingReport
+from feedmill.training.report import TrainingReport
 from workers.training.finetune import Plan, TrainingProgress
 
 PLAN = Plan(16, 1, 1, 4, 1.0, "float32: as set", "cpu")
@@ -35,18 +35,6 @@ def run(console: Console, as_json: bool = False) -> list[str]:
     tested = list(training.testing("the trained model", ["a", "b"], 2))
     training.stop()
     return tested
-
-
-def test_time_left_follows_the_steps() -> None:
-    pace = Pace(began=100.0)
-    assert pace.left(progress(1), now=130.0) == 90.0
-    assert pace.left(progress(2), now=140.0) == 40.0
-    assert pace.left(progress(4), now=200.0) == 0.0
-
-
-def test_time_left_of_a_resumed_training_counts_its_own_steps() -> None:
-    pace = Pace(began=100.0)
-    assert pace.left(progress(3), now=110.0) == 10.0
 
 
 def test_every_phase_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,11 +71,11 @@ def finished(capsys: pytest.CaptureFixture[str], accuracy: float, zero_shot: flo
         return {"accuracy": accuracy, "macro_f1": 0.5, "calibration_error": 0.1, "posts_per_s": 9.0, "posts": 40}
 
     record = {
-        "seconds": 1.0, "samples_per_s": 2.0, "options": {"head": head}, "metrics": metrics(accuracy),
+        "seconds": 1.0, "samples_per_s": 2.0, "curve": [], "options": {"head": head}, "metrics": metrics(accuracy),
         "zero_shot": None if zero_shot is None else metrics(zero_shot),
     }  # fmt: skip
     console = Console(file=io.StringIO())
-    TrainingReport(console, as_json=False, quiet=False).finished(console, record, [], Path("model"))
+    TrainingReport(console, as_json=False, quiet=False).finished(console, record, Path("model"))
     return capsys.readouterr().out
 
 
