@@ -18,17 +18,17 @@ MAX_TIMESTAMP = 253_402_300_799.0
 def parse_items(posts: Iterable[Mapping[str, Any]], topic_of: Mapping[str, str]) -> Iterator[ListingItem]:
     """Yield the valid posts. topic_of: see `parse_item`."""
     for data in posts:
-        if data.get("promoted"):
-            continue  # an advertisement
         try:
-            yield parse_item(data, topic_of)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            # An invalid post must not fail its page.
-            logger.warning("skipped an invalid post (%s, %.40r)", error, data.get("name") or data.get("id"))
+            if not data.get("promoted"):  # an advertisement
+                yield parse_item(data, topic_of)
+        except Exception as error:
+            # Whatever an invalid post raises must not fail its page: strangers write it.
+            name = (data.get("name") or data.get("id")) if isinstance(data, Mapping) else data
+            logger.warning("skipped an invalid post (%.80s, %.40r)", error, name)
 
 
 def parse_item(data: Mapping[str, Any], topic_of: Mapping[str, str]) -> ListingItem:
-    """Parse a post in the form of Reddit's API. Raises AttributeError, KeyError, TypeError or ValueError if invalid.
+    """Parse a post in the form of Reddit's API. May raise any exception if it is invalid.
 
     topic_of: topic by the subreddit's name in lower case.
     """
@@ -38,7 +38,8 @@ def parse_item(data: Mapping[str, Any], topic_of: Mapping[str, str]) -> ListingI
     created = float(data["created_utc"])
     if not 0 <= created < MAX_TIMESTAMP:
         raise ValueError("invalid created_utc")
-    subreddit = str(data["subreddit"])
+    subreddit = data["subreddit"]
+    subreddit.encode()  # a lone surrogate could not be part of a key
     fields = {
         "id": fullname,
         "topic": topic_of.get(subreddit.lower()),

@@ -1,15 +1,20 @@
 """Posts in the form of Reddit's API: their text, and whether they were deleted or removed."""
 
+import logging
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
 
 from producers.live.budget import RequestBudget
 from producers.records import reddit_body, removal_of
+from producers.reddit.items import parse_items
 from shared.messages import clean
 from tests.fakes.clock import SimulatedClock
+from tests.integration.test_live import JSON, changed
 
 
 @pytest.mark.parametrize(
@@ -80,3 +85,25 @@ def test_a_rate_limits_reset_may_be_a_time(reset: str) -> None:
 def test_the_extra_requires_a_urllib3_that_reads_what_has_arrived() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert "urllib3>=2" in project["optional-dependencies"]["reddit"]
+
+
+ITEM = {
+    "name": "t3_abc", "id": "abc", "title": "a title", "selftext": "a text", "subreddit": "birds", "score": 7,
+    "created_utc": 1_800_000_000.0, "edited": False, "permalink": "/r/birds/comments/abc/", "url": "https://a.example",
+    "crosspost_parent_list": [{"selftext": "x"}], "poll_data": {"options": [{"text": "y"}]},
+    "gallery_data": {"items": [{"caption": "z"}]}, "removed_by_category": None, "over_18": False,
+}  # fmt: skip
+
+
+@given(changed(ITEM) | JSON)
+@example(ITEM | {"created_utc": 10**400})
+@example(ITEM | {"subreddit": "\ud800"})
+@example(ITEM | {"score": 10**400, "edited": float("inf")})
+def test_no_item_fails_its_page(item: Any) -> None:
+    logging.getLogger("producers.reddit").setLevel(logging.CRITICAL)
+    parsed = list(parse_items([item, ITEM], {"birds": "nature"}))
+    assert parsed[-1].post
+    assert parsed[-1].post.id == "t3_abc"
+    for listed in parsed:
+        assert math.isfinite(listed.created_utc)
+        f"{listed.fullname} {listed.subreddit}".encode()
