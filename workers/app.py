@@ -10,7 +10,7 @@ from shared.errors import SettingsError
 from shared.settings import Settings, load
 from workers.models.plugins import import_user_module
 from workers.runtime import task  # noqa: F401 - registers the shared task with every application
-from workers.runtime.pending import keep_unstored
+from workers.runtime.in_flight import keep_unstored
 from workers.transport.redis_transport import use_leases
 
 #: Maximum messages that a worker holds, apart from those with an ETA. Each costs the host about as much as 32 posts.

@@ -149,19 +149,6 @@ def test_direct_call_returns_outcomes(here: Caller) -> None:
     assert here.say("labels(feedmill.classify_task(POSTS, 'tea, football', top_k=1))") == ["football", "tea"]
 
 
-def test_direct_call_returns_the_same_fields_as_a_worker(here: Caller) -> None:
-    (found,) = here.say(
-        "feedmill.classify_task(posts=POSTS[:1], labels={'ball': ['football', 'a match'], 'tea': 'tea'})"
-    )
-    assert list(found["scores"]) == ["ball", "tea"]
-    assert (found["id"], found["worker"], found["device"], found["queued_seconds"]) == ("1", "here", "cpu", None)
-    json.dumps(found)
-
-
-def test_works_before_a_celery_application_exists(here: Caller) -> None:
-    assert here.say("before") == ["sports", "food"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -181,14 +168,6 @@ def test_invalid_calls_raise_however_the_task_is_called(here: Caller, arguments:
     assert here.say("labels(feedmill.classify_task(POSTS[1:]))") == ["food"]
 
 
-def test_apply_returns_an_eager_result(here: Caller) -> None:
-    here.run("good = feedmill.classify_task.apply(kwargs={'posts': POSTS}, task_id='chosen')")
-    assert here.say("[good.id, good.state, labels(good.get())]") == ["chosen", "SUCCESS", ["sports", "food"]]
-    here.run("bad = feedmill.classify_task.apply((POSTS,), {'lables': 'a'})")
-    assert here.say("[bad.state, type(bad.result).__name__, bad.failed()]") == ["FAILURE", "RequestRefused", True]
-    assert here.fail("feedmill.classify_task.apply(throw=True)").startswith("RequestRefused: posts: ")
-
-
 def test_always_eager_runs_in_this_process(here: Caller) -> None:
     here.run("sent = feedmill.classify_task.delay(posts=POSTS)")
     assert here.say("[type(sent).__name__, labels(sent.get())]") == ["EagerResult", ["sports", "food"]]
@@ -204,13 +183,6 @@ def test_always_eager_supports_canvas(here: Caller) -> None:
     # The previous task in the chain supplies the posts.
     here.run('@app.task(name="mine.posts")\ndef posts(): return POSTS')
     assert here.say("labels((posts.s() | feedmill.classify_task.s()).apply_async().get())") == ["sports", "food"]
-
-
-def test_always_eager_supports_links(here: Caller) -> None:
-    here.run('called = []\n@app.task(name="mine.note")\ndef note(found): called.append(found)')
-    here.run("feedmill.classify_task.apply_async((POSTS,), link=count.s() | note.s())")
-    here.run("feedmill.classify_task.apply_async(link_error=note.s(), task_id='failed')")
-    assert here.say("called") == [2, "failed"]
 
 
 def test_threads_share_one_model(here: Caller) -> None:

@@ -169,14 +169,6 @@ def test_new_workers_load_the_deployed_model_or_fail(house: House) -> None:
     shutil.move(house.folder / "away", house.folder / "tuned")
 
 
-def test_deploy_reset_without_a_deployment_does_nothing(house: House) -> None:
-    house.run("deploy", "--reset")
-    before = requested_model(house.redis.client, "feedmill")
-    status, said, complaints = house.run("deploy", "--reset")
-    assert (status, "Nothing to do" in said, complaints) == (0, True, "")
-    assert requested_model(house.redis.client, "feedmill") == before
-
-
 def test_deploy_without_workers_applies_to_later_ones(house: House) -> None:
     status, said, _ = house.run("deploy", "tuned", FEEDMILL_QUEUE="feedmill-nobody")
     assert (status, "feedmill-nobody" in said) == (1, True)

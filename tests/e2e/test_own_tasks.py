@@ -15,7 +15,7 @@ from celery import Celery, chain, chord
 from celery.exceptions import TimeLimitExceeded
 
 from shared.broker import queue_depth
-from tests.support import Feedmill, RedisServer, feedmill, run, running, wait_until
+from tests.support import Feedmill, RedisServer, run, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 POSTS: list[dict[str, Any]] = [
@@ -98,24 +98,6 @@ def test_tasks_alternate_with_micro_batches(app: Celery, redis_server: RedisServ
     assert f"own.fails[{sent[7].id}] raised unexpected: ValueError" in worker.text()
 
 
-def test_inspect_shows_tasks_as_usual(app: Celery, redis_server: RedisServer) -> None:
-    redis_server.client.set("gate", "1")
-    sent = app.send_task("own.hold", ["gate"])
-    wait_until(lambda: "hold gate" in ran(redis_server), "the task runs")
-    inspect = app.control.inspect(timeout=30, limit=1)
-
-    def active() -> list[str]:
-        (tasks,) = (inspect.active() or {}).values()
-        return [task["id"] for task in tasks]
-
-    # The task's first line can run before the event loop notes the start.
-    wait_until(lambda: active() == [sent.id], "the task is shown")
-    (registered,) = (inspect.registered() or {}).values()
-    assert {"feedmill.classify", "own.note", "own.once_more"} <= set(registered)
-    redis_server.client.delete("gate")
-    assert sent.get(timeout=120) == "gate"
-
-
 def test_own_tasks_share_a_canvas_with_classify(app: Celery) -> None:
     """A single worker runs every task of the canvas, without a deadlock."""
     classify = app.signature("feedmill.classify", [POSTS])
@@ -193,9 +175,3 @@ def test_a_module_that_cannot_be_imported(tmp_path: Path, module: str, reason: s
     )
     assert said.returncode == 1
     assert re.fullmatch(NOT_IMPORTED.format(module, reason.format(tmp_path)), said.stderr)
-
-
-def test_feedmill_worker_names_a_module_it_cannot_import(tmp_path: Path) -> None:
-    said = feedmill("worker", "--include", "no.such.tasks", cwd=tmp_path)
-    assert said.returncode == 2
-    assert re.fullmatch(NOT_IMPORTED.format("no.such.tasks", NONE), said.stderr)

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, chord, group, signature
+from celery import Celery
 
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.embedded import MEASURING
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import RESULTS_STREAM, find
-from shared.messages import ClassifyOptions, Post
-from shared.results import Counters, ResultsStore
+from shared.messages import ClassifyOptions
+from shared.results import ResultsStore
 from shared.settings import Settings
-from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, run, start, wait_until, working
+from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, run, wait_until, working
 from tests.unit.test_canary import overflowing
 
 POSTS: list[dict[str, Any]] = [
@@ -53,19 +53,6 @@ def test_returns_one_outcome_per_post(client: Celery) -> None:
     assert len(good["weights"]) == 64
 
 
-def test_messages_may_bring_their_own_labels(client: Celery) -> None:
-    (found,) = ask(client, POSTS[:1], labels=["tea", "football"], template="It is on {}.", multi_label=True)
-    assert list(found["scores"]) == ["football", "tea"]
-
-
-def test_top_k_limits_the_reply_but_not_the_store(client: Celery, served: RedisServer) -> None:
-    (found,) = ask(client, [{"id": "top", "title": "A goal in the last minute"}], top_k=2)
-    assert len(found["scores"]) == 2
-    assert next(iter(found["scores"])) == found["label"]
-    store = ResultsStore(served.client, Settings())
-    assert len(store.get("top")[0].scores) == 16
-
-
 def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
     sent: set[str] = set()
     told: list[str] = []
@@ -82,37 +69,6 @@ def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
             with suppress(TimeoutError):
                 receiver.capture(limit=None, timeout=1)
     assert told[0] == "'2 of 2 posts classified'"
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({"posts": [{"id": "x"}]}, "1 of 1 posts failed: x: title or body"),
-        ({"posts": [*POSTS, {"id": "x"}], "strict": True}, "1 of 3 posts failed: x: title or body"),
-        ({"posts": POSTS, "labels": ""}, "labels: "),
-        ({"posts": 7}, "posts: "),
-        ({"posts": POSTS, "bogus": 1}, "bogus: "),
-        ({}, "posts: "),
-    ],
-)
-def test_failed_messages_say_why(client: Celery, kwargs: dict[str, Any], words: str) -> None:
-    result = client.send_task("feedmill.classify", kwargs=kwargs)
-    with pytest.raises(Exception, match=words):
-        result.get(timeout=120)
-    assert result.state == "FAILURE"
-    assert ask(client, POSTS)[0]["label"] == "sports"
-
-
-def test_groups_and_chords_receive_outcomes(client: Celery) -> None:
-    def classify(post: dict[str, Any]) -> Any:
-        return signature("feedmill.classify", kwargs={"posts": [post]}, app=client)
-
-    found = group(classify(post) for post in POSTS).apply_async().get(timeout=120)
-    assert [outcomes[0]["label"] for outcomes in found] == ["sports", "food"]
-    # The chord's body gets the outcomes as its first argument, posts; they have no text, so the message fails.
-    body = signature("feedmill.classify", app=client)
-    with pytest.raises(Exception, match="posts failed"):
-        chord([classify(post) for post in POSTS], body).apply_async().get(timeout=120)
 
 
 def test_invalid_messages_do_not_stop_the_worker(client: Celery, served: RedisServer) -> None:
@@ -272,54 +228,6 @@ def test_first_start_measures_and_stores_the_token_budget(redis: RedisServer, tm
     with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:
         assert f"token budget {measured[1]}\n" in worker.text()
         assert MEASURING not in worker.text()
-
-
-def test_one_failing_post_is_the_only_dead_letter(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """The forward pass fails for one post, in a message with 255 good ones."""
-    store = ResultsStore(connect(settings), settings)
-    posts = make_posts(256)
-    posts[100] = Post(id="p100", title=POISON)
-    app = make_app(settings)
-    environment = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
-    with (tmp_path / "worker.log").open("w") as log:
-        worker = start([sys.executable, "-P", "-c", POISONED_WORKER, POISON], tmp_path, os.environ | environment, log)
-    try:
-        sent = app.send_task("feedmill.classify", kwargs={"posts": [post.model_dump() for post in posts]})
-        outcomes = sent.get(timeout=120)
-    finally:
-        worker.terminate()
-        worker.wait(120)
-    assert [outcome for outcome in outcomes if "error" in outcome] == [
-        {"id": "p100", "error": "ValueError: this model cannot read that"}
-    ]
-    assert store.counters() == Counters(stored=255, repeated=0, failed=1)
-    (letter,) = store.dead_letters(10)
-    assert (letter.id, letter.reason, letter.message) == ("p100", "ValueError: this model cannot read that", sent.id)
-    assert json.loads(letter.post or "")["title"] == POISON
-    assert (letter.traceback or "").endswith("ValueError\n")
-    assert letter.attempts == 1
-
-
-POISON = "a post that the model chokes on"
-POISONED_WORKER = """
-import sys
-from shared import logs
-from shared.settings import load
-from workers.models.classifiers.similarity import Similarity
-from workers.run import run_worker
-
-forward = Similarity.forward
-
-def choosy(self, rows):
-    if any(row.owner and row.owner.post.title == sys.argv[1] for row in rows):
-        raise ValueError("this model cannot read that")
-    return forward(self, rows)
-
-Similarity.forward = choosy
-settings = load()
-logs.configure(settings)
-sys.exit(run_worker(settings, "choosy"))
-"""
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ plain Celery tasks.
 import os
 from typing import Any
 
-from celery import Task, chain, group, shared_task
+from celery import chain, group, shared_task
 from redis import Redis
 
 from workers.runtime.task import ClassifyTask
@@ -92,13 +92,6 @@ def seen(task: ClassifyTask) -> dict[str, Any]:
 def request(self: ClassifyTask, *_: Any, **__: Any) -> Any:
     self.outcomes()
     return seen(self)
-
-
-@shared_task(bind=True, base=ClassifyTask, name="suite.limited", time_limit=60, soft_time_limit=45)
-def limited(self: ClassifyTask, *_: Any, **__: Any) -> Any:
-    self.outcomes()
-    request: Any = self.request
-    return [request.time_limit, request.soft_time_limit, request.properties.get("app_id")]
 
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.retry_once", max_retries=1)
@@ -204,10 +197,3 @@ def adds_to_chord(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
     given = increased(self, amount(options))
     self.add_to_chord(add.s(given, top_k=amount(options)))
     return given
-
-
-@shared_task(bind=True, name="suite.starts_chord")
-def starts_chord(self: Task) -> str:  # type: ignore[type-arg]
-    """Plain task: start a canvas without waiting for it."""
-    made = (group(add.s([numbered(number)], top_k=1) for number in range(3)) | total.s()).apply_async()
-    return f"{self.request.id} {made.id}"

@@ -1,6 +1,5 @@
 """hot_swap.py on a real Redis: the requested model is loaded, tested and activated, or the reason is reported."""
 
-import json
 import re
 import socket
 import time
@@ -15,10 +14,10 @@ import torch
 
 from feedmill.cli import deploy as deploy_commands
 from shared.broker import connect
-from shared.errors import DeviceFull, ModelError, SettingsError, UserError
+from shared.errors import DeviceFull, ModelError, UserError
 from shared.keys import REQUESTED_MODELS, find
 from shared.metrics import connect_for_monitoring
-from shared.model_routing import MAX_QUEUES, DeploymentReport, RequestedModel, Stage, request_model, requested_model
+from shared.model_routing import DeploymentReport, RequestedModel, Stage, request_model, requested_model
 from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import RedisServer, wait_until
@@ -52,15 +51,6 @@ def test_keeps_a_deployment_until_it_is_withdrawn(redis: RedisServer) -> None:
     assert key.pattern == REQUESTED_MODELS
     request_model(redis.client, "feedmill", None)
     assert requested_model(redis.client, "feedmill") is None
-
-
-def test_limits_the_number_of_queues_with_deployments(redis: RedisServer) -> None:
-    for number in range(MAX_QUEUES):
-        request_model(redis.client, f"q{number}", RequestedModel("/m", "00", 1.0))
-    with pytest.raises(UserError, match=str(MAX_QUEUES)):
-        request_model(redis.client, "one more", RequestedModel("/m", "00", 1.0))
-    request_model(redis.client, "q7", RequestedModel("/n", "00", 2.0))
-    assert redis.client.hlen(REQUESTED_MODELS) == MAX_QUEUES
 
 
 @pytest.mark.parametrize(
@@ -101,12 +91,6 @@ def test_rejects_symlinks_out_of_the_models_folder(folder: Path, tmp_path: Path)
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(ModelError, match="FEEDMILL_MODELS_FOLDER"):
         load_wanted(asked(tmp_path / "link"), Settings(models_folder=tmp_path), CPU)
-
-
-def test_configured_labels_must_match_the_models(folder: Path) -> None:
-    assert load_wanted(asked(folder), Settings(labels="POSITIVE,NEGATIVE"), CPU).kind == "sequence"
-    with pytest.raises(SettingsError, match="FEEDMILL_LABELS"):
-        load_wanted(asked(folder), Settings(labels="POSITIVE,OTHER"), CPU)
 
 
 class Candidate(Model):
@@ -185,20 +169,6 @@ def test_activates_a_deployed_model_and_the_workers_own_again(house: House) -> N
     assert house.report(house.deploy(None, lambda: Candidate("own"))).stage is Stage.DONE
     assert house.at_work() == "own"
     wait_until(lambda: house.replaced == 2, "both replacements are announced")
-
-
-def test_checking_again_does_not_reload_the_model(house: House) -> None:
-    loads: list[int] = []
-
-    def load() -> Model:
-        loads.append(1)
-        return Candidate("new")
-
-    ask = house.deploy("/new", load)
-    house.report(ask)
-    house.deployer.request_check()
-    house.report(house.deploy("/other", lambda: Candidate("other")))
-    assert len(loads) == 1
 
 
 def fails(error: BaseException) -> Callable[[], Model]:
@@ -313,14 +283,6 @@ def test_keeps_the_model_while_redis_is_unreachable(house: House, caplog: pytest
     assert house.report(ask).stage is Stage.DONE
 
 
-def test_an_invalid_deployment_record_changes_nothing(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.redis.client.hset(REQUESTED_MODELS, "feedmill", json.dumps({"model": 7}))
-    house.deployer.request_check()
-    wait_until(lambda: "feedmill:wanted" in caplog.text, "the error is logged")
-    assert house.at_work() == "old"
-    assert house.deployer.report is None
-
-
 def test_stopping_does_not_wait_for_a_model_being_loaded(house: House) -> None:
     held = Candidate("held")
     held.gate.clear()
@@ -421,13 +383,3 @@ def test_reports_how_the_deployment_ended(
     assert re.search(words, said)
     assert ended == status
     assert requested_model(redis.client, "feedmill") == left
-
-
-def test_a_superseded_deployment_is_reported_at_once(redis: RedisServer) -> None:
-    request_model(redis.client, "feedmill", BEFORE)
-    reports = deploy_commands._wait_for_workers(Workers(), ["a"], ASKED, lambda: False, False)  # type: ignore[arg-type]
-    said, ended = deploy_commands._conclude(redis.client, "feedmill", ASKED, None, reports)
-    assert "0 of 1 " in said
-    assert "--show" in said
-    assert ended == 1
-    assert requested_model(redis.client, "feedmill") == BEFORE

@@ -24,7 +24,7 @@ from shared.settings import Settings
 from tests.integration.test_results import letter, result
 from tests.support import RedisServer, feedmill
 from workers.app import make_worker_app
-from workers.runtime.pending import PendingTask
+from workers.runtime.in_flight import PendingTask
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-from shared import model_routing
-from shared.broker import connect
 from shared.errors import UserError
 from shared.keys import MODELS, WORKERS, find
 from shared.model_routing import (
@@ -66,11 +64,6 @@ def test_rejects_unknown_models_and_lists_the_known_ones(redis: RedisServer, nam
     assert "\x1b" not in str(refused.value)
 
 
-def test_rejects_any_model_before_a_worker_has_announced_one(redis: RedisServer) -> None:
-    with pytest.raises(UserError, match=BART):
-        queue_for_model(redis.client, BART)
-
-
 def test_rejects_ambiguous_models_and_lists_their_queues(redis: RedisServer) -> None:
     announce(redis.client, "one", BART)
     announce(redis.client, "two", TUNED)
@@ -114,18 +107,6 @@ def test_announce_detects_another_model_on_the_same_queue(redis: RedisServer) ->
     assert announce(redis.client, "feedmill", "second") is None
     said(redis, "feedmill", "first", 3 * ANNOUNCE_INTERVAL_S)
     assert announce(redis.client, "feedmill", "second") is None, "the second model has replaced the first"
-
-
-def test_queues_always_include_the_configured_one(settings: Settings) -> None:
-    redis = connect(settings)
-    assert queues(redis, settings) == ["feedmill"]
-    announce(redis, "b", "m")
-    assert queues(redis, settings.model_copy(update={"queue": "a"})) == ["a", "b"]
-
-
-def test_ignores_unknown_fields_of_later_versions(redis: RedisServer) -> None:
-    redis.client.hset(MODELS, "q", '{"model": "m", "seen": 1, "device": "cuda"}')
-    assert model_routing.known_queues(redis.client) == {"q": model_routing.ServedModel("m", 1)}
 
 
 @pytest.mark.parametrize(

@@ -60,14 +60,6 @@ def test_counts_a_lost_workers_record_once(client: Redis) -> None:
     assert client.hlen(PASSES) == 0
 
 
-def test_a_pass_replaces_its_lanes_previous_record(client: Redis) -> None:
-    vanished, here = PoisonTracker(client), PoisonTracker(client)
-    note(vanished, 0, [("a", 0)])
-    note(vanished, 1, [("b", 0)])
-    note(vanished, 0, [("c", 0)])
-    assert [here.deaths(message) for message in "abc"] == [{}, {0: 1}, {0: 1}]
-
-
 def test_counts_add_up_until_the_message_is_finished(client: Redis) -> None:
     for times in (1, 2, 3):
         note(PoisonTracker(client), 0, [("a", 0)])
@@ -194,13 +186,6 @@ def test_isolates_each_suspect_post() -> None:
     assert batches == [[5], [6, 6], [5]]
 
 
-def test_isolated_batches_respect_the_token_budget() -> None:
-    quarantine: IsolationQueue[Length] = IsolationQueue()
-    quarantine.add([Length(10)] * 5)
-    assert [len(quarantine.take(20, 100)) for _ in range(3)] == [2, 2, 1]
-    assert not quarantine
-
-
 class TwoLanes(Device):
     lanes = 2  # a CPU with two cores
 
@@ -285,13 +270,6 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits")  # type: ignore[attr-defined]
     wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "the pass has ended")
     assert set(PoisonTracker(client).deaths("the message").values()) == {2}
-
-
-def test_first_deliveries_are_not_looked_up(client: Redis, make_owner: Callable[[], Owner]) -> None:
-    note(PoisonTracker(client), 0, [("the message", 0)])
-    owner = make_owner()
-    send(owner, posts=1, redelivered=False)
-    assert owner.classifier.seen == [("0",), ("0",)]  # type: ignore[attr-defined]
 
 
 def test_records_posts_on_the_device_in_redis(client: Redis, make_owner: Callable[[], Owner]) -> None:

@@ -26,7 +26,7 @@ import os, time, uuid
 from celery import Celery
 from celery.worker.consumer import Consumer as StockConsumer
 from redis import Redis, RedisError
-from workers.transport.held import claim
+from workers.transport.leases import claim
 
 class Consumer(StockConsumer):
     def __init__(self, on_task_request, *args, **kwargs):

@@ -71,10 +71,6 @@ def test_sweep_finds_the_best_budget(monkeypatch: pytest.MonkeyPatch, optimum: i
     assert max(stand_in.sizes) <= max(rates)
 
 
-def test_best_prefers_the_smallest_of_similar_rates() -> None:
-    assert best({512: 90.0, 1024: 99.5, 2048: 100.0, 4096: 99.9}) == 1024
-
-
 @pytest.mark.parametrize(
     ("kind", "engine", "torch_device", "budget"),
     [
@@ -115,13 +111,6 @@ def test_calibrates_once_per_configuration(monkeypatch: pytest.MonkeyPatch, tmp_
     # Another text length needs a new measurement.
     assert calibrate(stand_in, settings.model_copy(update={"max_tokens": 64})).tokens == 1024
     assert len(stand_in.sizes) > measured
-
-
-def test_token_budget_setting_skips_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand_in = on(monkeypatch, 1024)
-    assert calibrate(stand_in, Settings(token_budget=333, cache_folder=tmp_path)).tokens == 333
-    assert not stand_in.sizes
-    assert not list(tmp_path.iterdir())
 
 
 def test_remembers_a_lowered_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,12 +166,6 @@ def test_calibrates_with_an_unwritable_cache_folder(
     settings = Settings(cache_folder=tmp_path / "file" / "cache")
     assert calibrate(on(monkeypatch, 1024), settings).tokens == 1024
     assert str(settings.cache_folder) in caplog.text
-
-
-def test_lowered_budget_is_at_least_one_token() -> None:
-    budget = TokenBudget(100)
-    budget.lower(0)
-    assert budget.tokens == 1
 
 
 class Contended:

@@ -4,7 +4,7 @@ import queue
 
 import pytest
 
-from workers.pipeline.inbox import Inbox
+from workers.pipeline.context import Inbox
 
 
 def inbox(*items: int | None) -> Inbox[int | None]:

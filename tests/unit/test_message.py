@@ -103,13 +103,6 @@ def test_rejection_quotes_little_of_the_message(arguments: dict[str, Any], reaso
     assert len(str(raised.value)) < 400
 
 
-def test_rejected_post_quotes_little_of_the_message() -> None:
-    posts = [{"id": "1", "title": "t", "extra": {"x" * 10**6: {"y" * 10**6: float("nan")}}}, {"id": "z" * 10**6}]
-    for outcome in Message({"posts": posts}, None).read():
-        assert isinstance(outcome, PostError)
-        assert len(outcome.model_dump_json()) < 1000
-
-
 def test_too_many_posts_become_one_dead_letter() -> None:
     message = Message({"posts": [0] * 20_000}, None, "the id")
     message.refused = RequestRefused("posts: 20000 in one message")
@@ -158,9 +151,3 @@ def test_traceback_leaves_out_error_messages() -> None:
     assert f'File "{__file__}"' in text
     assert text.index("KeyError\n") < text.index("\nValueError\n")
     assert len(text) <= MAX_DEAD_TRACEBACK
-
-
-def test_reads_dead_letters_of_earlier_versions() -> None:
-    letter = DeadLetter(id="1", reason="r", post="{}", options="{}", message=None, worker="w", failed_at=1.0)
-    old = letter.model_dump_json(exclude={"traceback", "attempts", "payload"})
-    assert DeadLetter.model_validate_json(old) == letter

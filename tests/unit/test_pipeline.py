@@ -17,7 +17,6 @@ from shared.errors import DeviceFull, DeviceLost, ForwardTimeout, MessageFailed,
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post, PostError
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.fakes.interleaving import interleavings
 from tests.support import wait_until
 from workers.models.classifiers import LabelSet, Row, Scores
 from workers.models.device import Device
@@ -26,14 +25,13 @@ from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 from workers.pipeline import context, recording
 from workers.pipeline.calibration import TokenBudget
+from workers.pipeline.context import Step
 from workers.pipeline.message import Message, State
 from workers.pipeline.offline import classify, pipeline_error
 from workers.pipeline.pipeline import Pipeline
 from workers.pipeline.poison import PoisonTracker
-from workers.pipeline.preparation import MAX_ROWS_PER_MESSAGE
-from workers.pipeline.watch import Step
 from workers.runtime import in_flight
-from workers.runtime.pending import PendingTask
+from workers.runtime.in_flight import PendingTask
 
 LABELS = LabelSet(("good", "bad"), False, "recipe")
 
@@ -217,20 +215,6 @@ def test_returns_one_outcome_per_post_in_order(owner: Owner) -> None:
     assert [(letter.id, letter.reason) for letter in owner.store.dead] == [("2", found[2]["error"])]
 
 
-def test_dead_letter_has_a_traceback_without_texts(owner: Owner) -> None:
-    assert owner.results("fine", "this is poison")[1] == {"id": "1", "error": "ValueError: cannot read this"}
-    (letter,) = owner.store.dead
-    assert letter.traceback
-    assert f'File "{__file__}", line ' in letter.traceback
-    assert letter.traceback.endswith("ValueError\n")
-    assert (letter.attempts, letter.payload) == (1, None)
-    owner.results("fine", "")
-    assert owner.store.dead[1].traceback is None
-    owner.send("explode")
-    wait_until(lambda: len(owner.store.dead) == 3, "the dead letter is stored")
-    assert (owner.store.dead[2].traceback or "").endswith("RuntimeError\n")
-
-
 def test_starts_and_finishes_each_message_once(owner: Owner) -> None:
     messages = [owner.send("a", "b c d") for _ in range(20)] + [owner.send("")]
     wait_until(lambda: len(owner.finished) == 21, "all are finished")
@@ -285,17 +269,6 @@ def test_looks_up_waiting_messages_together(slow: Any) -> None:
     assert "cannot serve" in str(refused.refused)
     assert "a bug" in str(broken.refused)
     assert large.missing_outcomes == 0
-
-
-def test_waiting_messages_need_one_look_up(slow: Any) -> None:
-    slow.store.writing.set()
-    slow.send("the first")
-    wait_until(lambda: slow.store.finds == [1], "the tokenizer waits for Redis")
-    for _ in range(70):
-        slow.send("short")
-    slow.store.finding.set()
-    wait_until(lambda: len(slow.finished) == 71, "all are finished", 10)
-    assert slow.store.finds == [1, 64, 6]
 
 
 def test_stores_waiting_micro_batches_together(slow: Any) -> None:
@@ -375,13 +348,6 @@ def test_cpu_runs_concurrent_forward_passes() -> None:
     owner.pipeline.stop()
 
 
-def test_poison_post_fails_without_others(owner: Owner) -> None:
-    found = owner.results(*["fine"] * 20, "poison", *["fine"] * 20)
-    assert [outcome["id"] for outcome in found if "error" in outcome] == ["20"]
-    assert found[20]["error"] == "ValueError: cannot read this"
-    assert len(owner.store.written) == 40
-
-
 class ThreeRows(StandIn):
     """A stand-in with three rows per post, as for three labels. The last row finishes the post."""
 
@@ -410,17 +376,6 @@ def test_post_of_many_rows_has_one_outcome(batch_rows: int) -> None:
         assert [result.post.id for result in owner.store.written] == ["0", "2"]
         assert [letter.id for letter in owner.store.dead] == ["1"]
         assert owner.results("the next post")[0]["label"] == "good"
-    finally:
-        owner.pipeline.stop()
-
-
-def test_rejects_messages_of_too_many_rows() -> None:
-    owner = Owner(ThreeRows())
-    many = LabelSet(LABELS.labels, False, "recipe", rows=MAX_ROWS_PER_MESSAGE)
-    owner.classifier.label_set = Mock(return_value=many)  # type: ignore[method-assign]
-    try:
-        with pytest.raises(RequestRefused, match=r"^posts: .*64,000.*32,000"):
-            owner.results("one", "two")
     finally:
         owner.pipeline.stop()
 
@@ -563,15 +518,6 @@ def waiting_for(gate: threading.Event) -> Callable[[], None]:
     return wait
 
 
-def test_hung_job_ends_the_worker_at_its_limit() -> None:
-    owner, gate = Owner(forward_timeout=0.2), threading.Event()
-    owner.pipeline.run_on_device_thread(waiting_for(gate), "a trial", 0.2)
-    wait_until(lambda: owner.failures == 1, "the failure is reported")
-    assert re.search("a trial.*FEEDMILL_FORWARD_TIMEOUT", str(owner.pipeline.failure))
-    gate.set()
-    owner.pipeline.stop()
-
-
 def test_own_task_ends_the_worker_though_the_event_loop_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Celery's timers enforce a task's time limit, but do not run while the consumer waits for Redis."""
     owner, gate = Owner(forward_timeout=0.4), threading.Event()
@@ -615,20 +561,6 @@ def test_waiting_for_redis_is_not_a_hung_device() -> None:
     owner.pipeline.stop()
 
 
-def test_logs_statistics_at_the_interval(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    owner = Owner(statistics_interval=0.1, forward_timeout=0.4)
-    owner.results("one", "two words")
-    wait_until(lambda: "posts/s" in caplog.text, "the statistics are logged")
-    owner.pipeline.stop()
-
-
-def test_top_k_shortens_the_reply_only(owner: Owner) -> None:
-    (found,) = owner.results("fine", top_k=1)
-    assert found["scores"] == {"good": 0.75}
-    assert owner.store.written[0].classification.scores == {"good": 0.75, "bad": 0.25}
-
-
 def test_rejected_post_with_surrogates_is_a_dead_letter(owner: Owner) -> None:
     message = Message({"posts": [{"id": "a\ud800", "title": 5 * [1]}], "template": "x"}, None, "the task's id")
     owner.pipeline.submit(message)
@@ -646,20 +578,10 @@ def test_lost_device_ends_the_worker(owner: Owner) -> None:
     assert message not in owner.finished
 
 
-@pytest.mark.parametrize("sent_at", [None, "now", 10**400, float("nan"), -1.0, [1.0]])
-def test_ignores_invalid_sending_times(sent_at: object) -> None:
-    assert Message({}, sent_at).sent_at is None
-
-
 def test_non_finite_scores_are_an_error(owner: Owner) -> None:
     found = owner.results("overflow", "fine")
     assert "finite" in found[0]["error"]
     assert found[1]["label"] == "good"
-
-
-def test_message_fails_if_all_posts_fail(owner: Owner) -> None:
-    with pytest.raises(MessageFailed, match="2 of 2"):
-        owner.results("", "poison")
 
 
 def test_strict_message_fails_but_stores_good_posts(owner: Owner) -> None:
@@ -690,12 +612,6 @@ def test_rejected_message_names_the_field(owner: Owner, arguments: dict[str, Any
     assert owner.results("the next one is served")[0]["label"] == "good"
 
 
-def test_retries_results_until_redis_takes_them(owner: Owner) -> None:
-    owner.store.refusals = 3
-    assert owner.results("fine")[0]["label"] == "good"
-    assert len(owner.store.written) == 1
-
-
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
@@ -713,12 +629,6 @@ def test_permanent_redis_error_ends_the_worker(
     (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
     assert re.search(f"Redis.*{named}", record.getMessage())
     assert not record.exc_info
-
-
-def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
-    names: list[str] = []
-    owner.pipeline.run_on_device_thread(lambda: names.append(threading.current_thread().name), "a job")
-    wait_until(lambda: names == ["device-0"], "the job ran")
 
 
 def test_drops_revoked_messages(owner: Owner) -> None:
@@ -854,26 +764,9 @@ def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:
     assert len(owner.store.written) == 4
 
 
-def test_failing_lookup_loses_no_post(owner: Owner) -> None:
-    owner.results("one")
-    owner.store.refusals = 3
-    assert owner.results("one")[0]["label"] == "good"
-
-
 @pytest.mark.parametrize(("rows_per_second", "most"), [(None, 64), (math.inf, 1000), (100, 300), (0.2, 1)])
 def test_prefetch_is_bounded_by_prefetch_seconds(rows_per_second: float | None, most: int) -> None:
     owner = Owner(window_rows=1000, prefetch_seconds=3.0)
     owner.pipeline.statistics.speed.rows_per_second = rows_per_second
     assert owner.pipeline.max_waiting() == most
     owner.pipeline.stop()
-
-
-def test_posts_waiting_is_never_negative(owner: Owner) -> None:
-    """The metrics thread may read two counts while the consumer and tokenizer threads increase them."""
-    preparation = owner.pipeline._preparation
-
-    def prepare() -> None:
-        preparation._posts_in += 1
-        preparation._posts_prepared += 1
-
-    assert min(interleavings(lambda: (preparation.posts_waiting, prepare))) == 0

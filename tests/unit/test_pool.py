@@ -10,8 +10,7 @@ from celery.exceptions import WorkerShutdown
 from redis.exceptions import RedisError
 
 from workers.runtime.consumer import Consumer
-from workers.runtime.in_flight import InFlight
-from workers.runtime.pending import PendingTask
+from workers.runtime.in_flight import InFlight, PendingTask
 from workers.runtime.pool import FIRST_POST_BYTES, DevicePool
 
 

@@ -112,12 +112,6 @@ def test_skips_sizes_beyond_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.curve(TOKEN_BUDGET).settled
 
 
-def test_has_no_points_if_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = measured(monkeypatch, Device(best=1024, memory=10), texts(*[50] * 1000))
-    assert not found.curve(TOKEN_BUDGET).points
-    assert not found.curve(TOKEN_BUDGET).settled
-
-
 @pytest.mark.parametrize(
     ("unfilled", "fastest", "settled"), [(None, 2048, True), (4096, 2048, False), (4096, 1024, True)]
 )
@@ -128,20 +122,6 @@ def test_knee_is_unsettled_with_too_few_posts(unfilled: int | None, fastest: int
         for value in (512, 1024, 2048)
     ]
     assert Curve(points, None, unfilled).settled is settled
-
-
-def test_few_posts_do_not_fill_large_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = measured(monkeypatch, Device(best=4096), texts(*[50] * 60))  # 3,000 tokens
-    curve = found.curve(TOKEN_BUDGET)
-    assert (values(curve), curve.unfilled, curve.settled) == ([512], 1024, False)
-
-
-def test_packing_engines_compute_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Packing(Device):
-        packed = True
-
-    found, _ = measured(monkeypatch, Packing(best=1024), texts(9, 1, 5, 2, 7))
-    assert [point.padding_efficiency for point in found.curve(BATCH_SIZE).points] == [1.0]
 
 
 def test_peak_memory_is_none_if_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

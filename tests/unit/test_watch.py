@@ -1,4 +1,4 @@
-"""workers/pipeline/watch.py on a simulated clock: steps that count as hung."""
+"""workers/pipeline/context.py on a simulated clock: steps that count as hung."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support import wait_until
 from tests.unit.test_pipeline import Owner
 from workers.pipeline import pipeline
-from workers.pipeline.watch import Watch
+from workers.pipeline.context import Watch
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""workers/runtime/validation.py: rejecting messages that Celery cannot process."""
+"""workers/runtime/incoming.py: rejecting messages that Celery cannot process."""
 
 from datetime import datetime
 from typing import Any
@@ -9,7 +9,7 @@ from celery.exceptions import InvalidTaskError
 
 from tests.fakes.hostile_messages import good, protocol_1
 from tests.support import naming
-from workers.runtime.validation import check
+from workers.runtime.incoming import check
 
 
 def message(whole: dict[str, Any]) -> Any:

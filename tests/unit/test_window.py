@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.fakes.interleaving import interleavings
 from workers.models.shapes import FEW
-from workers.pipeline.poison import IsolationQueue
 from workers.pipeline.window import Window
 
 
@@ -95,24 +94,6 @@ def test_batch_has_neighbouring_lengths(lengths: list[int], budget: int, limit: 
         assert all(row in batch for row in between)
 
 
-def test_empty_window_yields_no_batch() -> None:
-    window: Window[Row] = Window(Clock())
-    assert window.take(100, 10) == []
-    assert window.oldest_age() == 0.0
-
-
-def test_age_is_that_of_the_oldest_row() -> None:
-    clock = Clock()
-    window: Window[Row] = Window(clock)
-    window.add(Row(10))
-    clock.now = 5.0
-    window.add(Row(200))
-    clock.now = 7.0
-    assert window.oldest_age() == 7.0
-    window.take(10, 10)
-    assert window.oldest_age() == 2.0
-
-
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**32),
@@ -183,12 +164,3 @@ def test_counts_rows_while_another_thread_adds_a_priority() -> None:
         return window.__len__, lambda: window.add(Row(1), priority=3)
 
     assert set(interleavings(make)) <= {3, 4}
-
-
-def test_counts_isolated_rows_while_another_thread_takes_some() -> None:
-    def make() -> tuple[Callable[[], int], Callable[[], object]]:
-        queue: IsolationQueue[Row] = IsolationQueue()
-        queue.add([Row(1)] * 3)
-        return queue.__len__, lambda: queue.take(1, 1)
-
-    assert set(interleavings(make)) <= {2, 3}

@@ -1,16 +1,20 @@
 """Objects that the pipeline's parts share, and the interfaces to its owner and to the results store."""
 
+import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shared.messages import Classification, DeadLetter
 from shared.results import Result
 from workers.pipeline.message import Message
 from workers.pipeline.poison import PoisonTracker
 from workers.pipeline.statistics import Statistics
-from workers.pipeline.watch import Watch
+
+T = TypeVar("T")
 
 
 class Owner:
@@ -47,6 +51,99 @@ class Store(Protocol):
 
     def catch_up(self) -> None:
         """Rewrite recent results that Redis may have lost. Raises redis' errors."""
+
+
+class Inbox(Generic[T]):
+    """A queue between two threads, whose reader takes several small items at a time. Any thread may put items.
+
+    A round trip to Redis costs more CPU time than the posts of a small message. So a thread that has fallen behind
+    handles what has arrived together. It never waits for more items.
+
+    size: returns an item's size, or None for an item that is always taken alone.
+    """
+
+    def __init__(self, size: Callable[[T], int | None]) -> None:
+        self._size = size
+        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
+        #: The item that ended the latest group, if any.
+        self._next: list[T] = []
+
+    def put(self, item: T) -> None:
+        """Append an item."""
+        self._items.put(item)
+
+    def take(self, limit: int, timeout: float | None = None) -> list[T]:
+        """Wait for an item, and return it with those behind it, as long as their sizes add up to at most `limit`.
+
+        timeout: seconds to wait for the first item. Raises queue.Empty.
+        """
+        first = self._next.pop() if self._next else self._items.get(timeout=timeout)
+        taken, total = [first], self._size(first)
+        while total is not None and total < limit and not self._items.empty():
+            item = self._items.get()
+            size = self._size(item)
+            if size is None or total + size > limit:
+                self._next.append(item)
+                break
+            taken.append(item)
+            total += size
+        return taken
+
+
+class Step(NamedTuple):
+    """A step, such as a forward pass, that a thread runs now."""
+
+    thread: int
+    what: str
+    #: Start time on the watch's clock.
+    began: float
+    #: Seconds after which the step counts as hung; None for no limit.
+    limit: float | None
+
+
+class Watch:
+    """The current steps of all threads, each with its start and its limit, so that the watcher thread finds hung ones.
+
+    The clock, which the watcher thread drives, stops while the whole process is paused (SIGSTOP, `docker pause`).
+
+    max_gap: maximum seconds that the clock advances between two calls of `tick`.
+    """
+
+    def __init__(self, max_gap: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_gap = max_gap
+        self._clock = clock
+        #: The clock's time at the latest tick, and this watch's time then. A single attribute, so that other threads
+        #: read both consistently.
+        self._latest_tick = clock(), 0.0
+        self._steps: dict[int, Step] = {}
+
+    def tick(self) -> None:
+        """Advance the clock. The watcher thread calls this in each iteration."""
+        self._latest_tick = self._read()
+
+    def now(self) -> float:
+        """Return the seconds since this watch was created, without pauses of the process."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[float, float]:
+        now, (then, counted) = self._clock(), self._latest_tick
+        return now, counted + min(now - then, self._max_gap)
+
+    @contextmanager
+    def step(self, what: str, limit: float | None) -> Iterator[None]:
+        """Run the block as a watched step of the calling thread. Steps do not nest."""
+        thread = threading.get_ident()
+        self._steps[thread] = Step(thread, what, self.now(), limit)
+        try:
+            yield
+        finally:
+            del self._steps[thread]
+
+    def longer_than(self, seconds: float) -> list[Step]:
+        """Return the steps that have run for longer than their limit, or longer than `seconds`."""
+        now = self.now()
+        steps = list(self._steps.values())
+        return [step for step in steps if now - step.began > min(seconds, step.limit or seconds)]
 
 
 @dataclass(frozen=True, slots=True)

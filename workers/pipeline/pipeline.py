@@ -4,7 +4,7 @@
            → [device]    batch_loop.py:  next batch, forward, hand over
            → [writer]    recording.py:   outputs → outcomes → stored → finished → recorded
 
-This module connects the parts and monitors them. The worker ends if a step, such as a forward pass, hangs (watch.py) or
+This module connects the parts and monitors them. The worker ends if a step, such as a forward pass, hangs (`Watch`) or
 a thread dies. Independent of Celery: it calls its owner (context.py) on its own threads.
 """
 
@@ -22,13 +22,12 @@ from workers.models.classifiers import Classifier
 from workers.pipeline.backlog import Backlog, Job, Loaded
 from workers.pipeline.batch_loop import BatchLoop
 from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.context import Context, Owner, Store
+from workers.pipeline.context import Context, Owner, Store, Watch
 from workers.pipeline.message import Message
 from workers.pipeline.poison import PoisonTracker
 from workers.pipeline.preparation import Preparation
 from workers.pipeline.recording import Recording
 from workers.pipeline.statistics import Statistics
-from workers.pipeline.watch import Watch
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from shared.messages import Post, PostError, fingerprint
 from shared.results import Result
 from workers.models.classifiers import Classifier, LabelSet, Row
 from workers.pipeline.backlog import Backlog, Loaded
-from workers.pipeline.context import Context
-from workers.pipeline.inbox import Inbox
+from workers.pipeline.context import Context, Inbox
 from workers.pipeline.message import Message, PendingPost, traceback_of
 from workers.pipeline.poison import MAX_DEATHS, PoisonTracker
 

@@ -25,8 +25,7 @@ from workers.models.classifiers import Row, Scores
 from workers.models.weights import Weights
 from workers.pipeline.backlog import Backlog
 from workers.pipeline.batch_loop import Computed
-from workers.pipeline.context import Context
-from workers.pipeline.inbox import Inbox
+from workers.pipeline.context import Context, Inbox
 from workers.pipeline.message import Message, PendingPost, traceback_of
 
 logger = logging.getLogger(__name__)

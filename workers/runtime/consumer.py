@@ -16,6 +16,8 @@ Relies on these internals of Celery 5.7 and kombu 5.7:
 - `Mingle.send_hello` asks every other worker for its state, and drops the answer under its own node name. Before
   Control has started, such an answer comes from another worker (celery/worker/consumer/mingle.py).
 - The `info` of a bootstep goes into `inspect stats` and overrides that of earlier steps (celery/bootsteps.py).
+- `EventDispatcher` calls `on_send_buffered` for each event that waits to be sent, and kombu's `Channel._create_client`
+  creates the Redis client of each command.
 - `Autoscaler` calls `maybe_scale` at each message, and `update` on the remote command (celery/worker/autoscale.py).
 """
 
@@ -48,19 +50,18 @@ from shared.redis_errors import is_denied
 from shared.results import ResultsStore
 from shared.settings import PREFIX
 from workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
-from workers.runtime import validation
-from workers.runtime.events import EventBatches, keep_client
-from workers.runtime.message_metadata import (
+from workers.runtime import incoming
+from workers.runtime.in_flight import BACKEND_ERRORS
+from workers.runtime.incoming import (
     delivery_count,
     isolated_death_count,
     read_arguments,
     read_task_id,
     source_queue,
 )
-from workers.runtime.pending import BACKEND_ERRORS
 from workers.runtime.pool import DevicePool
 from workers.transport.decoding import EXPIRIES_BEFORE_ISOLATION
-from workers.transport.held import claim, is_held, postpone, unclaim
+from workers.transport.leases import claim, is_held, unclaim
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,6 @@ FORMATS_THAT_QUOTE_BODIES = (
     celery_consumer.INVALID_TASK_ERROR,
     celery_consumer.MESSAGE_DECODE_ERROR,
 )
-#: Maximum bytes of memory for messages with an ETA in a worker.
-MAX_ETA_BYTES = 128 * 2**20
 #: Maximum characters of an error's text, or of a task's name, quoted in a dead letter.
 MAX_QUOTE_CHARS = 200
 
@@ -199,10 +198,8 @@ class Consumer(consumer.Consumer):
             try:
                 if EXPIRIES_BEFORE_ISOLATION + isolated_death_count(message) >= self.app.settings.max_deliveries:
                     return self._refuse_fatal(message)
-                validation.check(message)
-                self._bound_later(message)
+                incoming.check(message)
                 handle(message)
-                postpone(message)  # does nothing if the pool has claimed it
             except (InvalidTaskError, *MALFORMED_ERRORS) as error:
                 return self.on_invalid_task(None, message, error)
             except BACKEND_ERRORS as fault:
@@ -236,17 +233,6 @@ class Consumer(consumer.Consumer):
                 self.app.backend.store_result(task_id, exc, FAILURE, request=asked)
 
         self._refuse(message, "invalid Celery message", discard, exc)
-
-    def _bound_later(self, message: Any) -> None:
-        """Raise InvalidTaskError if a message with an ETA would exceed the memory limit for such messages."""
-        leases = getattr(message.channel, "leases", None)
-        if leases and leases.bytes_postponed > MAX_ETA_BYTES:
-            fields = message.payload if isinstance(message.payload, dict) else {}  # task protocol 1
-            if message.headers.get("eta") or fields.get("eta"):
-                raise InvalidTaskError(
-                    f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes of this worker's memory; send "
-                    "them closer to their ETA"
-                )
 
     def _refuse_fatal(self, message: Any) -> None:
         """Write a dead letter, without decoding the body, for a message that killed several workers."""
@@ -398,3 +384,37 @@ class Scaler(Autoscaler):
         if self._fixed:
             raise NotImplementedError("the pool is one device and cannot be scaled: start a worker for another device")
         return super().update(*args, **kwargs)
+
+
+class EventBatches:
+    """Send task events in batches. Celery alone sends one or two at each iteration of its event loop."""
+
+    #: Maximum seconds that an event waits for other events. Flower shows whole seconds.
+    FLUSH_DELAY_S = 0.1
+    #: Number of waiting events that triggers an immediate send.
+    BATCH_LIMIT = 256
+
+    def __init__(self, dispatcher: Any, hub: Any) -> None:
+        self._dispatcher = dispatcher
+        self._hub = hub
+        self._due = False
+        dispatcher.buffer_limit = self.BATCH_LIMIT
+        if hub is not None:
+            dispatcher.on_send_buffered = self._buffered
+
+    def _buffered(self) -> None:
+        if not self._due:
+            self._due = True
+            self._hub.call_later(self.FLUSH_DELAY_S, self.flush)
+
+    def flush(self) -> None:
+        """Send all waiting events."""
+        self._due = False
+        if self._dispatcher.enabled:
+            self._dispatcher.flush()
+
+
+def keep_client(channel: Any) -> None:
+    """Use one client for all commands of a channel. kombu creates one per command, which took 8% of a worker's time."""
+    client, make_client = channel._create_client(), channel._create_client
+    channel._create_client = lambda asynchronous=False: make_client(True) if asynchronous else client

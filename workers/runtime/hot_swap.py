@@ -19,19 +19,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from redis import Redis
 from redis.exceptions import RedisError
 
-from shared.errors import DeviceFull, ModelError, UserError, printable
+from shared.errors import DeviceFull, ModelError, SettingsError, UserError, printable
 from shared.messages import ClassifyOptions
 from shared.model_routing import DeploymentReport, RequestedModel, Stage, requested_model
 from shared.settings import PREFIX, Settings
+from workers.models import device as devices
 from workers.models.classifiers import Classifier, Row
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import Device
-from workers.pipeline.calibration import TokenBudget, known_budget
+from workers.pipeline.calibration import TokenBudget, calibrate, known_budget
 from workers.pipeline.message import traceback_of
 from workers.pipeline.pipeline import Pipeline
 
@@ -60,6 +61,47 @@ def load_wanted(asked: RequestedModel | None, settings: Settings, device: Device
             "again."
         )
     return classifier
+
+
+class LoadedModel(NamedTuple):
+    """A model on its device. asked: the deployment that requested it; None for the model in the settings."""
+
+    classifier: Classifier
+    budget: TokenBudget
+    asked: RequestedModel | None
+
+
+def load(settings: Settings, redis: Redis) -> LoadedModel:
+    """Load the model deployed to the queue, else the one in the settings. Raises UserError, DeviceFull, DeviceLost."""
+    selected = devices.select_device(settings.device, settings.dtype, settings.engine)
+    if settings.engine == "onnx" and settings.device_memory < 1:
+        raise SettingsError(
+            f"{PREFIX}DEVICE_MEMORY: the memory of engine onnx cannot be limited. Start one worker per GPU, or set "
+            f"{PREFIX}ENGINE=torch."
+        )
+    devices.limit_memory(selected.torch, settings.device_memory)
+    devices.keep_freed_memory(selected.torch)
+    began = time.monotonic()
+    asked = _wanted(settings, redis)
+    classifier = load_wanted(asked, settings, selected)
+    logger.info("device %s", classifier.device)
+    budget = calibrate(classifier, settings)
+    logger.info(
+        "model %s (%s) loaded in %.1f s; token budget %d",
+        classifier.weights.name,
+        classifier.kind,
+        time.monotonic() - began,
+        budget.tokens,
+    )
+    return LoadedModel(classifier, budget, asked)
+
+
+def _wanted(settings: Settings, redis: Redis) -> RequestedModel | None:
+    """Return the queue's deployment, if any; None if Redis is unreachable, until a later check. Raises UserError."""
+    try:
+        return requested_model(redis, settings.queue)
+    except RedisError:
+        return None
 
 
 def _folder(model: str, settings: Settings) -> Path:

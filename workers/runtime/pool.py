@@ -37,11 +37,11 @@ from shared.retention import MemoryBounds
 from shared.settings import Settings
 from workers.pipeline.pipeline import Pipeline
 from workers.pipeline.poison import PoisonTracker
-from workers.runtime import loading
+from workers.runtime import hot_swap
 from workers.runtime.hot_swap import Deployer, freeze_heap
 from workers.runtime.in_flight import RETRY_INTERVAL_S, InFlight
 from workers.runtime.metrics import TURN_INTERVAL_S, WorkerMetrics, pipeline_status
-from workers.transport.held import queued_size, unclaim
+from workers.transport.leases import queued_size, unclaim
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class DevicePool(BasePool):
             if self.settings.metrics_port:  # report a taken port before the slow steps
                 self._metrics = WorkerMetrics(self.settings, self._node)
                 self._metrics.serve()
-            model = loading.load(self.settings, self._redis)
+            model = hot_swap.load(self.settings, self._redis)
         except (UserError, DeviceFull, DeviceLost) as error:
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None

@@ -6,7 +6,7 @@ from typing import Any
 
 from kombu.utils.json import loads
 
-from shared.encoding import MAX_DECODED, MAX_MESSAGE, is_too_large
+from shared.encoding import MAX_MESSAGE, MAX_SEPARATORS, is_too_large
 
 #: Expired leases after which a message is delivered in isolation. One proves nothing: a vanished worker held many
 #: messages.
@@ -21,10 +21,8 @@ class UndecodableError(ValueError):
 
 def decoded(message: bytes) -> dict[str, Any]:
     """Parse a message. Raises UndecodableError. Uses kombu's slow parser only for messages with kombu's JSON types."""
-    if len(message) > MAX_MESSAGE:
-        raise UndecodableError(f"{len(message):,} bytes exceed the limit of {MAX_MESSAGE:,}")
-    if is_too_large(message, MAX_DECODED):
-        raise UndecodableError(f"its objects would exceed {MAX_DECODED:,} bytes of memory")
+    if is_too_large(message):
+        raise UndecodableError(f"{len(message):,} bytes: more than {MAX_MESSAGE:,}, or {MAX_SEPARATORS:,} values")
     try:
         text = message.decode()
         found = loads(text) if '"__type__"' in text else json.loads(text)
@@ -53,7 +51,7 @@ def count_delivery(message: bytes, *, lapse: bool = False) -> bytes | str:
     lapse: its lease expired because its process vanished or stalled.
     """
     try:
-        if is_too_large(message, MAX_DECODED):
+        if is_too_large(message):
             return message
         found = json.loads(message)
         info = found["properties"]["delivery_info"]

@@ -40,10 +40,9 @@ from weakref import WeakSet
 from redis import Redis
 from redis.exceptions import RedisError
 
-from shared.encoding import memory_of
 from shared.redis_errors import is_replica
 from shared.scripts.leases import LeaseScripts, list_of
-from workers.transport.decoding import count_delivery
+from workers.transport.decoding import count_delivery, needs_isolation
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +59,11 @@ class Held:
 
     #: Bytes of the message in its list; 0 if it was fetched with `basic_get`.
     queued: int = 0
-    #: Estimated bytes of memory; includes the body once the message is delivered.
+    #: Bytes of the decompressed body, once the message is delivered.
     size: int = 0
     delivered: bool = False
     #: True if the message stays held when its connection ends.
     claimed: bool = False
-    #: True if the message is postponed: it waits for its ETA or for a rate limit.
-    later: bool = False
 
 
 class Leases:
@@ -89,8 +86,8 @@ class Leases:
         self.scripts = LeaseScripts(self.client, self.reserved, self.index)
         #: Messages by tag.
         self.held: dict[str, Held] = {}
-        #: Estimated bytes of delivered messages that are not postponed; and of postponed messages.
-        self.bytes_held = self.bytes_postponed = 0
+        #: Bytes of the bodies of claimed messages.
+        self.bytes_claimed = 0
         #: The message delivered in isolation: its tag, and its bytes as received.
         self._isolated: tuple[str, bytes] | None = None
         #: Tags of delivered messages that wait for isolation. No other message is delivered meanwhile.
@@ -121,52 +118,41 @@ class Leases:
     def hold(self, tag: str, message: bytes) -> None:
         """Start renewing the lease of a reserved message."""
         with self._lock:
-            self.held[tag] = Held(len(message), memory_of(message))
+            self.held[tag] = Held(len(message))
 
     def deliver(self, tag: str, size: int) -> None:
-        """Record the delivery of a message. size: bytes of memory of its body."""
+        """Record the delivery of a message. size: bytes of its body."""
         with self._lock:
-            found = self.held.setdefault(tag, Held())
-            found.size += size
-            found.delivered = True
-            self.bytes_held += found.size
+            message = self.held.setdefault(tag, Held())
+            message.size, message.delivered = size, True
 
     def claim(self, tag: str) -> None:
         """Hold a message until it is acknowledged or returned, even if its connection ends."""
         with self._lock:
-            if found := self.held.get(tag):
-                found.claimed = True
-                if found.later:
-                    found.later = False
-                    self.bytes_held += found.size
-                    self.bytes_postponed -= found.size
+            if (message := self.held.get(tag)) and not message.claimed:
+                message.claimed = True
+                self.bytes_claimed += message.size
 
     def unclaim(self, tag: str) -> None:
         """Drop a claim: the message returns to its list when its connection ends."""
-        if found := self.held.get(tag):
-            found.claimed = False
+        with self._lock:
+            if message := self.held.get(tag):
+                self._drop_claim(message)
+
+    def _drop_claim(self, message: Held) -> None:
+        if message.claimed:
+            message.claimed = False
+            self.bytes_claimed -= message.size
 
     def are_claimed(self) -> bool:
         """Return whether any message is claimed."""
         with self._lock:
             return any(found.claimed for found in self.held.values())
 
-    def postpone(self, tag: str) -> None:
-        """Mark a delivered message as postponed (ETA or rate limit) and count its memory separately."""
-        with self._lock:
-            found = self.held.get(tag)
-            if found and not (found.claimed or found.later):
-                found.later = True
-                self.bytes_held -= found.size
-                self.bytes_postponed += found.size
-
     def _forget(self, tag: str) -> None:
         with self._lock:
-            found = self.held.pop(tag, None)
-            if found and found.later:
-                self.bytes_postponed -= found.size
-            elif found and found.delivered:
-                self.bytes_held -= found.size
+            if message := self.held.pop(tag, None):
+                self._drop_claim(message)
             if self._isolated and self._isolated[0] == tag:
                 self._isolated = None
             self.waiting_for_isolation.discard(tag)
@@ -353,3 +339,55 @@ def leases_of(channel: Any) -> Leases:
     if where not in _LEASES:
         _LEASES[where] = Leases(channel)
     return _LEASES[where]
+
+
+# The state of a delivered kombu message. One that kombu's own transport delivered has no lease: it counts as held, and
+# can always be claimed.
+
+
+def _leases(message: Any) -> Leases | None:
+    return getattr(message.channel, "leases", None)
+
+
+def claim(message: Any) -> bool:
+    """Hold a delivered message until it is acknowledged, rejected or unclaimed, even if its connection ends.
+
+    Returns False if the message needs isolation and another message is claimed; the caller tries again later.
+    """
+    leases, tag = _leases(message), message.delivery_tag
+    if leases is None or tag not in leases.held:
+        return True
+    suspicious = needs_isolation(message.delivery_info) and not leases.is_isolated(tag)
+    if suspicious and leases.are_claimed():
+        leases.waiting_for_isolation.add(tag)
+        return False
+    leases.waiting_for_isolation.discard(tag)
+    leases.claim(tag)
+    if suspicious:
+        leases.record_isolation(tag)
+    return True
+
+
+def unclaim(message: Any) -> None:
+    """Drop a claim: the message returns to its queue when its connection ends."""
+    if leases := _leases(message):
+        leases.unclaim(message.delivery_tag)
+
+
+def is_held(message: Any) -> bool:
+    """Return whether a message is still held: neither acknowledged nor returned."""
+    leases = _leases(message)
+    return leases is None or message.delivery_tag in leases.held
+
+
+def end_isolation(message: Any) -> None:
+    """Record that a message delivered in isolation proved harmless; do nothing for others. Raises redis-py's errors."""
+    if leases := _leases(message):
+        leases.end_isolation(message.delivery_tag)
+
+
+def queued_size(message: Any) -> int:
+    """Return the bytes of a held message in its list; 0 if unknown."""
+    leases = _leases(message)
+    held = leases and leases.held.get(message.delivery_tag)
+    return held.queued if held else 0

@@ -8,16 +8,16 @@ queues' lists to a hash and gives each a *lease*. `Leases` (workers/transport/le
 Waiting removes nothing from a queue: with CLIENT TRACKING, Redis notifies the worker when a list changes.
 Acknowledgements are sent with the next reservation, in one packet per turn of the event loop.
 
-Reserved messages stay in a *reservation buffer* until they are delivered. Delivery pauses while delivered messages take
-`held_bytes` of memory, so that small messages that expand to gigabytes are decoded one at a time. A message whose lease
+Reserved messages stay in a *reservation buffer* until they are delivered. Delivery pauses while the bodies of claimed
+messages take `held_bytes` of memory. A message whose lease
 has expired twice because its worker vanished is delivered in *isolation*: while no other message is claimed, and with
 no further delivery until it is finished. If that worker vanishes too, the message caused it.
 
-A consumer that keeps working on messages after their connection ends must claim each one (`claim` in held.py).
+A consumer that keeps working on messages after their connection ends must claim each one (`claim` in leases.py).
 Unclaimed messages return to their queue.
 
-This module contains the transports and the poller; channel.py the channel and its options; reservations.py the
-channel's reservations and deliveries; decoding.py the parser of messages.
+This module contains the transports and the poller; channel.py the channel; leases.py the messages that the process
+holds; decoding.py the parser of messages.
 
 Additional options in `broker_transport_options`: the names of the three keys (`reserved_key`, …), `undecodable_limit`,
 `reserve_limit` (messages per reservation), `reserve_bytes` (a reservation ends with the message that reaches it) and
@@ -51,9 +51,8 @@ from kombu.utils.url import parse_url
 from redis.exceptions import ResponseError
 
 from shared import broker
-from shared.encoding import MAX_DECODED, MAX_MESSAGE, limit_bodies
-from workers.transport.channel import Channel
-from workers.transport.reservations import kombu_redis
+from shared.encoding import limit_bodies
+from workers.transport.channel import Channel, kombu_redis
 
 
 class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu_redis
@@ -170,7 +169,7 @@ def settings_for(url: str, tls: Mapping[str, Any] | None = None) -> dict[str, An
 def use_leases(app: broker.Application) -> None:
     """Make the application receive messages under leases. Call in workers only."""
     settings = app.settings
-    limit_bodies(MAX_MESSAGE, MAX_DECODED)
+    limit_bodies()
     app.conf.update(
         settings_for(settings.broker_url, broker.tls(settings)),
         broker_transport_options={
