@@ -90,9 +90,10 @@ def read(data: Any) -> Any:
 
     Raises ValueError for JSON that is malformed or too large.
     """
-    text = data if isinstance(data, str) else bytes(data).decode()
-    if is_too_large(text):
+    raw = data if isinstance(data, str) else bytes(data)
+    if is_too_large(raw):
         raise ValueError(f"the body has more than {MAX_MESSAGE:,} characters or {MAX_SEPARATORS:,} values")
+    text = raw if isinstance(raw, str) else raw.decode()
     return loads(text, object_hook=_typed) if '"__type__"' in text else json.loads(text)
 
 
