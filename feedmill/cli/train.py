@@ -49,24 +49,16 @@ def train(
     OUT`. See docs/training.md.
     """
     settings = settings_of(device=device, redis_url=redis_url, plain_logs=True)
-    _check_packages(options.head)
+    packages, extras = (PACKAGES_OF_A_HEAD, "worker") if options.head else (PACKAGES, "worker,train")
+    for package in packages:
+        if find_spec(package) is None:
+            raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[{extras}]'`.")
     try:
-        if options.head:
-            _train_head(options, settings, as_json)
-        else:
-            _train(options, settings, as_json)
+        _train(options, settings, as_json)
     except UserError:
         with suppress(OSError):  # a model and an interrupted training stay
             Path(options.out).expanduser().rmdir()
         raise
-
-
-def _check_packages(only_head: bool = False) -> None:
-    """Raise UserError if a package that trainings import is missing."""
-    packages, extras = (PACKAGES_OF_A_HEAD, "worker") if only_head else (PACKAGES, "worker,train")
-    for package in packages:
-        if find_spec(package) is None:
-            raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[{extras}]'`.")
 
 
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
@@ -79,57 +71,51 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
         check_folder(folder, options.resume)
     # Imported late: needs torch, which only workers have and which loads slowly.
     from feedmill.training import model_card  # noqa: PLC0415
-    from feedmill.training import report as training_report  # noqa: PLC0415
     from feedmill.training.data import collect  # noqa: PLC0415
-    from workers.training import finetune  # noqa: PLC0415
+    from feedmill.training.report import TrainingReport  # noqa: PLC0415
     from workers.training.examples import make_dataset  # noqa: PLC0415
 
     collected = collect(options, settings, notes)
     dataset = make_dataset(collected.examples, collected.tested, options)
-    report = training_report.TrainingReport(notes, as_json, quiet=not first)
+    report = TrainingReport(notes, as_json, quiet=not first)
     report.data(dataset)
-    training = finetune.Training(dataset, options, settings, report.planned, report.progress, report.phase)
-    if first:
-        record_start(folder, options, dataset)
     try:
-        trained = training.run()
+        trained = (_fit_head if options.head else _fine_tune)(folder, dataset, options, settings, report)
     finally:
         report.stop()
     if not first:
         return
-    finetune.save(trained, folder)
     tested, zero_shot = _tested(folder, options, dataset, settings, report)
     record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
-    title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {trained.plan.effective_batch}"
-    plots.save(folder / "training.png", partial(plots.draw_training, curve=trained.curve, title=title), notes)
+    if not options.head:
+        title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {record['plan']['effective_batch']}"
+        plots.save(folder / "training.png", partial(plots.draw_training, curve=trained.curve, title=title), notes)
     report.finished(output_console(), record, folder)
 
 
-def _train_head(options: TrainOptions, settings: Settings, as_json: bool) -> None:
-    """Collect the posts, fit a head, and write the model and its test results."""
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    folder = Path(options.out).expanduser().absolute()
-    options = options.model_copy(update={"out": str(folder)})
-    check_folder(folder, resume=False)
-    # Imported late: needs torch, which only workers have and which loads slowly.
-    from feedmill.training import model_card  # noqa: PLC0415
-    from feedmill.training.data import collect  # noqa: PLC0415
-    from feedmill.training.report import TrainingReport  # noqa: PLC0415
-    from workers.training import head  # noqa: PLC0415
-    from workers.training.examples import make_dataset  # noqa: PLC0415
+def _fit_head(
+    folder: Path, dataset: "Dataset", options: TrainOptions, settings: Settings, report: "TrainingReport"
+) -> Any:
+    from workers.training import head  # noqa: PLC0415 - needs torch, which only workers have
 
-    collected = collect(options, settings, notes)
-    dataset = make_dataset(collected.examples, collected.tested, options)
-    report = TrainingReport(notes, as_json, quiet=False)
-    report.data(dataset)
-    try:
-        trained = head.train_head(dataset, options, settings, report.phase, report.counting)
-    finally:
-        report.stop()
+    trained = head.train_head(dataset, options, settings, report.phase, report.counting)
     head.save(trained.model, folder, settings)
-    tested, zero_shot = _tested(folder, options, dataset, settings, report)
-    record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
-    report.finished(output_console(), record, folder)
+    return trained
+
+
+def _fine_tune(
+    folder: Path, dataset: "Dataset", options: TrainOptions, settings: Settings, report: "TrainingReport"
+) -> Any:
+    from workers.training import finetune  # noqa: PLC0415 - needs torch, which only workers have
+
+    first = os.environ.get("RANK", "0") == "0"
+    training = finetune.Training(dataset, options, settings, report.planned, report.progress, report.phase)
+    if first:
+        record_start(folder, options, dataset)
+    trained = training.run()
+    if first:
+        finetune.save(trained, folder)
+    return trained
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -181,23 +167,18 @@ def _tested(
     known = [(example.post, example.label) for example in dataset.test]
     kind = "head" if options.head else "sequence"
     unset = dict.fromkeys(("revision", "labels", "template", *unused_settings(kind)))
-    own = {"model": str(folder), "classifier": kind, **unset}
-    summaries: list[dict[str, Any] | None] = []
-    for what, each in (
-        ("the trained model", settings.model_copy(update=own)),
-        ("its base", _zero_shot(options, dataset, settings)),
-    ):
-        if each is None:
-            summaries.append(None)
-            continue
+    own = settings.model_copy(update={"model": str(folder), "classifier": kind, **unset})
+
+    def summary(what: str, chosen: Settings | None) -> dict[str, Any] | None:
+        if chosen is None:
+            return None
         report.phase(f"loading {what} and measuring its token budget")
         try:
-            measured = measure(known, load_model(each), each, partial(report.testing, what))
+            return measure(known, load_model(chosen), chosen, partial(report.testing, what)).summary(0)
         finally:
             report.stop()
-        summaries.append(measured.summary(0))
-    tested, zero_shot = summaries
-    return tested, zero_shot
+
+    return summary("the trained model", own), summary("its base", _zero_shot(options, dataset, settings))
 
 
 def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) -> Settings | None:

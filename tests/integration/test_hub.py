@@ -202,12 +202,6 @@ def test_rejects_unknown_revisions(hub: Hub, locate: Locate, revision: str) -> N
     assert repr(revision) in str(locate(hub, revision=revision).error)
 
 
-def test_default_model_accepts_a_revision(locate: Locate, folder: Path) -> None:
-    name = "sentence-transformers/all-MiniLM-L6-v2"
-    with Hub({name: folder}) as hub:
-        assert locate(hub, name, revision="main").revision == hub.commit(name)
-
-
 def test_downloads_static_embeddings(locate: Locate, folder: Path, tmp_path: Path) -> None:
     """Without config.json, and with the table in a folder of its own."""
     part = tmp_path / "static" / "0_StaticEmbedding"
@@ -278,12 +272,6 @@ def test_offline_without_a_cached_model_fails(hub: Hub, locate: Locate, tmp_path
     assert hub.requests == []
 
 
-def test_offline_with_an_incomplete_download_fails(hub: Hub, locate: Locate) -> None:
-    hub.short = {"model.safetensors"}
-    assert locate(hub).error is not None
-    assert "FEEDMILL_OFFLINE" in str(locate(hub, offline=True).error)
-
-
 def test_unreachable_hub_fails_without_revealing_passwords(locate: Locate) -> None:
     with Hub({}) as gone:
         pass
@@ -292,10 +280,6 @@ def test_unreachable_hub_fails_without_revealing_passwords(locate: Locate) -> No
     assert f" {gone.url} " in error
     assert "FEEDMILL_OFFLINE=true" in error
     assert "my-password" not in error
-
-
-def test_unknown_hub_host_fails(locate: Locate) -> None:
-    assert "http://host.invalid" in str(locate("http://host.invalid").error)
 
 
 # The hub refuses.

@@ -46,11 +46,6 @@ def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:
     assert classifier_kind(locate(EMBEDDED_MODEL)) == "similarity"
 
 
-def test_classifier_setting_overrides_detection(tmp_path: Path) -> None:
-    folder = make_model("bert", tmp_path, NLI)
-    assert load_classifier(Settings(model=str(folder), classifier="sequence"), FP32).kind == "sequence"
-
-
 def test_rejects_settings_without_effect(tmp_path: Path) -> None:
     folders = {
         "nli": make_model("bert", tmp_path / "a", NLI),
@@ -88,12 +83,6 @@ def test_rejects_a_tokenizer_with_another_end_token(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
     with pytest.raises(ModelError, match=naming(folder, "token")):
-        load_classifier(Settings(model=str(folder)), FP32)
-
-
-def test_rejects_a_bare_encoder(tmp_path: Path) -> None:
-    folder = make_model("bert", tmp_path)
-    with pytest.raises(ModelError, match="BertModel"):
         load_classifier(Settings(model=str(folder)), FP32)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from shared.errors import SettingsError
 from tests.support import naming
-from workers.models.device import Device, for_training, limit_memory, select_device
+from workers.models.device import Device, limit_memory, select_device
 
 
 def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
@@ -29,11 +29,6 @@ def test_chooses_bfloat16_if_the_cpu_supports_it(monkeypatch: pytest.MonkeyPatch
     assert feature in str(chosen)
 
 
-def test_chooses_float32_without_bfloat16_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities(monkeypatch, avx512_f=True)
-    assert select_device().dtype == torch.float32
-
-
 def test_chooses_float32_where_onednn_may_not_use_bfloat16() -> None:
     code = """
 from workers.models.device import select_device
@@ -47,12 +42,6 @@ print(select_device())
     found = subprocess.run([sys.executable, "-c", code], env=limited, check=True, capture_output=True, text=True).stdout
     assert found.startswith("cpu in float32")
     assert "ONEDNN_MAX_CPU_ISA" in found
-
-
-def test_settings_override_device_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities(monkeypatch, avx512_bf16=True)
-    chosen = select_device("cpu", "float32")
-    assert (chosen.torch, chosen.dtype) == (torch.device("cpu"), torch.float32)
 
 
 def test_chooses_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,13 +83,6 @@ def test_gpu_precision_follows_the_models_configuration(
         assert default.for_model(config, "onnx").dtype == torch.float32
     as_set = Device(torch.device("cuda", 0), torch.float16, "a GPU")
     assert as_set.for_model(config, "torch") == as_set
-
-
-def test_cpu_precision_suits_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found, dtype in (({"amx_bf16": True}, torch.bfloat16), ({}, torch.float32)):
-        capabilities(monkeypatch, **found)
-        for stored in ("float16", "bfloat16", "float32"):
-            assert select_device("cpu").for_model({"dtype": stored}, "torch").dtype == dtype
 
 
 def test_limits_the_memory_of_workers_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +142,3 @@ def test_rejects_an_engine_the_device_does_not_support(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with pytest.raises(SettingsError, match=naming("FEEDMILL_ENGINE", "onnx", "mps")):
         select_device(engine="onnx")
-
-
-def test_training_on_apple_gpus_defaults_to_float32() -> None:
-    apple = Device(torch.device("mps"), torch.float32, "for a test")
-    assert for_training(apple)[0] == torch.float32
-    assert for_training(apple, "bfloat16")[0] == torch.bfloat16

@@ -65,11 +65,6 @@ def test_excludes_cpus_outside_affinity(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert cores_by_package(folder) == [{4}, {6}, {1}]
 
 
-def test_counts_each_cpu_as_a_core_without_topology(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    processors(monkeypatch, 3, 1, 2)
-    assert cores_by_package(tmp_path) == [{1}, {2}, {3}]
-
-
 def test_divides_fewer_cores_than_workers() -> None:
     assert divide([frozenset({0}), frozenset({1})], 3) == [(frozenset(), 1)] * 3
 

@@ -94,30 +94,12 @@ def test_scores_match(head: Path, multi_label: bool) -> None:
     assert expected.std(dim=0).max() > 1e-3, "scores differ enough to compare"
 
 
-def test_heads_cover_all_scorers_and_poolings() -> None:
-    """The heads of test_scores_match."""
-    assert {each.get("scorer_type", "simple") for each in HEADS.values()} == set(SCORERS)
-    assert {each.get("pooling_strategy", "first") for each in HEADS.values()} >= {"first", "last", "max", *POOLINGS}
-
-
 def test_long_posts_are_truncated_as_by_the_package(folder: Path) -> None:
     texts = [*TEXTS, "I baked bread " + "and bread " * 4_000]
     expected = theirs(folder, texts, LABELS, multi_label=True)
     assert torch.allclose(
         ours(loaded(folder, max_tokens=512), texts, labels=LABELS, multi_label=True), expected, atol=1e-5
     )
-
-
-def test_only_label_is_scored_by_itself(folder: Path) -> None:
-    expected = theirs(folder, TEXTS[:1], ["sports"], multi_label=True)
-    assert torch.allclose(ours(loaded(folder), TEXTS[:1], labels=["sports"]), expected, atol=1e-5)
-
-
-def test_a_post_is_one_row_whatever_the_number_of_labels(folder: Path) -> None:
-    classifier = loaded(folder)
-    for labels in (["a"], LABELS, list("abcdefghijklmnop")):
-        label_set = classifier.label_set(ClassifyOptions.parse({"labels": labels}))
-        assert label_set.rows == len(classifier.prepare(["A post."], label_set)[0]) == 1
 
 
 @pytest.mark.parametrize("scorer", ["hopfield", "mlp"])

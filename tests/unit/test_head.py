@@ -14,9 +14,8 @@ from feedmill.cli.main import app
 from shared import logs
 from shared.errors import ModelError, RequestRefused, SettingsError, UserError
 from shared.messages import ClassifyOptions, Post
-from shared.model_routing import RequestedModel
 from shared.settings import Settings
-from tests.fakes.models import make_model, make_sentence_model
+from tests.fakes.models import make_sentence_model
 from tests.support import naming
 from workers.models import hub
 from workers.models.classifiers import Classifier
@@ -24,7 +23,6 @@ from workers.models.classifiers.fixed_labels import read_head, write_head
 from workers.models.classifiers.registry import classifier_kind, load_classifier
 from workers.models.device import Device
 from workers.models.weights import HEAD_FILE, locate
-from workers.runtime.hot_swap import load_wanted
 from workers.training.examples import Dataset, Example
 from workers.training.head import PENALTIES, TrainedHead, fit, save, train_head
 from workers.training.options import TrainOptions
@@ -112,11 +110,6 @@ def test_serves_only_its_labels(model: Path) -> None:
             load_classifier(settings, FP32)
 
 
-def test_a_deployment_loads_the_head(model: Path) -> None:
-    asked = RequestedModel(str(model), locate(str(model)).sha256, 0.0)
-    assert load_wanted(asked, Settings(), FP32).kind == "head"
-
-
 def test_another_head_is_another_model(model: Path, tmp_path: Path) -> None:
     """Results, deployments and token budgets tell models apart by the digest of their weights."""
     other = tmp_path / "other"
@@ -162,12 +155,6 @@ def test_fit_follows_label_weights_and_soft_labels() -> None:
     heavy = logits(wanted, 2, 7, torch.tensor([0.2, 3.0]))
     assert (heavy.argmax(1) == 1).sum() > (plain.argmax(1) == 1).sum()
     assert torch.allclose(logits(torch.eye(2)[wanted], 2, 7), plain, atol=1e-3)
-
-
-def test_rejects_a_base_without_embeddings(tmp_path: Path) -> None:
-    folder = make_model("bert", tmp_path)
-    with pytest.raises(ModelError, match=naming(folder, "modules.json")):
-        trained(folder)
 
 
 def test_rejects_a_broken_head(model: Path, tmp_path: Path) -> None:

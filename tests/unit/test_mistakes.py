@@ -130,12 +130,12 @@ def test_flags_that_a_table_lacks_are_refused(arguments: str, words: list[str]) 
     assert re.search(naming(*words), str(said))
 
 
-def test_training_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("run")
+def test_training_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"feedmill\[worker,train\]"):
-        train._check_packages()
-    with pytest.raises(UserError, match=r"feedmill\[worker\]"):
-        train._check_packages(only_head=True)
+    for flags, extras in (([], "[worker,train]"), (["--head"], "[worker]")):
+        given = ["train", "--from", "x", "--out", str(tmp_path / "out"), *flags]
+        assert f"feedmill{extras}" in str(CliRunner().invoke(app, given).exception)
 
 
 def test_training_refuses_a_file_as_output(tmp_path: Path) -> None:

@@ -112,11 +112,6 @@ def test_template_scores_match(folder: Path, template: str) -> None:
     assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=LABELS, hypothesis_template=one_place), 1e-5)
 
 
-def test_default_template_matches_the_pipeline(folder: Path) -> None:
-    found = ours(loaded(folder, labels=LABELS), TEXTS[:2])
-    assert_equal(found, theirs(folder, TEXTS[:2], candidate_labels=LABELS), 1e-5)
-
-
 @pytest.mark.parametrize(
     ("architecture", "width"),
     [("bart", {"init_std": 0.05}), ("bert", {"initializer_range": 0.12}), ("deberta-v2", {"initializer_range": 0.18})],
@@ -144,24 +139,11 @@ def test_half_precision_scores_match(
     assert spread > 0.05, "scores differ enough to compare"
 
 
-def test_truncates_at_max_tokens(folder: Path) -> None:
-    classifier = loaded(folder, max_tokens=40)
-    label_set = classifier.label_set(ClassifyOptions.parse({"labels": LABELS}))
-    rows = [row for rows in classifier.prepare(TEXTS, label_set) for row in rows]
-    assert max(row.length for row in rows) == 40
-
-
 def test_reads_models_with_entailment_first(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path, {0: "ENTAILMENT", 1: "neutral", 2: "contradiction"})
     for multi_label in (False, True):
         found = ours(loaded(folder), TEXTS[:3], labels=LABELS, multi_label=multi_label)
         assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=LABELS, multi_label=multi_label), 1e-5)
-
-
-def test_reads_models_with_two_classes(tmp_path: Path) -> None:
-    folder = make_model("deberta-v2", tmp_path, {0: "entailment", 1: "not_entailment"})
-    found = ours(loaded(folder), TEXTS[:3], labels=LABELS, multi_label=True)
-    assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=LABELS, multi_label=True), 1e-5)
 
 
 def test_uses_the_last_label_without_entailment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

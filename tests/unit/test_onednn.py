@@ -83,20 +83,9 @@ def test_float32_keeps_plain_layers(tmp_path: Path, architecture: str) -> None:
     assert not layers(engine, ReorderedLinear)
 
 
-def test_compiled_models_keep_plain_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    engine = engine_of(make_model("bert", tmp_path, NLI), BF16, compiled=True)
-    assert not layers(engine, ReorderedLinear)
-
-
 @pytest.mark.parametrize(
     "device",
     [FP32, FP32._replace(dtype=torch.float16), BF16._replace(torch=torch.device("cuda"))],
 )
 def test_reorders_only_for_bfloat16_on_a_cpu(device: Device) -> None:
     assert not can_reorder(device)
-
-
-def test_does_not_reorder_on_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert not can_reorder(BF16)

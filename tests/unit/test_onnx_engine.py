@@ -143,13 +143,6 @@ def test_failed_export_is_a_model_error(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list((tmp_path / "cache" / "onnx").glob("*/")), "no partial export is left"
 
 
-def test_rejects_an_unwritable_cache(tmp_path: Path) -> None:
-    weights = locate(str(make_model("bert", tmp_path / "model", NLI)))
-    (tmp_path / "cache").write_text("no folder")
-    with pytest.raises(ModelError, match=naming(tmp_path / "cache", "Not a directory")):
-        exported(weights, torch.float32, LOGITS, 0, Settings(cache_folder=tmp_path / "cache"))
-
-
 def test_engine_needs_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.delitem(sys.modules, onnx_engine.__name__)
@@ -181,12 +174,3 @@ def test_tensorrt_comes_first_with_documented_options(tmp_path: Path, cache: Pat
     options = engine._options("TensorrtExecutionProvider", cache)
     assert options["trt_engine_cache_enable"]
     assert options["trt_engine_cache_path"] == str(cache / "tensorrt")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "engine", "named"),
-    [("int8", "torch", "FEEDMILL_ENGINE=onnx"), ("bfloat16", "onnx", "float32 or int8")],
-)
-def test_rejects_precisions_the_engine_lacks(dtype: str, engine: str, named: str) -> None:
-    with pytest.raises(SettingsError, match=naming("FEEDMILL_DTYPE", dtype, named)):
-        select_device("cpu", dtype, engine)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
-from shared.errors import ModelError, RequestRefused
+from shared.errors import ModelError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import make_model
@@ -53,11 +53,6 @@ def test_multi_label_scores_match(folder: Path) -> None:
 def test_single_label_scores_are_the_softmax_of_the_logits(folder: Path) -> None:
     expected = theirs(folder, TEXTS, LABELS, activation_fn=torch.nn.Identity()).softmax(-1)
     assert torch.allclose(scores(ours(loaded(folder), TEXTS, labels=LABELS)), expected, atol=1e-5)
-
-
-def test_only_label_is_scored_by_itself(folder: Path) -> None:
-    found = scores(ours(loaded(folder), TEXTS[:3], labels=["sports"]))
-    assert torch.allclose(found, theirs(folder, TEXTS[:3], ["sports"]), atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", [torch.nn.Identity, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.ReLU])
@@ -126,8 +121,3 @@ def test_rejects_a_chat_template(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     with pytest.raises(ModelError, match="chat template"):
         loaded(folder)
-
-
-def test_refuses_several_descriptions_per_label(folder: Path) -> None:
-    with pytest.raises(RequestRefused, match=r"^labels: .*\b2\b"):
-        loaded(folder).label_set(ClassifyOptions.parse({"labels": {"food": ["bread", "soup"], "b": "c"}}))

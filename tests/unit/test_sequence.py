@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import pipeline
 
-from shared.errors import ModelError, RequestRefused, SettingsError
+from shared.errors import ModelError, RequestRefused
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import make_model
@@ -54,12 +54,6 @@ def test_scores_match_for_each_architecture(tmp_path: Path, architecture: str) -
     assert spread > 0.05, "scores differ enough to compare"
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "bert"])
-def test_supports_left_padding_tokenizers(tmp_path: Path, architecture: str) -> None:
-    folder = make_model(architecture, tmp_path, LABELS, padding_side="left")
-    assert_equal(ours(loaded(folder), TEXTS), [theirs(folder, [text])[0] for text in TEXTS])
-
-
 @pytest.mark.parametrize(
     ("labels", "problem"),
     [
@@ -92,11 +86,6 @@ def test_accepts_its_own_labels(tmp_path: Path) -> None:
     assert classifier.label_set(ClassifyOptions.parse({"labels": own})) is classifier.label_set(ClassifyOptions())
 
 
-def test_rejects_the_labels_setting(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="FEEDMILL_LABELS"):
-        loaded(make_model("bert", tmp_path, LABELS), labels="a,b")
-
-
 def test_rejects_duplicate_label_names(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="label"):
         loaded(make_model("bert", tmp_path, {0: "same", 1: "same"}))
@@ -112,9 +101,3 @@ def test_rejects_duplicate_label_names(tmp_path: Path) -> None:
 def test_rejects_too_many_or_too_long_labels(tmp_path: Path, labels: dict[int, str], reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         loaded(make_model("bert", tmp_path, labels))
-
-
-def test_accepts_the_maximum_of_labels(tmp_path: Path) -> None:
-    labels = {number: f"{number:04}".ljust(200, "x") for number in range(1000)}
-    classifier = loaded(make_model("bert", tmp_path, labels))
-    assert classifier.label_set(ClassifyOptions()).labels == tuple(labels.values())

@@ -9,14 +9,6 @@ from workers.models.shapes import EXACT, FEW, Shapes
 counts = st.integers(1, 20_000)
 
 
-@given(counts, counts)
-def test_padding_keeps_order_and_is_stable(one: int, other: int) -> None:
-    for pad in (FEW.length, FEW.rows):
-        assert pad(one) >= one
-        assert pad(pad(one)) == pad(one)
-        assert (pad(one) <= pad(other)) or one > other
-
-
 @given(counts)
 def test_padding_is_bounded(count: int) -> None:
     assert FEW.length(count) - count < max(8, count / 8)

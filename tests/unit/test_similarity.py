@@ -64,12 +64,6 @@ def test_scores_match_the_model_cards_recipe(classifier: Similarity) -> None:
     assert torch.allclose(torch.tensor([[s[label] for label in labels] for s in multi]), expected, atol=1e-5)
 
 
-def test_only_label_is_scored_by_its_cosine(classifier: Similarity) -> None:
-    (found,) = scores(classifier, TEXTS[:1], labels="sports")
-    expected = cosines(TEXTS[:1], ["This post is about sports."])
-    assert found["sports"] == pytest.approx(expected.item(), abs=1e-5)
-
-
 def test_other_rows_do_not_change_scores(classifier: Similarity) -> None:
     together = scores(classifier, TEXTS)
     for text, found in zip(TEXTS, together, strict=True):
@@ -86,11 +80,6 @@ def test_label_sets_share_a_forward_pass(classifier: Similarity) -> None:
     assert [list(found) for found in mixed] == [["sports", "food"], ["music", "tea", "cars"]]
     assert mixed[0] == pytest.approx(scores(classifier, TEXTS[:1], labels="sports,food")[0], abs=1e-5)
     assert mixed[1] == pytest.approx(scores(classifier, TEXTS[1:2], labels="music,tea,cars")[0], abs=1e-5)
-
-
-def test_template_changes_scores(classifier: Similarity) -> None:
-    plain = scores(classifier, TEXTS[:1], labels="sports,food", template="{}")
-    assert plain != scores(classifier, TEXTS[:1], labels="sports,food")
 
 
 def test_description_replaces_the_label_text(classifier: Similarity) -> None:
@@ -214,16 +203,6 @@ def test_generative_embedders_match_sentence_transformers(tmp_path: Path, side: 
         found = ours.embed([rows[0].tokens for rows in ours.prepare(TEXTS, ours.label_set(ClassifyOptions()))])
     library = SentenceTransformer(str(folder), device="cpu")
     expected = library.encode(TEXTS, prompt_name=name, convert_to_tensor=True, normalize_embeddings=True)
-    assert torch.allclose(found, expected, atol=1e-5)
-
-
-def test_no_prompt_replaces_the_default(tmp_path: Path) -> None:
-    folder = prompted(tmp_path)
-    library = SentenceTransformer(str(folder), device="cpu")
-    expected = library.encode(TEXTS, prompt="", convert_to_tensor=True, normalize_embeddings=True)
-    ours = Similarity(Weights("m", folder, None, "00"), FP32, Settings(post_prompt="none"))
-    with torch.inference_mode():
-        found = ours.embed([rows[0].tokens for rows in ours.prepare(TEXTS, ours.label_set(ClassifyOptions()))])
     assert torch.allclose(found, expected, atol=1e-5)
 
 

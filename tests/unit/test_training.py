@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from shared.errors import UserError
 from shared.messages import Post
 from shared.settings import Settings
 from tests.fakes.models import make_model
-from tests.support import naming
 from workers.training import finetune
 from workers.training.examples import Dataset, Example
 from workers.training.finetune import Order, Plan, Trained, Training, TrainingProgress, next_smaller_batch, save
@@ -110,15 +108,6 @@ def test_accumulated_batches_equal_one_large_batch(still: Path, tmp_path: Path) 
     assert moved(whole.model, still) > 1e-3
 
 
-def test_accumulation_adds_less_error_than_bfloat16(still: Path, tmp_path: Path) -> None:
-    """Rounding depends on the batch shape, so weights are equal only in float32."""
-    exact = trained(still, tmp_path / "exact", batch_size=32, precision="float32")
-    whole = trained(still, tmp_path / "whole", batch_size=32, precision="bfloat16")
-    parts = trained(still, tmp_path / "parts", batch_size=8, accumulation=4, precision="bfloat16")
-    apart = distance(parts.model, whole.model)
-    assert apart < min(distance(whole.model, exact.model), distance(parts.model, exact.model))
-
-
 def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> None:
     """The base has dropout, so the random state must be restored, too."""
     straight = trained(base, tmp_path / "straight")
@@ -169,12 +158,6 @@ def test_out_of_memory_fails_with_several_processes(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="--batch-size"):
         trained(still, tmp_path / "out")
-
-
-def test_rejects_a_base_transformers_cannot_load(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", Mock(side_effect=KeyError("a kind")))
-    with pytest.raises(UserError, match=naming("base", "a kind")):
-        trained(base, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

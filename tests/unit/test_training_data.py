@@ -138,19 +138,10 @@ def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     of_a_head = TrainOptions.parse({"from": "posts.csv", "out": "o", "head": True, "class_weights": True})
     found = []
     monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
-    monkeypatch.setattr(train, "_train_head", lambda given, *_: found.append(given))
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     for each in (options, of_a_head):
         assert CliRunner().invoke(app, ["train", *each.flags()], catch_exceptions=False).exit_code == 0
     assert found == [options, of_a_head]
-
-
-def test_unset_flags_leave_the_defaults_to_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[TrainOptions] = []
-    monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
-    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    CliRunner().invoke(app, ["train", "--from", "x", "--out", "y"], catch_exceptions=False)
-    assert [options.model_dump(exclude_defaults=True) for options in found] == [{"source": "x", "out": "y"}]
 
 
 # Reading.
@@ -246,11 +237,6 @@ def test_rejects_files_without_labels(
     path.write_text(text)
     with pytest.raises(InputError, match=named):
         collected(path, **options)
-
-
-def test_rejects_a_folder_without_an_export(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=naming(tmp_path, "export")):
-        collected(tmp_path)
 
 
 def test_help_shows_every_default() -> None:

@@ -8,6 +8,7 @@ must be safetensors; pickles are refused.
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Collection
@@ -51,14 +52,9 @@ MODULES_FILE = "modules.json"
 STATIC_FOLDERS = ("", "0_StaticEmbedding/")
 #: Sets of files to build a tokenizer from. A model needs one of these sets.
 TOKENIZERS = (
-    {"tokenizer.json"},
-    {"vocab.txt"},
-    {"vocab.json", "merges.txt"},
-    {"sentencepiece.bpe.model"},
-    {"spiece.model"},
-    {"spm.model"},
-    {"tokenizer.model"},
-)
+    {"tokenizer.json"}, {"vocab.txt"}, {"vocab.json", "merges.txt"}, {"sentencepiece.bpe.model"}, {"spiece.model"},
+    {"spm.model"}, {"tokenizer.model"},
+)  # fmt: skip
 #: Suffixes of files to download besides weights: configurations, vocabularies and merges, SentencePiece models.
 SMALL_FILES = (".json", ".txt", ".model", ".codes")
 #: Folder names of model parts in sentence-transformers, such as 1_Pooling and 2_Dense.
@@ -112,12 +108,7 @@ def locate(model: str, revision: str | None = None, offline: bool = False, remot
 
 def parameters(weights: Weights) -> int:
     """Return the number of parameters, read from the headers of the weight files. Raises ModelError."""
-    try:
-        return sum(_count(file) for file in weights.files)
-    except OSError as error:
-        raise ModelError(
-            f"Cannot read the files of the model {weights.name}: {error}. Check the folder's permissions."
-        ) from None
+    return sum(map(_count, weights.files))
 
 
 def read_config_file(weights: Weights) -> dict[str, Any]:
@@ -157,10 +148,7 @@ def _on_this_machine(model: str) -> tuple[Path, str | None] | None:
     """Return the model's folder and its package, if any. None if `model` can only be a name on the hub."""
     if model.startswith(PACKAGE_PREFIX):
         return _in_package(model.removeprefix(PACKAGE_PREFIX))
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError:  # unknown user after ~
-        folder = Path(model)
+    folder = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises if there is no such user
     if model.strip() and folder.is_dir():
         return folder, None
     if folder.is_file():
@@ -182,11 +170,9 @@ def _in_package(name: str) -> tuple[Path, str]:
     # A part of a model, such as 2_Dense, also has a configuration and weights.
     outermost = sorted(folder for folder in folders if folders.isdisjoint(folder.parents))
     if len(outermost) != 1:
-        which = f"{len(outermost)} folders" if outermost else "no folder"
-        listed = f" ({', '.join(map(str, outermost))})" if outermost else ""
         raise ModelError(
-            f"The package {name} has {which} with {CONFIG_FILE} and {WEIGHTS_FILE}{listed}, and must have exactly one. "
-            "Set FEEDMILL_MODEL to the folder itself or to another model."
+            f"The package {name} has {len(outermost)} folders with {CONFIG_FILE} and {WEIGHTS_FILE}, and must have "
+            "one. Set FEEDMILL_MODEL to the folder itself or to another model."
         )
     return Path(str(package.locate_file(outermost[0]))), f"{name} {package.version}"
 

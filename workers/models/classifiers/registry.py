@@ -145,15 +145,10 @@ def classifier_kind(weights: Weights) -> str:
     embeds = sentence_config.get("model_type", "SentenceTransformer") == "SentenceTransformer"
     if (embeds and (weights.folder / MODULES_FILE).is_file()) or is_model2vec(config):
         return "similarity"
-    if any(name.endswith("ForCausalLM") for name in names):
-        raise ModelError(
-            f"{weights.name} is a language model ({', '.join(names)}). Rerankers that answer yes or no as text are not "
-            "supported: use one that was converted to …ForSequenceClassification with one label, or another model."
-        )
     raise ModelError(
         f"{weights.name} is not a classification model: config.json lists {', '.join(names) or 'no architecture'}, "
-        "but a …ForSequenceClassification architecture or a sentence-transformers model is required. Choose another "
-        "model, or set FEEDMILL_CLASSIFIER."
+        "but a …ForSequenceClassification architecture or a sentence-transformers model is required. Use a conversion "
+        "to it, or another model, or set FEEDMILL_CLASSIFIER."
     )
 
 
