@@ -44,9 +44,9 @@ FOLDERS = {
 #: Metrics by the process that serves them.
 FIGURES = {
     "Every process that serves metrics (read from Redis)": REDIS_METRICS,
-    "Workers": worker_metrics.FIGURES,
-    "The Reddit daemon": reddit_metrics.FIGURES,
-    "Daemons of live sources, such as Bluesky": live_metrics.FIGURES,
+    "Workers": worker_metrics.METRICS,
+    "The Reddit daemon": reddit_metrics.METRICS,
+    "Daemons of live sources, such as Bluesky": live_metrics.METRICS,
 }
 #: The values that a setting of each type takes.
 TYPES = {

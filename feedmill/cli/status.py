@@ -29,7 +29,7 @@ from shared import runs
 from shared.broker import user_errors
 from shared.errors import UserError, clause, printable
 from shared.messages import parse_run
-from shared.metrics import RedisMetrics, connect_for_monitoring, serve
+from shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, serve
 from shared.settings import Settings, is_folder_locked
 
 #: Seconds between two snapshots of `status --watch`; the workers take about one second to answer.
@@ -365,5 +365,5 @@ def metrics(
     figures = RedisMetrics(settings)
     ends = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the server starts threads, which would receive them
-    serve(settings, [figures.samples], list, figures.problems)
+    serve(settings, [(REDIS_METRICS, figures.values)], list, figures.problems)
     signal.sigwait(ends)

@@ -6,14 +6,13 @@ rate needs in the end does not fit, memory is full when the room is used up. The
 dead letters are not counted.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from redis import Redis
-from redis.exceptions import ResponseError
 
-from shared.redis_errors import is_denied
+from shared.metrics import read_memory
 from shared.results import HOUR_S
-from shared.retention import Kept, measure, needs
+from shared.retention import Kept, needs
 from shared.settings import DAY_S, PREFIX, Settings
 
 #: The health check warns if memory is full in less than WARNING_S seconds, and fails below CRITICAL_S.
@@ -79,15 +78,9 @@ def estimate_memory(
 
     Returns None, None if this Redis user may not run INFO and MEMORY USAGE. Raises redis.exceptions.RedisError.
     """
-    try:
-        info: Any = redis.info("memory")
-        kept = measure(redis, settings)
-    except ResponseError as fault:
-        if not is_denied(fault):
-            raise
+    if (memory := read_memory(redis, settings)) is None:
         return None, None
-    used = info["used_memory"]
-    limit = info["maxmemory"] or info["total_system_memory"]
+    used, limit, is_machine, kept = memory
     wanted = needs(kept, settings, posts_per_second)
     needed = wanted.of_redis(kept, used)
     seconds = None
@@ -97,8 +90,7 @@ def estimate_memory(
         is_growing = kept.stream_entries < settings.results_stream_length
         per_post = kept.result_bytes + kept.sent_record_bytes + is_growing * kept.stream_entry_bytes
         seconds = (limit - used) / (posts_per_second * per_post) if per_post else None
-    memory = Memory(used, limit, not info["maxmemory"], posts_per_second, seconds, needed, *wanted)
-    return memory, kept
+    return Memory(used, limit, is_machine, posts_per_second, seconds, needed, *wanted), kept
 
 
 def size(count: float) -> str:

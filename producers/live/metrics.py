@@ -1,88 +1,88 @@
 """Prometheus metrics and health of a daemon that reads a source, from its latest status."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from shared.metrics import MetricSpec, MetricsServer, MetricType, RedisMetrics, Sample, serve
+from shared.metrics import REDIS_METRICS, Metric, MetricsServer, RedisMetrics, Values, serve
 from shared.settings import Settings
 
 #: Seconds without a finished step after which the daemon counts as stuck. A step may wait for the end of Reddit's
 #: ten-minute rate-limit window; its requests have timeouts.
 STUCK_AFTER_S = 900.0
 
-Status = Mapping[str, Any]
+#: Metrics by key of `LiveDaemon.status`: name and help text. Counters start with the process.
+FIGURES = {
+    "read": ("feedmill_live_events_total", "Events read from the source, including deletions and filtered posts."),
+    "sent": ("feedmill_live_posts_sent_total", "Posts sent to the queue."),
+    "skipped": ("feedmill_live_posts_skipped_total", "Posts skipped because they were sent before, or purged."),
+    "filtered": ("feedmill_live_posts_filtered_total", "Posts left out by the source's filters."),
+    "refused": ("feedmill_live_posts_refused_total", "Posts that cannot be classified."),
+    "ahead": ("feedmill_live_events_ahead_total", "Events from the future, which are sent but are no positions."),
+    "unreadable": (
+        "feedmill_live_events_unreadable_total", "Events that could not be read or sent twice, now dead letters.",
+    ),
+    "purged": ("feedmill_live_posts_purged_total", "Posts purged because they were deleted at the source."),
+    "gaps": ("feedmill_live_gaps_total", "Periods whose events the source no longer had."),
+    "connections": ("feedmill_live_connections_total", "Connections opened to the source."),
+    "gaps_recorded": (
+        "feedmill_live_gaps_recorded", "Gaps listed by `feedmill ingest gaps`, until they are cleared.",
+    ),
+    "paused": ("feedmill_live_paused", "1 while the queue is full, otherwise 0."),
+    "hindrance": ("feedmill_live_hindered", "1 while the source or Redis is unavailable, otherwise 0."),
+    "delay": ("feedmill_live_delay_seconds", "Age of the newest event that was processed; absent before the first."),
+    "faults": ("feedmill_live_faults_total", "Failures of the source and of Redis."),
+}  # fmt: skip
 
 
-def _counter(name: str, description: str) -> MetricSpec:
-    return MetricSpec(f"feedmill_live_{name}_total", MetricType.COUNTER, description, ("source",))
+def metrics_of(figures: Mapping[str, tuple[str, str]], *labels: str) -> tuple[Metric, ...]:
+    """Declare the metrics of a daemon's status. labels: shared by all metrics. Faults are also counted by kind."""
+    return tuple(
+        Metric("counter" if name.endswith("_total") else "gauge", name, text, (*labels, *["kind"] * (key == "faults")))
+        for key, (name, text) in figures.items()
+    )
 
 
-def _gauge(name: str, description: str) -> MetricSpec:
-    return MetricSpec(f"feedmill_live_{name}", MetricType.GAUGE, description, ("source",))
-
-
-#: Metrics by key of `LiveDaemon.status`. Counters start with the process.
-STATUS_FIGURES = {
-    "read": _counter("events", "Events read from the source, including deletions and filtered posts."),
-    "sent": _counter("posts_sent", "Posts sent to the queue."),
-    "skipped": _counter("posts_skipped", "Posts skipped because they were sent before, or purged."),
-    "filtered": _counter("posts_filtered", "Posts left out by the source's filters."),
-    "refused": _counter("posts_refused", "Posts that cannot be classified."),
-    "ahead": _counter("events_ahead", "Events from the future, which are sent but are no positions."),
-    "unreadable": _counter("events_unreadable", "Events that could not be read or sent twice, now dead letters."),
-    "purged": _counter("posts_purged", "Posts purged because they were deleted at the source."),
-    "gaps": _counter("gaps", "Periods whose events the source no longer had."),
-    "connections": _counter("connections", "Connections opened to the source."),
-    "gaps_recorded": _gauge("gaps_recorded", "Gaps listed by `feedmill ingest gaps`, until they are cleared."),
-    "paused": _gauge("paused", "1 while the queue is full, otherwise 0."),
-    "hindrance": _gauge("hindered", "1 while the source or Redis is unavailable, otherwise 0."),
-    "delay": _gauge("delay_seconds", "Age of the newest event that was processed; absent before the first."),
-}
-FAULTS = MetricSpec(
-    "feedmill_live_faults_total", MetricType.COUNTER, "Failures of the source and of Redis.", ("source", "kind")
-)
-FIGURES = (*STATUS_FIGURES.values(), FAULTS)
+METRICS = metrics_of(FIGURES, "source")
 
 
 class DaemonMetrics:
     """Metrics of a daemon's latest status.
 
-    figures: metrics by key of the status. faults: the metric of failures by kind. progress: key of the status that is 0
-    until the daemon has read something. labels: values of the labels that all metrics share.
+    figures: as FIGURES. progress: key of the status that is 0 until the daemon has read something. labels: names and
+    values of the labels that all metrics share.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        figures: Mapping[str, MetricSpec],
-        faults: MetricSpec,
-        progress: str,
-        labels: tuple[str, ...] = (),
+        self, settings: Settings, figures: Mapping[str, tuple[str, str]], progress: str, **labels: str
     ) -> None:
         self._settings = settings
-        self._figures, self._faults, self._progress, self._labels = figures, faults, progress, labels
+        self._figures, self._progress = figures, progress
+        self._metrics, self._labels = metrics_of(figures, *labels), tuple(labels.values())
         self._redis = RedisMetrics(settings)
         #: Latest status. Replaced, never modified, because other threads read it.
-        self._status: Status = {}
+        self._status: Mapping[str, Any] = {}
         self._turned = time.monotonic()
 
     def serve(self) -> MetricsServer:
         """Start the metrics server. Raises UserError."""
-        return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
+        return serve(
+            self._settings,
+            [(REDIS_METRICS, self._redis.values), (self._metrics, self.values)],
+            self.unhealthy,
+            self.unready,
+        )
 
-    def update(self, status: Status) -> None:
+    def update(self, status: Mapping[str, Any]) -> None:
         """Store the daemon's status after a step."""
         self._status, self._turned = status, time.monotonic()
 
-    def samples(self) -> Iterator[Sample]:
+    def values(self) -> Values:
         if not (status := self._status):
-            return
-        for key, figure in self._figures.items():
-            if (value := status[key]) is not None:
-                yield Sample(figure, _as_number(value), self._labels)
-        for kind, count in status["faults"].items():
-            yield Sample(self._faults, count, (*self._labels, kind))
+            return {}
+        values: Values = {name: {self._labels: _as_number(status[key])} for key, (name, _) in self._figures.items()}
+        faults = {(*self._labels, kind): count for kind, count in status["faults"].items()}
+        return values | {self._figures["faults"][0]: faults}
 
     def unhealthy(self) -> list[str]:
         """List failures that need a restart. An unreachable source or Redis is not one of them."""
@@ -102,11 +102,11 @@ class LiveMetrics(DaemonMetrics):
     """Metrics of a live source's daemon."""
 
     def __init__(self, settings: Settings, source: str) -> None:
-        super().__init__(settings, STATUS_FIGURES, FAULTS, progress="read", labels=(source,))
+        super().__init__(settings, FIGURES, progress="read", source=source)
 
 
-def _as_number(value: Any) -> float:
+def _as_number(value: Any) -> float | None:
     """Return a number as it is, the length of a list, and 1 for a text that is not empty."""
-    if isinstance(value, list):
-        return float(len(value))
-    return float(bool(value)) if isinstance(value, str) else float(value)
+    if isinstance(value, list | dict):
+        return len(value)
+    return bool(value) if isinstance(value, str) else value

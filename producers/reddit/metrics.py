@@ -1,48 +1,36 @@
 """Prometheus metrics of the Reddit daemon."""
 
-from producers.live.metrics import DaemonMetrics
-from shared.metrics import MetricSpec, MetricType
+from producers.live.metrics import DaemonMetrics, metrics_of
 from shared.settings import Settings
 
-
-def _counter(name: str, description: str) -> MetricSpec:
-    return MetricSpec(f"feedmill_reddit_{name}_total", MetricType.COUNTER, description)
-
-
-def _gauge(name: str, description: str) -> MetricSpec:
-    return MetricSpec(f"feedmill_reddit_{name}", MetricType.GAUGE, description)
-
-
-#: Metrics by key of `Daemon.status`. Counters start with the process.
-STATUS_FIGURES = {
-    "sent": _counter("posts_sent", "Posts sent to the queue."),
-    "skipped": _counter("posts_skipped", "Posts skipped because they were sent before."),
-    "looked": _counter("posts_looked_at_again", "Rechecks of sent posts."),
-    "purged": _counter("posts_purged", "Posts purged after deletion or removal on Reddit."),
-    "returned": _counter("posts_returned", "Purged posts that came back on Reddit and were sent again."),
-    "polls": _counter("polls", "Polls of a topic's subreddits for new posts."),
-    "gaps": _counter("gaps", "Periods in which a subreddit's posts could not be read."),
-    "filled": _counter("gaps_filled", "Gaps filled from Arctic Shift."),
-    "requests": _counter("requests", "Requests to Reddit, or to Arctic Shift if that is the source."),
-    "gaps_open": _gauge("gaps_open", "Recorded gaps that are not filled."),
-    "subreddits": _gauge("subreddits", "Subreddits being read."),
-    "failing": _gauge("subreddits_failing", "Subreddits whose last read failed."),
-    "held": _gauge("posts_held", "Posts in the send buffer, waiting for room in the queue."),
-    "paused": _gauge("paused", "1 while the queue is full, otherwise 0."),
-    "hindrance": _gauge("hindered", "1 while Reddit or Redis is unavailable, otherwise 0."),
-    "budget": _gauge(
-        "budget_remaining_requests",
+#: Metrics by key of `Daemon.status`: name and help text. Counters start with the process.
+FIGURES = {
+    "sent": ("feedmill_reddit_posts_sent_total", "Posts sent to the queue."),
+    "skipped": ("feedmill_reddit_posts_skipped_total", "Posts skipped because they were sent before."),
+    "looked": ("feedmill_reddit_posts_looked_at_again_total", "Rechecks of sent posts."),
+    "purged": ("feedmill_reddit_posts_purged_total", "Posts purged after deletion or removal on Reddit."),
+    "returned": ("feedmill_reddit_posts_returned_total", "Purged posts that came back on Reddit and were sent again."),
+    "polls": ("feedmill_reddit_polls_total", "Polls of a topic's subreddits for new posts."),
+    "gaps": ("feedmill_reddit_gaps_total", "Periods in which a subreddit's posts could not be read."),
+    "filled": ("feedmill_reddit_gaps_filled_total", "Gaps filled from Arctic Shift."),
+    "requests": ("feedmill_reddit_requests_total", "Requests to Reddit, or to Arctic Shift if that is the source."),
+    "gaps_open": ("feedmill_reddit_gaps_open", "Recorded gaps that are not filled."),
+    "subreddits": ("feedmill_reddit_subreddits", "Subreddits being read."),
+    "failing": ("feedmill_reddit_subreddits_failing", "Subreddits whose last read failed."),
+    "held": ("feedmill_reddit_posts_held", "Posts in the send buffer, waiting for room in the queue."),
+    "paused": ("feedmill_reddit_paused", "1 while the queue is full, otherwise 0."),
+    "hindrance": ("feedmill_reddit_hindered", "1 while Reddit or Redis is unavailable, otherwise 0."),
+    "budget": (
+        "feedmill_reddit_budget_remaining_requests",
         "Requests left in Reddit's rate-limit window, as reported by Reddit; absent once the window has ended.",
     ),
+    "faults": ("feedmill_reddit_faults_total", "Failed requests and unexpected errors."),
 }
-FAULTS = MetricSpec(
-    "feedmill_reddit_faults_total", MetricType.COUNTER, "Failed requests and unexpected errors.", ("kind",)
-)
-FIGURES = (*STATUS_FIGURES.values(), FAULTS)
+METRICS = metrics_of(FIGURES)
 
 
 class Metrics(DaemonMetrics):
     """Metrics of the Reddit daemon's latest status."""
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(settings, STATUS_FIGURES, FAULTS, progress="polls")
+        super().__init__(settings, FIGURES, progress="polls")

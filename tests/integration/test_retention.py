@@ -328,11 +328,11 @@ def test_status_and_metrics_say_what_is_kept_and_dropped(server: RedisServer) ->
     assert memory.results_kept_seconds
     assert f"results kept for about {span(memory.results_kept_seconds)}" in text
     assert "sent records dropped" not in text
-    found = {(each.figure.name, *each.labels): each.value for each in RedisMetrics(given).samples()}
-    assert found["feedmill_results_dropped_total",] == 1234
-    assert found["feedmill_memory_limit_bytes", "results"] == 10**7
-    assert 0 < found["feedmill_memory_bytes", "results"] < 10**6  # type: ignore[operator]
-    assert found["feedmill_memory_kept_seconds", "sent"] == given.sent_ttl
+    found = RedisMetrics(given).values()
+    assert found["feedmill_results_dropped_total"] == 1234
+    assert found["feedmill_memory_limit_bytes"]["results"] == 10**7
+    assert 0 < found["feedmill_memory_bytes"]["results"] < 10**6
+    assert found["feedmill_memory_kept_seconds"]["sent"] == given.sent_ttl
 
 
 def test_sizes_have_units(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def check_health_script(script: str, port: str) -> None:
     problems: list[str] = []
     server = serve(Settings.model_validate({"metrics_port": 0}), [], lambda: problems, list)
     assert f":{port}/healthz" in script
-    here = script.replace(f":{port}/", f":{server.port}/")
+    here = script.replace(f":{port}/", f":{server.server_port}/")
     with closing(server):
         assert runs(here)
         problems.append("a thread died")

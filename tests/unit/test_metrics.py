@@ -20,10 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from producers.live import metrics as live_metrics
 from producers.reddit import metrics as reddit_metrics
-from shared import metrics
 from shared.errors import SettingsError, UserError
-from shared.metrics import REDIS_METRICS, MetricSpec, MetricsServer, MetricType, Sample, Sum, serve
-from shared.results import Counters
+from shared.metrics import REDIS_METRICS, Metric, MetricsServer, Values, declare, serve
 from shared.settings import Settings, load
 from tests.support import naming
 from workers.models.device import Device
@@ -34,11 +32,9 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "feedmill.json"
-FIGURES: tuple[MetricSpec, ...] = (
-    *REDIS_METRICS, *worker_metrics.FIGURES, *reddit_metrics.FIGURES, *live_metrics.FIGURES,
+METRICS: tuple[Metric, ...] = (
+    *REDIS_METRICS, *worker_metrics.METRICS, *reddit_metrics.METRICS, *live_metrics.METRICS,
 )  # fmt: skip
-#: Units of gauges: base units, and the objects that are counted.
-UNITS = ("seconds", "bytes", "ratio", "messages", "tokens", "requests", "info", "up")
 STATUS: dict[str, Any] = {
     "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7, "sent": 33, "skipped": 1, "held": 0, "paused": False,
     "looked": 3, "purged": 2, "returned": 1, "filled": 1,
@@ -51,20 +47,13 @@ LIVE_STATUS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
-def test_names_follow_prometheus(figure: MetricSpec) -> None:
-    assert re.fullmatch(r"feedmill_[a-z]+(_[a-z]+)*", figure.name)
-    assert figure.name.endswith("_total") == (figure.kind is MetricType.COUNTER)
-    assert figure.help
-    assert not set(figure.labels) & {"job", "instance", "le", "quantile"}
-    for unit in ("milliseconds", "minutes", "kilobytes", "mb", "percent"):
-        assert unit not in figure.name.split("_")
-
-
-def test_metric_names_are_unique() -> None:
-    names = [figure.name for figure in FIGURES]
-    assert len(names) == len(set(names))
-    assert set(metrics.RESULTS) == set(Counters._fields), "every counter of the store is exported"
+def test_names_follow_prometheus() -> None:
+    for metric in METRICS:
+        assert re.fullmatch(r"feedmill_[a-z]+(_[a-z]+)*", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert not set(metric.labels) & {"job", "instance", "le", "quantile"}
+        assert not set(metric.name.split("_")) & {"milliseconds", "minutes", "kilobytes", "mb", "percent"}
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
 class Pipeline:
@@ -116,10 +105,10 @@ def loaded(worker: worker_metrics.WorkerMetrics, kind: str = "cpu") -> Pipeline:
     return pipeline
 
 
-def scrape(server: MetricsServer, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str]:
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
+def scrape(server: MetricsServer, path: str = "/metrics", **headers: str) -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     with closing(connection):
-        connection.request(method, path, headers=headers)
+        connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
 
@@ -128,9 +117,9 @@ def scrape(server: MetricsServer, path: str = "/metrics", method: str = "GET", *
 def served() -> Iterator[Any]:
     servers = []
 
-    def start(samples: Iterable[Sample] = (), health: Iterable[str] = (), ready: Iterable[str] = ()) -> MetricsServer:
+    def start(metrics: Iterable[Metric] = (), values: Values | None = None, ready: Iterable[str] = ()) -> MetricsServer:
         settings = Settings.model_validate({"metrics_port": 0})
-        servers.append(serve(settings, [lambda: samples], lambda: list(health), lambda: list(ready)))
+        servers.append(serve(settings, [(metrics, lambda: values or {})], list, lambda: list(ready)))
         return servers[-1]
 
     yield start
@@ -148,14 +137,13 @@ def values(text: str) -> dict[str, float]:
 
 
 def test_worker_exports_its_statistics(worker: worker_metrics.WorkerMetrics, served: Any) -> None:
-    assert list(worker.samples()) == [], "no samples before the model is loaded"
+    assert worker.values() == {}, "nothing before the model is loaded"
     statistics = loaded(worker).statistics
     statistics.totals.posts, statistics.totals.answered, statistics.totals.failed = 5, 2, 1
     statistics.totals.messages, statistics.totals.queued_seconds = 3, 6.0
     statistics.count([SimpleNamespace(length=10), SimpleNamespace(length=6)], 0.02, 0.5)
     statistics.lag.add(0.3)
-    server = served(list(worker.samples()))
-    found = values(scrape(server)[1])
+    found = values(scrape(served(worker_metrics.METRICS, worker.values()))[1])
     assert found['feedmill_worker_posts_total{"state": "classified"}'] == 5
     assert found['feedmill_worker_posts_total{"state": "answered"}'] == 2
     assert found['feedmill_worker_posts_total{"state": "failed"}'] == 1
@@ -177,33 +165,33 @@ def test_worker_exports_its_statistics(worker: worker_metrics.WorkerMetrics, ser
     assert not any("device_memory" in name for name in found), "a CPU has no device memory"
 
 
-def test_gpu_worker_exports_device_memory(
-    worker: worker_metrics.WorkerMetrics, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 3)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10))
-    loaded(worker, "cuda:0")
-    memory = {sample.labels[0]: sample.value for sample in worker.samples() if sample.figure is worker_metrics.MEMORY}
-    assert memory == {"allocated": 3, "reserved": 4, "total": 10}
-
-
-def test_every_documented_metric_is_exported(
-    worker: worker_metrics.WorkerMetrics, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_metrics, "_memory", lambda _: {"total": 1})
+def test_every_declared_metric_is_exported(worker: worker_metrics.WorkerMetrics) -> None:
     loaded(worker)
-    assert {sample.figure for sample in worker.samples()} == set(worker_metrics.FIGURES)
     daemon = reddit_metrics.Metrics(Settings())
     daemon.update(STATUS)
-    assert {sample.figure for sample in daemon.samples()} == set(reddit_metrics.FIGURES)
     live = live_metrics.LiveMetrics(Settings(), "bluesky")
     live.update(LIVE_STATUS)
-    assert {sample.figure for sample in live.samples()} == set(live_metrics.FIGURES)
-    values = {sample.figure.name: sample.value for sample in live.samples()}
-    assert (values["feedmill_live_hindered"], values["feedmill_live_delay_seconds"]) == (1.0, 1.5)
-    for sample in [*worker.samples(), *daemon.samples(), *live.samples()]:
-        assert len(sample.labels) == len(sample.figure.labels)
+    for metrics, found in (
+        (worker_metrics.METRICS, worker.values()),
+        (reddit_metrics.METRICS, daemon.values()),
+        (live_metrics.METRICS, live.values()),
+    ):
+        assert {metric.name for metric in metrics} == found.keys()
+
+
+def test_daemons_export_their_status(served: Any) -> None:
+    live = live_metrics.LiveMetrics(Settings(), "bluesky")
+    live.update(LIVE_STATUS)
+    found = values(scrape(served(live_metrics.METRICS, live.values()))[1])
+    assert found['feedmill_live_hindered{"source": "bluesky"}'] == 1
+    assert found['feedmill_live_delay_seconds{"source": "bluesky"}'] == 1.5
+    assert found['feedmill_live_faults_total{"kind": "source", "source": "bluesky"}'] == 3
+    daemon = reddit_metrics.Metrics(Settings())
+    daemon.update(STATUS | {"budget": None})
+    found = values(scrape(served(reddit_metrics.METRICS, daemon.values()))[1])
+    assert (found["feedmill_reddit_posts_sent_total{}"], found["feedmill_reddit_subreddits_failing{}"]) == (33, 1)
+    assert found['feedmill_reddit_faults_total{"kind": "TooMany"}'] == 2
+    assert "feedmill_reddit_budget_remaining_requests{}" not in found, "unknown values are absent"
 
 
 def test_worker_health_from_loading_to_failure(worker: worker_metrics.WorkerMetrics, clock: Clock) -> None:
@@ -240,7 +228,7 @@ def test_daemon_health_from_start_to_failure(clock: Clock) -> None:
     assert daemon.unhealthy() == []
     (starting,) = daemon.unready()
     assert "not read" in starting
-    assert list(daemon.samples()) == []
+    assert daemon.values() == {}
     daemon.update(STATUS | {"polls": 0, "hindrance": "no connection to Reddit"})
     assert daemon.unready() == ["no connection to Reddit"]
     daemon.update(STATUS | {"hindrance": "Reddit answered 500"})
@@ -255,32 +243,27 @@ def test_daemon_health_from_start_to_failure(clock: Clock) -> None:
     assert daemon.unready() == [stuck]
 
 
-def test_unknown_values_are_not_exported() -> None:
-    daemon = reddit_metrics.Metrics(Settings())
-    daemon.update(STATUS | {"budget": None, "faults": {}})
-    assert "feedmill_reddit_budget_remaining_requests" not in {sample.figure.name for sample in daemon.samples()}
-
-
 def test_serves_metrics_and_health(served: Any) -> None:
-    figure = MetricSpec("feedmill_test_messages", MetricType.GAUGE, "Of a test.", ("queue",))
-    server = served([Sample(figure, 3, ('a"b',))], health=(), ready=["one thing", "another"])
+    metrics = declare(gauge={"feedmill_test_messages{queue}": "Of a test."})
+    server = served(metrics, {"feedmill_test_messages": {'a"b': 3, "c": None}}, ready=["one thing", "another"])
     assert scrape(server, "/healthz") == (200, "ok\n")
     assert scrape(server, "/readyz") == (503, "one thing\nanother\n")
     status, text = scrape(server, "/")
     assert (status, "/metrics" in text, "/healthz" in text, "/readyz" in text) == (404, True, True, True)
     assert 'feedmill_test_messages{queue="a\\"b"} 3.0' in scrape(server)[1]
+    assert 'queue="c"' not in scrape(server)[1]
     status, text = scrape(server, Accept="application/openmetrics-text; version=1.0.0")
     assert (status, text.endswith("# EOF\n")) == (200, True)
-    assert scrape(server, "/healthz", "HEAD") == (200, "")
 
 
 def test_serves_histograms_and_summaries(served: Any) -> None:
     histogram = Histogram((1.0, 2.5))
     for value in (0.5, 1.0, 2.0, 99.0):
         histogram.add(value)
-    spread = MetricSpec("feedmill_test_seconds", MetricType.HISTOGRAM, "Of a test.")
-    summary = MetricSpec("feedmill_test_wait_seconds", MetricType.SUMMARY, "Of a test.")
-    text = scrape(served([Sample(spread, histogram), Sample(summary, Sum(4, 10.0))]))[1]
+    metrics = declare(
+        histogram={"feedmill_test_seconds": "Of a test."}, summary={"feedmill_test_wait_seconds": "Of a test."}
+    )
+    text = scrape(served(metrics, {"feedmill_test_seconds": histogram, "feedmill_test_wait_seconds": (4, 10.0)}))[1]
     assert text.endswith(
         "# HELP feedmill_test_seconds Of a test.\n"
         "# TYPE feedmill_test_seconds histogram\n"
@@ -296,18 +279,9 @@ def test_serves_histograms_and_summaries(served: Any) -> None:
     )
 
 
-def test_failing_sample_is_a_500_and_the_server_continues(served: Any, caplog: pytest.LogCaptureFixture) -> None:
-    figure = MetricSpec("feedmill_test_messages", MetricType.GAUGE, "Of a test.")
-    server = served([Sample(figure, "many")])  # type: ignore[arg-type]
-    assert scrape(server)[0] == 500
-    (error,) = (record for record in caplog.records if record.levelname == "ERROR")
-    assert "metrics" in error.getMessage()
-    assert scrape(server, "/healthz")[0] == 200
-
-
 def test_aborted_requests_print_nothing(served: Any, capfd: pytest.CaptureFixture[str]) -> None:
     server = served()
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+    with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
         connection.sendall(b"GET /healthz HTTP/1.0\r\n")
     assert scrape(server, "/healthz")[0] == 200
     assert capfd.readouterr().err == ""
@@ -344,8 +318,8 @@ def names_in(expression: str) -> set[str]:
 
 def known() -> set[str]:
     """Return the names of all time series, for use in PromQL."""
-    suffixes = {MetricType.HISTOGRAM: ("_bucket", "_count", "_sum"), MetricType.SUMMARY: ("_count", "_sum")}
-    return {figure.name + suffix for figure in FIGURES for suffix in suffixes.get(figure.kind, ("",))}
+    suffixes = {"histogram": ("_bucket", "_count", "_sum"), "summary": ("_count", "_sum")}
+    return {metric.name + suffix for metric in METRICS for suffix in suffixes.get(metric.kind, ("",))}
 
 
 def dashboard_expressions() -> dict[str, str]:
@@ -366,7 +340,7 @@ def test_dashboard_and_alerts_use_existing_metrics() -> None:
         assert names_in(expression) <= known(), expression
     shown = set().union(*map(names_in, dashboard_expressions().values()))
     stems = {re.sub(r"_(bucket|count|sum)$", "", name) for name in shown}
-    left_out = {figure.name for figure in FIGURES} - stems
+    left_out = {metric.name for metric in METRICS} - stems
     trimmed = {"feedmill_results_trimmed_total", "feedmill_results_dead_trimmed_total"}
     assert left_out == trimmed, "the dashboard shows all but these"
 

@@ -4,13 +4,13 @@ The pipeline's threads only add numbers to `Statistics`. Everything else runs on
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shared.metrics import MetricSpec, MetricsServer, MetricType, RedisMetrics, Sample, Sum, serve
+from shared.metrics import REDIS_METRICS, MetricsServer, RedisMetrics, Values, declare, serve
 from shared.settings import Settings
 from workers.models.device import Device
 
@@ -25,83 +25,38 @@ REDIS_CHECK_AFTER_S = 10.0
 #: waits up to 30 s before it reconnects.
 STUCK_AFTER_S = 120.0
 
-INFO = MetricSpec(
-    "feedmill_worker_info",
-    MetricType.GAUGE,
-    "Always 1; the labels describe the worker.",
-    ("node", "model", "queue", "device", "dtype", "classifier"),
-)
-POSTS = MetricSpec(
-    "feedmill_worker_posts_total",
-    MetricType.COUNTER,
-    "Posts by state: classified, answered (with a stored result) or failed (dead letters).",
-    ("state",),
-)
-BATCH_ROWS = MetricSpec("feedmill_worker_batch_rows", MetricType.HISTOGRAM, "Rows per micro-batch.")
-BATCH_TOKENS = MetricSpec(
-    "feedmill_worker_batch_tokens",
-    MetricType.HISTOGRAM,
-    "Tokens per micro-batch including padding, as limited by the token budget.",
-)
-BATCH_PADDING = MetricSpec(
-    "feedmill_worker_batch_padding_ratio",
-    MetricType.HISTOGRAM,
-    "Share of padding in a padded micro-batch. A CPU that packs rows does not compute the padding.",
-)
-FORWARD = MetricSpec(
-    "feedmill_worker_forward_seconds",
-    MetricType.HISTOGRAM,
-    "Duration of a forward pass. On a CPU, several run in parallel.",
-)
-ROWS = MetricSpec("feedmill_worker_rows_total", MetricType.COUNTER, "Rows computed in forward passes.")
-TOKENS = MetricSpec(
-    "feedmill_worker_tokens_total", MetricType.COUNTER, "Tokens computed in forward passes, without padding."
-)
-PADDED_TOKENS = MetricSpec(
-    "feedmill_worker_padded_tokens_total", MetricType.COUNTER, "Tokens of all micro-batches if padded."
-)
-BUSY = MetricSpec(
-    "feedmill_worker_device_busy_seconds_total",
-    MetricType.COUNTER,
-    "Time that the whole device was busy. Its rate is the device's utilization.",
-)
-MEMORY = MetricSpec(
-    "feedmill_worker_device_memory_bytes",
-    MetricType.GAUGE,
-    "GPU memory by state: allocated (in tensors), reserved (by torch) or total. Absent on a CPU; see "
-    "process_resident_memory_bytes there.",
-    ("state",),
-)
-QUEUE_WAIT = MetricSpec(
-    "feedmill_worker_queue_wait_seconds",
-    MetricType.SUMMARY,
-    "Time from sending a message until this worker fetched it.",
-)
-LAG = MetricSpec(
-    "feedmill_results_lag_seconds",
-    MetricType.HISTOGRAM,
-    "Time from sending a message until all of its results are stored, for messages that this worker finished.",
-)
-HELD = MetricSpec(
-    "feedmill_worker_messages_held",
-    MetricType.GAUGE,
-    "Messages in flight: fetched and not finished by this worker, excluding those with a future ETA.",
-    ("queue",),
-)
-WAITING = MetricSpec("feedmill_worker_rows_waiting", MetricType.GAUGE, "Rows waiting for the device in this worker.")
-OLDEST_ROW = MetricSpec(
-    "feedmill_worker_oldest_row_seconds",
-    MetricType.GAUGE,
-    "Time that the oldest waiting row has waited for the device.",
-)
-BUDGET = MetricSpec(
-    "feedmill_worker_token_budget_tokens", MetricType.GAUGE, "Token budget: maximum tokens of a micro-batch."
-)
 
-FIGURES = (
-    INFO, POSTS, ROWS, TOKENS, PADDED_TOKENS, BATCH_ROWS, BATCH_TOKENS, BATCH_PADDING, FORWARD, BUSY, MEMORY, BUDGET,
-    HELD, WAITING, OLDEST_ROW, QUEUE_WAIT, LAG,
-)  # fmt: skip
+METRICS = declare(
+    gauge={
+        "feedmill_worker_info{node,model,queue,device,dtype,classifier}": "Always 1; the labels describe the worker.",
+        "feedmill_worker_device_memory_bytes{state}": "GPU memory by state: allocated (in tensors), reserved (by "
+        "torch) or total. Absent on a CPU; see process_resident_memory_bytes there.",
+        "feedmill_worker_token_budget_tokens": "Token budget: maximum tokens of a micro-batch.",
+        "feedmill_worker_messages_held{queue}": "Messages in flight: fetched and not finished by this worker, "
+        "excluding those with a future ETA.",
+        "feedmill_worker_rows_waiting": "Rows waiting for the device in this worker.",
+        "feedmill_worker_oldest_row_seconds": "Time that the oldest waiting row has waited for the device.",
+    },
+    counter={
+        "feedmill_worker_posts_total{state}": "Posts by state: classified, answered (with a stored result) or failed "
+        "(dead letters).",
+        "feedmill_worker_rows_total": "Rows computed in forward passes.",
+        "feedmill_worker_tokens_total": "Tokens computed in forward passes, without padding.",
+        "feedmill_worker_padded_tokens_total": "Tokens of all micro-batches if padded.",
+        "feedmill_worker_device_busy_seconds_total": "Time that the whole device was busy. Its rate is the device's "
+        "utilization.",
+    },
+    histogram={
+        "feedmill_worker_batch_rows": "Rows per micro-batch.",
+        "feedmill_worker_batch_tokens": "Tokens per micro-batch including padding, as limited by the token budget.",
+        "feedmill_worker_batch_padding_ratio": "Share of padding in a padded micro-batch. A CPU that packs rows does "
+        "not compute the padding.",
+        "feedmill_worker_forward_seconds": "Duration of a forward pass. On a CPU, several run in parallel.",
+        "feedmill_results_lag_seconds": "Time from sending a message until all of its results are stored, for messages "
+        "that this worker finished.",
+    },
+    summary={"feedmill_worker_queue_wait_seconds": "Time from sending a message until this worker fetched it."},
+)
 
 
 class WorkerMetrics:
@@ -120,7 +75,9 @@ class WorkerMetrics:
 
     def serve(self) -> MetricsServer:
         """Start the metrics server. Raises UserError."""
-        return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
+        return serve(
+            self._settings, [(REDIS_METRICS, self._redis.values), (METRICS, self.values)], self.unhealthy, self.unready
+        )
 
     def loaded(self, pipeline: "Pipeline", held: Callable[[], int]) -> None:
         """Provide the pipeline once the model is loaded. held: returns the number of messages in flight."""
@@ -130,35 +87,35 @@ class WorkerMetrics:
         """Record that the consumer's event loop is running, or waits for an unreachable Redis."""
         self._turned = time.monotonic()
 
-    def samples(self) -> Iterator[Sample]:
-        """Yield the current value of every metric. Yields nothing until the model is loaded."""
+    def values(self) -> Values:
+        """Return the current value of every metric; nothing until the model is loaded."""
         if self._loaded is None:
-            return
-        pipeline, held = self._loaded
-        classifier, settings = pipeline.classifier, self._settings
+            return {}
+        (pipeline, held), queue = self._loaded, self._settings.queue
+        classifier, statistics, totals = pipeline.classifier, pipeline.statistics, pipeline.statistics.totals
         device, model = classifier.device, classifier.weights.name
         precision = str(device.dtype).removeprefix("torch.")
-        yield Sample(INFO, 1.0, (self._node, model, settings.queue, device.name, precision, classifier.kind))
-        statistics = pipeline.statistics
-        totals = statistics.totals
-        for state, count in (("classified", totals.posts), ("answered", totals.answered), ("failed", totals.failed)):
-            yield Sample(POSTS, count, (state,))
-        yield Sample(ROWS, totals.rows)
-        yield Sample(TOKENS, totals.tokens)
-        yield Sample(PADDED_TOKENS, totals.padded_tokens)
-        yield Sample(BATCH_ROWS, statistics.batch_rows)
-        yield Sample(BATCH_TOKENS, statistics.batch_tokens)
-        yield Sample(BATCH_PADDING, statistics.padding)
-        yield Sample(FORWARD, statistics.forward_seconds)
-        yield Sample(BUSY, totals.device_seconds)
-        for state, size in _memory(device).items():
-            yield Sample(MEMORY, size, (state,))
-        yield Sample(BUDGET, pipeline.budget.tokens)
-        yield Sample(HELD, held(), (settings.queue,))
-        yield Sample(WAITING, pipeline.waiting())
-        yield Sample(OLDEST_ROW, pipeline.oldest_age())
-        yield Sample(QUEUE_WAIT, Sum(totals.messages, totals.queued_seconds))
-        yield Sample(LAG, statistics.lag)
+        return {
+            "feedmill_worker_info": {(self._node, model, queue, device.name, precision, classifier.kind): 1},
+            "feedmill_worker_device_memory_bytes": _memory(device),
+            "feedmill_worker_token_budget_tokens": pipeline.budget.tokens,
+            "feedmill_worker_messages_held": {queue: held()},
+            "feedmill_worker_rows_waiting": pipeline.waiting(),
+            "feedmill_worker_oldest_row_seconds": pipeline.oldest_age(),
+            "feedmill_worker_posts_total": {
+                "classified": totals.posts, "answered": totals.answered, "failed": totals.failed,
+            },
+            "feedmill_worker_rows_total": totals.rows,
+            "feedmill_worker_tokens_total": totals.tokens,
+            "feedmill_worker_padded_tokens_total": totals.padded_tokens,
+            "feedmill_worker_device_busy_seconds_total": totals.device_seconds,
+            "feedmill_worker_batch_rows": statistics.batch_rows,
+            "feedmill_worker_batch_tokens": statistics.batch_tokens,
+            "feedmill_worker_batch_padding_ratio": statistics.padding,
+            "feedmill_worker_forward_seconds": statistics.forward_seconds,
+            "feedmill_results_lag_seconds": statistics.lag,
+            "feedmill_worker_queue_wait_seconds": (totals.messages, totals.queued_seconds),
+        }  # fmt: skip
 
     def unhealthy(self) -> list[str]:
         """Return failures that need a restart. An unreachable Redis is not one of them."""
