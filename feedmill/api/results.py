@@ -7,10 +7,9 @@ from redis import Redis
 
 from feedmill.api.arguments import check_switch, check_text, explain_arguments, naming_arguments
 from feedmill.api.request import warn
-from feedmill.reading.labels import unknown_label
+from feedmill.reading.names import check_run, unknown_label
 from feedmill.reading.results import Reader, items, open_reader
 from feedmill.reading.rows import RowReader
-from feedmill.reading.runs import check_run
 from feedmill.reading.stream import Missed, ResultFilter
 from producers.records import in_utc
 from shared.broker import connect, user_errors

@@ -12,7 +12,7 @@ from redis import Redis
 from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters, UndecodableMessage
-from feedmill.reading.runs import check_run
+from feedmill.reading.names import check_run
 from producers.push import Pusher
 from shared.broker import Application, connect, make_app, user_errors
 from shared.errors import PostRefused, RequestRefused, UserError, json_line, printable

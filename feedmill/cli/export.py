@@ -18,13 +18,13 @@ from redis.exceptions import TimeoutError as TimeoutFault
 from rich.console import Console
 
 from feedmill.cli.dates import parse_period
-from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
+from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, refuse, settings_of
 from feedmill.export.columns import COLUMNS, ExportFilter, choose
 from feedmill.export.run import ExportRun, format_rows, stop_on_signal
+from feedmill.reading.names import check_run, unknown_run
 from feedmill.reading.rows import RowReader
-from feedmill.reading.runs import check_run, unknown_run
 from shared.broker import connect, user_errors
-from shared.errors import UserError, explain_missing, printable
+from shared.errors import UserError, explain_missing
 from shared.messages import parse_run
 from shared.runs import progress
 
@@ -105,7 +105,7 @@ def export_results(
     in_parts = follow or out.is_dir() or (form == "parquet" and of_name is None and not is_printed)
     selects = any(value is not None for value in (columns, since, until, label, run, part_seconds))
     of_file = any(value is not None for value in (form, columns, part_seconds)) or latest
-    _refuse(
+    refuse(
         (purge and (selects or follow or latest), "--purge exports nothing. Leave out the other export options."),
         (follow and until is not None, "--follow cannot be combined with --until: following has no end."),
         (is_table and of_file, "A table has all columns and results. Leave out --format, --columns, --latest and "
@@ -158,13 +158,6 @@ def export_results(
     where = str(target) if is_table else None if is_printed else f"the folder {out}" if in_parts else str(out)
     typer.echo(json.dumps(this.summary()) if as_json else this.described(where), err=is_printed)
     raise typer.Exit(this.status)
-
-
-def _refuse(*rules: tuple[bool, str]) -> None:
-    """Raise UserError for the first rule that applies. rules: if it applies, and the error."""
-    for applies, message in rules:
-        if applies:
-            raise UserError(printable(message))
 
 
 def _format_of(out: Path) -> Form | None:

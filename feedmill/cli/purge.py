@@ -11,7 +11,7 @@ from redis import Redis
 
 from feedmill.cli.option_groups import excludes
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
-from feedmill.reading.runs import unknown_run
+from feedmill.reading.names import unknown_run
 from producers.purge_run import purge_run
 from shared import runs
 from shared.broker import connect, user_errors

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from feedmill.cli.options import RedisUrl, RunFilter, settings_of
 from feedmill.export.columns import label_set as label_set_named
-from feedmill.reading.runs import check_run
+from feedmill.reading.names import check_run
 from feedmill.report.data import Report, gather
 from feedmill.report.page import page
 from shared.atomic_files import replacing

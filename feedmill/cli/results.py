@@ -5,25 +5,22 @@ import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Annotated, Any
 
 import typer
 from redis import Redis
 
 from feedmill.cli.dates import parse_period, utc
-from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
+from feedmill.cli.options import AsJson, RedisUrl, RunFilter, refuse, settings_of
 from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
-from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.groups import CLAIM_AFTER_S
-from feedmill.reading.labels import unknown_label
+from feedmill.reading.names import check_run, unknown_label, unknown_run
 from feedmill.reading.results import Reader, batches, open_reader
 from feedmill.reading.rows import RowReader
-from feedmill.reading.runs import check_run, unknown_run
 from feedmill.reading.stream import NO_FILTER, Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
-from shared.errors import UserError, json_line, printable
-from shared.messages import Classification, DeadLetter, Post, parse_run
+from shared.errors import json_line, printable
+from shared.messages import Classification, Post, parse_run
 from shared.results import Result, ResultsStore, Score
 from shared.runs import progress
 from shared.settings import PREFIX
@@ -38,7 +35,6 @@ app = typer.Typer(name="results", invoke_without_command=True, no_args_is_help=F
 def results(
     context: typer.Context,
     follow: Annotated[bool, typer.Option(help="Keep showing new results until Ctrl-C.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="Show posts that could not be classified, and why.")] = False,
     limit: Annotated[
         int | None, typer.Option(help=f"Number of results to show (default: {DEFAULT_LIMIT}).", min=0)
     ] = None,
@@ -77,36 +73,29 @@ def results(
     """
     if context.invoked_subcommand:
         return
-    if failed and follow:
-        raise UserError("--failed cannot be combined with --follow. Leave out one of them.")
-    if failed and (group, consumer, label, min_score, subreddit, since) != (None,) * 6:
-        raise UserError(
-            "--failed can only be combined with --limit and --run: failed posts have no label and no group."
-        )
-    if group is None and (from_start or claim_after is not None):
-        raise UserError("--from-start and --claim-after require --group.")
-    if group is not None and limit is not None:
-        raise UserError(
-            "--limit cannot be combined with --group, which resumes where it stopped. Leave out one of them."
-        )
+    refuse(
+        (group is None and (from_start or claim_after is not None), "--from-start and --claim-after require --group."),
+        (group is not None and limit is not None, "--limit cannot be combined with --group, which resumes where it "
+         "stopped."),
+        (from_start and since is not None, "--from-start and --since both say where a new group starts. Leave out one "
+         "of them."),
+    )  # fmt: skip
     settings = settings_of(redis_url=redis_url)
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, None if run is None else parse_run(run))
-    shown = DEFAULT_LIMIT if limit is None else limit
-    if from_start and since is not None:
-        raise UserError("--from-start and --since both say where a new group starts. Leave out one of them.")
-    start, after = parse_period(since, None, 0.0)[0], CLAIM_AFTER_S if claim_after is None else claim_after
-    begins = 0.0 if from_start else start
-    reader = open_reader(redis, group, consumer, filters, begins, shown if since is None else 0, after)
+    start = parse_period(since, None, 0.0)[0]
+    shown = 0 if since is not None else DEFAULT_LIMIT if limit is None else limit
+    after = CLAIM_AFTER_S if claim_after is None else claim_after
+    reader = open_reader(redis, group, consumer, filters, 0.0 if from_start else start, shown, after)
     lines = _Lines(as_json)
     with _exiting_on_interrupt(), user_errors(settings):
-        if follow or group is not None:
-            if filters.run is not None and progress(redis, filters.run) is None:  # it may be about to be sent
-                typer.echo(f"feedmill: {unknown_run(redis, filters.run)}", err=True)
-            _explain_label(redis, filters)
-            _show(reader, follow, lines)
-        else:
-            _list(redis, filters, failed, limit, lines, start)
+        if not follow and group is None:
+            _list(redis, filters, limit, lines, start)
+            return
+        if filters.run is not None and progress(redis, filters.run) is None:  # it may be about to be sent
+            typer.echo(f"feedmill: {unknown_run(redis, filters.run)}", err=True)
+        _explain_label(redis, filters)
+        _show(reader, follow, lines)
 
 
 class _Lines:
@@ -133,31 +122,16 @@ def _as_json(found: Classification, post: Post | None) -> dict[str, Any]:
     return {"post": shown, **found.model_dump(mode="json")}
 
 
-def _list(
-    redis: Redis, filters: ResultFilter, failed: bool, limit: int | None, shown: _Lines, since: float | None
-) -> None:
-    """Print the newest results, or dead letters if `failed`. since: seconds since 1970."""
+def _list(redis: Redis, filters: ResultFilter, limit: int | None, shown: _Lines, since: float | None) -> None:
+    """Print the newest results. since: seconds since 1970."""
     if filters.run is not None:
         check_run(redis, filters.run)
     count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
-    if failed:
-        failures = (_failure(each.letter, shown.as_json) for each in DeadLetters(redis).letters(count, filters.run))
-        first = next(failures, None)
-        if first is None:
-            if limit != 0:
-                typer.echo("no failed posts", err=True)
-            return
-        if limit is not None:
-            for line in chain([first], failures):  # one by one: a dead letter may have half a megabyte
-                _print([line])
-            return
-        lines = [first, *failures]
-    else:
-        lines = shown.of(list(newest(redis, count, filters, since=since)))
-        if not lines and limit != 0 and (filters._replace(run=None) != NO_FILTER or since is not None):
-            if not _explain_label(redis, filters):
-                typer.echo("feedmill: no result matches the filters", err=True)
-            raise typer.Exit(1)
+    lines = shown.of(list(newest(redis, count, filters, since=since)))
+    if not lines and limit != 0 and (filters._replace(run=None) != NO_FILTER or since is not None):
+        if not _explain_label(redis, filters):
+            typer.echo("feedmill: no result matches the filters", err=True)
+        raise typer.Exit(1)
     more = limit is None and len(lines) > DEFAULT_LIMIT
     _print(lines[1:] if more else lines)
     if more and not shown.as_json:
@@ -197,7 +171,7 @@ def _show_batch(batch: Sequence[Read], lines: _Lines) -> None:
     results = []
     for item, _ in batch:
         if isinstance(item, Missed):
-            typer.echo(json.dumps(_missed(item)) if lines.as_json else f"feedmill: {_missed_message(item)}", err=True)
+            typer.echo(_missed(item, lines.as_json), err=True)
         else:
             results.append(item)
     _print(lines.of(results))
@@ -215,27 +189,19 @@ def _is_pipe_closed() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def _missed(missed: Missed) -> dict[str, float | None]:
-    return {"missed": missed.count, "at_most": missed.at_most, "since": missed.since, "until": missed.until}
-
-
-def _missed_message(missed: Missed) -> str:
-    if missed.count is not None:
-        how_many = f"{missed.count:,} result{'s' if missed.count != 1 else ''}"
-    elif missed.at_most is not None:
-        how_many = f"up to {missed.at_most:,} results"
-    else:
-        how_many = "an unknown number of results"
-    return (
-        f"missed {how_many} between {utc(missed.since)} and {utc(missed.until)}: trimmed before they were read. "
-        f"Raise {PREFIX}RESULTS_STREAM_LENGTH, or read faster."
-    )
-
-
-def _failure(letter: DeadLetter, as_json: bool) -> str:
+def _missed(missed: Missed, as_json: bool) -> str:
     if as_json:
-        return json_line(letter.model_dump())
-    return printable(f"{letter.id or '-':<12} {utc(letter.failed_at)}  {letter.worker}  {letter.reason}")
+        fields = {"at_most": missed.at_most, "since": missed.since, "until": missed.until}
+        return json.dumps({"missed": missed.count} | fields)
+    if missed.at_most is None:
+        how_many = "an unknown number of results"
+    else:
+        up_to = "up to " if missed.count is None else ""
+        how_many = f"{up_to}{missed.at_most:,} result{'' if missed.at_most == 1 else 's'}"
+    return (
+        f"feedmill: missed {how_many} between {utc(missed.since)} and {utc(missed.until)}: trimmed before they were "
+        f"read. Raise {PREFIX}RESULTS_STREAM_LENGTH, or read faster."
+    )
 
 
 @app.command("get")

@@ -23,7 +23,7 @@ from feedmill.console import output_console
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import size, span
 from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
-from feedmill.reading.runs import unknown_run
+from feedmill.reading.names import unknown_run
 from feedmill.stack.signals import exit_on_signals
 from shared import runs
 from shared.broker import user_errors

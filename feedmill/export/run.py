@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from feedmill.export.columns import ExportFilter
-from feedmill.reading.labels import unknown_label
+from feedmill.reading.names import unknown_label
 from feedmill.reading.rows import Chunk, RowReader
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from shared.errors import DatabaseUnavailable, UserError, clause

@@ -56,25 +56,17 @@ class DeadLetters:
     def newest(self, count: int, run: str | None = None) -> Iterator[DeadLetterEntry | UndecodableMessage]:
         """Yield the newest `count` undecodable messages, then the newest `count` dead letters, each oldest first.
 
-        run: only dead letters of this run.
-        """
-        if count > 0:
-            if run is None:
-                yield from self._elements(count)
-            yield from self.letters(count, run)
-
-    def letters(self, count: int, run: str | None = None) -> Iterator[DeadLetterEntry]:
-        """Yield the newest `count` dead letters, oldest first. run: only posts of this run.
-
-        The first pass collects only stream ids; the second reads the entries in order, one page in memory at a time.
+        run: only dead letters of this run. The first pass collects only stream ids; the second reads the entries in
+        order, one page in memory at a time.
         """
         if run is None:
+            yield from self._elements(count)
             names = [name for name, _ in newest_first(self._redis, DEAD_LETTERS, count)]
             if names:
                 yield from self._between(names[-1], names[0])
             return
-        entries = (_entry(*each) for each in newest_first(self._redis, DEAD_LETTERS))
-        names = [each.name for each in islice((each for each in entries if each.letter.run == run), count)]
+        entries = (_entry(*entry) for entry in newest_first(self._redis, DEAD_LETTERS))
+        names = [entry.name for entry in islice((entry for entry in entries if entry.letter.run == run), count)]
         for name in reversed(names):
             yield from self._between(name, name)
 

@@ -189,7 +189,6 @@ def test_worker_user_may_read_celery_results(guarded: Guarded) -> None:
     "command",
     [
         ["results", "--json"],
-        ["results", "--failed"],
         ["dead", "list"],
         ["results", "--group", "readers", "--from-start"],
         ["results", "--group", "readers", "--claim-after", "1"],

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from feedmill.reading.runs import unknown_run
+from feedmill.reading.names import unknown_run
 from feedmill.stack.processes import Child
 from shared.keys import RESULTS_STREAM, RUNS, run_key
-from shared.messages import Classification, DeadLetter, Post
+from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.support import Feedmill, RedisServer, feedmill, free_port, redis_servers, running, wait_until
@@ -118,7 +118,7 @@ def test_a_misspelt_label_names_similar_ones(redis: RedisServer, tmp_path: Path)
 @pytest.mark.parametrize(
     "command",
     [
-        "results", "results --failed", "results get a1", "dead list", "status", "report", "export out.csv",
+        "results", "results get a1", "dead list", "status", "report", "export out.csv",
         "export out.parquet", "export --format jsonl out",
     ],
 )  # fmt: skip
@@ -302,8 +302,6 @@ def test_follow_survives_a_redis_restart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--failed", "--follow"], "--follow.*--failed|--failed.*--follow"),
-        (["--failed", "--label", "food"], "--failed"),
         (["--consumer", "me"], "group"),
         (["--from-start"], "--from-start.*--claim-after"),
         (["--group", "g", "--limit", "3"], "--limit.*--group|--group.*--limit"),
@@ -389,25 +387,6 @@ def test_documented_web_hook_receives_results(redis: RedisServer, tmp_path: Path
     assert [(each["id"], each["label"]) for each in told] == [("a1", "food"), ("a2", "food")]
 
 
-def test_failed_lists_dead_letters(redis: RedisServer, tmp_path: Path) -> None:
-    letters = [
-        DeadLetter(id=name, reason=reason, post=None, options=None, message="m", worker="worker@here", failed_at=0.0)
-        for name, reason in (("a1", "no \x1b[31mtext"), (None, "a post must be a JSON object"))
-    ]
-    ResultsStore(redis.client, Settings()).write([], letters)
-    said = feedmill("results", "--failed", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert said.stdout == (
-        "a1           1970-01-01 00:00:00+00:00  worker@here  no \\x1b[31mtext\n"
-        "-            1970-01-01 00:00:00+00:00  worker@here  a post must be a JSON object\n"
-    )
-    newest = feedmill(
-        "results", "--failed", "--json", "--limit", "1", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
-    ).stdout
-    assert json.loads(newest) == letters[1].model_dump()
-    status = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
-    assert re.search("dead letters +2 .*`feedmill dead list`", status)
-
-
 def test_get_without_results_names_the_post(redis: RedisServer, tmp_path: Path) -> None:
     said = feedmill("results", "get", "nobody", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert (said.returncode, said.stdout) == (1, "")
@@ -428,12 +407,6 @@ def test_get_shows_the_posts_latest_score(redis: RedisServer, tmp_path: Path) ->
     (listed,) = feedmill("results", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout.splitlines()
     assert json.loads(listed) == {"post": {"id": "a1", "title": "t"}} | store.get("a1")[0].model_dump()
     assert found == json.loads(listed) | {"score": 123, "score_seen_at": 1_795_255_200.0}
-
-
-@pytest.mark.parametrize("flags", [[], ["--limit", "3"], ["--json"]])
-def test_says_that_no_post_failed(redis: RedisServer, tmp_path: Path, flags: list[str]) -> None:
-    said = feedmill("results", "--failed", *flags, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, said.stdout, said.stderr) == (0, "", "no failed posts\n")
 
 
 def test_an_unknown_run_names_the_latest_ones(redis: RedisServer) -> None:

@@ -79,7 +79,6 @@ def test_status_reads_a_full_redis(full: RedisServer, settings: Settings) -> Non
         (["health", "--check", "memory"], 1, "maxmemory"),
         (["results"], 0, "a title"),
         (["results", "get", "1"], 0, "food"),
-        (["results", "--failed"], 0, "no text"),
         (["export", "out.jsonl"], 0, "1 row"),
         (["ingest", "gaps"], 0, "r/tea"),
         (["ingest", "gaps", "--clear"], 0, "r/tea"),

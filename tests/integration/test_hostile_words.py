@@ -41,8 +41,6 @@ ALLOWED = re.compile(r"\n")
 COMMANDS = [
     ["results"],
     ["results", "--json"],
-    ["results", "--failed"],
-    ["results", "--failed", "--json"],
     ["results", "--group", "g", "--from-start"],
     ["results", "--group", "h", "--from-start", "--json"],
     ["results", "get", "ID"],
