@@ -190,16 +190,12 @@ def test_rejects_setfit_models_but_takes_them_as_a_base(tmp_path: Path, file: st
     assert classifier_kind(locate(str(out))) == "head"
 
 
-def test_rejects_setfit_models_of_the_hub_before_downloading_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_setfit_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old ones have no configuration file that would show what they are once they are downloaded."""
     names = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "model_head.pkl")
-    repository = Mock(sizes=dict.fromkeys(names, 1), folder=tmp_path, commit="c0ffee")
-    monkeypatch.setattr(hub, "Repository", Mock(return_value=repository))
+    monkeypatch.setattr(hub, "download", Mock(return_value=hub.Download(tmp_path, "c0ffee", names)))
     with pytest.raises(ModelError, match=naming("SetFit/mini", "feedmill train --head")):
         locate("SetFit/mini")
-    repository.fetch.assert_not_called()
 
 
 def test_refuses_options_of_fine_tuning() -> None:

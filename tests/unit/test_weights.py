@@ -59,7 +59,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def requested(*_: object, **__: object) -> None:
         raise AssertionError("the hub was used")
 
-    monkeypatch.setattr(hub, "Repository", requested)
+    monkeypatch.setattr(hub, "download", requested)
 
 
 def test_finds_the_embedded_model_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection
+from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +56,10 @@ TOKENIZERS = (
     {"tokenizer.json"}, {"vocab.txt"}, {"vocab.json", "merges.txt"}, {"sentencepiece.bpe.model"}, {"spiece.model"},
     {"spm.model"}, {"tokenizer.model"},
 )  # fmt: skip
-#: Suffixes of files to download besides weights: configurations, vocabularies and merges, SentencePiece models.
-SMALL_FILES = (".json", ".txt", ".model", ".codes")
+#: Patterns of a model's files: configurations, vocabularies and merges, SentencePiece models, weights.
+FILE_PATTERNS = (
+    "*.json", "*.txt", "*.model", "*.codes", WEIGHTS_FILE, "model-*.safetensors", f"[0-9]*_*/{WEIGHTS_FILE}",
+)  # fmt: skip
 #: Folder names of model parts in sentence-transformers, such as 1_Pooling and 2_Dense.
 MODULE_FOLDER = re.compile(r"\d+_\w+")
 #: Prefix of a package's name in FEEDMILL_MODEL.
@@ -178,32 +181,30 @@ def _in_package(name: str) -> tuple[Path, str]:
 
 
 def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool) -> Weights:
-    repository = hub.Repository(model, revision, offline, first=(CONFIG_FILE, INDEX_FILE))
-    names = repository.sizes.keys()
-    if _may_be_static(names):
-        repository.fetch([MODULES_FILE])
-    shards = _shards(f"The model {model} at commit {repository.commit}", repository.folder, names)
-    if SETFIT_HEAD in names and SETFIT_CONFIG not in names:  # the head is never downloaded, so nothing would show it
-        raise setfit_error(f"The model {model}")
-    repository.fetch([name for name in names if name in shards or _is_needed(name, remote_code)])
-    return _read(model, repository.folder, repository.commit, cached=True)
+    downloaded = hub.download(model, revision, offline, _patterns(remote_code))
+    name = f"The model {model} at commit {downloaded.commit}"
+    if SETFIT_HEAD in downloaded.names and SETFIT_CONFIG not in downloaded.names:  # nothing else would show it
+        raise setfit_error(name)
+    return _verified(model, name, downloaded.folder, downloaded.names, downloaded.commit, cached=True)
 
 
-def _is_needed(name: str, remote_code: bool) -> bool:
-    """Return whether a file of a repository is part of the model. ONNX, OpenVINO, Flax and pickled weights are not."""
-    folder, _, file = name.rpartition("/")
-    if name.endswith(".py"):
-        return remote_code
-    if folder:
-        return bool(MODULE_FOLDER.fullmatch(folder)) and (file.endswith(SMALL_FILES) or file == WEIGHTS_FILE)
-    return name.endswith(SMALL_FILES)
+def _patterns(remote_code: bool) -> tuple[str, ...]:
+    """Return patterns of the files that make a model. ONNX, OpenVINO, Flax and pickled weights are none."""
+    return (*FILE_PATTERNS, "*.py") if remote_code else FILE_PATTERNS
 
 
-def _read(model: str, folder: Path, revision: str | None, cached: bool = False) -> Weights:
-    """Verify a model's folder and return its weights. cached: the folder is in the hub's cache, which holds digests."""
+def _read(model: str, folder: Path, revision: str | None) -> Weights:
+    """Verify a model's folder and return its weights."""
     paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
     names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
-    files = tuple(folder / shard for shard in _shards(f"The model folder {folder}", folder, names))
+    return _verified(model, f"The model folder {folder}", folder, names, revision)
+
+
+def _verified(
+    model: str, what: str, folder: Path, names: Collection[str], revision: str | None, cached: bool = False
+) -> Weights:
+    """Return the weights of a folder. what: the model in errors. cached: the hub's cache, which holds digests."""
+    files = tuple(folder / shard for shard in _shards(what, folder, names))
     for file in files:
         _count(file)
     digests = [_sha256(file) for file in files]
@@ -260,10 +261,11 @@ def copy_model(weights: Weights, folder: Path, remote_code: bool = False) -> Non
         (*weights.folder.iterdir(), *weights.folder.glob("[0-9]*_*/*")),
         key=lambda path: path.name in (CONFIG_FILE, MODULES_FILE),
     )
+    patterns = _patterns(remote_code)
     for path in paths:
         name = path.relative_to(weights.folder).as_posix()
-        is_part = path.is_file() and (path in weights.files or _is_needed(name, remote_code))
-        if is_part and not (folder / name).exists():
+        is_part = path in weights.files or any(fnmatch(name, pattern) for pattern in patterns)
+        if is_part and path.is_file() and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
 
