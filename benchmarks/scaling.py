@@ -51,6 +51,7 @@ from feedmill.stack.embedded import find_redis_server
 from feedmill.stack.prerequisites import server_version
 from feedmill.stack.processes import Child, free_port, python_command
 from producers.push import Pusher
+from shared import encoding
 from shared.broker import connect, make_app, publish
 from shared.errors import UserError
 from shared.keys import COUNTERS, RESULTS_STREAM
@@ -246,6 +247,7 @@ def measure_publish(house: Installation, given: argparse.Namespace) -> dict[str,
     rates: dict[tuple[int, str], list[float]] = {(1, "gzip"): [], (2, "gzip"): [], (2, "none"): []}
     spent: dict[tuple[int, str], list[float]] = {kind: [] for kind in rates}
     fork = multiprocessing.get_context("fork")
+    compressed_from = encoding.MIN_COMPRESSED_CHARACTERS
     try:
         if len(cores) > 1:
             os.sched_setaffinity(0, cores[:1])
@@ -254,7 +256,8 @@ def measure_publish(house: Installation, given: argparse.Namespace) -> dict[str,
             for kind in list(rates)[:: -1 if number % 2 else 1]:
                 count, packed = kind
                 house.clear()
-                settings = house.settings.model_copy(update={"compression": packed, "posts_per_message": LARGE})
+                encoding.MIN_COMPRESSED_CHARACTERS = compressed_from if packed == "gzip" else sys.maxsize
+                settings = house.settings.model_copy(update={"posts_per_message": LARGE})
                 ready, told = fork.Barrier(count + 1), fork.Queue()
                 parts = [house.posts(LARGE + given.published // count) for _ in range(count)]
                 gc.freeze()  # keeps garbage collection in the children from copying shared pages
@@ -271,6 +274,7 @@ def measure_publish(house: Installation, given: argparse.Namespace) -> dict[str,
                     producer.join()
                 console.print(f"publish, {count} producers, {packed}: {rates[kind][-1]:,.0f} posts/s")
     finally:
+        encoding.MIN_COMPRESSED_CHARACTERS = compressed_from
         gc.unfreeze()
         os.sched_setaffinity(0, cores)
         os.sched_setaffinity(house.server.process.pid, cores)

@@ -19,13 +19,13 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from shared import broker
-from shared.errors import QueueFull, SettingsError
+from shared.errors import QueueFull
 from shared.messages import ClassifyOptions, Post, digest, scope_of
 from shared.model_routing import deployed_weights
 from shared.redis_errors import is_full
 from shared.runs import MAX_RUNS
 from shared.scripts import queue as scripts
-from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
+from shared.settings import DEFAULT_QUEUE, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -54,25 +54,18 @@ def mark_of(post: Post, purpose: str) -> scripts.Mark:
 
 
 class QueueGate:
-    """Backpressure: closes when `queue_limit` messages wait, and opens again below `queue_resume`.
+    """Backpressure: closes when `queue_limit` messages wait, and opens again below half of it.
 
     Bounds the queue's memory in Redis. Producers that check at the same moment can exceed the limit slightly. With a
     single threshold, a producer would check the queue for every message or two.
-
-    `queue_resume` defaults to half of `queue_limit`. Raises SettingsError if it is larger.
     """
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis = redis
         self._queue = settings.queue
         self._limit = settings.queue_limit
-        self._resume = max(1, self._limit // 2) if settings.queue_resume is None else settings.queue_resume
-        if self._resume > self._limit:
-            raise SettingsError(
-                f"{PREFIX}QUEUE_RESUME ({self._resume} messages) exceeds {PREFIX}QUEUE_LIMIT ({self._limit}). "
-                f"Lower {PREFIX}QUEUE_RESUME or raise {PREFIX}QUEUE_LIMIT."
-            )
-        #: True from the moment the queue is full until it is below `queue_resume`.
+        self._resume = max(1, self._limit // 2)
+        #: True from the moment the queue is full until it is half empty.
         self.closed = False
 
     def room(self) -> int:

@@ -196,14 +196,15 @@ def _why(fault: BaseException, settings: Settings) -> str | None:
     if InvalidResponse in causes:
         return f"answers, but not with Redis' protocol ({clause(fault)}). Check the port in {PREFIX}REDIS_URL."
     hint = f"Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
-    if settings.redis.scheme == "redis" and re.search("closed|reset", str(fault)):
+    if settings.redis.scheme == "rediss":
+        # In TLS 1.3, a server rejects a client without a certificate after the handshake, and the reason can get lost.
+        hint = f"Check that the port in {PREFIX}REDIS_URL is its TLS port, and set {_CERTIFICATES} if it requires them."
+    elif re.search("closed|reset", str(fault)):
         hint = f"If it requires TLS, {PREFIX}REDIS_URL must begin with rediss://."
-    elif settings.redis.scheme == "rediss" and "Timeout" in str(fault):
-        hint = f"Check that the port in {PREFIX}REDIS_URL is its TLS port."
-    # In TLS 1.3, a server rejects a client without a certificate after the handshake, and the reason can get lost.
-    elif settings.redis.scheme == "rediss" and re.search("closed|reset", str(fault)):
-        hint = f"If it requires a client certificate, set {PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE."
     return f"is unreachable ({clause(fault)}). {hint}"
+
+
+_CERTIFICATES = f"{PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE"
 
 
 def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Settings) -> str | None:
@@ -247,7 +248,7 @@ def _tls_failure(causes: Mapping[type, Any], settings: Settings) -> str | None:
     if broken:
         return (
             f"failed the TLS handshake ({broken.reason or broken.strerror}). Check that this is its TLS port; if it "
-            f"requires a client certificate, set {PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE."
+            f"requires a client certificate, set {_CERTIFICATES}."
         )
     return None
 
@@ -284,12 +285,11 @@ def _send(
     priority: int,
     replies: Sequence[str] | None,
 ) -> None:
-    compressed = app.settings.compression == "gzip"
     with app.producer_or_acquire() as producer, producer.batch():
         for posts, task_id in zip(messages, replies or repeat(None), strict=False):
             kwargs = {"posts": posts, **options.arguments()}
             characters = sum(len(post.title) + len(post.body) for post in posts)
-            packed = compressed and characters >= encoding.MIN_COMPRESSED_CHARACTERS
+            packed = characters >= encoding.MIN_COMPRESSED_CHARACTERS
             app.send_task(
                 CLASSIFY_TASK,
                 kwargs=kwargs | {"version": MESSAGE_VERSION},

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from json import JSONDecodeError
-from types import FrameType
 from typing import Any
 
 from pydantic import ValidationError
@@ -285,44 +284,33 @@ UNPRINTABLE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202
 
 
 @contextmanager
-def _interruptible_imports() -> Iterator[None]:
+def _postponed_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end of the block if Ctrl-C came within it.
 
-    Packages with C code, such as torch and NumPy, catch KeyboardInterrupt while they are imported: they continue, or
-    raise an ImportError that names no package.
+    Packages with C code, such as torch and NumPy, swallow KeyboardInterrupt while they are imported, or replace it.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    noted: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is not signal.default_int_handler:
         yield
         return
-    is_interrupted = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal is_interrupted
-        is_interrupted = True
-        signal.default_int_handler(number, frame)
-
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
     try:
         yield
-    except Exception:
-        if is_interrupted:
-            raise KeyboardInterrupt from None
-        raise
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if is_interrupted:
-        raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, handler)
+        if noted:
+            raise KeyboardInterrupt
 
 
 @contextmanager
 def explain_missing(purpose: str, extra: str) -> Iterator[None]:
     """Convert the failed import of an optional package inside the block into UserError. extra: what installs it.
 
-    Ctrl-C during the import raises KeyboardInterrupt.
+    Ctrl-C during the import raises KeyboardInterrupt after it.
     """
     try:
-        with _interruptible_imports():
+        with _postponed_interrupt():
             yield
     except ModuleNotFoundError as missing:
         raise UserError(

@@ -177,7 +177,7 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:run:*", "hash", "shared/runs.py", "seven fields; ttl sent_ttl"),
     Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),
     Key(RUNS, "zset", "shared/runs.py", "MAX_RUNS members; ttl sent_ttl"),
-    Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl label_counts_ttl"),
+    Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl 30 days"),
     Key(MARKS, "string", "producers/push.py", "one number; ttl sent_ttl"),
     Key("feedmill:sent-marks:*", "string", "producers/push.py", "4,096 records; ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),

@@ -7,10 +7,14 @@ Nothing else changes.
 import ctypes
 import os
 import signal
+import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+#: Environment variable with the notification socket's path; see sd_notify(3).
+NOTIFY_SOCKET = "NOTIFY_SOCKET"
 
 #: The C library, loaded at import, because loading a library between fork and exec is unsafe.
 LIBC: Any = ctypes.CDLL(None)
@@ -104,3 +108,12 @@ def _field(file: str, name: str) -> str | None:
     path = PROC / file
     lines = path.read_text().splitlines() if path.is_file() else ()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+
+
+def notify(state: str) -> None:
+    """Send a state, READY=1 or STOPPING=1. Does nothing outside of systemd."""
+    address = os.environ.get(NOTIFY_SOCKET)
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection, suppress(OSError):
+        connection.sendto(state.encode(), address.replace("@", "\0", 1) if address.startswith("@") else address)

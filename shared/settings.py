@@ -41,6 +41,8 @@ LOCK_FILE = "lock"
 DAY_S = 86_400
 #: Queue used if none is set.
 DEFAULT_QUEUE = "feedmill"
+#: User of Flower's web interface and REST API.
+FLOWER_USER = "feedmill"
 #: Pattern of the setting `devices`.
 DEVICES_PATTERN = r"all|cpu(:[1-9][0-9]{0,3})?|(0|[1-9][0-9]{0,3})(,(0|[1-9][0-9]{0,3}))*"
 
@@ -122,15 +124,11 @@ class Settings(BaseSettings):
 
     #: Posts per message. Larger messages cost less per post, but a crash repeats more work.
     posts_per_message: Annotated[int, Field(ge=1, le=1000)] = 32
-    #: Compression of messages: gzip, which any Celery application can read, or none. gzip halves Redis memory and
-    #: network traffic per post; short messages are not compressed.
-    compression: Literal["gzip", "none"] = "gzip"
     #: Message priority: 0 (first) to 9 (last). Redis distinguishes four levels: 0 to 2, 3 to 5, 6 to 8, and 9.
     priority: Annotated[int, Field(ge=0, le=9)] = 0
-    #: Maximum waiting messages in the queue. Producers pause when it is reached, which bounds Redis' memory.
+    #: Maximum waiting messages in the queue. Producers pause when it is reached, which bounds Redis' memory, and resume
+    #: below half of it.
     queue_limit: Count = 20_000
-    #: Number of waiting messages below which a paused producer resumes. Unset: half of queue_limit.
-    queue_resume: Count | None = None
     #: Behavior of `feedmill enqueue` when the queue is full or Redis is at its memory limit: wait, or refuse with an
     #: error. The Reddit daemon always waits.
     when_full: Literal["wait", "refuse"] = "wait"
@@ -139,14 +137,13 @@ class Settings(BaseSettings):
 
     # Reddit daemon.
 
-    #: ID of an app registered with Reddit. Unset: PRAW's praw_client_id environment variable, or praw.ini.
+    #: ID of an app registered with Reddit. Unset: PRAW's praw_client_id environment variable, or praw.ini, of which
+    #: praw_site names the section.
     reddit_client_id: SecretStr | None = None
     #: Secret of that app. Unset: PRAW's praw_client_secret environment variable, or praw.ini.
     reddit_client_secret: SecretStr | None = None
     #: User agent, in the form that Reddit requires: <platform>:<app ID>:<version> (by /u/<user>).
     reddit_user_agent: Annotated[str, _form(r"[ -~]{7,200}", "7 to 200 printable ASCII characters")] | None = None
-    #: Section of praw.ini that contains the credentials. Unset: DEFAULT.
-    reddit_site: str | None = None
     #: URL of another server with Reddit's API, which receives the credentials. Unset: Reddit.
     reddit_url: Annotated[str, _form(r"https?://[^/?#\s]+", "a URL such as http://127.0.0.1:8080")] | None = None
     #: TOML file of topics and their subreddits. `feedmill ingest topics` prints the default.
@@ -272,10 +269,6 @@ class Settings(BaseSettings):
     #: Seconds after which messages of a vanished worker are redelivered. Living workers renew their leases.
     visibility_timeout: Annotated[int, Field(ge=3)] = 6
 
-    #: Deliveries after which a message becomes a dead letter, if its worker vanished each time. From the third delivery
-    #: on, the message is delivered in isolation. Crashes during a forward pass are detected earlier.
-    max_deliveries: Annotated[int, Field(ge=3)] = 5
-
     # Retention.
 
     #: Seconds for which results are kept.
@@ -286,8 +279,6 @@ class Settings(BaseSettings):
     #: Memory in Redis for records of sent posts. The oldest ones are dropped when it is reached, before sent_ttl; those
     #: posts can be sent twice. Set it on workers; the lowest one applies.
     sent_memory: Size = 500 * 10**6
-    #: Seconds for which hourly counts by label are kept.
-    label_counts_ttl: Count = 30 * DAY_S
     #: Approximate maximum entries of the results stream. Redis trims whole nodes.
     results_stream_length: Count = 100_000
     #: Approximate maximum entries of the dead-letter stream.
@@ -306,11 +297,8 @@ class Settings(BaseSettings):
     metrics_address: Annotated[str, _form(r"[A-Za-z0-9.:_-]{1,253}", "a host name or IP address of this machine")] = (
         "127.0.0.1"
     )
-    #: User name for Flower's web interface and REST API.
-    flower_user: Annotated[
-        str, _form(r"[!-9;-~]{1,64}", "1 to 64 printable ASCII characters without spaces and colons")
-    ] = "feedmill"
-    #: Password of that user. Unset: generated at each start of Flower, and printed once.
+    #: Password of the user feedmill for Flower's web interface and REST API. Unset: generated at each start of Flower,
+    #: and printed once.
     flower_password: SecretStr | None = None
     #: Log format on standard error: text, or json with one object per line.
     log_format: Literal["text", "json"] = "text"
@@ -344,7 +332,7 @@ class Settings(BaseSettings):
     def _is_one_way(cls, value: str | None, info: ValidationInfo) -> str | None:
         """Reject a conflicting setting `device`."""
         if value is not None and info.data.get("device", "auto") != "auto":
-            raise ValueError(f"cannot be combined with {PREFIX}DEVICE or --device; set only one of them")
+            raise ValueError(f"cannot be combined with {PREFIX}DEVICE; set only one of them")
         return value
 
     @field_validator("flower_password")
@@ -503,16 +491,6 @@ def _load(given: dict[str, Any], name_of: Callable[[str], str]) -> Settings:
         name, _, item = field.partition(".")
         shown = name_of(name) if name in given else f"{PREFIX}{name.upper()}"
         raise SettingsError(f"{shown}: {f'{item}: ' if item else ''}{reason}.") from None
-
-
-def name_source(text: str, setting: str, shown: str) -> str:
-    """Replace a setting's variable in an error by the flag or argument that gave the value, and "unset" by "leave out".
-
-    shown: the flag or the argument.
-    """
-    variable = rf"{PREFIX}{setting.upper()}\b"
-    text = re.sub(rf"\b(?:(U)|u)nset (?={variable})", lambda found: "Leave out " if found[1] else "leave out ", text)
-    return re.sub(rf"(--{setting.replace('_', '-')} or )?\b{variable}", shown, text)
 
 
 def variables(settings: Settings) -> dict[str, str]:

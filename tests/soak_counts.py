@@ -21,7 +21,7 @@ from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.messages import ClassifyOptions, Post
 from shared.results import ResultsStore
-from shared.settings import Settings
+from shared.settings import FLOWER_USER, Settings
 from tests.support import wait_until
 
 
@@ -55,7 +55,7 @@ def run(messages: int, folder: Path) -> dict[str, Any]:
 
 def _states(stack: Stack) -> Counter[str]:
     """Return the number of Flower's tasks in each state."""
-    given = f"{stack.settings.flower_user}:{stack.flower_password}"
+    given = f"{FLOWER_USER}:{stack.flower_password}"
     request = urllib.request.Request(  # noqa: S310 - our own address
         f"{stack.flower_url}/api/tasks?limit=1000000",
         headers={"Authorization": f"Basic {base64.b64encode(given.encode()).decode()}"},

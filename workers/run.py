@@ -9,7 +9,7 @@ from typing import Any
 from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging, worker_ready, worker_shutting_down
 
-from shared import logs, systemd
+from shared import linux, logs
 from shared.broker import Application
 from shared.settings import Settings
 from workers.app import make_worker_app
@@ -30,8 +30,8 @@ def run(app: Application, node: str, **options: Any) -> int:
     settings = app.settings
     # Celery does not configure logging if this signal has a receiver.
     setup_logging.connect(lambda **_: logs.configure(settings), weak=False)
-    worker_ready.connect(lambda **_: systemd.notify("READY=1"), weak=False)
-    worker_shutting_down.connect(lambda **_: systemd.notify("STOPPING=1"), weak=False)
+    worker_ready.connect(lambda **_: linux.notify("READY=1"), weak=False)
+    worker_shutting_down.connect(lambda **_: linux.notify("STOPPING=1"), weak=False)
     # Containers often run as root. The warning is about pickle, and this worker accepts only JSON.
     warnings.filterwarnings("ignore", category=SecurityWarning)
     worker = app.Worker(

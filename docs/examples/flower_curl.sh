@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Classify posts through Flower's REST API, using only curl.
 #
-#   FEEDMILL_FLOWER_USER=... FEEDMILL_FLOWER_PASSWORD=... ./flower_curl.sh [ARGUMENTS]
+#   FEEDMILL_FLOWER_PASSWORD=... ./flower_curl.sh [ARGUMENTS]
 #
 # ARGUMENTS is a JSON object: the arguments of feedmill.classify. FLOWER_URL is Flower's address. The script prints
 # Flower's response, whose `result` has one outcome per post. If the message failed, `result` is the reason and the exit
@@ -16,7 +16,7 @@ arguments=${1:-$example}
 login() {
   if [ -n "${FEEDMILL_FLOWER_PASSWORD:-}" ]; then
     printf 'header = "Authorization: Basic %s"\n' \
-      "$(printf %s "${FEEDMILL_FLOWER_USER:-feedmill}:$FEEDMILL_FLOWER_PASSWORD" | base64 | tr -d '\n')"
+      "$(printf %s "feedmill:$FEEDMILL_FLOWER_PASSWORD" | base64 | tr -d '\n')"
   fi
 }
 

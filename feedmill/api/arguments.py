@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar
 
 from shared.errors import UserError, similar_name, truncate
 from shared.messages import Post
-from shared.settings import name_source
+from shared.settings import PREFIX
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,7 +86,8 @@ def naming_arguments(**given: object) -> Iterator[None]:
         text = str(error)
         for name, value in given.items():
             if value is not None:
-                text = re.sub(rf"\b{name}=([:=])", rf"{name}\1", name_source(text, name, f"{name}="))
+                variable = rf"\b{PREFIX}{name.upper()}\b"
+                text = re.sub(rf"{variable}=?", f"{name}=", re.sub(rf"{variable}:", f"{name}:", text))
         error.args = (text,)
         raise
 

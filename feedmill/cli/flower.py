@@ -14,7 +14,7 @@ import typer
 
 from feedmill.cli.options import DataFolder, RedisUrl, settings_of
 from shared.errors import UserError
-from shared.settings import PREFIX, Settings
+from shared.settings import FLOWER_USER, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,7 @@ def flower(
 ) -> None:
     """Run Flower, Celery's dashboard of queues, workers and messages.
 
-    The user is FEEDMILL_FLOWER_USER (feedmill). Without FEEDMILL_FLOWER_PASSWORD, each start generates a password and
-    prints it once.
+    The user is feedmill. Without FEEDMILL_FLOWER_PASSWORD, each start generates a password and prints it once.
     """
     if find_spec("flower") is None:
         raise UserError("Flower requires the package flower: run `pip install 'feedmill[monitor]'`.")
@@ -59,7 +58,7 @@ def flower(
             address,
         )
     if terminal:
-        line = f"Flower at {dashboard.url}, user {settings.flower_user}, password {password}"
+        line = f"Flower at {dashboard.url}, user {FLOWER_USER}, password {password}"
         terminal.write(f"{line} (generated for this run; {PREFIX}FLOWER_PASSWORD sets one)\n")
         terminal.flush()
     else:

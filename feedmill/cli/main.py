@@ -10,10 +10,12 @@ import io
 import os
 import re
 import shlex
+import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -39,7 +41,6 @@ from feedmill.cli import (
     status,
     train,
 )
-from feedmill.cli.command_groups import CommandsByPurpose
 from feedmill.cli.option_groups import excludes, with_groups
 from feedmill.cli.options import (
     ClassifierOption,
@@ -61,19 +62,17 @@ from feedmill.stack.devices import shares
 from feedmill.stack.down import stop_stack
 from feedmill.stack.embedded import Stack, flower_url
 from feedmill.stack.processes import python_command
-from feedmill.stack.signals import note_signals
+from feedmill.stack.signals import not_ignored, note_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
 from shared.errors import (
     SettingsError,
     UserError,
     explain_missing,
-    plain_reason,
     printable,
     printable_lines,
-    similar_name,
 )
-from shared.settings import PREFIX, Settings, is_folder_locked, load, name_source
+from shared.settings import PREFIX, Settings, is_folder_locked, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
@@ -87,30 +86,26 @@ INTERRUPTED = 130
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
-    cls=CommandsByPurpose,
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
     context_settings={"help_option_names": ["--help", "-h"]},
     help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
     "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
 )  # fmt: skip
-for module in (
-    results,
-    dead,
-    deploy,
-    enqueue,
-    export,
-    flower,
-    ingest,
-    offline,
-    purge,
-    queue,
-    report,
-    status,
-    train,
-    label,
-    measuring,
-):
-    app.add_typer(module.app)
+#: Modules with commands by purpose, the panels of `feedmill --help`. Commands of this file name their own.
+PURPOSES: dict[str, tuple[ModuleType, ...]] = {
+    "Try it": (offline,),
+    "Run it": (flower,),
+    "Send posts": (enqueue, ingest, queue),
+    "Read results": (results, export, report),
+    "Observe it": (status,),
+    "Handle failures and deletions": (dead, purge),
+    "Improve the model": (measuring, label, train, deploy),
+}
+for purpose, modules in PURPOSES.items():
+    for module in modules:
+        for command in (*module.app.registered_commands, *module.app.registered_groups):
+            command.rich_help_panel = purpose
+        app.add_typer(module.app, rich_help_panel=purpose)
 
 
 def _version(is_given: bool) -> None:
@@ -131,7 +126,7 @@ def main(
     options.log_format = log_format
 
 
-@app.command()
+@app.command(rich_help_panel="Try it")
 @excludes("--own", "--keep", "--all")
 def demo(
     keep: Annotated[bool, typer.Option(help="Keep everything running until Ctrl-C.")] = False,
@@ -162,7 +157,7 @@ def demo(
     run_own(settings_of(labels=own, token_budget=OWN_TOKEN_BUDGET), as_json)
 
 
-@app.command()
+@app.command(rich_help_panel="Run it")
 def up(data_folder: DataFolder = None) -> None:
     """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
 
@@ -198,7 +193,7 @@ def _next_commands(settings: Settings) -> str:
     return "".join(f"  {command}\n" for command in commands).rstrip()
 
 
-@app.command()
+@app.command(rich_help_panel="Run it")
 def down(data_folder: DataFolder = None) -> None:
     """Stop the `feedmill up` that runs with this data folder.
 
@@ -214,7 +209,7 @@ def down(data_folder: DataFolder = None) -> None:
     typer.echo(f"Stopped `feedmill up` (process {pid}). Its data stays in {folder}.")
 
 
-@app.command()
+@app.command(rich_help_panel="Run it")
 def url(
     flower: Annotated[
         bool, typer.Option("--flower", help="Print the URL of the Flower of `feedmill up`, with user and password.")
@@ -262,7 +257,7 @@ class WorkerFlags:
     redis_url: RedisUrl = None
 
 
-@app.command()
+@app.command(rich_help_panel="Run it")
 @with_groups
 def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
     """Run a worker on one device, or one worker per device.
@@ -278,6 +273,9 @@ def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
         (share,) = found
         os.environ.update(share.environment)  # before the import of torch, which reads it once
         settings, name = settings.model_copy(update={"device": share.device}), share.node(name)
+    for number in not_ignored(signal.SIGINT, signal.SIGTERM):
+        # Until the worker takes messages, it holds nothing. No exception: packages with C code swallow it in imports.
+        signal.signal(number, lambda *_: os._exit(0))
     with explain_missing("A worker", "worker"):
         from workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
     raise typer.Exit(run_worker(settings, name))
@@ -290,13 +288,15 @@ def run() -> None:
             stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
     try:
         try:
-            status = app(prog_name="feedmill", standalone_mode=False)  # otherwise typer prints its own errors, in boxes
+            command = _format_help(typer.main.get_command(app))
+            status = command(prog_name="feedmill", standalone_mode=False)  # otherwise errors end with status 1
         finally:
             _flush()
     except UserError as error:
         _end(2, _naming_flags(str(error)))
     except USAGE_ERROR as error:
-        _end(error.exit_code, _usage_message(error))
+        error.show()
+        _end(error.exit_code)
     except typer.Abort:
         _end(1, "Stopped at your request.")
     except SystemExit as end:
@@ -315,36 +315,24 @@ def run() -> None:
     _end(status or 0, "Interrupted." if status == INTERRUPTED else "")
 
 
+def _format_help(command: Any) -> Any:
+    """Join the lines of each paragraph of the help, and show no type for flags without a value."""
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
+    for option in command.params:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    for subcommand in getattr(command, "commands", {}).values():
+        _format_help(subcommand)
+    return command
+
+
 def _naming_flags(text: str) -> str:
     """Replace the variable with which an error begins by the flag that set it. Others are advice."""
-    if not (found := re.match(rf"{PREFIX}[A-Z_]+\b", text)):
+    if not (variable := re.match(rf"{PREFIX}[A-Z_]+\b", text)):
         return text
-    setting = found[0].removeprefix(PREFIX).lower()
-    flag = f"--{setting.replace('_', '-')}"
+    flag = f"--{variable[0].removeprefix(PREFIX).lower().replace('_', '-')}"
     typed = {argument.split("=")[0] for argument in sys.argv[1:]}
-    return name_source(text, setting, flag) if flag in typed else text
-
-
-def _usage_message(error: Any) -> str:
-    """Return a message for an option or argument that typer rejects, with the option's help if its value is missing."""
-    if type(error).__name__ == "NoArgsIsHelpError":  # its text is the help, which was printed
-        return ""
-    message, context = plain_reason(error.format_message().rstrip(".")), getattr(error, "ctx", None)
-    if context is not None:
-        if getattr(error, "possibilities", None) is not None:  # it lists them in alphabetical order
-            shown = (each for each in context.command.params if not getattr(each, "hidden", False))
-            others = [name for each in shown for name in each.opts]
-            meant = similar_name(error.option_name, others)
-            message = f"No such option: {error.option_name}" + ("" if meant is None else f". Did you mean {meant}?")
-        message = message if message.endswith("?") else f"{message}."
-        return f"{message} See `{context.command_path} --help`."
-    # The parser knows no context when the value of an option is missing.
-    command: Any = typer.main.get_command(app)
-    for word in sys.argv[1:]:
-        command = getattr(command, "commands", {}).get(word, command)
-    name = getattr(error, "option_name", None)
-    option = next((each for each in command.params if name in each.opts), None)
-    return f"{message}." if option is None else f"{message.rstrip('.')}: {option.help}"
+    return flag + text.removeprefix(variable[0]) if flag in typed else text
 
 
 def _flush() -> None:

@@ -1,7 +1,6 @@
 """The `feedmill purge` command: delete what is stored about posts, by id or by run."""
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from typing import Annotated, NamedTuple
@@ -93,12 +92,8 @@ def _purge_posts(redis: Redis, settings: Settings, ids: list[str], lift: bool, y
             counts = found._asdict()
             summary = f"{subject} purged ({_removed(found)}); blocked for {blocked}"
             if not any(found):  # the id may be mistyped, and then a later post with that id would not be read
-                one = len(posts) == 1
-                which = f"purge {printable(shlex.quote(next(iter(posts))))} --lift" if one else "purge --lift ID..."
-                summary = (
-                    f"nothing was stored about {subject}; {'it is' if one else 'they are'} blocked for {blocked} now: "
-                    f"`feedmill {which}` unblocks {'it' if one else 'them'}"
-                )
+                hint = "`feedmill purge --lift ID` unblocks"
+                summary = f"nothing was stored about {subject}, now blocked for {blocked}; {hint}"
     return _Done({"posts": len(posts)} | counts, summary, any(counts.values()))
 
 

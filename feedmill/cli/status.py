@@ -4,8 +4,6 @@ import json
 import signal
 import time
 from collections.abc import Iterator
-from itertools import chain, repeat
-from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
@@ -34,8 +32,6 @@ from shared.settings import Settings, is_folder_locked
 
 #: Seconds between two snapshots of `status --watch`; the workers take about one second to answer.
 REFRESH_INTERVAL_S = 2.0
-#: Characters of a value in the output of `status`: 80 columns without the name and two spaces.
-VALUE_WIDTH = 66
 #: Number of records from which it is an estimate from a sample. A smaller table is read as a whole.
 MIN_ESTIMATED = 50
 #: Port on which `feedmill metrics` serves by default.
@@ -65,7 +61,10 @@ def status(
     if not watched:
         with user_errors(settings):
             seen = watch.status(settings)
-        typer.echo(json.dumps(seen.as_json()) if as_json else _summary(seen, settings))
+        if as_json:
+            typer.echo(json.dumps(seen.as_json()))
+        else:
+            output_console().print(_table(StatusWithRates(seen, None, {}, {}), settings))
         return
     with user_errors(settings):
         connect_for_monitoring(settings).ping()  # fail if Redis is unreachable now; later losses are retried
@@ -91,47 +90,6 @@ def _show_run(settings: Settings, name: str, as_json: bool) -> None:
         typer.echo(run_progress.line(found, time.time(), has_worker, has_messages))
 
 
-def _summary(seen: watch.Status, settings: Settings) -> str:
-    """Format a snapshot as lines of a name and a value."""
-    facts = [
-        ("queue", _queue(seen)),
-        *(("", line) for line in _queues(seen)),
-        ("results", _results(seen)),
-        ("dead letters", _dead_letters(seen)),
-        *(
-            (name, run_progress.line(found, time.time(), _has_worker(seen), _has_messages(seen)))
-            for name, found in _named_runs(seen)
-        ),
-        *zip(chain(("memory",), repeat("")), _memory(seen), strict=False),
-    ]
-    if not seen.asked:
-        facts.append(("workers", WORKERS_UNKNOWN))
-    elif not seen.workers:
-        facts.append(("workers", _no_worker(settings)))
-    facts += [("worker", _missing(node, age)) for node, age in seen.missing.items()]
-    if seen.reddit:
-        facts.append(("reddit", ingest.format_daemon_status(seen.reddit)))
-    facts += [(name, ingest.format_live_status(report)) for name, report in seen.live.items()]
-    if seen.gaps:
-        facts.append(("gaps", f"{seen.gaps:,} · `feedmill ingest gaps`"))
-    # One block per worker: a table of these values is wider than most terminals.
-    for node, pool in seen.workers.items():
-        recent = pool["recent"]
-        facts += [
-            ("worker", node),
-            *(("", part) for part in wrap(pool["device"], VALUE_WIDTH)),
-            ("", f"{pool['model']}, queue {', '.join(pool['queues'])}"),
-            ("", f"{pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting"),
-            (
-                "",
-                f"{recent['posts_per_second']:.1f} posts/s, device busy {recent['device_busy']:.2f} "
-                f"in the last {span(recent['seconds'])}",
-            ),
-            ("", f"padding efficiency {pool['padding_efficiency']:.2f}"),
-        ]
-    return "\n".join(f"{name:<12}  {printable(value)}" for name, value in facts)
-
-
 def _no_worker(settings: Settings) -> str:
     if settings.redis_url is None and is_folder_locked(settings.data_folder):
         return "none answers: `feedmill up` is running, and starts one"
@@ -139,7 +97,7 @@ def _no_worker(settings: Settings) -> str:
 
 
 def _missing(node: str, age: float) -> str:
-    return printable(f"{node} does not answer; last report, one a minute, {span(age)} ago")
+    return f"{node} does not answer; last report, one a minute, {span(age)} ago"
 
 
 def _queue(seen: watch.Status) -> str:
@@ -152,35 +110,26 @@ def _results(seen: watch.Status) -> str:
 
 
 def _memory(seen: watch.Status) -> list[str]:
-    """Return lines about Redis' memory, and about that of results and sent records."""
-    if not seen.memory or not seen.kept:
-        return [MEMORY_UNKNOWN]
+    """Return lines about Redis' memory, and that of results and sent records, estimated from a sample."""
     kept = seen.kept
-    # Results that were stored are counted. The estimate from a sample may be higher.
-    results, stream = min(kept.results, seen.results.stored), kept.stream_entries
-    lines = [
-        *str(seen.memory).split("; "),
-        _used("results", kept.results_bytes, kept.results_limit),
-        _each(results, "stored result", "stored results", kept.result_bytes),
-        _each(stream, "entry in their stream", "entries in their stream", kept.stream_entry_bytes, is_exact=True),
-        _used("sent records", kept.sent_bytes, kept.sent_limit),
-        _each(kept.sent, "sent post", "sent posts", kept.sent_record_bytes),
-        *(wrapped for line in _memory_warnings(seen) for wrapped in wrap(line, VALUE_WIDTH)),
-    ]
-    return [line for line in lines if line]
+    if not seen.memory or not kept:
+        return [MEMORY_UNKNOWN]
+    # Results that were stored are counted. The estimate may be higher.
+    count = min(kept.results, seen.results.stored)
+    lines = str(seen.memory).split("; ")
+    lines.append(_used("results", kept.results_bytes, kept.results_limit, count, kept.result_bytes))
+    if kept.stream_entries:
+        lines.append(f"their stream: {kept.stream_entries:,} of {kept.stream_entry_bytes:,.0f} bytes")
+    lines.append(_used("sent records", kept.sent_bytes, kept.sent_limit, kept.sent, kept.sent_record_bytes))
+    return [*lines, *_memory_warnings(seen)]
 
 
-def _used(what: str, used: float, limit: int) -> str:
-    """Say how much memory records of one kind use, which is estimated, and how much they may use."""
-    return f"{what}: {f'about {size(used)}' if used else 'nothing stored'}, limit {size(limit)}"
-
-
-def _each(count: int, one: str, many: str, record_bytes: float, is_exact: bool = False) -> str:
-    """Return a line with the number of records and the estimated bytes of each, or "" without any."""
+def _used(what: str, used: float, limit: int, count: int, record_bytes: float) -> str:
+    """Format how much memory records of one kind use and may use, their number and the bytes of each."""
     if not count:
-        return ""
-    shown = f"{count:,}" if is_exact or count < MIN_ESTIMATED else f"about {round(count, 3 - len(str(count))):,}"
-    return f"  {shown} {one if count == 1 else many}, about {record_bytes:,.0f} bytes each"
+        return f"{what}: nothing stored, limit {size(limit)}"
+    shown = f"{count:,}" if count < MIN_ESTIMATED else f"about {round(count, 3 - len(str(count))):,}"
+    return f"{what}: about {size(used)} of {size(limit)} · {shown} of {record_bytes:,.0f} bytes"
 
 
 def _memory_warnings(seen: watch.Status) -> list[str]:
@@ -205,31 +154,13 @@ def _dropping(what: str, needed: float, kept_seconds: float | None, dropped: int
 
 
 def _queues(seen: watch.Status) -> list[str]:
-    """Return a line per queue, or none if there is only one queue."""
-    if len(seen.queues) == 1:
-        return []
+    """Return a line per queue."""
     served = {name for pool in seen.workers.values() for name in pool["queues"]}
     return [
-        printable(
-            f"{name}: {queue.waiting:,} waiting for {queue.model or 'no model yet'}"
-            f"{'' if name in served or not seen.asked else ' (no worker)'}"
-        )
+        f"{name}: {queue.waiting:,} waiting for {queue.model or 'no model yet'}"
+        f"{'' if name in served or not seen.asked else ' (no worker)'}"
         for name, queue in seen.queues.items()
     ]
-
-
-def _named_runs(seen: watch.Status) -> Iterator[tuple[str, runs.Progress]]:
-    """Yield each run with the name of its line, which only the first one has."""
-    yield from zip(("runs", *[""] * len(seen.runs)), seen.runs, strict=False)
-
-
-def _has_messages(seen: watch.Status) -> bool:
-    return bool(seen.queue.waiting or seen.queue.held)
-
-
-def _has_worker(seen: watch.Status) -> bool:
-    """Return False if no worker answers; True also if that is unknown."""
-    return bool(seen.workers) or not seen.asked
 
 
 def _dead_letters(seen: watch.Status) -> str:
@@ -274,34 +205,43 @@ def _snapshots(settings: Settings) -> Iterator[StatusWithRates | str]:
 
 
 def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
-    """Return a screen 80 columns wide, with a line per worker and about a dozen more."""
+    """Return a screen 80 columns wide."""
     head = Text(f"feedmill · {settings.redis_address} · {time.strftime('%H:%M:%S')} · Ctrl-C quits", style="bold")
     if isinstance(seen, str):
         return Group(head, Text(), Text(printable(seen), style="red"))
-    found = seen.status
+    return Group(head, Text(), _table(seen, settings))
+
+
+def _table(seen: StatusWithRates, settings: Settings) -> RenderableType:
+    """Return a line or more for each part of the system and a table of the workers, in 80 columns."""
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("queue", _queue(found))
-    for line in _queues(found):
-        facts.add_row("", Text(line, no_wrap=True, overflow="ellipsis"))
-    pace = "…" if seen.results is None else f"{60 * seen.results:,.0f}"
-    facts.add_row("results", f"{pace} a minute · {_results(found)}")
-    facts.add_row("dead letters", _dead_letters(found))
-    for name, run in _named_runs(found):
-        shown = run_progress.line(run, time.time(), _has_worker(found), _has_messages(found))
-        facts.add_row(name, Text(shown, no_wrap=True, overflow="ellipsis"))
+    for name, values in _facts(seen, settings):
+        for number, value in enumerate(values):
+            style = "red" if name.startswith("worker") else ""
+            facts.add_row("" if number else printable(name), Text(printable(value), style))
+    return Group(facts, Text(), _workers(seen)) if seen.status.workers else facts
+
+
+def _facts(seen: StatusWithRates, settings: Settings) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of each part of the system, and lines about it."""
+    found = seen.status
+    yield "queue", [_queue(found), *_queues(found)]
+    pace = "" if seen.results is None else f"{60 * seen.results:,.0f} a minute · "
+    yield "results", [f"{pace}{_results(found)}"]
+    yield "dead letters", [_dead_letters(found)]
+    has_worker, has_messages = bool(found.workers) or not found.asked, bool(found.queue.waiting or found.queue.held)
+    yield "runs", [run_progress.line(run, time.time(), has_worker, has_messages) for run in found.runs]
     if found.reddit:
-        facts.add_row("reddit", Text(printable(ingest.format_daemon_status(found.reddit))))
+        yield "reddit", [ingest.format_daemon_status(found.reddit)]
     for name, report in found.live.items():
-        facts.add_row(printable(name), Text(printable(ingest.format_live_status(report))))
-    facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
-    facts.add_row("memory", "\n".join([str(found.memory or MEMORY_UNKNOWN), *_memory_warnings(found)]))
-    for node, age in found.missing.items():
-        facts.add_row("worker", Text(_missing(node, age), style="red"))
+        yield name, [ingest.format_live_status(report)]
+    yield "gaps", [f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0"]
+    yield "memory", _memory(found)
+    yield "worker", [_missing(node, age) for node, age in found.missing.items()]
     if not found.asked:
-        return Group(head, Text(), facts, Text(), Text(WORKERS_UNKNOWN, style="red"))
-    if not found.workers:
-        return Group(head, Text(), facts, Text(), Text(f"workers: {_no_worker(settings)}", style="red"))
-    return Group(head, Text(), facts, Text(), _workers(seen))
+        yield "workers", [WORKERS_UNKNOWN]
+    elif not found.workers:
+        yield "workers", [_no_worker(settings)]
 
 
 def _workers(seen: StatusWithRates) -> Table:
@@ -331,7 +271,11 @@ def _device(pool: dict[str, Any]) -> str:
 def health(
     parts: Annotated[
         list[HealthPart] | None,
-        typer.Option("--check", help="Check only this part; may be repeated (default: all parts)."),
+        typer.Option(
+            "--check",
+            metavar="PART",
+            help=f"Check only this part: {', '.join(HealthPart)}; may be repeated (default: all parts).",
+        ),
     ] = None,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,

@@ -50,7 +50,7 @@ from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import UserError, clause
 from shared.metrics import connect_for_monitoring
 from shared.model_routing import ANNOUNCE_INTERVAL_S, queues
-from shared.settings import Settings
+from shared.settings import FLOWER_USER, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +87,12 @@ PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-Ip")
 class Dashboard:
     """A Flower server that listens from construction on; `run` serves until SIGTERM or Ctrl-C.
 
-    password: password of `settings.flower_user`; None disables basic auth. Raises UserError.
+    password: password of FLOWER_USER; None disables basic auth. Raises UserError.
     """
 
     def __init__(self, settings: Settings, address: str, port: int, password: str | None) -> None:
         os.umask(0o077)  # only the owner may read the state file
-        options = _configure(settings, address, port, password)
+        options = _configure(address, port, password)
         self.encrypted = bool(options.certfile)
         app = make_app(settings)
         with _start_errors(address, port):
@@ -118,8 +118,8 @@ class Dashboard:
             self._flower.stop()
 
 
-def _configure(settings: Settings, address: str, port: int, password: str | None) -> Any:
-    """Return Flower's options: PASSED_OPTIONS from the environment, all others from `settings`. Raises UserError."""
+def _configure(address: str, port: int, password: str | None) -> Any:
+    """Return Flower's options: PASSED_OPTIONS from the environment, all others are set here. Raises UserError."""
     options = tornado.options.options
     given = {name: os.environ.get(f"FLOWER_{name.upper()}") for name in PASSED_OPTIONS}
     options.max_tasks = MAX_TASKS
@@ -129,7 +129,7 @@ def _configure(settings: Settings, address: str, port: int, password: str | None
     except (tornado.options.Error, ValueError) as error:
         raise UserError(f"Invalid FLOWER_ environment variable: {clause(error)}. Correct or unset it.") from None
     options.address, options.port = address, port
-    options.basic_auth = [] if password is None else [f"{settings.flower_user}:{password}"]
+    options.basic_auth = [] if password is None else [f"{FLOWER_USER}:{password}"]
     options.format_task = _with_reason
     extract_settings()
     setup_logging()

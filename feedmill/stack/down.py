@@ -13,8 +13,6 @@ from shared.settings import LOCK_FILE, is_folder_locked
 
 #: Maximum size of the lock file in bytes.
 MAX_FILE_BYTES = 4096
-#: Seconds for a starting stack to write its PID.
-START_PATIENCE_S = 10.0
 #: Seconds between checks whether the stack has stopped.
 POLL_INTERVAL_S = 0.1
 
@@ -24,9 +22,6 @@ def stop_stack(folder: Path, timeout: float, say: Callable[[str], None]) -> int 
 
     say: prints a line. Raises StackError if it cannot be stopped, or has not stopped after `timeout` seconds.
     """
-    deadline = time.monotonic() + START_PATIENCE_S
-    while is_folder_locked(folder) and _is_starting(folder) and time.monotonic() < deadline:
-        time.sleep(POLL_INTERVAL_S)
     if not is_folder_locked(folder):
         return None
     pid = _pid(folder)
@@ -48,14 +43,6 @@ def stop_stack(folder: Path, timeout: float, say: Callable[[str], None]) -> int 
             )
         time.sleep(POLL_INTERVAL_S)
     return pid
-
-
-def _is_starting(folder: Path) -> bool:
-    """Return whether the stack has locked the folder and not yet written its PID: it still imports its packages."""
-    try:
-        return (folder / LOCK_FILE).stat().st_size == 0
-    except OSError:
-        return False
 
 
 def _pid(folder: Path) -> int:

@@ -29,7 +29,7 @@ from shared.atomic_files import replacing
 from shared.broker import make_app
 from shared.errors import StackError
 from shared.metrics import connect_for_monitoring
-from shared.settings import PREFIX, STACK_FILE, Settings, is_folder_locked, variables
+from shared.settings import FLOWER_USER, PREFIX, STACK_FILE, Settings, is_folder_locked, variables
 
 #: Log line of workers/pipeline/calibration.py while it measures at the first start.
 MEASURING = "measuring the token budget"
@@ -122,7 +122,7 @@ class Stack:
         yield f"worker {WORKER_NODE}"
         self.step = "waiting for Flower"
         self._wait(flower.child, lambda: flower.answers() and self._hears_events())
-        yield f"Flower at {self.flower_url}, user {self.settings.flower_user}, {self._password_hint()}"
+        yield f"Flower at {self.flower_url}, user {FLOWER_USER}, {self._password_hint()}"
 
     def _add(self, launch: Callable[[], Child], answers: Callable[[], bool]) -> Service:
         """Start a process. It is stopped before those that were started earlier: a worker needs Redis to the end."""
@@ -215,10 +215,7 @@ class Stack:
         command = [*python_command(), "flower", "--port", str(self._addresses.flower_port)]
         # Flower's own variables, such as those for TLS, are meant for a public Flower, not for this one on loopback.
         environment = {name: value for name, value in self._environment.items() if not name.startswith("FLOWER_")}
-        environment |= {
-            f"{PREFIX}FLOWER_USER": self.settings.flower_user,
-            f"{PREFIX}FLOWER_PASSWORD": self.flower_password,
-        }
+        environment[f"{PREFIX}FLOWER_PASSWORD"] = self.flower_password
         return Child("flower", command, self._folder, environment)
 
     def _hears_events(self) -> bool:
@@ -233,7 +230,6 @@ class Stack:
         found = {
             "redis_url": self.settings.broker_url,
             "flower_url": self.flower_url,
-            "flower_user": self.settings.flower_user,
             "flower_password": self.flower_password,
         }
         with replacing(self._folder / STACK_FILE) as temporary:
@@ -289,7 +285,7 @@ def flower_url(folder: Path) -> str:
     if is_folder_locked(folder):
         with suppress(FileNotFoundError):  # it stopped meanwhile
             found = json.loads((folder / STACK_FILE).read_text())
-            login = ":".join(quote(found[name], safe="") for name in ("flower_user", "flower_password"))
+            login = f"{FLOWER_USER}:{quote(found['flower_password'], safe='')}"
             return str(found["flower_url"]).replace("://", f"://{login}@", 1)
     raise StackError(f"No `feedmill up` is running with data in {folder}. Start `feedmill up` first.")
 

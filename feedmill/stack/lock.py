@@ -1,7 +1,4 @@
-"""Lock the data folder of an embedded stack, by which other commands know that it runs.
-
-Imports little, because `feedmill up` locks the folder before its other imports, which take seconds on a slow disk.
-"""
+"""Lock the data folder of an embedded stack, by which other commands know that it runs."""
 
 import fcntl
 import json
@@ -17,25 +14,11 @@ from shared.settings import LOCK_FILE, STACK_FILE
 
 #: Attempts to lock the data folder, and the seconds between them.
 LOCK_ATTEMPTS, LOCK_PAUSE_S = 10, 0.05
-#: Locks that `lock_early` took and `lock_folder` has not returned yet, by folder.
-_early: dict[Path, IO[str]] = {}
-
-
-def lock_early(folder: Path) -> bool:
-    """Create and lock the folder for a later `lock_folder`. Return False if another stack uses it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = _open_locked(folder)
-    except OSError:
-        return True  # `feedmill up` reports it
-    if lock is not None:
-        _early[folder] = lock
-    return lock is not None
 
 
 def lock_folder(folder: Path) -> IO[str]:
     """Lock the data folder until the file is closed. Raises StackError if another stack uses it."""
-    lock = _early.pop(folder, None) or _open_locked(folder)
+    lock = _open_locked(folder)
     if lock is None:
         raise StackError(
             f"`feedmill up` is already running with data in {folder}. Stop it with `feedmill down`, or use another "

@@ -1,16 +1,12 @@
 """Handle signals inside a block, and lose none."""
 
 import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 #: Signals that ask a command to end.
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: Seconds after which a dropped Ctrl-C is repeated. The callback that dropped it has ended by then.
-REPEAT_S = 0.05
 
 
 def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
@@ -55,16 +51,3 @@ def interrupt(number: int) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
-
-
-def repeat_dropped_interrupts() -> None:
-    """Repeat each Ctrl-C that Python drops, as it does in destructors and callbacks, instead of showing a traceback."""
-    main = threading.main_thread()
-
-    def repeat(dropped: "sys.UnraisableHookArgs") -> None:
-        if issubclass(dropped.exc_type, KeyboardInterrupt) and threading.current_thread() is main and main.ident:
-            threading.Timer(REPEAT_S, signal.pthread_kill, (main.ident, signal.SIGINT)).start()
-        else:
-            sys.__unraisablehook__(dropped)
-
-    sys.unraisablehook = repeat

@@ -10,6 +10,7 @@ from feedmill.stack.embedded import Stack
 
 def start(stack: Stack, notes: Console) -> None:
     """Start the stack; print a line about each process once it answers. Raises StackError."""
+    notes.print("Starting Redis, a worker and Flower")
     for note in stack.notes:
         notes.print("[yellow]![/]", Text(note))
     with Live(Spinner("dots", _Step(stack)), console=notes, transient=True):

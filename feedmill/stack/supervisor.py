@@ -37,9 +37,8 @@ from feedmill.stack.signals import handle_signals, not_ignored
 from shared import logs
 from shared.broker import make_app
 from shared.errors import SettingsError, UserError, json_line, printable
-from shared.linux import die_with, run_on
+from shared.linux import NOTIFY_SOCKET, die_with, notify, run_on
 from shared.settings import PREFIX, Settings
-from shared.systemd import NOTIFY_SOCKET, notify
 
 logger = logging.getLogger(__name__)
 

@@ -247,7 +247,6 @@ def _praw(settings: Settings, budget: RequestBudget, session: requests.Session) 
         overrides["user_agent"] = settings.reddit_user_agent
     try:
         reddit = praw.Reddit(
-            settings.reddit_site,
             requestor_class=Requestor,
             requestor_kwargs={"budget": budget, "timeout": settings.reddit_timeout, "session": session},
             # Set explicitly, so that a praw.ini in the working directory cannot redirect the credentials.
@@ -260,10 +259,8 @@ def _praw(settings: Settings, budget: RequestBudget, session: requests.Session) 
     except MissingRequiredAttributeException as error:
         found = re.search(r"'(\w+)'", str(error))
         raise CredentialsError(missing_credentials(found[1] if found else "client_id")) from None
-    except configparser.NoSectionError:
-        raise CredentialsError(
-            f"praw.ini has no section [{settings.reddit_site}]. Set {PREFIX}REDDIT_SITE to one of its sections."
-        ) from None
+    except configparser.NoSectionError as error:
+        raise CredentialsError(f"praw.ini has no section [{error.section}]. Correct praw_site.") from None
     except (configparser.Error, ValueError) as error:
         raise CredentialsError(f"Cannot read praw.ini: {str(error).splitlines()[0]}. Correct the file.") from None
     reddit.read_only = True  # even if praw.ini contains an account

@@ -25,8 +25,10 @@ from shared.scripts import READS, SHRINKS, WRITES, Script
 from shared.scripts.buckets import ARGUMENTS, checksum
 from shared.scripts.records import RECORDS, SPLIT_BYTES
 from shared.scripts.runs import COUNT_PROGRESS
-from shared.settings import Settings
+from shared.settings import DAY_S, Settings
 
+#: Seconds for which hourly counts by label are kept: the longest period of `feedmill report`.
+LABEL_COUNTS_TTL_S = 30 * DAY_S
 #: Seconds per hour.
 HOUR_S = 3600
 
@@ -298,7 +300,7 @@ def prepare_write(
         settings.results_ttl,
         settings.results_stream_length,
         settings.dead_letters_length,
-        settings.label_counts_ttl,
+        LABEL_COUNTS_TTL_S,
         max_labels,
         tombstone_key(""),
         json.dumps(results[:3]),

@@ -1,6 +1,5 @@
 """The `feedmill` command line: output and exit statuses."""
 
-import gzip
 import json
 import os
 import random
@@ -35,13 +34,6 @@ from tests.support import (
 )
 
 
-def test_prints_version_and_help(tmp_path: Path) -> None:
-    assert feedmill("--version", cwd=tmp_path).stdout == f"feedmill {__version__}\n"
-    said = feedmill("--help", cwd=tmp_path)
-    for command in ("demo", "up", "worker", "flower", "enqueue", "results", "status"):
-        assert command in said.stdout
-
-
 def test_enqueue_reports_and_skips_bad_lines(redis: RedisServer, tmp_path: Path) -> None:
     path = tmp_path / "posts.jsonl"
     path.write_text('{"id": 1, "title": "x"}\nnope\n{"id": 2, "title": "y", "score": "many"}\n')
@@ -55,17 +47,6 @@ def test_enqueue_reports_and_skips_bad_lines(redis: RedisServer, tmp_path: Path)
     path.write_text('{"id": 3, "title": "z"}\n')
     another = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert counts(another.stdout) == [1, 1, 0, 0]
-
-
-def test_truncated_file_sends_all_posts_before_the_cut(redis: RedisServer, tmp_path: Path) -> None:
-    path = tmp_path / "posts.jsonl.gz"
-    # Each post is a separate gzip member, so that only the last one is cut.
-    packed = [gzip.compress(as_jsonl([post]).encode()) for post in make_posts(101)]
-    path.write_bytes(b"".join(packed)[:-10])
-    said = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert said.returncode == 2
-    assert counts(said.stdout)[:2] == [100, 4]
-    assert str(path) in said.stderr
 
 
 def test_enqueue_filters_a_reddit_dump(redis: RedisServer, tmp_path: Path) -> None:
@@ -217,18 +198,8 @@ def test_enqueue_resumes_a_continued_download(redis: RedisServer, tmp_path: Path
     assert counts(said.stdout) == [2, 1, 0, 0]
     assert re.search(r"\b3\b.*--again", said.stderr)
     assert positions(redis) == []
-
-
-def test_again_starts_over(redis: RedisServer, tmp_path: Path, frames: list[bytes]) -> None:
-    path = tmp_path / "posts.zst"
-    path.write_bytes(b"".join(frames)[:-4])
-    url = {"FEEDMILL_REDIS_URL": redis.url}
-    assert counts(feedmill("enqueue", str(path), cwd=tmp_path, **url).stdout)[0] == 3
-    assert positions(redis) == [3]
-    path.write_bytes(b"".join(frames))
     said = feedmill("enqueue", str(path), "--again", cwd=tmp_path, **url)
     assert (counts(said.stdout)[0], problems(said.stderr)) == (4, [])
-    assert positions(redis) == []
 
 
 @pytest.mark.each_redis
@@ -261,36 +232,12 @@ def test_status_ignores_other_applications_workers(redis: RedisServer, tmp_path:
     assert "`feedmill worker`" in said.stdout
 
 
-def test_enqueue_reads_standard_input(redis: RedisServer, tmp_path: Path) -> None:
-    said = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(3)), FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, counts(said.stdout)[0]) == (0, 3)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["enqueue", "/no/such/file"], "/no/such/file"),
-        (["enqueue", "-", "--labels", "a,a"], "--labels: .*'a'"),
-        (["enqueue", "-", "--labels", '{"a": "b"'], "--labels: .*JSON"),
-        (
-            ["enqueue", "-", "--since", "yesterday"],
-            "--since: .*'yesterday'",
-        ),
-        (["enqueue", "-", "--until", "1700000000"], "--until: '1700000000'"),
-        (
-            ["enqueue", "-", "--since", "2024-02-01", "--until", "2024-01-01"],
-            "--since.*2024-02-01.*2024-01-01",
-        ),
-        (
-            ["enqueue", "-", "--subreddit", "a, b c"],
-            "--subreddit: 'b c'",
-        ),
-        (["enqueue", "-", "--subreddit", ","], "--subreddit: ','"),
-        (["flower", "--port", "99999"], "--port"),
+        (["enqueue", "-", "--subreddit", "a, b c"], "--subreddit: 'b c'"),
         (["flower", "--port", "0", "--address", "192.0.2.1"], r"192\.0\.2\.1:0.*Cannot assign"),
-        (["enqueue", "-", "--template", "x"], "--template: .*'x'"),
-        (["enqueue", "-", "--posts-per-message", "0"], "--posts-per-message: "),
-        (["--log-format", "xml", "status"], "--log-format: "),
     ],
 )
 def test_mistakes_name_the_flag_without_a_traceback(
@@ -303,7 +250,7 @@ def test_mistakes_name_the_flag_without_a_traceback(
     assert "Traceback" not in said.stderr
 
 
-@pytest.mark.parametrize("command", [["enqueue", "-"], ["status"], ["results"], ["results", "get", "1"]])
+@pytest.mark.parametrize("command", [["enqueue", "-"], ["status"], ["results", "get", "1"], ["purge", "a1"]])
 def test_unreachable_redis_is_named_without_its_password(tmp_path: Path, command: list[str]) -> None:
     post = '{"id": 1, "title": "x"}'
     said = feedmill(*command, cwd=tmp_path, stdin=post, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
@@ -315,17 +262,9 @@ def test_unreachable_redis_is_named_without_its_password(tmp_path: Path, command
     assert "hunter2" not in said.stderr
 
 
-@pytest.mark.parametrize(
-    ("password", "words"),
-    [
-        (":wrong@", "password"),
-        ("", "FEEDMILL_REDIS_URL"),
-    ],
-)
-def test_wrong_or_missing_redis_password(redis: RedisServer, tmp_path: Path, password: str, words: str) -> None:
-    said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url.replace(f":{PASSWORD}@", password))
-    assert said.returncode == 2
-    assert words in said.stderr
+def test_wrong_redis_password(redis: RedisServer, tmp_path: Path) -> None:
+    said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url.replace(f":{PASSWORD}@", ":wrong@"))
+    assert (said.returncode, "password" in said.stderr) == (2, True)
 
 
 def test_flower_rejects_an_occupied_port(redis: RedisServer, tmp_path: Path) -> None:
@@ -396,10 +335,6 @@ def test_commands_work_with_closed_streams(redis: RedisServer, tmp_path: Path, c
     assert said.returncode == status, said.stderr
 
 
-def test_status_without_workers_names_the_command(redis: RedisServer, tmp_path: Path) -> None:
-    assert "`feedmill worker`" in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
-
-
 def test_packages_named_like_ours_in_the_working_folder(tmp_path: Path) -> None:
     """The installed command ignores the packages; `python -m` finds them first, fails and names the folder."""
     for name in ("shared", "workers", "producers"):
@@ -443,10 +378,10 @@ def test_purge_removes_posts_and_lift_readmits_them(redis: RedisServer, tmp_path
     again = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert again.returncode == 1
     assert again.stdout == (
-        "nothing was stored about a1; it is blocked for 365 days now: `feedmill purge a1 --lift` unblocks it\n"
+        "nothing was stored about a1, now blocked for 365 days; `feedmill purge --lift ID` unblocks\n"
     )
     none = feedmill("purge", "-", cwd=tmp_path, stdin="b1\nb2\n", **url)
-    assert (none.returncode, "about 2 posts; they are blocked" in none.stdout) == (1, True)
+    assert (none.returncode, "about 2 posts, now blocked" in none.stdout) == (1, True)
     many = feedmill("purge", "-", "a1", "--json", cwd=tmp_path, stdin="a2\n\n a3 \r\na2", **url)
     assert many.returncode == 0
     assert json.loads(many.stdout) == {
@@ -465,11 +400,6 @@ def test_purge_removes_posts_and_lift_readmits_them(redis: RedisServer, tmp_path
     ("ids", "stdin", "words"),
     [
         (["-"], "\n \n", "feedmill: .*one"),
-        (
-            ["--lift", "--rewrite", "a1"],
-            "",
-            "feedmill: .*--lift.*--rewrite",
-        ),
         (["a1", ""], "", "feedmill: ''.* 0 .*1 to 128"),
         (
             ["-"],
@@ -485,9 +415,3 @@ def test_purge_rejects_invalid_arguments(
     assert (said.returncode, said.stdout) == (2, "")
     assert re.fullmatch(f"{words}.*\\n", said.stderr)
     assert redis.client.keys() == []
-
-
-def test_purge_reports_an_unreachable_redis(tmp_path: Path) -> None:
-    said = feedmill("purge", "a1", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
-    assert (said.returncode, said.stdout) == (2, "")
-    assert "Redis at 127.0.0.1:1/0 " in said.stderr

@@ -69,15 +69,6 @@ def test_failed_startup_leaves_no_process(tmp_path: Path) -> None:
     assert processes_in(tmp_path) == []
 
 
-def test_says_what_it_does_before_the_imports(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("raise RuntimeError('imported')")
-    for arguments, begins in ((["demo"], "Starting Redis"), (["up"], "Starting Redis"), (["demo", "--help"], "Trace")):
-        variables = {"PYTHONPATH": str(tmp_path), "FEEDMILL_DATA_FOLDER": "data", "NEW_INTERPRETER": "1"}
-        said = feedmill(*arguments, cwd=tmp_path, **variables)
-        assert said.stderr.startswith(begins)
-        assert "imported" in said.stderr
-
-
 SENTENCES = "The parcel never came\n\nPlease reset my password\n I want my money back \n"
 OWN_LABELS = ("--own", "delivery,refund,password")
 

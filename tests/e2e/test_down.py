@@ -24,21 +24,9 @@ signal.pause()
 """
 
 
-#: The same, but writes its PID late, as `feedmill up` does after its imports.
-LATE_HOLDER = """
-import signal, sys, time, pathlib
-from feedmill.stack.lock import lock_early, lock_folder
-lock_early(pathlib.Path(sys.argv[1]))
-print("locked", flush=True)
-time.sleep(2)
-lock = lock_folder(pathlib.Path(sys.argv[1]))
-signal.pause()
-"""
-
-
 @contextmanager
-def holding(folder: Path, code: str = HOLDER) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-P", "-c", code, str(folder)]
+def holding(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout
@@ -63,13 +51,6 @@ def test_ends_the_stack_of_the_folder(tmp_path: Path) -> None:
     assert f"No `feedmill up` is running with data in {tmp_path / 'a'}" in again.stderr
 
 
-def test_waits_for_the_imports_of_up(tmp_path: Path) -> None:
-    with holding(tmp_path, LATE_HOLDER) as holder:
-        said = feedmill("down", "--data-folder", ".", cwd=tmp_path)
-        assert (said.returncode, said.stderr) == (0, WAITING)
-        assert holder.wait(timeout=60) == -15
-
-
 def test_up_says_that_it_stopped(tmp_path: Path) -> None:
     data = {"FEEDMILL_DATA_FOLDER": "data"}
     with running("up", cwd=tmp_path, **data) as up:
@@ -89,47 +70,10 @@ def test_a_second_up_names_the_command_that_stops_the_first(tmp_path: Path) -> N
     assert "`feedmill down`" in said.stderr
 
 
-def test_commands_know_during_the_imports_of_up_that_it_starts(tmp_path: Path) -> None:
-    """Not another Redis on this machine, and no advice to start `feedmill up`."""
-    (tmp_path / "imports").mkdir()
-    (tmp_path / "imports" / "typer.py").write_text("import signal\nsignal.pause()\n")
-    data, slow = {"FEEDMILL_DATA_FOLDER": "data"}, str(tmp_path / "imports")
-    with running("up", cwd=tmp_path, PYTHONPATH=slow, NEW_INTERPRETER="1", **data) as up:
-        wait_until(lambda: up.says("Starting Redis"), "the imports have begun")
-        said = feedmill("enqueue", "-", cwd=tmp_path, stdin='{"title": "x"}', **data)
-        assert (said.returncode, said.stdout) == (2, "")
-        assert "`feedmill up`" in said.stderr
-        assert "is starting" in said.stderr
-        assert up.end(signal.SIGTERM) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (("ingest", "bluesky"), 0),
-        (("export", "--follow", "out"), 0),
-        (("metrics",), 0),
-        (("export", "out.csv"), -signal.SIGTERM),
-        (("ingest", "gaps"), -signal.SIGTERM),
-    ],
-)
-def test_sigterm_during_the_imports_ends_services_cleanly(
-    tmp_path: Path, arguments: tuple[str, ...], status: int
-) -> None:
-    (tmp_path / "imports").mkdir()
-    code = "import pathlib, signal\npathlib.Path('begun').touch()\nsignal.pause()\n"
-    (tmp_path / "imports" / "typer.py").write_text(code)
-    slow = str(tmp_path / "imports")
-    with running(*arguments, cwd=tmp_path, PYTHONPATH=slow, NEW_INTERPRETER="1") as command:
-        wait_until((tmp_path / "begun").exists, "the imports have begun")
-        assert command.end(signal.SIGTERM) == status
-
-
-@pytest.mark.parametrize("moment", ["Starting Redis", " on port "])
-def test_ctrl_c_while_up_starts_is_a_clean_stop(tmp_path: Path, moment: str) -> None:
-    """During the imports, and while the worker loads its model."""
+def test_ctrl_c_while_up_starts_is_a_clean_stop(tmp_path: Path) -> None:
+    """While the worker loads its model."""
     with running("up", cwd=tmp_path, FEEDMILL_DATA_FOLDER="data", NEW_INTERPRETER="1") as up:
-        wait_until(lambda: up.says(moment), "the stack is starting", 150)
+        wait_until(lambda: up.says(" on port "), "the stack is starting", 150)
         assert up.end(signal.SIGINT) == 0
         assert "Traceback" not in up.text()
     # A process that was just being started ends with its parent, by the kernel's signal.

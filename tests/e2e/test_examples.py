@@ -129,7 +129,7 @@ def test_endpoint_answers_202_when_no_worker_responds(redis: RedisServer, tmp_pa
         assert fetch(f"{url}{headers['location']}")[:2] == (202, answer)
 
 
-USER, PASSWORD = "some-body", 'a "quoted" \\ password: of words'
+PASSWORD = 'a "quoted" \\ password: of words'
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def flower(redis: RedisServer, folder: Path, **environment: str) -> Iterator[str
 @pytest.fixture(scope="module")
 def guarded(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Flower that requires a password."""
-    logins = {"FEEDMILL_FLOWER_USER": USER, "FEEDMILL_FLOWER_PASSWORD": PASSWORD}
+    logins = {"FEEDMILL_FLOWER_PASSWORD": PASSWORD}
     with flower(served, tmp_path_factory.mktemp("flower"), **logins) as url:
         yield url
 
@@ -181,7 +181,7 @@ def curl(url: str, folder: Path, *arguments: str, **login: str) -> subprocess.Co
 
 
 def test_curl_example_with_a_password(guarded: str, tmp_path: Path) -> None:
-    said = curl(guarded, tmp_path, FEEDMILL_FLOWER_USER=USER, FEEDMILL_FLOWER_PASSWORD=PASSWORD)
+    said = curl(guarded, tmp_path, FEEDMILL_FLOWER_PASSWORD=PASSWORD)
     assert said.returncode == 0, said
     (outcome,) = json.loads(said.stdout)["result"]
     assert (outcome["id"], outcome["label"]) == ("c1", "sport")
@@ -189,7 +189,7 @@ def test_curl_example_with_a_password(guarded: str, tmp_path: Path) -> None:
 
 
 def test_curl_example_with_a_wrong_password(guarded: str, tmp_path: Path) -> None:
-    said = curl(guarded, tmp_path, FEEDMILL_FLOWER_USER=USER, FEEDMILL_FLOWER_PASSWORD="another")
+    said = curl(guarded, tmp_path, FEEDMILL_FLOWER_PASSWORD="another")
     assert said.returncode == 1
     assert said.stdout == ""
     assert "401" in said.stderr

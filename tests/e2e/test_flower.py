@@ -479,7 +479,6 @@ def test_refuses_to_write_a_generated_password_to_a_file(redis: RedisServer, tmp
     ("arguments", "environment", "words"),
     [
         (["--no-auth", "--address", "0.0.0.0"], {}, "--no-auth"),  # noqa: S104
-        ([], {"FEEDMILL_FLOWER_USER": "a:b"}, "FEEDMILL_FLOWER_USER: "),
         ([], {"FEEDMILL_FLOWER_PASSWORD": "schlüssel"}, "FEEDMILL_FLOWER_PASSWORD: "),
         ([], {"FLOWER_MAX_TASKS": "many"}, "FLOWER_"),
         ([], {"FLOWER_CERTFILE": "no.pem", "FLOWER_KEYFILE": "no.pem"}, "certfile"),

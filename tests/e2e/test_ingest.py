@@ -174,7 +174,7 @@ def test_no_secret_is_logged_at_debug_level(
         ({"FEEDMILL_REDDIT_CLIENT_SECRET": ""}, "client secret .*FEEDMILL_REDDIT_CLIENT_SECRET"),
         ({"FEEDMILL_REDDIT_USER_AGENT": ""}, "FEEDMILL_REDDIT_USER_AGENT"),
         ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "FEEDMILL_REDDIT_CLIENT_SECRET"),
-        ({"FEEDMILL_REDDIT_SITE": "elsewhere"}, r"praw\.ini .*\[elsewhere\]"),
+        ({"praw_site": "elsewhere"}, r"praw\.ini .*\[elsewhere\]"),
         ({"FEEDMILL_REDDIT_URL": "ftp://x"}, "FEEDMILL_REDDIT_URL: "),
         ({"FEEDMILL_REDDIT_TOPICS": "nothere.toml"}, "nothere.toml"),
         ({"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1"}, "Redis at 127.0.0.1:1/0 "),
@@ -199,7 +199,7 @@ def test_praw_ini_supplies_only_credentials(reddit: Reddit, tmp_path: Path, envi
         f"[mine]\nclient_id=id\nclient_secret={SECRET}\nuser_agent=linux:mine:1 (by /u/me)\n"
         "username=me\npassword=mine\noauth_url=http://127.0.0.1:1\nreddit_url=http://127.0.0.1:1\n"
     )
-    said = feedmill("ingest", "reddit", "--once", cwd=tmp_path, FEEDMILL_REDDIT_SITE="mine", **environment)
+    said = feedmill("ingest", "reddit", "--once", cwd=tmp_path, praw_site="mine", **environment)
     assert said.returncode == 0, said.stderr
     assert {request.user_agent.split(" PRAW")[0] for request in reddit.ledger.requests} == {"linux:mine:1 (by /u/me)"}
 

@@ -159,27 +159,6 @@ def test_a_signal_ends_follow(
         assert following.text() == ""
 
 
-def test_ctrl_c_during_garbage_collection_is_not_lost(redis: RedisServer, tmp_path: Path) -> None:
-    """Python drops exceptions there."""
-    code = """
-import gc, signal, sys
-
-def interrupt(*_):
-    if "redis" in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        gc.callbacks.remove(interrupt)
-        print("interrupted", file=sys.stderr)
-        signal.raise_signal(signal.SIGINT)
-
-gc.callbacks.append(interrupt)
-"""
-    (tmp_path / "sitecustomize.py").write_text(code)
-    first = {"PYTHONPATH": str(tmp_path), "NEW_INTERPRETER": "1", "FEEDMILL_REDIS_URL": redis.url}
-    with running("results", "--follow", cwd=tmp_path, **first) as following:
-        assert following.process.wait(60) == 130
-        # Silent if the reader waited already.
-        assert following.text() in ("interrupted\n", "interrupted\nfeedmill: Interrupted.\n")
-
-
 @pytest.mark.parametrize("group", [[], ["--group", "g", "--from-start"]])
 def test_follow_ends_when_its_pipe_closes(redis: RedisServer, tmp_path: Path, group: list[str]) -> None:
     stored(redis, *map(str, range(5)))

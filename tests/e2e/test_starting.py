@@ -28,10 +28,10 @@ from celery.bin.worker import worker as worker_command
 from feedmill.stack.supervisor import KILL_GRACE_S
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
+from shared.linux import notify
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
 from shared.settings import Settings
-from shared.systemd import notify
 from tests.support import RedisServer, make_posts, processes_in, start, wait_until
 from workers.app import make_worker_app
 from workers.runtime.pool import DevicePool

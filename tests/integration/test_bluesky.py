@@ -278,7 +278,7 @@ def test_labels_and_options_are_sent_with_the_posts(redis: RedisServer, jetstrea
 
 
 def test_full_queue_stops_reading(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
-    daemon = make(queue_limit=4, queue_resume=1, posts_per_message=1)
+    daemon = make(queue_limit=4, posts_per_message=1)
     start(daemon, jetstream)
     sent = [jetstream.post(f"post {number}") for number in range(30)]
     run(daemon, lambda: daemon.status()["paused"], "the queue is full")

@@ -18,7 +18,7 @@ from producers import push
 from producers.push import Pusher, QueueGate
 from shared import broker
 from shared.broker import connect, make_app, queue_depth
-from shared.errors import QueueFull, SettingsError
+from shared.errors import QueueFull
 from shared.keys import MARKS, REQUESTED_MODELS, find, tombstone_key
 from shared.messages import ClassifyOptions, Post
 from shared.model_routing import RequestedModel, request_model
@@ -166,12 +166,12 @@ def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[QueueGa
 
 
 def test_gate_closes_at_the_limit_and_reopens_below_resume(settings: Settings, redis: RedisServer) -> None:
-    made, room = gate(redis, settings, queue_limit=10, queue_resume=4)
+    made, room = gate(redis, settings, queue_limit=10)
     assert not made.closed
     assert [room(0), room(9)] == [10, 1]
-    for waiting in (10, 9, 11, 4):
+    for waiting in (10, 9, 11, 5):
         assert (room(waiting), made.closed) == (0, True)
-    assert (room(3), made.closed) == (7, False)
+    assert (room(4), made.closed) == (6, False)
     assert (room(9), made.closed) == (1, False)  # while filling, the lower mark has no effect
 
 
@@ -181,7 +181,6 @@ def test_gate_closes_at_the_limit_and_reopens_below_resume(settings: Settings, r
         ({"queue_limit": 9}, 4, 3),
         ({"queue_limit": 2}, 1, 0),
         ({"queue_limit": 1}, 1, 0),
-        ({"queue_limit": 5, "queue_resume": 5}, 5, 4),
     ],
 )
 def test_gate_derives_the_resume_mark_from_the_limit(
@@ -190,12 +189,6 @@ def test_gate_derives_the_resume_mark_from_the_limit(
     _, room = gate(redis, settings, **limits)
     limit = limits["queue_limit"]
     assert [room(limit), room(closed_at), room(opens_at)] == [0, 0, limit - opens_at]
-
-
-def test_rejects_queue_resume_above_queue_limit(settings: Settings) -> None:
-    odd = settings.model_copy(update={"queue_limit": 5, "queue_resume": 6})
-    with pytest.raises(SettingsError, match=r"FEEDMILL_QUEUE_RESUME.*\b6\b.*FEEDMILL_QUEUE_LIMIT.*\b5\b"):
-        pusher(odd)
 
 
 def test_gate_counts_every_priority(settings: Settings, redis: RedisServer) -> None:
@@ -211,7 +204,7 @@ class Ended(Exception):  # noqa: N818 - named after what happened
 
 def test_an_interrupted_wait_keeps_what_was_sent(settings: Settings, redis: RedisServer) -> None:
     """Posts pushed before the interruption are queued; pushing again sends the remaining posts."""
-    small = settings.model_copy(update={"queue_limit": 4, "queue_resume": 3, "posts_per_message": 10})
+    small = settings.model_copy(update={"queue_limit": 4, "posts_per_message": 10})
     waits: list[float] = []
 
     def wait(seconds: float) -> None:
@@ -345,7 +338,7 @@ def test_push_can_be_repeated_after_a_signal_at_any_line(
     settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Signal handlers may raise between any two lines: raise at each line in turn."""
-    small = settings.model_copy(update={"posts_per_message": 2, "queue_limit": 2, "queue_resume": 1})
+    small = settings.model_copy(update={"posts_per_message": 2, "queue_limit": 2})
     monkeypatch.setattr(push, "POSTS_PER_ROUND_TRIP", 2)
     posts = make_posts(5)
     files = (push.__file__, broker.__file__)

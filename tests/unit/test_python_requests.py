@@ -211,8 +211,6 @@ def test_labels_above_a_threshold() -> None:
         ("Set FEEDMILL_MODEL to its folder.", {"model": "x"}, "Set model= to its folder."),
         ("Set FEEDMILL_MODEL to its folder.", {"model": None}, "Set FEEDMILL_MODEL to its folder."),
         ("Set FEEDMILL_MODEL_X, FEEDMILL_MODEL.", {"model": "x"}, "Set FEEDMILL_MODEL_X, model=."),
-        ("FEEDMILL_REVISION is a: unset FEEDMILL_REVISION.", {"revision": "a"}, "revision= is a: leave out revision=."),
-        ("No module of --engine or FEEDMILL_ENGINE", {"engine": "x:Y"}, "No module of engine="),
     ],
 )
 def test_errors_name_the_argument_that_was_given(text: str, given: dict[str, Any], named: str) -> None:

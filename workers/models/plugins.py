@@ -33,6 +33,4 @@ def import_user_module(module: str, setting: str) -> ModuleType:
             frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
             where = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
             why = f"{type(error).__name__}: {error}{where}."
-        raise SettingsError(
-            f"Cannot import the module {module} of --{setting.replace('_', '-')} or {PREFIX}{setting.upper()}: {why}"
-        ) from None
+        raise SettingsError(f"{PREFIX}{setting.upper()}: cannot import the module {module}: {why}") from None

@@ -53,6 +53,7 @@ from workers.pipeline.message import Message, dead_letter_without_posts, traceba
 from workers.runtime import incoming
 from workers.runtime.in_flight import BACKEND_ERRORS
 from workers.runtime.incoming import (
+    MAX_DELIVERIES,
     delivery_count,
     isolated_death_count,
     read_arguments,
@@ -196,7 +197,7 @@ class Consumer(consumer.Consumer):
 
         def on_task_received(message: Any) -> Any:
             try:
-                if EXPIRIES_BEFORE_ISOLATION + isolated_death_count(message) >= self.app.settings.max_deliveries:
+                if EXPIRIES_BEFORE_ISOLATION + isolated_death_count(message) >= MAX_DELIVERIES:
                     return self._refuse_fatal(message)
                 incoming.check(message)
                 handle(message)
@@ -237,7 +238,7 @@ class Consumer(consumer.Consumer):
     def _refuse_fatal(self, message: Any) -> None:
         """Write a dead letter, without decoding the body, for a message that killed several workers."""
         fatal = f"{isolated_death_count(message)} workers died while handling the message in isolation"
-        what = f"delivered {delivery_count(message) - 1} times; {fatal} ({PREFIX}MAX_DELIVERIES)"
+        what = f"delivered {delivery_count(message) - 1} times; {fatal}"
         self._refuse(message, what, partial(self._tell_failed, message, what), unread=True)
 
     def _tell_failed(self, message: Any, what: str) -> None:

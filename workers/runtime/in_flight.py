@@ -40,7 +40,7 @@ from shared.redis_errors import WRONG_TYPE, is_replica
 from workers.pipeline.context import Owner
 from workers.pipeline.message import Message, State
 from workers.pipeline.pipeline import Pipeline
-from workers.runtime.incoming import delivery_count, source_queue
+from workers.runtime.incoming import MAX_DELIVERIES, delivery_count, source_queue
 from workers.runtime.request import announce_withdrawn, withdrawn
 from workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
 from workers.transport.leases import end_isolation, unclaim
@@ -398,11 +398,11 @@ class InFlight(Owner):
         self._unended.append((pending, ending))
 
     def _give_up(self, request: Any) -> None:
-        """Requeue a message that Celery cannot finish, or acknowledge it after `max_deliveries` deliveries.
+        """Requeue a message that Celery cannot finish, or acknowledge it after MAX_DELIVERIES.
 
         The message's results and dead letters are already stored.
         """
         if not request.acknowledged:
             message = request.message
-            (message.requeue if delivery_count(message) < self._app.settings.max_deliveries else message.ack)()
+            (message.requeue if delivery_count(message) < MAX_DELIVERIES else message.ack)()
             request.acknowledged = True

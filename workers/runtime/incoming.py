@@ -14,6 +14,9 @@ from shared.broker import PRIORITY_MARK
 from workers.runtime.task import arguments_by_name
 from workers.transport.decoding import delivery_counter
 
+#: Deliveries after which a message becomes a dead letter, if its worker vanished each time. From the third delivery on,
+#: the message is delivered in isolation. Crashes during a forward pass are detected earlier (poison.py).
+MAX_DELIVERIES = 5
 #: Required types, by header of task protocol 2 and by field of protocol 1's body. Other fields may have any type.
 FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "id": str,

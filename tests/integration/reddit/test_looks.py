@@ -93,7 +93,7 @@ def test_a_purged_post_is_not_sent_again(house: House) -> None:
 
 
 def test_rechecks_wait_for_a_full_queue_without_piling_up(house: House) -> None:
-    daemon = house.daemon(queue_limit=3, queue_resume=1, posts_per_message=100)
+    daemon = house.daemon(queue_limit=3, posts_per_message=100)
     house.publish("cooking", 150)
     house.run(daemon, 5 * MINUTE)
     house.redis.client.rpush("feedmill", *["x"] * 10)

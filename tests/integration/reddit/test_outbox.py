@@ -16,7 +16,7 @@ from tests.integration.reddit.house import HOUR, MINUTE, House, result, short_li
 
 def test_waits_for_a_full_queue_and_loses_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_module, "MAX_HELD_POSTS", 40)
-    daemon = house.daemon(queue_limit=4, queue_resume=2, posts_per_message=2)
+    daemon = house.daemon(queue_limit=4, posts_per_message=2)
     house.run(daemon, 2 * MINUTE)
     expected = set(house.ids())
     for _ in range(10):
