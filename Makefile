@@ -118,7 +118,7 @@ $(VENV)/demo: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	@$(STAMP_TORCH)
 	@touch $@
 
-$(VENV)/test: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
+$(VENV)/test: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	$(INSTALL) --editable '.[demo,dev]'
 	@$(STAMP_TORCH)
 	@touch $@ $(VENV)/demo

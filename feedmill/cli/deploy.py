@@ -49,7 +49,6 @@ def deploy(
     queue: ToQueue = None,
     reset: Annotated[bool, typer.Option("--reset", help="Return to the model in each worker's own settings.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Show deployed and running models; change nothing.")] = False,
-    wait: Annotated[bool, typer.Option(help="Wait until every worker has switched or failed.")] = True,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
@@ -79,15 +78,11 @@ def deploy(
             request_model(redis, name, deployment)
         if not is_needed:
             message, status = f"No model is deployed to queue {name}: its workers use their own. Nothing to do.", 0
-        elif wait or not nodes:
+        else:
             reports = _wait_for_workers(
                 celery, nodes, deployment, lambda: requested_model(redis, name) == deployment, as_json
             )
             message, status = _conclude(redis, name, deployment, before, reports)
-        else:
-            _poll(celery, nodes)
-            message = f"Asked {len(nodes):,} workers of queue {name} to switch. See `feedmill deploy --show`."
-            status = 0
     typer.echo(json.dumps({"queue": name, **asdict(deployment), "said": message}) if as_json else printable(message))
     raise typer.Exit(status)
 

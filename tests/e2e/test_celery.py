@@ -1,8 +1,8 @@
 """Check every cell of the table in docs/celery.md: Celery's semantics for each message of a micro-batch.
 
 Each row of the table is a function in this module. It tries a Celery feature on a real worker and returns the cell's
-text. Every row runs on three workers: Feedmill's, a stock prefork worker that runs the same task on one message at a
-time, and one that batches with celery-batches.
+text. Every row runs on two workers: Feedmill's, and a stock prefork worker that runs the same task on one message at a
+time.
 """
 
 import json
@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from celery import Celery, chain, chord, group
 from celery.canvas import Signature
-from celery.exceptions import TimeoutError as NotYet
 from celery.result import AsyncResult
 
 from tests.support import RedisServer, end, redis_servers, start, wait_for_replies, wait_until
@@ -28,8 +27,7 @@ from tests.support import RedisServer, end, redis_servers, start, wait_for_repli
 pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).parent.parent.parent
-BATCHES = Path(sys.executable).parent.parent / "celery-batches"
-KINDS = ("Feedmill", "stock prefork", "celery-batches")
+KINDS = ("Feedmill", "stock prefork")
 BAD = {"id": "bad"}
 NUMBERS = count()
 
@@ -76,10 +74,7 @@ class Scene:
         command = {
             "Feedmill": [*celery],
             "stock prefork": [*celery, "--pool", "processes", "--concurrency", "1"],
-            "celery-batches": [sys.executable, "-m", "tests.fakes.batches_worker"],
         }[kind]
-        if kind == "celery-batches":  # needs another Celery version
-            ours |= {"PYTHONPATH": f"{BATCHES}{os.pathsep}{ROOT}", "NEW_INTERPRETER": "1"}
         self.log = folder / "worker.log"
         with self.log.open("wb") as log:
             self.worker = start(command, ROOT, clean | ours, log)
@@ -145,8 +140,8 @@ class Scene:
         self.load_model()
         sent: AsyncResult[Any] = self.send(slow(gate), **options)
         wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "the forward pass has begun")
-        if self.kind != "celery-batches":  # the event follows the worker's own record of the start
-            wait_until(lambda: "task-started" in self._types(sent), "task-started is received")
+        # The event follows the worker's own record of the start.
+        wait_until(lambda: "task-started" in self._types(sent), "task-started is received")
         return sent
 
     def received(self, *sent: AsyncResult[Any]) -> None:
@@ -160,59 +155,33 @@ class Scene:
         if self.kind == "Feedmill":  # a malformed post has its outcome once all messages before it are prepared
             self.send(BAD).get(timeout=60, propagate=False)
 
-    def parted(self, *sent: AsyncResult[Any]) -> bool:
-        """Return whether celery-batches' timer, which flushes every 0.1 s, split the messages into several batches."""
-        return len({self.redis.client.get(f"batch:{each.id}") for each in sent}) > 1
-
     def _types(self, sent: AsyncResult[Any]) -> list[str]:
         return [event["type"] for event in self.events.get(sent.id, ())]
 
     def settled(self, *sent: AsyncResult[Any]) -> None:
-        """Wait until the messages have results.
-
-        celery-batches gives some none, for example to a batch with a failing message. With it, wait at most until two
-        later messages have results or time out.
-        """
-        if self.kind != "celery-batches":
-            wait_until(lambda: all(each.ready() for each in sent), "the messages have results", 60)
-            return
-        for seconds in (3, 60):
-            if not all(each.ready() for each in sent):
-                with suppress(*([NotYet] if seconds < 60 else [])):
-                    self.send(post("other")).get(timeout=seconds)
+        """Wait until the messages have results."""
+        wait_until(lambda: all(each.ready() for each in sent), "the messages have results", 60)
 
     def ended(self, sent: AsyncResult[Any]) -> None:
         """Wait until the task of a message without a result has ended."""
-        if self.kind == "celery-batches":
-            self.settled(sent)
-        else:
-            wait_until(lambda: "postrun" in self._signals(sent), "the task has ended")
+        wait_until(lambda: "postrun" in self._signals(sent), "the task has ended")
 
     def state(self, *sent: AsyncResult[Any]) -> str:
         """Return the messages' final state, after a later message has been answered."""
         self.settled(*sent)
-        with suppress(NotYet):
-            self.send(post("other")).get(timeout=3 if self.kind == "celery-batches" else 60)
-        found = {each.state if each.ready() else f"{each.state} forever" for each in sent}
-        return " and ".join(sorted(found))
+        self.send(post("other")).get(timeout=60)
+        return " and ".join(sorted({each.state for each in sent}))
 
     def told(self, sent: AsyncResult[Any], last: str) -> str:
         """Return a message's events, once it has an event of type `last`."""
-        if self.kind == "celery-batches":  # sends no events
-            self.settled(sent)
-            self.send(post("other")).get(timeout=120)
-        else:
-            wait_until(lambda: f"task-{last}" in self._types(sent), f"task-{last} is received")
-        return ", ".join(_once(name.removeprefix("task-") for name in self._types(sent))) or "none"
+        wait_until(lambda: f"task-{last}" in self._types(sent), f"task-{last} is received")
+        return ", ".join(_once(name.removeprefix("task-") for name in self._types(sent)))
 
     def signals(self, sent: AsyncResult[Any]) -> str:
         """Return a message's signals."""
         self.settled(sent)
-        if self.kind == "celery-batches":  # sends only `received`
-            self.send(post("other")).get(timeout=120)
-        else:
-            wait_until(lambda: self._signals(sent)[-1] == "postrun", "the last postrun is recorded")
-        return ", ".join(_once(self._signals(sent))) or "none"
+        wait_until(lambda: self._signals(sent)[-1] == "postrun", "the last postrun is recorded")
+        return ", ".join(_once(self._signals(sent)))
 
     def _signals(self, sent: AsyncResult[Any]) -> list[str]:
         found: Any = self.redis.client.lrange(f"signals:{sent.id}", 0, -1)
@@ -234,15 +203,11 @@ def _once(told: Iterable[str]) -> Iterator[str]:
 
 Row = Callable[[Scene], str]
 ROWS: dict[str, Row] = {}
-#: Rows that need a task body for each message, which celery-batches does not have.
-OWN_BODY: set[str] = set()
 
 
-def row(name: str, own_body: bool = False) -> Callable[[Row], Row]:
+def row(name: str) -> Callable[[Row], Row]:
     def add(function: Row) -> Row:
         ROWS[name] = function
-        if own_body:
-            OWN_BODY.add(name)
         return function
 
     return add
@@ -277,13 +242,10 @@ def _(scene: Scene) -> str:
 
 @row("a failing message; another in its batch")
 def _(scene: Scene) -> str:
-    while True:
-        with scene.held():
-            bad, good = scene.send(BAD), scene.send(post())
-            scene.received(bad, good)
-        found = f"{scene.state(bad)}; {scene.state(good)}"
-        if not scene.parted(bad, good):
-            return found
+    with scene.held():
+        bad, good = scene.send(BAD), scene.send(post())
+        scene.received(bad, good)
+    return f"{scene.state(bad)}; {scene.state(good)}"
 
 
 @row("`ignore_result=True`")
@@ -306,7 +268,7 @@ def _(scene: Scene) -> str:
     return "respected" if AsyncResult("chosen", app=scene.app).successful() else "lost"
 
 
-@row("custom headers", own_body=True)
+@row("custom headers")
 def _(scene: Scene) -> str:
     found = scene.send(post(), task="own.header", headers={"ticket": "T1"}).get(timeout=120)
     return "visible to the task" if found == ["T1", 1] else str(found)
@@ -431,9 +393,7 @@ def _(scene: Scene) -> str:
     scene.received(sent)
     scene.order("revoke", task_id=sent.id)
     wait_until(lambda: datetime.now(UTC) > due, "it is due")
-    found = scene.state(sent)
-    # With celery-batches, the result varies between runs.
-    return "SUCCESS or REVOKED" if scene.kind == "celery-batches" and found in ("SUCCESS", "REVOKED") else found
+    return scene.state(sent)
 
 
 @row("`revoke_by_stamped_headers`")
@@ -474,25 +434,22 @@ def _(scene: Scene) -> str:
 
 def _failed_in_time(scene: Scene, gate: str, sent: AsyncResult[Any]) -> str:
     """Wait until the message has failed, and return its state. Its forward pass must still be running."""
-    if scene.kind == "celery-batches":
-        scene.redis.client.delete(gate)
-        return scene.state(sent)
     wait_until(sent.ready, "the message has failed")
     assert scene.redis.client.exists(gate)
     return f"{sent.state}: {type(sent.result).__name__}"
 
 
-@row("`retry`", own_body=True)
+@row("`retry`")
 def _(scene: Scene) -> str:
     return scene.told(scene.send(post(), task="own.retries"), "succeeded")
 
 
-@row("`autoretry_for`", own_body=True)
+@row("`autoretry_for`")
 def _(scene: Scene) -> str:
     return scene.told(scene.send(BAD, task="own.autoretries"), "failed")
 
 
-@row("signals on `retry`", own_body=True)
+@row("signals on `retry`")
 def _(scene: Scene) -> str:
     return scene.signals(scene.send(BAD, task="own.autoretries"))
 
@@ -543,41 +500,41 @@ def _(scene: Scene) -> str:
     return _held_while_running(scene, "feedmill.classify")
 
 
-@row("`acks_late=False`, while running", own_body=True)
+@row("`acks_late=False`, while running")
 def _(scene: Scene) -> str:
     return _held_while_running(scene, "own.early")
 
 
 def _held_while_running(scene: Scene, task: str) -> str:
-    key = "unacked" if scene.kind == "celery-batches" else "feedmill:reserved"
+    key = "feedmill:reserved"
     wait_until(lambda: not scene.redis.client.hlen(key), "nothing is held")
     with scene.gate() as gate:
         sent = scene.running(gate, task=task)
-        wait_until(lambda: sent.state == "STARTED" or scene.kind == "celery-batches", "the state is STARTED")
-        wait_until(lambda: "task-started" in scene._types(sent) or scene.kind == "celery-batches", "the event arrives")
+        wait_until(lambda: sent.state == "STARTED", "the state is STARTED")
+        wait_until(lambda: "task-started" in scene._types(sent), "the event arrives")
         held = int(scene.redis.client.hlen(key))
     scene.settled(sent)
     return "held" if held else "acknowledged at its start"
 
 
-@row("`acks_on_failure_or_timeout=False`", own_body=True)
+@row("`acks_on_failure_or_timeout=False`")
 def _(scene: Scene) -> str:
     return scene.told(scene.send(BAD, task="own.unforgiving"), "failed")
 
 
-@row("`Reject(requeue=False)`", own_body=True)
+@row("`Reject(requeue=False)`")
 def _(scene: Scene) -> str:
     sent = scene.send(post(), task="own.rejects")
     return f"{scene.state(sent)}: {scene.told(sent, 'rejected')}"
 
 
-@row("`Reject(requeue=True)`", own_body=True)
+@row("`Reject(requeue=True)`")
 def _(scene: Scene) -> str:
     sent = scene.send(post(), task="own.puts_back")
     return f"{scene.state(sent)}: {scene.told(sent, 'succeeded')}"
 
 
-@row("`Ignore`", own_body=True)
+@row("`Ignore`")
 def _(scene: Scene) -> str:
     sent = scene.send(post(), task="own.ignores")
     scene.ended(sent)
@@ -696,8 +653,6 @@ class Scenes:
 
     def get(self, kind: str) -> Scene:
         if kind not in self._running:
-            if kind == "celery-batches" and not BATCHES.is_dir():
-                pytest.skip("needs celery-batches, which `make test` installs")
             self._running[kind] = Scene(kind, self._new_folder())
             self._running[kind].wait_for_worker()
         return self._running[kind]
@@ -722,13 +677,9 @@ def test_each_feedmill_cell(scenes: Scenes, name: str) -> None:
 
 # Celery's own workers have races: when a killed child's pipe is reused, a message may reach the new child before it
 # is revoked, and torch may refuse a thread pool in a forked child. The table states the usual outcome.
-@pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "`shutdown`"])
-def test_each_other_cell_within_three_new_workers(scenes: Scenes, name: str, kind: str) -> None:
-    if name in OWN_BODY and kind == "celery-batches":
-        assert table()[name, kind] == "not possible"
-        return
-    found = []
+def test_each_stock_cell_within_three_new_workers(scenes: Scenes, name: str) -> None:
+    kind, found = KINDS[1], []
     for _ in range(3):
         try:
             found.append(ROWS[name](scenes.get(kind)))
@@ -754,7 +705,7 @@ def main() -> None:
         scene.wait_for_worker()
         for name, function in ROWS.items():
             try:
-                cell = "not possible" if name in OWN_BODY and kind == "celery-batches" else function(scene)
+                cell = function(scene)
             except BaseException as error:
                 cell = f"!! {type(error).__name__}: {error}"
             found[name].append(cell)

@@ -232,7 +232,7 @@ class DevicePool(BasePool):
             with suppress(RedisError):  # the registration then expires by itself
                 deregister(self._redis, self._node)
 
-    # Unsupported remote commands. The sender receives the error's text.
+    # Unsupported remote commands, whose sender receives the error's text.
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         raise NotImplementedError(
@@ -240,13 +240,9 @@ class DevicePool(BasePool):
         )
 
     def grow(self, n: int = 1) -> None:
-        raise NotImplementedError(f"the pool is one device and cannot grow by {n}: start a worker for another device")
+        raise NotImplementedError("the pool is one device: start or stop a worker per device instead")
 
-    def shrink(self, n: int = 1) -> None:
-        raise NotImplementedError(f"the pool is one device and cannot shrink by {n}: shut the worker down instead")
-
-    def restart(self) -> None:
-        raise NotImplementedError("the pool is the worker's own process: restart the worker")
+    shrink = restart = grow
 
     def on_terminate(self) -> None:
         self.pipeline.stop(seconds=1.0)
