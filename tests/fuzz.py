@@ -1,8 +1,7 @@
 """Fuzz test: hostile messages must neither crash a worker nor get lost (`python -m tests.fuzz --messages N --seed X`).
 
 One message in ten goes to a real worker with a stand-in model, which must still answer a valid message after each
-batch, without a restart. The test process decodes the other messages with the worker's code. `--engine atheris`
-generates messages guided by coverage; it needs atheris and runs no worker.
+batch, without a restart. The test process decodes the other messages with the worker's code.
 
 Fates of a message:
 
@@ -21,7 +20,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -49,8 +47,6 @@ from workers.transport.leases import MAX_UNDECODABLE_BYTES
 ROOT = Path(__file__).parent.parent
 #: Hostile messages per good message.
 BATCH_SIZE = 200
-#: For atheris: maximum number of initial elements, and maximum bytes of an element.
-MAX_SEEDS, MAX_GUIDED_BYTES = 500, 4096
 #: The worker's log line about a message that no task can take.
 LOGGED_DEAD = re.compile(r"message (\S+) is a dead letter")
 #: The only future ETA that is generated. Messages with it wait.
@@ -238,41 +234,17 @@ def run(messages: int, number: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def run_atheris(messages: int, number: int, folder: Path) -> dict[str, Any]:
-    """Run the test with atheris, starting from elements drawn by hypothesis.
-
-    Uses a separate process, because atheris ends its process.
-    """
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    drawn: list[bytes] = []
-    generate(MAX_SEEDS, number, lambda each: drawn.append(each.element("h000000000")))
-    for place, element in enumerate(drawn):
-        if len(element) <= MAX_GUIDED_BYTES:
-            (corpus / f"{place}").write_bytes(element)
-    limits = (f"-runs={messages}", f"-seed={number}", f"-max_len={MAX_GUIDED_BYTES}", f"-artifact_prefix={folder}/")
-    command = [sys.executable, "-m", "tests.fuzz_coverage", *limits, str(corpus)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    done = re.search(r"^Done (\d+) runs in (\d+) second", ended.stderr, re.MULTILINE)
-    if ended.returncode or not done:
-        raise AssertionError(ended.stderr[-6000:])
-    covered = re.findall(r"\bcov: (\d+)", ended.stderr)
-    return {"messages": int(done[1]), "seed": number, "seconds": int(done[2]), "covered": int(covered[-1])}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--engine", choices=["hypothesis", "atheris"], default="hypothesis")
     given_ = parser.parse_args(arguments)
     number = randrange(2**31) if given_.seed is None else given_.seed
     sys.stderr.write(f"seed {number}\n")
     with TemporaryDirectory(prefix="feedmill-fuzz-") as folder:
-        engine = run if given_.engine == "hypothesis" else run_atheris
-        found = engine(given_.messages, number, Path(folder))
+        found = run(given_.messages, number, Path(folder))
     sys.stdout.write(json.dumps(found) + "\n")
-    return 1 if found.get("vanished") else 0
+    return 1 if found["vanished"] else 0
 
 
 if __name__ == "__main__":

@@ -173,22 +173,3 @@ def test_deploy_without_workers_applies_to_later_ones(house: House) -> None:
     status, said, _ = house.run("deploy", "tuned", FEEDMILL_QUEUE="feedmill-nobody")
     assert (status, "feedmill-nobody" in said) == (1, True)
     assert re.search(f"feedmill-nobody  .*{house.folder / 'tuned'} \\(", house.run("deploy", "--show")[1])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "FOLDER.*--reset.*--show"),
-        (["tuned", "--reset"], "FOLDER.*--reset.*--show"),
-        (["none"], "none"),
-        (["."], "no config.json.*feedmill train"),
-        (["tuned", "--queue", "feedmil"], "--queue: .*'feedmil'"),
-        (["tuned", "--redis-url", "redis://127.0.0.1:1/0"], "127.0.0.1:1/0"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_line_that_names_the_argument(house: House, arguments: list[str], words: str) -> None:
-    status, said, complaints = house.run("deploy", *arguments)
-    assert (status, said) == (2, "")
-    assert re.search(words, complaints)
-    assert complaints.count("\n") == 1

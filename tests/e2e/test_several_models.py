@@ -95,28 +95,6 @@ def test_posts_are_classified_by_the_chosen_model(house: House) -> None:
     assert found[house.model].worker.startswith("other@")
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--model", "mods"], "--model: .*'mods'"),
-        (["--queue", "feedmill-mods"], "--queue: .*'feedmill-mods'"),
-        (["--model", "moods", "--queue", "feedmill-moods"], "--model.*--queue|--queue.*--model"),
-        (["--priority", "10"], "--priority: "),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-@pytest.mark.parametrize("command", [["enqueue", "-"], ["ingest", "reddit"]], ids=" ".join)
-def test_mistakes_are_one_line_that_names_the_flag(
-    house: House, command: list[str], flags: list[str], words: str
-) -> None:
-    status, said, complaints = house.run(*command, *flags)
-    assert (status, said) == (2, "")
-    assert re.search(words, complaints)
-    assert complaints.count("\n") == 1
-    if "mods'" in words:
-        assert f"{MINILM} (queue feedmill), {house.model} (queue feedmill-moods)" in complaints
-
-
 def test_a_dead_letter_keeps_its_queue(house: House) -> None:
     # `enqueue` refuses options that the queue's model cannot have. Other applications do not ask.
     kwargs = {"posts": [{"id": "bad", "title": "a title"}], "multi_label": True}

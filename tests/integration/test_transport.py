@@ -287,19 +287,6 @@ def test_moves_oversized_messages_aside_truncated_and_unread(
     assert "xxx" not in caplog.text
 
 
-def test_acknowledges_messages_with_a_forged_consumer_tag(redis: RedisServer) -> None:
-    publish(redis, 1, 2)
-    for number, tag in enumerate(["[]", '"1"']):
-        element = str(redis.client.lindex("posts", number))
-        redis.client.lset(
-            "posts", number, element.replace('"delivery_info": {', f'"delivery_info": {{"consumer_tag": {tag}, ')
-        )
-    with consuming(redis) as consumer:
-        consumer.until(2)
-        consumer.acknowledge()
-        assert held(redis) == (0, 0)
-
-
 def test_delivery_pauses_at_the_memory_limit_for_held_messages(redis: RedisServer) -> None:
     publish(redis, *(list(range(1000)) for _ in range(10)))
     with consuming(redis, options={"held_bytes": 9000}) as consumer:
@@ -322,24 +309,6 @@ def test_delivery_pauses_at_the_memory_limit_for_held_messages(redis: RedisServe
         consumer.acknowledge()
 
 
-def test_decompression_bombs_are_decoded_one_at_a_time(redis: RedisServer) -> None:
-    bomb = [0] * 500_000
-    with Connection(redis.url) as connection:
-        for _ in range(13):
-            Producer(connection.channel()).publish(
-                bomb, exchange=QUEUE.exchange, routing_key=QUEUE.routing_key, declare=[QUEUE], compression="gzip"
-            )
-    with consuming(redis, options={"held_bytes": 10**6}) as consumer:
-        consumer.claiming = True
-        for number in range(1, 14):
-            assert len(consumer.until(1)) == 1
-            consumer.drain()
-            assert len(consumer.got) == 1
-            consumer.acknowledge()
-            assert held(redis)[0] <= 13 - number + 1
-    assert (waiting(redis), held(redis)) == (0, (0, 0))
-
-
 def test_moves_envelopes_with_too_many_objects_aside(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "MAX_SEPARATORS", 1500)
     publish(redis, "good")
@@ -351,18 +320,6 @@ def test_moves_envelopes_with_too_many_objects_aside(redis: RedisServer, monkeyp
         consumer.acknowledge()
         wait_until(lambda: consumer.drain() and redis.client.llen("undecodable") == 1, "the second message is moved")
         assert held(redis) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "element",
-    [
-        b"\xff",
-        b'{"properties": {"delivery_info": []}, "headers": {}}',
-        b"[" * 50_000,
-    ],
-)
-def test_counting_a_delivery_keeps_undecodable_messages_unchanged(element: bytes) -> None:
-    assert count_delivery(element) == element
 
 
 # Redelivery.
@@ -514,16 +471,6 @@ def test_postponed_message_is_claimed_once_it_is_the_only_one(redis: RedisServer
         later.ack()
         consumer.got.clear()
         assert bodies(consumer.until(1)) == ["new"]
-        consumer.acknowledge()
-
-
-def test_unclaimed_messages_do_not_block_delivery(redis: RedisServer) -> None:
-    publish(redis, "later", "now")
-    lapse(redis, 2)
-    with consuming(redis, options=SHORT) as consumer:  # claims nothing
-        got = consumer.until(2)
-        noted = str(redis.client.hget("reserved", got[0].delivery_tag or ""))
-        assert "alone" not in json.loads(noted)["properties"]["delivery_info"]
         consumer.acknowledge()
 
 

@@ -1,7 +1,6 @@
 """workers/pipeline/calibration.py: measuring, caching and lowering the token budget."""
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ import torch
 
 from shared.errors import DeviceFull
 from shared.settings import Settings
-from tests.fakes.interleaving import interleavings
-from tests.support import wait_until
 from tests.unit.test_pipeline import Done, StandIn
 from workers.models import device
 from workers.models.classifiers import Row, Scores
 from workers.pipeline import calibration
-from workers.pipeline.calibration import TokenBudget, best, calibrate, remember, sweep
+from workers.pipeline.calibration import best, calibrate, remember, sweep
 
 CPU = device.Device(torch.device("cpu"), torch.float32, "for a test")
 
@@ -166,40 +163,3 @@ def test_calibrates_with_an_unwritable_cache_folder(
     settings = Settings(cache_folder=tmp_path / "file" / "cache")
     assert calibrate(on(monkeypatch, 1024), settings).tokens == 1024
     assert str(settings.cache_folder) in caplog.text
-
-
-class Contended:
-    """A lock that sets `waited_for` when a thread waits for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.waited_for = threading.Event()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self.waited_for.set()
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-def test_keeps_the_smaller_of_two_concurrent_budgets() -> None:
-    def make() -> tuple[Callable[[], int], Callable[[], object]]:
-        budget = TokenBudget(2000)
-        lock = budget._lock = Contended()  # type: ignore[assignment]
-        other = threading.Thread(target=budget.lower, args=(500,))
-
-        def lower() -> int:
-            budget.lower(1000)
-            if other.ident:
-                other.join()
-            return budget.tokens
-
-        def interfere() -> None:
-            other.start()
-            wait_until(lambda: lock.waited_for.is_set() or not other.is_alive(), "the other lane waits or has finished")
-
-        return lower, interfere
-
-    assert set(interleavings(make)) == {500}

@@ -561,16 +561,6 @@ def test_waiting_for_redis_is_not_a_hung_device() -> None:
     owner.pipeline.stop()
 
 
-def test_rejected_post_with_surrogates_is_a_dead_letter(owner: Owner) -> None:
-    message = Message({"posts": [{"id": "a\ud800", "title": 5 * [1]}], "template": "x"}, None, "the task's id")
-    owner.pipeline.submit(message)
-    wait_until(lambda: message in owner.finished, "the message is finished")
-    (letter,) = owner.store.dead
-    assert letter.model_dump_json()
-    assert (letter.id, letter.message) == ("a?", "the task's id")
-    assert letter.reason.startswith("template: ")
-
-
 def test_lost_device_ends_the_worker(owner: Owner) -> None:
     message = owner.send("fine", "lose the device", "fine")
     wait_until(lambda: owner.failures == 1, "the failure is reported")
@@ -703,22 +693,6 @@ def test_stores_dead_letters_before_the_message_ends(owner: Owner) -> None:
     assert len(owner.store.dead) == 1
 
 
-def test_jobs_and_micro_batches_alternate(owner: Owner) -> None:
-    owner.classifier.gate.clear()
-    first = owner.send("it keeps the device busy")
-    wait_until(lambda: first.state is State.STARTED, "the device is busy")
-    batches_before_job: list[int] = []
-    for _ in range(5):
-        owner.pipeline.run_on_device_thread(lambda: batches_before_job.append(len(owner.classifier.batches)), "a job")
-    owner.budget.tokens = 2
-    for _ in range(5):
-        owner.send("two words")
-    wait_until(lambda: owner.waiting() == 5, "the window fills")
-    owner.classifier.gate.set()
-    wait_until(lambda: len(owner.finished) == 6 and len(batches_before_job) == 5, "all is done")
-    assert batches_before_job == [1, 2, 3, 4, 5]
-
-
 def test_urgent_messages_run_first(owner: Owner) -> None:
     owner.classifier.gate.clear()
     owner.send("it keeps the device busy")
@@ -739,13 +713,6 @@ def test_dying_thread_is_a_failure(owner: Owner) -> None:
     wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert isinstance(owner.pipeline.failure, AssertionError)
     assert message not in owner.finished
-
-
-def test_counts_posts_rows_and_tokens(owner: Owner) -> None:
-    owner.results("one two three", "one")
-    totals = owner.pipeline.statistics.totals
-    assert (totals.posts, totals.rows, totals.tokens, totals.device_seconds) == (2, 2, 4, 0.001 * totals.batches)
-    assert 4 <= totals.padded_tokens <= 6
 
 
 def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:

@@ -40,12 +40,6 @@ def test_large_message_counts_for_all_its_posts(pool: DevicePool) -> None:
     assert pool.room_bytes() == pytest.approx(64 * 300)
 
 
-def test_ignores_messages_without_posts_or_bytes(pool: DevicePool) -> None:
-    pool._learn_size(0, 10**6)
-    pool._learn_size(5, 0)
-    assert pool.room_bytes() == 64 * 300
-
-
 def test_fetches_nothing_with_little_room(pool: DevicePool) -> None:
     pool.pipeline.waiting = lambda: 193  # type: ignore[method-assign]
     assert (pool.room(), pool.room_bytes()) == (0, 1)

@@ -1,7 +1,6 @@
 """workers/runtime/request.py and `format_arguments` of shared/broker.py: requests never show a post's text."""
 
 import json
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,23 +101,6 @@ def test_is_revoked_by_stamps_of_any_type(
     made = request([], {"posts": []}, stamped_headers=list(stamps), stamps=stamps)
     monkeypatch.setattr(made, "_announce_revoked", lambda *_: None)
     assert withdrawn(made) == made.revoked() == revoked
-
-
-@pytest.mark.parametrize("ending", ["task-succeeded", "task-failed"])
-def test_runtime_starts_at_the_first_forward_pass(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    events: list[tuple[str, dict[str, Any]]] = []
-    made = request([], {"posts": []}, events)
-    made.send_event(ending, runtime=0.001)
-    made.on_accepted(1, 100.0)
-    monkeypatch.setattr(time, "monotonic", lambda: 102.5)
-    made.send_event(ending, runtime=0.001)
-    made.send_event("task-rejected")
-    assert [(name, fields.get("runtime")) for name, fields in events] == [
-        (ending, 0.001),  # the task never started, so Celery's runtime is used
-        ("task-started", None),
-        (ending, 2.5),
-        ("task-rejected", None),
-    ]
 
 
 def test_ignored_result_is_a_summary() -> None:

@@ -17,7 +17,7 @@ from shared.results import Result
 from shared.settings import Settings
 from workers.models.classifiers import Classifier
 from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.context import Owner
+from workers.pipeline.context import Owner, Store
 from workers.pipeline.message import Message
 from workers.pipeline.pipeline import Pipeline
 
@@ -67,11 +67,18 @@ class NullStore:
 class OfflinePipeline:
     """A running pipeline without a queue. Several threads may classify with it at once."""
 
-    def __init__(self, classifier: Classifier, settings: Settings, budget: TokenBudget) -> None:
+    def __init__(
+        self,
+        classifier: Classifier,
+        settings: Settings,
+        budget: TokenBudget,
+        store: Store | None = None,
+        worker: str = "offline",
+    ) -> None:
         self._settings = settings
         self._callers = Callers()
         self._submitting = threading.Lock()
-        self._pipeline = Pipeline(classifier, NullStore(), settings, budget, "offline", self._callers)
+        self._pipeline = Pipeline(classifier, store or NullStore(), settings, budget, worker, self._callers)
         self._pipeline.start()
 
     @property
@@ -111,6 +118,18 @@ class OfflinePipeline:
                         yield post, outcome or PostError(id=post.id, error=str(first.refused))
         finally:
             call.abandoned = True
+            self._callers.calls.discard(call)
+
+    def run(self, message: Message) -> None:
+        """Block until a message has its outcomes. Raises ModelError if the device fails permanently."""
+        message.pending = call = Call()
+        self._callers.calls.add(call)
+        try:
+            with self._submitting:
+                self._pipeline.submit(message)
+            if self.failure or call.finished.get() is None:
+                raise pipeline_error(self._pipeline)
+        finally:
             self._callers.calls.discard(call)
 
     @property

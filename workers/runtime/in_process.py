@@ -6,7 +6,7 @@ each calling thread submits one message and waits for it.
 
 import os
 import threading
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from shared.broker import connect
 from shared.errors import DeviceFull, DeviceLost, ModelError, clause
@@ -17,17 +17,8 @@ from shared.settings import Settings
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import select_device
 from workers.pipeline.calibration import calibrate
-from workers.pipeline.context import Owner
 from workers.pipeline.message import Message
-from workers.pipeline.offline import NullStore, pipeline_error
-from workers.pipeline.pipeline import Pipeline
-
-
-class Waiting(Owner):
-    """An owner that wakes the thread that waits for a message."""
-
-    def recorded(self, message: Message) -> None:
-        message.pending.set()
+from workers.pipeline.offline import OfflinePipeline
 
 
 class InProcessPipeline:
@@ -43,13 +34,13 @@ class InProcessPipeline:
     @classmethod
     def classify(cls, message: Message, settings: Settings, worker: str | None) -> None:
         """Block until the message has its outcomes. Raises UserError, or ModelError if the device fails permanently."""
-        found = cls._acquire(settings, worker)
+        pipeline = cls._acquire(settings, worker)
         try:
-            found._classify(message)
+            pipeline._pipeline.run(message)
         finally:
             with cls._lock:
-                found._users -= 1
-                found._stop_if_unused()
+                pipeline._users -= 1
+                pipeline._stop_if_unused()
 
     @classmethod
     def _acquire(cls, settings: Settings, worker: str | None) -> "InProcessPipeline":
@@ -83,19 +74,9 @@ class InProcessPipeline:
                 f"The device failed: {clause(error)}. Try again; if the device is out of memory, lower "
                 "FEEDMILL_TOKEN_BUDGET."
             ) from None
-        self._submitting = threading.Lock()
         self._bounds = MemoryBounds(connect_for_monitoring(settings), settings) if worker else None
-        store: Any = NullStore()
+        store = None
         if self._bounds:
             self._bounds.start()
             store = ResultsStore(connect(settings), settings, self._bounds.check_soon)
-        self._pipeline = Pipeline(classifier, store, settings, budget, worker or "here", Waiting())
-        self._pipeline.start()
-
-    def _classify(self, message: Message) -> None:
-        message.pending = done = threading.Event()
-        with self._submitting:
-            self._pipeline.submit(message)
-        while not done.wait(1):
-            if self._pipeline.failure:
-                raise pipeline_error(self._pipeline)
+        self._pipeline = OfflinePipeline(classifier, settings, budget, store, worker or "here")

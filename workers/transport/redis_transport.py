@@ -25,21 +25,14 @@ Additional options in `broker_transport_options`: the names of the three keys (`
 interval between searches for expired leases. Leases can be short, because a thread renews them even while the event
 loop is busy.
 
-Overridden methods, and why (tests/integration/test_transport.py fails if kombu changes one of them):
+The overrides rely on kombu's internals; tests/integration/test_transport.py fails if kombu changes. Beyond reserving
+and leases, they
 
-- `MultiChannelPoller.on_poll_start`, `_register_BRPOP`: send what is due on each turn. `on_readable`,
-  `_update_brpop_polling`: always read replies, because reservations never exceed the prefetch limit. `get`: wake every
-  second, and send acknowledgements if there is no event loop.
-- `QoS.append`, `ack`, `reject`, `restore_unacked`, `restore_unacked_once`, `restore_by_tag`, `restore_visible`: use
-  `Leases`. Closing returns unclaimed messages only, instead of all.
-- `Channel._brpop_start`, `_brpop_read`, `_poll_error`, `_get`: reserve instead of pop. `basic_consume`, `basic_get`:
-  handle consumers without acknowledgements. `_update_queue_cycle`: wait for the lists of the current queues.
-  `decode_body`: report undecodable bodies. `_queue_bind`, `_delete`, `_size`: tolerate `maxmemory`, at which Redis
-  rejects bindings and MULTI and no consumer could connect to empty a queue. `_connparams`: use RESP 3, which
-  notifications need. `_on_connection_disconnect`: send unanswered acknowledgements again. `close`: do not wait for a
-  dead connection.
-- `Transport.connection_errors`: reconnect after an error reply (out of memory, read-only after a failover) instead of
-  exiting. `register_with_event_loop`: record that there is an event loop. `establish_connection`: treat a Redis that
+- send what is due and read every reply on each turn of the event loop, and wake every second without one;
+- return only unclaimed messages when a channel closes, and send unanswered acknowledgements again;
+- tolerate `maxmemory`, at which Redis rejects bindings and MULTI and no consumer could connect to empty a queue;
+- use RESP 3, which notifications need;
+- reconnect after an error reply (out of memory, read-only after a failover) instead of exiting, and treat a Redis that
   rejects writes as unreachable, so that Celery waits before it reconnects.
 """
 
