@@ -35,6 +35,8 @@ from shared.scripts.stream import Place
 STATE_FILE = "_export.json"
 #: Name of a part, with the ids of its first and last stream entry.
 PART_NAME = re.compile(r"part-(\d+-\d+)_(\d+-\d+)\.(csv|jsonl|parquet)")
+#: Rows per batch. Batches of a single fetch, about 500 rows, take twice as long per row.
+BATCH_ROWS = 2000
 #: Approximate number of rows in a part. A part is closed at the end of a fetch, and when the day changes.
 PART_ROWS = 100_000
 #: Seconds between removals of posts that were purged after their part was closed, while an export follows the stream.
@@ -66,17 +68,27 @@ class _Output:
         self._schema = schema_of(layout.columns, layout.form == "parquet")
         escaped = set(layout.columns) - UNESCAPED
         self._writer = writer_to(self._file, layout.form, self._schema, escaped, compression)
+        self._rows: list[ResultRow] = []
+        #: Rows that were added.
         self.rows = 0
 
     def add(self, rows: Sequence[ResultRow]) -> None:
-        self._writer.write(batch_of(rows, self._schema))
+        self._rows += rows
         self.rows += len(rows)
+        if len(self._rows) >= BATCH_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.write(batch_of(self._rows, self._schema))
+            self._rows.clear()
 
     def publish(self, path: Path, form: str, reader: RowReader, latest: bool = False) -> int:
         """Complete the file, and rename it, or publish a copy without purged posts: see `_remove_purged`.
 
         Returns the number of removed rows of purged posts, and sets `rows` to the number of rows left.
         """
+        self._flush()
         self._writer.close()
         self._file.flush()
         removed, left = _remove_purged(self.path, path, form, reader, latest)
