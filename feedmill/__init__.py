@@ -65,23 +65,6 @@ if TYPE_CHECKING:
     from workers.runtime.task import classify_task as classify_task
 
 __version__ = "0.1.0"
-__all__ = [
-    "Classifier",
-    "ClassifyTask",
-    "MessageFailed",
-    "Missed",
-    "Prediction",
-    "Predictions",
-    "Result",
-    "SubmittedRun",
-    "UserError",
-    "__version__",
-    "classify",
-    "classify_task",
-    "results",
-    "submit",
-]
-
 
 #: Public names, each with the module that defines it.
 _LAZY_NAMES = {
@@ -99,6 +82,7 @@ _LAZY_NAMES = {
     "results": "feedmill.api.results",
     "submit": "feedmill.api.submission",
 }
+__all__ = ["__version__", *_LAZY_NAMES]  # noqa: PLE0604 - all of them are strings
 
 
 def __getattr__(name: str) -> Any:

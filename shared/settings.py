@@ -10,7 +10,6 @@ import os
 import re
 import ssl
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +27,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared import address, label_files
-from shared.errors import SettingsError, first_problem, json_problem
+from shared.errors import SettingsError, first_problem, json_problem, similar_name
 from shared.messages import Labels, Template
 
 PREFIX = "FEEDMILL_"
@@ -516,6 +515,6 @@ def unknown_variables() -> Iterator[str]:
     for variable in sorted(os.environ):
         name = variable.lower().removeprefix(PREFIX.lower())
         if name != variable.lower() and name not in Settings.model_fields:
-            nearest = get_close_matches(name, Settings.model_fields, 1)
-            suggestion = f"; did you mean {PREFIX}{nearest[0].upper()}?" if nearest else ""
+            nearest = similar_name(name, list(Settings.model_fields))
+            suggestion = f"; did you mean {PREFIX}{nearest.upper()}?" if nearest else ""
             yield f"{variable} is not a setting and is ignored{suggestion}"

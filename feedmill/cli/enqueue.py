@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from feedmill.cli.dates import check_date_format, parse_period
 from feedmill.cli.file_reading import FileReading
-from feedmill.cli.option_groups import with_groups
+from feedmill.cli.option_groups import excludes, with_groups
 from feedmill.cli.options import FileFlags, Limit, MessageFlags, RedisUrl
 from feedmill.cli.run_progress import wait_for_run
 from feedmill.export.columns import COLUMNS
@@ -44,6 +44,7 @@ MAX_KEPT, MAX_COLUMN = 20, 100
 
 
 @app.command()
+@excludes("--no-run", "--run", "--keep", "--wait")
 @with_groups
 def enqueue(
     *,
@@ -108,8 +109,6 @@ def enqueue(
     chosen = columns.columns(check_date_format(date_format), kept)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     name = None if no_run else default_run(file) if run is None else parse_run(run)
-    if no_run and (run or kept or wait):
-        raise UserError("--no-run cannot be combined with --run, --keep or --wait, which need a run.")
     redis = connect(settings)
     settings = flags.select_queue(settings, redis)
     refuse = settings.when_full == "refuse"

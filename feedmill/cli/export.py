@@ -18,7 +18,8 @@ from redis.exceptions import TimeoutError as TimeoutFault
 from rich.console import Console
 
 from feedmill.cli.dates import parse_period
-from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, refuse, settings_of
+from feedmill.cli.option_groups import excludes, needs, refuse
+from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
 from feedmill.export.columns import COLUMNS, ExportFilter, choose
 from feedmill.export.run import ExportRun, format_rows, stop_on_signal
 from feedmill.reading.names import check_run, unknown_run
@@ -45,11 +46,17 @@ DEFAULT_TABLE = "feedmill_results"
 app = typer.Typer()
 
 
+#: Flags that select what is exported. --purge exports nothing.
+SELECTING = ("--columns", "--since", "--until", "--label", "--run", "--part-seconds")
 #: Export formats.
 Form = Literal["csv", "jsonl", "parquet"]
 
 
 @app.command("export")
+@excludes("--purge", *SELECTING, "--follow", "--latest")
+@excludes("--follow", "--until")
+@excludes("--latest", "--label")
+@needs("--part-seconds", "--follow")
 def export_results(
     destination: Annotated[
         str,
@@ -103,11 +110,8 @@ def export_results(
     of_name = None if is_table else _format_of(out)
     form = form or of_name
     in_parts = follow or out.is_dir() or (form == "parquet" and of_name is None and not is_printed)
-    selects = any(value is not None for value in (columns, since, until, label, run, part_seconds))
     of_file = any(value is not None for value in (form, columns, part_seconds)) or latest
     refuse(
-        (purge and (selects or follow or latest), "--purge exports nothing. Leave out the other export options."),
-        (follow and until is not None, "--follow cannot be combined with --until: following has no end."),
         (is_table and of_file, "A table has all columns and results. Leave out --format, --columns, --latest and "
          "--part-seconds."),
         (table is not None and not is_table, "--table needs a database: an OUT such as postgresql://user@host/database."),
@@ -119,10 +123,7 @@ def export_results(
          f"it is stopped, such as --format {form} {out.with_suffix('')}/"),
         (latest and in_parts, "--latest needs a single file, because finished parts cannot be changed. Give an OUT "
          "that ends in .parquet, .csv or .jsonl, without --follow."),
-        (latest and label is not None, "--latest cannot be combined with --label, because a post's newest result may "
-         "have another label."),
-        (part_seconds is not None and not (follow and part_seconds > 0), "--part-seconds requires --follow and a value "
-         "above 0."),
+        (part_seconds is not None and part_seconds <= 0, "--part-seconds must be above 0."),
     )  # fmt: skip
     selection = ExportFilter(
         *parse_period(since, until, earliest=0.0), label, latest, None if run is None else parse_run(run)

@@ -20,7 +20,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo
 
-from shared.errors import UserError
+from shared.errors import UserError, printable
 from workers.training.options import SWITCH, TrainOptions
 
 Command = Callable[..., None]
@@ -69,6 +69,13 @@ def needs(flag: str, *others: str) -> Callable[[Command], Command]:
         return f"{flag} needs {' or '.join(others)}."
 
     return _rule(problem, {flag, *others})
+
+
+def refuse(*rules: tuple[bool, str]) -> None:
+    """Raise UserError for the first rule about values that applies. Each rule says whether it does, and the error."""
+    for applies, message in rules:
+        if applies:
+            raise UserError(printable(message))
 
 
 def _rule(problem: Callable[[set[str]], str | None], named: set[str]) -> Callable[[Command], Command]:

@@ -12,7 +12,7 @@ from redis import Redis
 from producers.records import Columns
 from shared import logs
 from shared.broker import user_errors
-from shared.errors import UserError, printable
+from shared.errors import UserError
 from shared.messages import ClassifyOptions
 from shared.model_routing import check_queue, queue_for_model
 from shared.settings import CLASSIFIER_CHOICES, Settings, load, unknown_variables
@@ -174,10 +174,3 @@ class MessageFlags:
             if self.to_model is None:
                 return settings
             return settings.model_copy(update={"queue": queue_for_model(redis, self.to_model)})
-
-
-def refuse(*rules: tuple[bool, str]) -> None:
-    """Raise UserError for the first rule that applies. Each rule says whether it does, and the error."""
-    for applies, message in rules:
-        if applies:
-            raise UserError(printable(message))

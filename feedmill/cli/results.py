@@ -11,7 +11,8 @@ import typer
 from redis import Redis
 
 from feedmill.cli.dates import parse_period, utc
-from feedmill.cli.options import AsJson, RedisUrl, RunFilter, refuse, settings_of
+from feedmill.cli.option_groups import excludes, needs
+from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
 from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
 from feedmill.reading.groups import CLAIM_AFTER_S
 from feedmill.reading.names import check_run, unknown_label, unknown_run
@@ -32,6 +33,10 @@ app = typer.Typer(name="results", invoke_without_command=True, no_args_is_help=F
 
 
 @app.callback()
+@needs("--from-start", "--group")
+@needs("--claim-after", "--group")
+@excludes("--group", "--limit")
+@excludes("--from-start", "--since")
 def results(
     context: typer.Context,
     follow: Annotated[bool, typer.Option(help="Keep showing new results until Ctrl-C.")] = False,
@@ -73,13 +78,6 @@ def results(
     """
     if context.invoked_subcommand:
         return
-    refuse(
-        (group is None and (from_start or claim_after is not None), "--from-start and --claim-after require --group."),
-        (group is not None and limit is not None, "--limit cannot be combined with --group, which resumes where it "
-         "stopped."),
-        (from_start and since is not None, "--from-start and --since both say where a new group starts. Leave out one "
-         "of them."),
-    )  # fmt: skip
     settings = settings_of(redis_url=redis_url)
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, None if run is None else parse_run(run))

@@ -237,17 +237,11 @@ def test_exports_by_time_and_label(redis: RedisServer, tmp_path: Path) -> None:
         ),
         (("--follow", "out.parquet"), r"--follow needs a folder.*--format parquet out/"),
         (("--follow", "out.csv"), r"--follow needs a folder.*--format csv out/"),
-        (
-            ("--latest", "--label", "food", "out.csv"),
-            "--latest",
-        ),
         (("--format", "csv", "--since", "soon", "out"), "--since: 'soon'.*2026-01-31"),
         (
             ("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"),
             "2026-01-02.*2026-01-01",
         ),
-        (("--format", "csv", "--follow", "--until", "2026-01-01", "out"), "--until.*--follow|--follow.*--until"),
-        (("--purge", "--follow", "out"), "--purge"),
         (("--purge", "out"), r"\bout\b"),
         (("--format", "csv", "/proc/out"), "/proc|Permission|No such file"),
     ],

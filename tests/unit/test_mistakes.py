@@ -61,6 +61,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("enqueue - --since 2024-02-01 --until 2024-01-01", ["--since", "2024-02-01", "2024-01-01"]),
         ("demo --own a,b --all", ["feedmill: --own cannot be combined with --all."]),
         ("status --run x --watch", ["--run cannot be combined with --watch."]),
+        ("results --from-start", ["--from-start needs --group."]),
+        ("export x --purge --follow", ["--purge cannot be combined with --follow."]),
+        ("enqueue x --no-run --wait", ["--no-run cannot be combined with --wait."]),
         ("purge --lift --rewrite a", ["--lift cannot be combined with --rewrite."]),
         ("purge --run x a", ["--run cannot be combined with ID."]),
         ("purge", ["ids", "--run"]),
@@ -166,7 +169,6 @@ def test_flower_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("postgresql://host/database --columns id,label", ["--columns"]),
         ("postgres://host/database --latest --follow", ["--latest"]),
-        ("postgresql://host/database --follow --until 2026-01-01", ["--follow", "--until"]),
         ("labels.csv --table labels", ["--table", "postgresql://user@host/database"]),
     ],
 )

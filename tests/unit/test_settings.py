@@ -23,14 +23,11 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("FEEDMILL_TOKEN_BUDGET", "many", ("whole number",)),
         ("FEEDMILL_DTYPE", "fp8", ("'auto', 'float32', 'bfloat16', 'float16' or 'int8'",)),
         ("FEEDMILL_DEVICE", "gpu", ("cuda:N", "'gpu'")),
-        ("FEEDMILL_DEVICE", "cuda:", ("cuda:N",)),
         ("FEEDMILL_DEVICES", "0,", ("cpu:N", "'0,'")),
         ("FEEDMILL_DEVICE_MEMORY", "1.5", ("1",)),
         ("FEEDMILL_QUEUE", "my queue", ("64",)),
-        ("FEEDMILL_REVISION", "a b", ("'a b'",)),
         ("FEEDMILL_LABELS", "a,a", ("'a'",)),
         ("FEEDMILL_LABELS", "a,,b", ("a label is empty",)),
-        ("FEEDMILL_LABELS", '["a", ""]', ("a label is empty",)),
         ("FEEDMILL_LABELS", '["a', ("JSON", "Unterminated string")),
         ("FEEDMILL_LABELS", "[" * 100_000, ("JSON",)),
         ("FEEDMILL_LABELS", '{"a": ""}', ("a.0: ",)),
@@ -38,10 +35,8 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("FEEDMILL_REDIS_URL", "http://host", ("redis://",)),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", ("redis://",)),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", ("redis://",)),
-        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:6379/zero", ("redis://",)),
         ("FEEDMILL_DRAIN", "0", ()),
         ("FEEDMILL_RESULTS_MEMORY", "1MB", ("10MB", "'1MB'")),
-        ("FEEDMILL_SENT_MEMORY", "much", ("GiB", "'much'")),
     ],
 )
 def test_invalid_value_names_the_variable(
@@ -52,11 +47,6 @@ def test_invalid_value_names_the_variable(
         load()
     assert str(error.value).startswith(f"{name}: ")
     assert "s3cret" not in str(error.value)
-
-
-def test_data_folder_is_relative_to_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert load(data_folder="mill").data_folder == tmp_path / "mill"
 
 
 def test_invalid_flag_names_the_flag() -> None:
@@ -73,12 +63,10 @@ PRAISE = {"praise": ("thanks, applause", "good"), "Kritik – 1": ("Kritik – 1
     ("name", "text", "labels"),
     [
         ("labels.json", '["a, b", "c"]', {"a, b": ("a, b",), "c": ("c",)}),
-        ("labels.JSON", json.dumps(PRAISE), PRAISE),
         ("my labels.json", "\ufeff" + json.dumps({"a": "b"}), {"a": ("b",)}),
         ("@labels", json.dumps({"a": "b"}), {"a": ("b",)}),
         ("@a,b.json", '["a"]', {"a": ("a",)}),
         ("labels.txt", "a, b\r\n\n  c \n", {"a, b": ("a, b",), "c": ("c",)}),
-        ("labels.csv", "a\nb\n", {"a": ("a",), "b": ("b",)}),
         ("labels.csv", 'Label,Description,More\npraise,"thanks, applause",good\nKritik – 1,,\n', PRAISE),
         ("labels.csv", "praise;thanks, applause;good\nKritik – 1\n", PRAISE),
     ],
@@ -98,13 +86,11 @@ def test_reads_labels_from_files(
     [
         ("missing.json", None, "no file missing.json"),
         ("@missing", None, "no file missing"),
-        ("@.", None, "no file"),
         ("@x\0", None, "cannot be read"),
         ("labels.json", b'{"a": ', "labels.json.*JSON"),
         ("labels.json", b"5", "expected a list"),
         ("labels.txt", b"caf\xe9", "labels.txt.*UTF-8"),
         ("labels.txt", b"\n \n", "labels.txt is empty"),
-        ("labels.csv", b"label\na\na\n", "'a' is named twice"),
         ("labels.csv", b"label,description\na,b\na,c\n", "'a' is named twice"),
         ("labels.txt", b"x" * (2**20 + 1), "labels.txt.*1,048,576"),
     ],
@@ -184,13 +170,6 @@ def test_finds_a_running_stack(tmp_path: Path) -> None:
     assert later.redis_address == "127.0.0.1:6379/0"
     assert settings == later, "of which `classify_task` keeps one sender"
     assert ":p@" not in repr(settings) + settings.model_dump_json()
-
-
-def test_ignores_the_address_of_a_killed_stack(tmp_path: Path) -> None:
-    settings = Settings.model_validate({"data_folder": tmp_path})
-    with announced(tmp_path, json.dumps({"redis_url": "redis://:p@127.0.0.1:1/0"})):
-        pass
-    assert settings.broker_url == "redis://127.0.0.1:6379/0"
 
 
 def test_rejects_an_unreadable_lock(tmp_path: Path) -> None:
