@@ -66,14 +66,6 @@ def test_the_head_is_a_linear_layer_on_embeddings() -> None:
     assert (vectors @ weight.T + bias).argmax(1).tolist() == posts.predict(answers, range(60))
 
 
-def test_a_skipped_post_counts_as_one_without_a_label() -> None:
-    posts = pool()
-    answers = [answer(0), answer(1)]
-    skipped = [*answers, Answer(Pick(2, RANDOM), None)]
-    for one, other in zip(posts.head(answers), posts.head(skipped), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_first_picks_are_a_random_sample() -> None:
     posts = pool(blur=0.1)
     one, other = (posts.pick([], FIRST_ROUND, seed) for seed in (7, 8))

@@ -155,12 +155,6 @@ def test_refuses_labels_that_are_not_one_text_each(folder: Path, labels: Any) ->
         loaded(folder).label_set(ClassifyOptions.parse({"labels": labels}))
 
 
-def test_template_replaces_each_label(folder: Path) -> None:
-    expected = theirs(folder, TEXTS[:1], [f"about {label}" for label in LABELS])
-    found = ours(loaded(folder, template="about {}"), TEXTS[:1], labels=LABELS)
-    assert torch.allclose(found, expected, atol=1e-5)
-
-
 def test_detects_and_loads_a_checkpoint(folder: Path) -> None:
     assert classifier_kind(locate(str(folder))) == "gliclass"
     assert load_classifier(Settings(model=str(folder)), fp()).kind == "gliclass"

@@ -64,13 +64,6 @@ def test_scores_match_the_model_cards_recipe(classifier: Similarity) -> None:
     assert torch.allclose(torch.tensor([[s[label] for label in labels] for s in multi]), expected, atol=1e-5)
 
 
-def test_other_rows_do_not_change_scores(classifier: Similarity) -> None:
-    together = scores(classifier, TEXTS)
-    for text, found in zip(TEXTS, together, strict=True):
-        (alone,) = scores(classifier, [text])
-        assert alone == pytest.approx(found, abs=1e-5)
-
-
 def test_label_sets_share_a_forward_pass(classifier: Similarity) -> None:
     sets = [
         classifier.label_set(ClassifyOptions.parse({"labels": labels})) for labels in ("sports,food", "music,tea,cars")

@@ -80,14 +80,6 @@ def test_accepts_the_longest_row(folder: Path) -> None:
     assert engine_of(folder).forward(rows_of(most or 300, 3)).isfinite().all()
 
 
-def test_packed_outputs_match_padded_ones(folder: Path) -> None:
-    packed, padded = engine_of(folder), engine_of(folder, packed=False)
-    assert packed.packed == (folder.name in PACKABLE_TYPES)
-    assert not padded.packed
-    rows = rows_of(2, 7, 7, 30)
-    assert torch.allclose(padded.forward(rows), packed.forward(rows), atol=1e-4)
-
-
 @pytest.mark.parametrize("architecture", ["modernbert", "mpnet"])
 def test_long_masked_rows_match_padded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     monkeypatch.setattr(packing, "MAX_SCORES_LENGTH", 20)
@@ -144,14 +136,6 @@ def test_padding_to_few_shapes_does_not_change_outputs(folder: Path, lengths: tu
     assert computed == [torch.Size((FEW.rows(len(lengths)), min(FEW.length(max(lengths)), limit)))]
     assert outputs.shape[0] == len(rows)
     assert torch.allclose(outputs, alone(folder, rows), atol=1e-4)
-
-
-@pytest.mark.parametrize("architecture", ["bart", "bert", "distilbert", "gpt2"])
-def test_padding_to_few_shapes_does_not_change_logits(tmp_path: Path, architecture: str) -> None:
-    folder = make_model(architecture, tmp_path, NLI)
-    rows = [Tokens([*row.ids[:-1], 2]) for row in rows_of(2, 7, 7, 30, 31)]
-    exact, few = (engine_of(folder, LOGITS, packed=False, shapes=shapes) for shapes in (EXACT, FEW))
-    assert torch.allclose(few.forward(rows), exact.forward(rows), atol=1e-4)
 
 
 def test_only_cuda_has_few_shapes_and_no_cudnn_attention() -> None:
