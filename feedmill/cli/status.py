@@ -179,7 +179,7 @@ def _watch(settings: Settings, as_json: bool) -> None:
             entry: dict[str, Any] = {"at": time.time()}
             if isinstance(seen, StatusWithRates):
                 entry |= seen.status.as_json()
-                entry |= {"results_per_second": seen.results, "posts_per_second": seen.posts, "device_busy": seen.busy}
+                entry["results_per_second"] = seen.results
             else:
                 entry["error"] = seen
             typer.echo(json.dumps(entry))
@@ -255,8 +255,8 @@ def _workers(seen: StatusWithRates) -> Table:
         table.add_row(
             Text(printable(node)),
             Text(printable(_device(pool))),
-            f"{seen.posts.get(node, recent['posts_per_second']):,.1f}",
-            f"{seen.busy.get(node, recent['device_busy']):.2f}",
+            f"{recent['posts_per_second']:,.1f}",
+            f"{recent['device_busy']:.2f}",
             f"{pool['rows_waiting']:,}",
             f"{pool['posts']:,}",
         )

@@ -2,22 +2,20 @@
 
 This is the only module that imports Flower. The dashboard differs from the `celery flower` command in these ways:
 
-- Basic auth protects every page and /api/*. `/metrics`, which Flower leaves open, answers on loopback only.
+- Basic auth protects every page, /api/* and /metrics, which Flower leaves open.
 - The state is saved as JSON; Flower saves a pickle.
-- The broker page lists Feedmill's queues even while no Feedmill worker runs. A worker's page shows the pool statistics
-  verbatim.
+- The broker page lists Feedmill's queues even while no Feedmill worker runs.
 - The task list shows the reason of a failed message.
 - Workers are inspected from their first heartbeat until they answer. Flower inspects only the workers that are online
   when it starts.
 - Arguments in the task-sent events of other applications are dropped, because they may contain posts.
 
 Relies on these internals. Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its
-`started` and `update_workers`; the handlers `Metrics`, `BrokerView`, `GetQueueLengths` and `WorkerView`; the Tornado
-options. Celery: `Task` in celery/events/state.py is constructed from its fields.
+`started` and `update_workers`; the handlers `Metrics`, `BrokerView` and `GetQueueLengths`; the Tornado options.
+Celery: `Task` in celery/events/state.py is constructed from its fields.
 """
 
 import fcntl
-import ipaddress
 import json
 import logging
 import math
@@ -40,9 +38,9 @@ from flower.urls import settings as tornado_settings  # type: ignore[import-unty
 from flower.views import BaseHandler  # type: ignore[import-untyped]
 from flower.views.broker import BrokerView  # type: ignore[import-untyped]
 from flower.views.monitor import Metrics  # type: ignore[import-untyped]
-from flower.views.workers import WorkerView  # type: ignore[import-untyped]
 from kombu.utils.functional import LRUCache
 from redis.exceptions import RedisError
+from tornado.web import authenticated
 
 from feedmill.stack.signals import EXIT_SIGNALS, not_ignored
 from shared.atomic_files import replacing
@@ -80,8 +78,6 @@ PASSED_OPTIONS = (
     "tasks_columns",
     "url_prefix",
 )
-#: Headers that a proxy adds. Behind a proxy, the remote address is the proxy's, not the client's.
-PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-Ip")
 
 
 class Dashboard:
@@ -283,46 +279,20 @@ class QueueLengths(OwnQueues, GetQueueLengths):  # type: ignore[misc]
     """The JSON API for the lengths that the broker page shows."""
 
 
-class Verbatim:
-    """A text that Flower's pages show verbatim. In a plain str, the pages capitalise words and replace dashes."""
+class ProtectedMetrics(Metrics):  # type: ignore[misc]
+    """Flower's metrics, which it leaves open, with the password of all other pages."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-
-class PoolPage(WorkerView):  # type: ignore[misc]
-    """A worker's page that shows the pool statistics verbatim."""
-
-    def render(self, template: str, **shown: Any) -> None:
-        if worker := shown.get("worker"):
-            pool = worker["stats"].get("pool", {})
-            said = {name: Verbatim(value) if isinstance(value, str) else value for name, value in pool.items()}
-            shown["worker"] = worker | {"stats": worker["stats"] | {"pool": said}}
-        super().render(template, **shown)
-
-
-class LoopbackMetrics(Metrics):  # type: ignore[misc]
-    """Flower's metrics without a password, for clients on the loopback address only."""
-
+    @authenticated
     async def get(self) -> None:
-        proxied = any(name in self.request.headers for name in PROXY_HEADERS)
-        if proxied or not ipaddress.ip_address(self.request.remote_ip).is_loopback:
-            self.set_status(403)
-            self.finish("/metrics answers requests from the loopback address only.\n")
-            return
         await super().get()
 
 
 def _handlers(prefix: str | None) -> list[Any]:
     """Return the handlers that replace Flower's own for these paths."""
     ours = [
-        ("/metrics", LoopbackMetrics),
+        ("/metrics", ProtectedMetrics),
         ("/broker", BrokerPage),
         ("/api/queues/length", QueueLengths),
-        ("/worker/(.+)", PoolPage),
     ]
     return [rewrite_handler(handler, prefix) for handler in ours] if prefix else ours
 

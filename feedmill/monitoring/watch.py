@@ -1,12 +1,12 @@
 """Observe the running system (queues, workers, results, ingesting daemons) and check its health.
 
-`status` takes one snapshot. `StatusMonitor` takes snapshots repeatedly and computes rates between them. `check_health`
-checks the health of each part.
+`status` takes one snapshot, `StatusMonitor` many, with the rate of results between them. `check_health` checks the
+health of each part from a snapshot.
 """
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ ANSWER_TIMEOUT_S, REGISTERED_TIMEOUT_S = 1.0, 3.0
 RUNS_SHOWN = 5
 #: Celery's name for the pool of Feedmill workers.
 FEEDMILL_POOL = "workers.runtime.pool:DevicePool"
+WORKERS_UNKNOWN = "unknown: workers cannot answer while Redis refuses writes"
 
 
 class Queue(NamedTuple):
@@ -101,10 +102,11 @@ def status(settings: Settings) -> Status:
     return _look(connect_for_monitoring(settings), make_app(settings), settings)
 
 
-def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
+def _look(redis: Redis, app: Celery | None, settings: Settings) -> Status:
+    """Return a snapshot. app: None leaves out the workers."""
     redis.ping()  # fails soon if Redis does not answer; Celery's connections are patient
     # First, because it can take seconds: totals read before would be older than the figures of workers and runs.
-    workers = _ask(app, redis)
+    workers = _ask(app, redis) if app else {}
     asked, missing = workers is not None, _missing(redis, workers)
     results, runs = ResultsStore(redis, settings).counters(), recent(redis, RUNS_SHOWN)
     dead = DeadLetters(redis).count()
@@ -211,67 +213,37 @@ def _rate(workers: dict[str, dict[str, Any]] | None) -> float:
     return sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
 
 
-class RateMeter:
-    """The rate at which a counter grows, from successive readings."""
-
-    def __init__(self) -> None:
-        self._readings: deque[tuple[float, float]] = deque()
-
-    def look(self, count: float, now: float) -> float | None:
-        """Add a reading; return the growth per second over the last RATE_WINDOW_S seconds.
-
-        Returns None for the first reading and after the counter has decreased.
-        """
-        if self._readings and count < self._readings[-1][1]:
-            self._readings.clear()  # a new worker uses the name, or the store was deleted
-        self._readings.append((now, count))
-        while now - self._readings[0][0] > RATE_WINDOW_S:
-            self._readings.popleft()
-        since, before = self._readings[0]
-        return (count - before) / (now - since) if now > since else None
-
-
 class StatusWithRates(NamedTuple):
-    """A snapshot with the rates since earlier snapshots. An unknown rate is None, or missing from its dict."""
+    """A snapshot, and the results per second since earlier ones; None if unknown."""
 
     status: Status
-    #: Results per second.
     results: float | None
-    #: Posts per second by worker.
-    posts: dict[str, float]
-    #: Share of the time in which the worker's device was computing, by worker.
-    busy: dict[str, float]
 
 
 class StatusMonitor:
-    """A source of snapshots of one system, with the rates between them."""
+    """A source of snapshots of one system, with the rate of results over the last RATE_WINDOW_S seconds."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._redis = connect_for_monitoring(settings)
         self._app = make_app(settings)
-        self._results = RateMeter()
-        self._posts: dict[str, RateMeter] = {}
-        self._busy: dict[str, RateMeter] = {}
+        #: Times in monotonic seconds, and numbers of results stored until then.
+        self._readings: deque[tuple[float, int]] = deque()
 
     def look(self) -> StatusWithRates:
-        """Return a snapshot with rates. Raises redis.exceptions.RedisError."""
-        found = _look(self._redis, self._app, self._settings)
-        now = time.monotonic()
-        return StatusWithRates(
-            found,
-            self._results.look(found.results.stored, now),
-            _paces(self._posts, {node: pool["posts"] for node, pool in found.workers.items()}, now),
-            _paces(self._busy, {node: pool["device_seconds"] for node, pool in found.workers.items()}, now),
-        )
+        """Return a snapshot and the rate. Raises redis.exceptions.RedisError."""
+        status = _look(self._redis, self._app, self._settings)
+        return StatusWithRates(status, self._rate(time.monotonic(), status.results.stored))
 
-
-def _paces(paces: dict[str, RateMeter], counts: dict[str, float], now: float) -> dict[str, float]:
-    """Add a reading of each counter and return the known rates. Counters that have disappeared are dropped."""
-    for gone in paces.keys() - counts.keys():
-        del paces[gone]
-    found = {name: paces.setdefault(name, RateMeter()).look(count, now) for name, count in counts.items()}
-    return {name: pace for name, pace in found.items() if pace is not None}
+    def _rate(self, now: float, stored: int) -> float | None:
+        """Add a reading; return the growth per second. None for the first one and after the store was deleted."""
+        if self._readings and stored < self._readings[-1][1]:
+            self._readings.clear()
+        self._readings.append((now, stored))
+        while now - self._readings[0][0] > RATE_WINDOW_S:
+            self._readings.popleft()
+        since, before = self._readings[0]
+        return (stored - before) / (now - since) if now > since else None
 
 
 class HealthPart(StrEnum):
@@ -294,36 +266,27 @@ class Finding(NamedTuple):
     said: str
 
 
-def check_health(settings: Settings, parts: Collection[HealthPart]) -> Iterator[Finding]:
+def check_health(settings: Settings, parts: Collection[HealthPart]) -> list[Finding]:
     """Check the health of these parts. If Redis is unreachable, that is the only finding."""
     redis = connect_for_monitoring(settings)
+    asks = not {HealthPart.WORKERS, HealthPart.ROWS, HealthPart.MEMORY}.isdisjoint(parts)
     try:
         with user_errors(settings):
-            redis.ping()
-            depth, queues = _queues(redis, settings)
-            state = State(redis)
-            daemon, has_ended, has_run = state.load_status(), state.has_ended(), bool(redis.exists(REDDIT_BEGINNINGS))
-            live = statuses(redis)
-            wanted = not {HealthPart.WORKERS, HealthPart.ROWS, HealthPart.MEMORY}.isdisjoint(parts)
-            workers = _ask(make_app(settings), redis) if wanted else {}
-            missing = _missing(redis, workers)
-            look = HealthPart.MEMORY in parts
-            memory = capacity.estimate_memory(redis, settings, _rate(workers))[0] if look else None
+            seen = _look(redis, make_app(settings) if asks else None, settings)
+            live, daemon = statuses(redis), State(redis)
+            reddit = _reddit(seen.reddit, bool(redis.exists(REDDIT_BEGINNINGS)), daemon.has_ended())
     except RedisUnavailable as error:
-        yield Finding(HealthPart.REDIS, False, str(error))
-        return
+        return [Finding(HealthPart.REDIS, False, str(error))]
     found = {
         HealthPart.REDIS: _writable(redis, settings),
-        HealthPart.MEMORY: _lasting(memory),
-        HealthPart.QUEUE: _full(depth, queues, settings),
-        HealthPart.WORKERS: _workers(workers, missing),
-        HealthPart.ROWS: _rows(workers, missing, settings),
-        HealthPart.REDDIT: _reddit(daemon, has_run, has_ended),
+        HealthPart.MEMORY: _lasting(seen.memory),
+        HealthPart.QUEUE: _full(seen, settings),
+        HealthPart.WORKERS: _workers(seen),
+        HealthPart.ROWS: _rows(seen, settings),
+        HealthPart.REDDIT: reddit,
         HealthPart.LIVE: _live(live),
     }
-    for part, (well, sentence) in found.items():
-        if part in parts:
-            yield Finding(part, well, sentence)
+    return [Finding(part, *found[part]) for part in HealthPart if part in parts]
 
 
 def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
@@ -345,38 +308,39 @@ def _lasting(memory: Memory | None) -> tuple[bool, str]:
     return memory.full_seconds >= CRITICAL_S, f"warning: {memory}: {capacity.ADVICE}"
 
 
-def _full(depth: QueueDepth, queues: dict[str, Queue], settings: Settings) -> tuple[bool, str]:
+def _full(seen: Status, settings: Settings) -> tuple[bool, str]:
     """Check that no queue is longer than `queue_limit`."""
     limit, each = f"{settings.queue_limit:,}", ""
-    if len(queues) > 1:
-        each = f" ({', '.join(f'{name}: {queue.waiting:,}' for name, queue in queues.items())})"
+    if len(seen.queues) > 1:
+        each = f" ({', '.join(f'{name}: {queue.waiting:,}' for name, queue in seen.queues.items())})"
         limit += " per queue"
-    text = f"{depth.waiting:,} messages waiting{each}, limit {limit}; {depth.held:,} in flight"
-    return all(queue.waiting <= settings.queue_limit for queue in queues.values()), text
+    text = f"{seen.queue.waiting:,} messages waiting{each}, limit {limit}; {seen.queue.held:,} in flight"
+    return all(queue.waiting <= settings.queue_limit for queue in seen.queues.values()), text
 
 
-def _workers(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float]) -> tuple[bool, str]:
+def _workers(seen: Status) -> tuple[bool, str]:
     """Check that at least one worker answers, and that all expected ones do."""
-    if workers is None:
-        return False, "unknown: workers cannot answer while Redis refuses writes"
-    if missing:
-        silent = ", ".join(f"{node} (last report {capacity.span(age)} ago)" for node, age in missing.items())
-        answering = ", ".join(workers) or "none"
-        return False, f"no answer from {silent}: check the worker's log, or restart the worker. Answering: {answering}"
-    return bool(workers), f"{', '.join(workers)}" or "none answers: start one with `feedmill worker`"
+    if not seen.asked:
+        return False, WORKERS_UNKNOWN
+    answering = ", ".join(seen.workers)
+    if seen.missing:
+        silent = ", ".join(f"{node} (last report {capacity.span(age)} ago)" for node, age in seen.missing.items())
+        advice = "check the worker's log, or restart the worker"
+        return False, f"no answer from {silent}: {advice}. Answering: {answering or 'none'}"
+    return bool(answering), answering or "none answers: start one with `feedmill worker`"
 
 
-def _rows(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float], settings: Settings) -> tuple[bool, str]:
+def _rows(seen: Status, settings: Settings) -> tuple[bool, str]:
     """Check that no row waits longer than `forward_timeout`, after which a worker with a hanging forward pass exits."""
-    if workers is None:
-        return False, "unknown: workers cannot answer while Redis refuses writes"
-    ages = {node: float(pool["oldest_row_seconds"]) for node, pool in workers.items()}
+    if not seen.asked:
+        return False, WORKERS_UNKNOWN
+    ages = {node: float(pool["oldest_row_seconds"]) for node, pool in seen.workers.items()}
     stuck = [f"{node} ({age:.0f} s)" for node, age in ages.items() if age > settings.forward_timeout]
     if stuck:
         limit = f"FEEDMILL_FORWARD_TIMEOUT ({settings.forward_timeout:.0f} s)"
         return False, f"rows waiting longer than {limit}: {', '.join(stuck)}. Check the worker's log"
-    if missing:
-        return False, f"unknown: no answer from {', '.join(missing)}"
+    if seen.missing:
+        return False, f"unknown: no answer from {', '.join(seen.missing)}"
     return True, f"oldest row has waited {max(ages.values()):.1f} s" if ages else "no rows are waiting in workers"
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -56,9 +55,9 @@ MESSAGES = OURS + len(FOREIGN) + 1
 class Visitor:
     """An HTTP client of Flower, with or without a password."""
 
-    def __init__(self, url: str, password: str | None = None, user: str = "feedmill", **headers: str) -> None:
+    def __init__(self, url: str, password: str | None = None, user: str = "feedmill") -> None:
         self.url, self.user, self.password = url, user, password
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.headers = {}
         if password:
             credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
             self.headers["Authorization"] = f"Basic {credentials}"
@@ -166,17 +165,6 @@ def test_browser_shows_why_a_message_failed(stack: Stack, tmp_path: Path) -> Non
     assert re.search(r"Runtime [\d.]+ m?s ", page)
 
 
-def test_browser_shows_the_workers_pool(stack: Stack, tmp_path: Path) -> None:
-    page = visitor_of(stack).see(f"/worker/{WORKER_NODE}", tmp_path)
-    answers = make_app(stack.settings).control.inspect(destination=[WORKER_NODE], timeout=30).stats()
-    assert answers
-    pool = answers[WORKER_NODE]["pool"]
-    assert pool["posts"] == OURS * POSTS + len(FOREIGN)
-    # Flower shows max-concurrency as "Max concurrency".
-    for name in ("implementation", "device", "model", "token_budget", "posts", "failed", "messages", "batches", "rows"):
-        assert f"{name.replace('_', ' ').capitalize()} {pool[name]} " in page
-
-
 def test_flower_sends_no_inspect_requests_while_idle(stack: Stack) -> None:
     client: Any = connect(stack.settings)
     with client.pubsub() as heard:
@@ -216,10 +204,6 @@ def test_flower_inspects_a_worker_until_it_answers(tmp_path: Path) -> None:
         assert heard(*["worker-heartbeat"] * 100) == MAX_INSPECTIONS - 1
 
 
-def test_browser_shows_the_queue(stack: Stack, tmp_path: Path) -> None:
-    assert re.search(r"Idle since feedmill 0 ", visitor_of(stack).see("/broker", tmp_path))
-
-
 def test_every_message_has_times_and_a_runtime(stack: Stack) -> None:
     for task in visitor_of(stack).tasks():
         assert task["received"]
@@ -255,17 +239,17 @@ def test_nothing_shows_posts_or_passwords(stack: Stack) -> None:
 
 
 def test_authentication_protects_all_pages_but_health(stack: Stack) -> None:
-    nobody = Visitor(stack.flower_url)
-    for stranger in (nobody, Visitor(stack.flower_url, "wrong"), Visitor(stack.flower_url, stack.flower_password, "x")):
-        for path in ("/", "/tasks", "/tasks/datatable", "/broker", f"/worker/{WORKER_NODE}", "/task/x"):
+    for stranger in (
+        Visitor(stack.flower_url),
+        Visitor(stack.flower_url, "wrong"),
+        Visitor(stack.flower_url, stack.flower_password, "x"),
+    ):
+        for path in ("/", "/tasks", "/tasks/datatable", "/broker", f"/worker/{WORKER_NODE}", "/task/x", "/metrics"):
             assert stranger.ask(path)[0] == 401, path
         for path in ("/api/tasks", "/api/workers", "/api/queues/length", "/api/task/info/x"):
             assert stranger.ask(path)[0] == 401, path
         assert stranger.ask("/healthcheck") == (200, "OK")
-    assert "flower_events_total" in nobody.ask("/metrics")[1]
-    for header in ("X_Forwarded_For", "X_Real_Ip", "Forwarded", "Via"):
-        proxied = Visitor(stack.flower_url, stack.flower_password, **{header: "127.0.0.1"})
-        assert proxied.ask("/metrics")[0] == 403
+    assert "flower_events_total" in visitor_of(stack).ask("/metrics")[1]
 
 
 def test_password_is_only_in_a_private_file(stack: Stack) -> None:
@@ -402,44 +386,19 @@ def test_runs_with_a_workers_permissions_over_tls(tmp_path: Path) -> None:
         redis.stop()
 
 
-def own_address() -> str | None:
-    """Return an address of this machine other than loopback, without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
-
-
-def test_metrics_answer_only_loopback(redis: RedisServer, tmp_path: Path) -> None:
-    outside = own_address()
-    if outside is None:
-        pytest.skip("needs a network address beside loopback")
-    with flower(redis, tmp_path, "--address", "0.0.0.0") as (command, visitor):  # noqa: S104
-        assert "TLS" in command.text()
-        port = urlsplit(visitor.url).port
-        assert Visitor(f"http://127.0.0.1:{port}").ask("/metrics")[0] == 200
-        for password in (None, "sesame"):
-            status, told = Visitor(f"http://{outside}:{port}", password).ask("/metrics")
-            assert status == 403
-            assert "loopback" in told
-        assert Visitor(f"http://{outside}:{port}").ask("/")[0] == 401
-        assert Visitor(f"http://{outside}:{port}", "sesame").ask("/")[0] == 200
-
-
 def test_serves_below_a_url_prefix(redis: RedisServer, tmp_path: Path) -> None:
-    with flower(redis, tmp_path, FLOWER_URL_PREFIX="flower") as (_, visitor):
+    with flower(redis, tmp_path, "--address", "0.0.0.0", FLOWER_URL_PREFIX="flower") as (command, visitor):  # noqa: S104
+        assert "without TLS" in command.text()
         assert visitor.url.endswith("/flower")
         assert visitor.ask("/broker")[0] == 200
-        assert Visitor(visitor.url, X_Real_Ip="127.0.0.1").ask("/metrics")[0] == 403
+        assert Visitor(visitor.url).ask("/metrics")[0] == 401
 
 
 def test_no_auth_opens_pages_but_not_the_api(redis: RedisServer, tmp_path: Path) -> None:
     with flower(redis, tmp_path, "--no-auth") as (command, visitor):
         assert "Flower requires no password" in command.text()
         anonymous = Visitor(visitor.url)
-        assert [anonymous.ask(page)[0] for page in ("/", "/workers", "/tasks")] == [200, 200, 200]
+        assert [anonymous.ask(page)[0] for page in ("/", "/workers", "/tasks", "/metrics")] == [200] * 4
         assert [anonymous.ask(f"/api/{name}")[0] for name in ("workers", "tasks", "queues/length")] == [401, 401, 401]
 
 

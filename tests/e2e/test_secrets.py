@@ -27,7 +27,7 @@ from feedmill.stack.embedded import WORKER_NODE
 from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from shared.settings import STACK_FILE, Settings
-from tests.e2e.test_flower import Visitor, own_address
+from tests.e2e.test_flower import Visitor
 from tests.support import Feedmill, feedmill, free_port, running, shapes, wait_until
 
 #: Secret settings of `feedmill up`.
@@ -128,6 +128,16 @@ def test_metrics_and_flower_show_no_secret(up: Up) -> None:
         shown.append(page)
     assert "feedmill" in shown[0]
     assert not any(secret in page for page in shown for secret in up.secrets)
+
+
+def own_address() -> str | None:
+    """Return an address of this machine other than loopback, without sending anything."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
 
 
 def test_metrics_listen_only_on_loopback(up: Up) -> None:

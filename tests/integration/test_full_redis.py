@@ -137,16 +137,16 @@ def test_health_queries_registered_workers_by_name(
         return {}
 
     monkeypatch.setattr(watch, "worker_statistics", answers)
-    assert "`feedmill worker`" in next(watch.check_health(settings, (HealthPart.WORKERS,))).said
+    assert "`feedmill worker`" in watch.check_health(settings, (HealthPart.WORKERS,))[0].said
     register(server.client, "b@host")
     register(server.client, "a@host")
-    said = next(watch.check_health(settings, (HealthPart.WORKERS,))).said
+    said = watch.check_health(settings, (HealthPart.WORKERS,))[0].said
     assert asked == [None, ["a@host", "b@host"]]
     assert re.search(r"a@host \(last report \d+ s ago\), b@host \(last report \d+ s ago\)", said)
     deregister(server.client, "a@host")
     silent = {"seen": time.time() - EXPECTED_S - 60, "place": "", "pid": 0}
     server.client.hset(WORKERS, "b@host", json.dumps(silent))
-    assert "`feedmill worker`" in next(watch.check_health(settings, (HealthPart.WORKERS,))).said
+    assert "`feedmill worker`" in watch.check_health(settings, (HealthPart.WORKERS,))[0].said
     register(server.client, "c@host")
     assert server.client.hkeys(WORKERS) == ["c@host"]
 

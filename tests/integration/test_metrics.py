@@ -15,7 +15,7 @@ from rich.console import Console
 
 from feedmill.cli import status
 from feedmill.monitoring import watch
-from feedmill.monitoring.watch import RATE_WINDOW_S, HealthPart, RateMeter, StatusMonitor, StatusWithRates, check_health
+from feedmill.monitoring.watch import RATE_WINDOW_S, HealthPart, StatusMonitor, StatusWithRates, check_health
 from producers.live.state import LiveState, Position
 from producers.push import Pusher
 from producers.reddit.state import Gap, State
@@ -311,38 +311,14 @@ def test_health_reports_only_redis_while_it_is_unusable(redis: RedisServer, url:
 # Watching.
 
 
-def test_pace_covers_the_last_minute() -> None:
-    pace = RateMeter()
-    assert pace.look(100, now=1000.0) is None
-    assert pace.look(120, now=1002.0) == 10
-    assert pace.look(120, now=1000.0 + RATE_WINDOW_S) == pytest.approx(20 / RATE_WINDOW_S)
-    assert pace.look(180, now=1002.0 + RATE_WINDOW_S) == pytest.approx(60 / RATE_WINDOW_S)
-    assert pace.look(5, now=1004.0 + RATE_WINDOW_S) is None, "a restarted worker with the same name"
-    assert pace.look(7, now=1006.0 + RATE_WINDOW_S) == 1
-
-
-def test_lookout_computes_rates_between_readings(
-    redis: RedisServer, settings: Settings, app: Celery, workers: dict[str, Any]
-) -> None:
-    lookout = StatusMonitor(settings)
-    first = lookout.look()
-    assert (first.results, first.posts, first.busy) == (None, {}, {})
-    send(app, sent_at=time.time() - 90)
-    redis.client.hset(COUNTERS, "stored", 50)
-    State(redis.client).begin({}, [Gap("cooking", 1.0, 2.0, 3.0)])
-    workers["one@here"] = POOL | {"posts": 140, "device_seconds": 3.5}
-    workers["two@here"] = POOL
-    second = lookout.look()
-    assert second.results
-    assert second.posts["one@here"] == pytest.approx(second.results * 40 / 50)
-    assert second.busy["one@here"] == pytest.approx(second.results * 0.5 / 50)
-    assert "two@here" not in second.posts
-    assert (second.status.gaps, second.status.queue.waiting) == (1, 1)
-    assert second.status.oldest_seconds
-    del workers["one@here"]
-    assert list(lookout.look().posts) == ["two@here"]
-    workers["one@here"] = POOL
-    assert "one@here" not in lookout.look().busy, "a restarted worker has no previous reading"
+def test_rate_of_results_covers_the_last_minute(settings: Settings) -> None:
+    monitor = StatusMonitor(settings)
+    assert monitor._rate(1000.0, 100) is None
+    assert monitor._rate(1002.0, 120) == 10
+    assert monitor._rate(1000.0 + RATE_WINDOW_S, 120) == pytest.approx(20 / RATE_WINDOW_S)
+    assert monitor._rate(1002.0 + RATE_WINDOW_S, 180) == pytest.approx(60 / RATE_WINDOW_S)
+    assert monitor._rate(1004.0 + RATE_WINDOW_S, 5) is None, "the store was deleted"
+    assert monitor._rate(1006.0 + RATE_WINDOW_S, 7) == 1
 
 
 def screen(seen: Any, settings: Settings) -> str:
