@@ -7,7 +7,6 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Set
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +17,6 @@ from shared.errors import StackError, first_problem
 
 #: File in the data folder with the ports and passwords, readable by its owner only.
 ADDRESSES_FILE = "addresses.json"
-#: Maximum size of that file in bytes.
-MAX_FILE_BYTES = 4096
 #: Ports to choose from. They lie below those that Linux lends to outgoing connections (32768 and higher), which could
 #: otherwise take one of them between two runs.
 PORTS = range(20_000, 32_768)
@@ -46,11 +43,11 @@ class Addresses(BaseModel):
 
 def new_addresses() -> Addresses:
     """Choose free ports and generate passwords."""
-    redis_port, flower_port = _free_ports(2)
+    redis_port = _free_port()
     return Addresses(
         redis_port=redis_port,
         redis_password=secrets.token_urlsafe(24),
-        flower_port=flower_port,
+        flower_port=_free_port(besides=redis_port),
         flower_password=secrets.token_urlsafe(18),
     )
 
@@ -61,45 +58,35 @@ def kept_addresses(folder: Path) -> tuple[Addresses, list[str]]:
     A port that another program has taken is replaced. The caller holds the folder's lock. Raises StackError.
     """
     path = folder / ADDRESSES_FILE
-    kept, notes = _read(path)
-    current = kept or new_addresses()
-    if kept:
-        taken = _taken([kept.redis_port, kept.flower_port])
-        free = _free_ports(len(taken), besides={kept.redis_port, kept.flower_port})
-        replaced = dict(zip(taken, free, strict=True))
-        current = kept.model_copy(
-            update={
-                "redis_port": replaced.get(kept.redis_port, kept.redis_port),
-                "flower_port": replaced.get(kept.flower_port, kept.flower_port),
-            }
-        )
-        if kept.redis_port in replaced:
+    kept = _read(path)
+    current, notes = kept or new_addresses(), []
+    for field, program, other in (
+        ("redis_port", "Redis", "flower_port"),
+        ("flower_port", "Flower", "redis_port"),
+    ):
+        port = getattr(current, field)
+        if kept and not _is_soon_free(port):
+            current = current.model_copy(update={field: _free_port(besides=getattr(current, other))})
             notes.append(
-                f"another program now uses port {kept.redis_port}, which was Redis' port: using {current.redis_port}. "
+                f"another program now uses port {port}, which was {program}'s port: using {getattr(current, field)}. "
                 "Restart applications that have the old address; `feedmill url` prints the new one."
-            )
-        if kept.flower_port in replaced:
-            notes.append(
-                f"another program now uses port {kept.flower_port}, which was Flower's port: using "
-                f"{current.flower_port}."
             )
     if current != kept:
         _write(path, current)
     return current, notes
 
 
-def _read(path: Path) -> tuple[Addresses | None, list[str]]:
-    """Return the file's addresses, or None and a line for the user if it is invalid. Raises StackError."""
+def _read(path: Path) -> Addresses | None:
+    """Return the file's addresses, or None if there is no file. Raises StackError."""
     try:
-        with path.open("rb") as file:
-            return Addresses.model_validate_json(file.read(MAX_FILE_BYTES)), []
+        return Addresses.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        return None, []
+        return None
     except OSError as error:
-        raise StackError(f"Cannot read {path}: {error.strerror}. Make it readable, or delete it.") from None
+        reason = str(error.strerror)
     except ValidationError as error:
-        field, reason = first_problem(error)
-        return None, [f"{path} is invalid ({field}: {reason}): using new ports and passwords."]
+        reason = ": ".join(first_problem(error))
+    raise StackError(f"Cannot read {path}: {reason}. Delete it to use new ports and passwords.")
 
 
 def _write(path: Path, addresses: Addresses) -> None:
@@ -111,23 +98,21 @@ def _write(path: Path, addresses: Addresses) -> None:
         raise StackError(f"Cannot write {path}: {error.strerror}. Set another --data-folder.") from None
 
 
-def _taken(ports: list[int]) -> list[int]:
-    """Return the ports that stay taken for PORT_TIMEOUT_S."""
+def _is_soon_free(port: int) -> bool:
+    """Return whether the port is free, or becomes free within PORT_TIMEOUT_S."""
     deadline = time.monotonic() + PORT_TIMEOUT_S
-    while (taken := [port for port in ports if not _is_free(port)]) and time.monotonic() < deadline:
+    while not _is_free(port):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(PORT_POLL_S)
-    return taken
+    return True
 
 
-def _free_ports(count: int, besides: Set[int] = frozenset()) -> list[int]:
-    """Choose free ports at random. besides: ports not to choose. Raises StackError."""
-    found: list[int] = []
-    for port in random.sample(PORTS, len(PORTS)):
-        if len(found) == count:
-            return found
-        if port not in besides and _is_free(port):
-            found.append(port)
-    raise StackError(f"Every port from {PORTS[0]} to {PORTS[-1]} is taken. Stop a program that listens on one.")
+def _free_port(besides: int = 0) -> int:
+    """Choose a free port at random, other than `besides`."""
+    while (port := random.choice(PORTS)) == besides or not _is_free(port):
+        pass
+    return port
 
 
 def _is_free(port: int) -> bool:

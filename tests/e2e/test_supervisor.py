@@ -173,7 +173,7 @@ def test_workers_exit_if_the_supervisor_is_killed(tmp_path: Path) -> None:
 
 @needs_two_cores
 def test_two_cpu_workers_in_a_terminal(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """Run two real workers on the embedded model. In a terminal, the supervisor shows a status line."""
+    """Run two real workers on the embedded model."""
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
     with closing(Terminal("worker", "--devices", "cpu:2", "--name", "mill@here", cwd=tmp_path, **given)) as command:
         wait_until(lambda: "2 of 2 workers" in command.text(), "both workers are up")

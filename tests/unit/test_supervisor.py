@@ -112,20 +112,23 @@ def test_rejects_ports_beyond_65535() -> None:
         supervised(metrics_port=65535)
 
 
-def test_splits_output_into_bounded_lines() -> None:
-    worker = SupervisedWorker(GPUS[0], "node", [], {})
-    assert worker.lines(b"one\ntw") == [b"one"]
-    assert worker.lines(b"o\n\nthr") == [b"two", b""]
-    assert worker.lines(b"x" * MAX_LINE_BYTES) == [b"thr" + b"x" * MAX_LINE_BYTES]
-    assert worker.lines(b"\n") == [b""]
-
-
-def test_marks_lines_with_the_worker() -> None:
-    text, as_json = supervised(), supervised(log_format="json")
-    (worker, _) = text._workers
-    assert text._marked(worker, "a line") == "cuda:4 | a line"
-    assert json.loads(as_json._marked(worker, '{"time": 1}')) == {"worker": "mill-cuda:4@here", "time": 1}
-    assert json.loads(as_json._marked(worker, "{no JSON")) == {"worker": "mill-cuda:4@here", "message": "{no JSON"}
+def test_forwards_output_in_marked_bounded_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    script = f"""printf 'one\\n\\n{{"time": 1}}\\nfeedmill: too many\\n'
+        head -c {MAX_LINE_BYTES + 1} /dev/zero | tr '\\0' x"""
+    for as_json in (False, True):
+        worker = SupervisedWorker(GPUS[0], "node", ["sh", "-c", script], {}, as_json)
+        worker.start()
+        assert worker.process
+        worker.process.wait(120)
+        assert worker.exited() == 0
+        one, time, long, rest = capsys.readouterr().err.splitlines()
+        if as_json:
+            assert json.loads(one) == {"worker": "node", "message": "one"}
+            assert json.loads(time) == {"worker": "node", "time": 1}
+        else:
+            assert (one, time) == ("cuda:4 | one", 'cuda:4 | {"time": 1}')
+            assert (long, rest) == (f"cuda:4 | {'x' * MAX_LINE_BYTES}", "cuda:4 | x")
+        assert "feedmill: too many" in worker.last_lines
 
 
 def test_status_line_shows_each_worker() -> None:
