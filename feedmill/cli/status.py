@@ -64,7 +64,7 @@ def status(
         if as_json:
             typer.echo(json.dumps(seen.as_json()))
         else:
-            output_console().print(_table(StatusWithRates(seen, None, {}, {}), settings))
+            output_console().print(_table(StatusWithRates(seen, None), settings))
         return
     with user_errors(settings):
         connect_for_monitoring(settings).ping()  # fail if Redis is unreachable now; later losses are retried
