@@ -22,8 +22,7 @@ from feedmill.cli.flower import is_regular_file
 from feedmill.stack.addresses import kept_addresses, new_addresses
 from feedmill.stack.lock import lock_folder
 from feedmill.stack.prerequisites import installed_redis_server, server_version
-from feedmill.stack.processes import Child, python_command
-from feedmill.stack.restarts import Service
+from feedmill.stack.processes import Child, Service, python_command
 from feedmill.stack.signals import interrupt
 from shared.atomic_files import replacing
 from shared.broker import make_app

@@ -1,4 +1,4 @@
-"""Start child processes that never outlive this one, wait for them and stop them.
+"""Start child processes that never outlive this one, wait for them, restart and stop them.
 
 A normal exit stops them with `stop`. After a kill -9, the kernel's parent-death signal ends them.
 """
@@ -18,6 +18,12 @@ from shared.linux import cpu_seconds, die_with
 #: Seconds without progress after which a child that does not answer is given up. It makes progress while it uses at
 #: least PROGRESS_S of CPU time in them, such as to load torch and a model on a slow machine, for MAX_START_S at most.
 START_TIMEOUT_S, PROGRESS_S, MAX_START_S = 120.0, 10.0, 3600.0
+#: Consecutive failures after which a process is no longer restarted.
+MAX_FAILURES = 5
+#: Seconds before the first restart; the pause doubles with each further failure.
+FIRST_RESTART_DELAY_S = 1.0
+#: Seconds that a process must run for its next failure to count as the first again.
+STABLE_AFTER_S = 60.0
 
 
 class Child:
@@ -96,6 +102,73 @@ class Child:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+class Failures:
+    """Count a process's consecutive failures and compute the backoff before the next restart."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._count = 0
+        self._since = clock()
+
+    def started(self) -> None:
+        self._since = self._clock()
+
+    def ended(self) -> float | None:
+        """Record an exit. Return the seconds to wait before the restart, or None after MAX_FAILURES."""
+        self._count = 1 if self._clock() - self._since >= STABLE_AFTER_S else self._count + 1
+        return FIRST_RESTART_DELAY_S * 2 ** (self._count - 1) if self._count < MAX_FAILURES else None
+
+
+class Service:
+    """A process of the embedded stack, and its restarts.
+
+    launch: starts the process. answers: returns True if the process serves requests.
+    """
+
+    def __init__(self, launch: Callable[[], Child], answers: Callable[[], bool]) -> None:
+        self._launch = launch
+        self.answers = answers
+        self._failures = Failures()
+        self.child = launch()
+        #: Time of the next restart, by time.monotonic; None while the process runs.
+        self._due: float | None = None
+        self._is_restarting = False
+
+    def supervise(self, say: Callable[[str], None]) -> None:
+        """Restart the process if it has exited and its backoff is over. Call it regularly; it never waits.
+
+        say: prints a line. Raises StackError after MAX_FAILURES consecutive failures.
+        """
+        if self._due is not None:
+            if self._due <= time.monotonic():
+                self._due = None
+                try:
+                    self.child = self._launch()
+                except OSError as error:  # such as a data folder that was moved
+                    raise StackError(
+                        f"Cannot restart {self.child.name}: {error.strerror} ({error.filename or self.child.log}). "
+                        "Correct the cause and run `feedmill up` again."
+                    ) from None
+                self._failures.started()
+        elif self.child.process.poll() is not None:
+            self._schedule(say)
+        elif self._is_restarting and self.answers():
+            self._is_restarting = False
+            say(f"{self.child.name} answers again")
+
+    def _schedule(self, say: Callable[[str], None]) -> None:
+        name, status = self.child.name, self.child.process.returncode
+        delay = self._failures.ended()
+        if delay is None:
+            raise StackError(
+                f"{name} failed {MAX_FAILURES} times in a row, last with status {status}. Correct the cause and run "
+                f"`feedmill up` again. {self.child.log_tail()}"
+            )
+        say(f"{name} exited with status {status}: restarting it in {delay:g} s")
+        self._due = time.monotonic() + delay
+        self._is_restarting = True
 
 
 def python_command() -> list[str]:

@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.devices import Share
-from feedmill.stack.restarts import MAX_FAILURES, Failures
+from feedmill.stack.processes import MAX_FAILURES, Failures
 from feedmill.stack.signals import handle_signals, not_ignored
 from shared.broker import make_app
 from shared.errors import SettingsError, UserError, json_line, printable

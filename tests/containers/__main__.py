@@ -8,7 +8,6 @@ The base image comes from debootstrap, Redis and Prometheus from Debian's packag
    scale to three workers and back to two, stop everything and start it again. After each, all posts must be stored, no
    dead letter written, all containers and `feedmill health` healthy, and Prometheus' figures right. What ends on
    SIGTERM must exit with status 0.
-3. Two hosts (two_hosts.py): a worker on another network than Redis and the producer, over a fast and a slow link.
 
 The last line is JSON. Exits 1 if a phase fails. Afterwards, nothing is left but the cache folder: no containers,
 networks, mounts or processes; packet filter and IP forwarding are as before.
@@ -41,12 +40,11 @@ from tests.containers.engine import (
     tell,
     until,
 )
-from tests.containers.posts import SHORT, generated_posts
+from tests.containers.posts import generated_posts
 from tests.containers.stack import HEALTHY_S, PROJECT, Stack
-from tests.containers.two_hosts import run_two_hosts, worker_log
 
-#: Posts of all phases with faults, and of the two hosts.
-POSTS, TWO_HOSTS_POSTS = 3000, 3000
+#: Posts of all phases.
+POSTS = 3000
 #: The largest worker image for CPUs, in bytes.
 MAX_WORKER_BYTES = 900 * 10**6
 #: Seconds for the posts of a phase to be stored.
@@ -236,14 +234,6 @@ def run(given: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
         except BaseException:
             tell(f"the stack's last lines:\n{stack.logs()}")
             raise
-        try:
-            found["two_hosts"] = run_two_hosts(engine, generated_posts(0, TWO_HOSTS_POSTS, SHORT))
-        except BaseException:
-            tell(f"the worker's last lines:\n{worker_log(engine)}")
-            raise
-        hosts = found["two_hosts"]
-        if (hosts["stored"], hosts["dead_letters"], hosts["worker_exit_status"]) != (TWO_HOSTS_POSTS, 0, 0):
-            raise ContainersError(f"posts were lost between the two hosts: {hosts}")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

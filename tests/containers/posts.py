@@ -22,18 +22,18 @@ REASONS = (
     "by accident",
 )
 #: Sentences of a post; each has about ten tokens. Long posts keep a worker on few cores busy for a while.
-LONG, SHORT = 10, 3
+SENTENCES = 10
 
 
-def generated_posts(first: int, count: int, sentences: int = LONG) -> list[dict[str, str]]:
+def generated_posts(first: int, count: int) -> list[dict[str, str]]:
     """Return posts numbered from `first`. The same number always gives the same post."""
-    return [_post(number, sentences) for number in range(first, first + count)]
+    return [_post(number) for number in range(first, first + count)]
 
 
-def _post(number: int, length: int) -> dict[str, str]:
+def _post(number: int) -> dict[str, str]:
     chosen = random.Random(number)
     sentences = [
         f"{chosen.choice(SUBJECTS)} {chosen.choice(VERBS)} {chosen.choice(OBJECTS)} {chosen.choice(REASONS)}."
-        for _ in range(length)
+        for _ in range(SENTENCES)
     ]
     return {"id": f"c{number:06}", "title": f"{sentences[0]} ({number})", "body": " ".join(sentences[1:])}

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 
-from feedmill.stack import addresses, processes, restarts
+from feedmill.stack import addresses, processes
 from feedmill.stack import embedded as stack_module
 from feedmill.stack.addresses import ADDRESSES_FILE, kept_addresses
 from feedmill.stack.embedded import Stack
@@ -378,7 +378,7 @@ def test_restarts_every_process(stack: Stack) -> None:
 
 
 def test_gives_up_on_a_redis_that_keeps_failing(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_RESTART_DELAY_S", 0.0)
+    monkeypatch.setattr(processes, "FIRST_RESTART_DELAY_S", 0.0)
     kill_redis(stack)
     said: list[str] = []
     # Another program takes the port meanwhile.

@@ -8,13 +8,13 @@ Each process runs COMMAND with `--name NODE` appended.
 import sys
 
 from feedmill.cli.options import settings_of
-from feedmill.stack import restarts, supervisor
+from feedmill.stack import processes, supervisor
 from feedmill.stack.devices import shares
 from shared.errors import UserError
 
 
 def main(command: list[str]) -> int:
-    restarts.FIRST_RESTART_DELAY_S, supervisor.KILL_GRACE_S = 0.05, 0.1
+    processes.FIRST_RESTART_DELAY_S, supervisor.KILL_GRACE_S = 0.05, 0.1
     try:
         return supervisor.Supervisor(settings_of(), shares("cpu:2"), None, command, {}).run()
     except UserError as error:  # reported as in feedmill/cli/main.py

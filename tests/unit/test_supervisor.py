@@ -11,8 +11,7 @@ import pytest
 
 from feedmill.stack import lock
 from feedmill.stack.devices import Share
-from feedmill.stack.processes import Child
-from feedmill.stack.restarts import MAX_FAILURES, STABLE_AFTER_S, Failures, Service
+from feedmill.stack.processes import MAX_FAILURES, STABLE_AFTER_S, Child, Failures, Service
 from feedmill.stack.supervisor import MAX_LINE_BYTES, SupervisedWorker, Supervisor
 from shared.errors import SettingsError, StackError
 from shared.settings import LOCK_FILE, Settings
