@@ -108,7 +108,7 @@ for purpose, modules in PURPOSES.items():
         app.add_typer(module.app, rich_help_panel=purpose)
 
 
-def _version(is_given: bool) -> None:
+def _print_version(is_given: bool) -> None:
     """Print the version and exit, if `--version` is given."""
     if is_given:
         typer.echo(f"feedmill {__version__}")
@@ -119,7 +119,7 @@ def _version(is_given: bool) -> None:
 def main(
     log_format: Annotated[str | None, typer.Option(help="Log format: text or json (default: text).")] = None,
     _version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Store the options that apply to every command."""

@@ -104,9 +104,7 @@ def test_a_worker_that_loads_its_model_stops_cleanly(redis: RedisServer, tmp_pat
         assert "Traceback" not in worker.text()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "7", '{"pid": OURS, "namespace": "elsewhere"}', '{"pid": -1, "namespace": ""}']
-)
+@pytest.mark.parametrize("text", ["{", '{"pid": OURS, "namespace": "elsewhere"}', '{"pid": -1, "namespace": ""}'])
 def test_ends_no_process_that_it_does_not_know(tmp_path: Path, text: str) -> None:
     """A PID from a container names another process here."""
     with holding(tmp_path) as holder:
