@@ -35,8 +35,9 @@ COMPRESSIONS = (".gz", ".zst")
 FORMULA = r"\A('*[=+\-@\t\r\n＝＋－＠])"
 #: Rows and bytes at which a row group of Parquet is closed. Readers skip or load whole row groups.
 GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
-#: Characters that JSON escapes in texts, in this order; and control characters, which are rare.
+#: Characters that JSON escapes in texts, in this order; patterns of any character to escape, and of the rare ones.
 ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+SPECIAL = r'[\x00-\x1f"\\]'
 CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f]"
 
 
@@ -229,8 +230,10 @@ def _json(column: pa.Array) -> pa.Array:
         texts = [None if value is None else to_json(value, inf_nan_mode="null").decode() for value in values]
         return pa.array(texts, pa.string())
     texts = _text(column)
-    if pc.any(pc.match_substring_regex(texts, CONTROL)).as_py():
-        return pa.array([None if text is None else to_json(text).decode() for text in texts.to_pylist()], pa.string())
-    for character, escape_sequence in ESCAPES.items():
-        texts = pc.replace_substring(texts, character, escape_sequence)
+    if pc.any(pc.match_substring_regex(texts, SPECIAL)).as_py():
+        if pc.any(pc.match_substring_regex(texts, CONTROL)).as_py():
+            values = texts.to_pylist()
+            return pa.array([None if value is None else to_json(value).decode() for value in values], pa.string())
+        for character, escape_sequence in ESCAPES.items():
+            texts = pc.replace_substring(texts, character, escape_sequence)
     return pc.binary_join_element_wise('"', texts, '"', "")

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from feedmill.cli.report import report
 from feedmill.report.data import gather
 from feedmill.report.page import page
 from producers.reddit.state import Gap, State
 from shared import runs
-from shared.errors import UserError
 from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, DeadLetter, Post
 from shared.purge import purge
@@ -205,28 +203,6 @@ def test_mistakes_name_the_flag_or_file(
     assert found.returncode == 2
     assert said in found.stderr
     assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_interrupted_report_leaves_no_file(
-    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def fail(path: Path, *_: object, **__: object) -> int:
-        path.touch()
-        raise error
-
-    ResultsStore(redis.client, Settings()).write([result("1")])
-    monkeypatch.setattr(Path, "write_text", fail)
-    with pytest.raises((UserError, KeyboardInterrupt)):
-        report(redis_url=redis.url, out=tmp_path / "r.html")
-    assert not list(tmp_path.iterdir())
-
-
-def test_report_replaces_the_rest_of_a_killed_one(redis: RedisServer, tmp_path: Path) -> None:
-    ResultsStore(redis.client, Settings()).write([result("1")])
-    (tmp_path / ".r.html.tmp").write_text("<html>half")
-    report(redis_url=redis.url, out=tmp_path / "r.html")
-    assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
 
 
 def test_a_report_is_of_one_label_set_or_run(redis: RedisServer, tmp_path: Path) -> None:

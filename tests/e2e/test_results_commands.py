@@ -299,15 +299,6 @@ def test_mistakes_name_the_flag_without_a_traceback(
     assert redis.client.keys() == []
 
 
-@pytest.mark.parametrize("arguments", [[], ["--follow"], ["--group", "g"]])
-def test_rejects_a_stream_key_of_another_application(redis: RedisServer, tmp_path: Path, arguments: list[str]) -> None:
-    redis.client.set(RESULTS_STREAM, "mine")
-    said = feedmill("results", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert said.returncode == 2
-    assert said.stderr.startswith(f"feedmill: Redis at {redis.url.partition('@')[2]} ")
-    assert "Traceback" not in said.stderr
-
-
 def test_unreachable_redis_is_named_without_its_password(tmp_path: Path) -> None:
     for arguments in (["--follow"], ["--group", "g"]):
         said = feedmill("results", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
