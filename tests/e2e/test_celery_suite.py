@@ -7,7 +7,6 @@ by name.
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -347,24 +346,6 @@ def test_replaced_with_errbacks(redis: Any) -> None:
     assert (redis.get("errbacks"), redis.get("calls"), redis.get("inner")) == ("1", "1", None)
 
 
-@pytest.mark.parametrize("top_k", [2, 13])
-def test_a_part_replaced_with_links(redis: Any, top_k: int) -> None:
-    """The callback or errback of a replaced task runs, in a chain as in a group."""
-    part = si("replaced_by_chain_with_links", number(1), top_k=top_k)
-    part.link(calls())
-    part.link_error(calls())
-    for canvas in (chain(add(1), part.clone(), plus(), app=app), together(add(1), part.clone())):
-        with suppress(Exception):
-            canvas.apply_async().get(timeout=SECONDS)
-    expected = ("2", "2", None) if top_k == 2 else ("2", None, "2")
-    wait_until(lambda: (redis.get("calls"), redis.get("inner"), redis.get("errbacks")) == expected, "each was called")
-
-
-def test_replaced_by_nothing() -> None:
-    with pytest.raises(Exception, match="replace"):
-        si("replaced_by_nothing", number(1)).apply_async().get(timeout=SECONDS)
-
-
 # Stamps.
 
 
@@ -397,11 +378,6 @@ def test_a_retry_keeps_the_senders_options() -> None:
     assert seen.get(timeout=SECONDS) == {
         "priority": 6, "timelimit": [90, None], "ticket": "T1", "stamps": {}, "retries": 1
     }  # fmt: skip
-
-
-def test_priorities_in_a_chain() -> None:
-    sent = chain(add(1), si("request", number(1)).set(priority=9), app=app).apply_async()
-    assert sent.get(timeout=SECONDS)["priority"] == 9
 
 
 @pytest.mark.parametrize("name", ["fails_oddly", "retries_oddly"])

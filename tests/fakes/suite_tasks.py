@@ -186,12 +186,6 @@ def replaced_by_group(self: ClassifyTask, *_: Any, **options: Any) -> None:
     raise self.replace(group(add.s(given, top_k=amount(options)), add.s(given, top_k=2 * amount(options))))
 
 
-@shared_task(bind=True, base=ClassifyTask, name="suite.replaced_by_nothing")
-def replaced_by_nothing(self: ClassifyTask, *_: Any, **__: Any) -> None:
-    self.outcomes()
-    raise self.replace(chain())
-
-
 @shared_task(bind=True, base=ClassifyTask, name="suite.adds_to_chord")
 def adds_to_chord(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
     given = increased(self, amount(options))

@@ -12,7 +12,6 @@ from shared.keys import MODELS, WORKERS, find
 from shared.model_routing import (
     ANNOUNCE_INTERVAL_S,
     EXPECTED_S,
-    MAX_QUEUES,
     QUEUE_TTL_S,
     announce,
     check_queue,
@@ -91,13 +90,6 @@ def test_forgets_stale_queues_unless_messages_wait_there(redis: RedisServer) -> 
     redis.client.lpush("full\x06\x163", "a message")
     announce(redis.client, "feedmill", "m")
     assert set(known_queues(redis.client)) == {"feedmill", "full", "idle"}
-
-
-def test_limits_the_number_of_known_queues(redis: RedisServer) -> None:
-    for number in range(MAX_QUEUES + 5):
-        said(redis, f"q{number}", BART, number)
-    announce(redis.client, "feedmill", "m")
-    assert set(known_queues(redis.client)) == {"feedmill", *(f"q{number}" for number in range(MAX_QUEUES - 1))}
 
 
 def test_announce_detects_another_model_on_the_same_queue(redis: RedisServer) -> None:

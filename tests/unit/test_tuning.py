@@ -128,18 +128,3 @@ def test_peak_memory_is_none_if_unknown(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(linux, "PROC", tmp_path)
     found, _ = measured(monkeypatch, Device(best=1024), texts(*[5] * 5))
     assert [point.peak_mb for point in found.curve(BATCH_SIZE).points] == [None]
-
-
-def test_peak_memory_is_the_lowest_of_all_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(linux, "PROC", tmp_path)
-    process = tmp_path / "self"
-    process.mkdir()
-    (process / "status").write_text("Name:\tx\nVmHWM:\t   3000 kB\nVmRSS:\t 1 kB\n")
-    device = Device(best=1024)
-    monkeypatch.setattr(tuning, "time", device)
-    found = Tuning(device, texts(*[5] * 5), Settings(), 2)
-    for number, _ in enumerate(found.run()):
-        if number == found.steps // 2:  # every other size has been measured once
-            (process / "status").write_text("VmHWM:\t   4000 kB\n")
-    assert [point.peak_mb for point in found.curve(BATCH_SIZE).points] == [3.072]
-    assert (process / "clear_refs").read_text() == "5"
