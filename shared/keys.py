@@ -14,7 +14,8 @@ DEAD_LETTERS = "feedmill:dead"
 #: Counters since the store was created: `stored`, `repeated` (result already stored), `failed` (posts written as dead
 #: letters), `gone` (posts purged before they could be stored), `answered` (requests answered with a stored result),
 #: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams), `dropped` and `sent_dropped`
-#: (results and sent records that exceeded their memory), `stream_bytes` (texts of all entries of the results stream).
+#: (results and sent records that exceeded their memory), `stream_bytes` (of all entries ever
+#: added to the results stream).
 COUNTERS = "feedmill:counters"
 #: Number of buckets of marks: records of sent posts (shared/scripts/queue.py). `feedmill:sent-marks:NUMBER` is one.
 MARKS = "feedmill:sent-marks"
@@ -22,7 +23,7 @@ MARKS = "feedmill:sent-marks"
 STORED = "feedmill:stored"
 #: Contexts of stored results, by their keys, scored by when their last result expires, in seconds since 1970.
 CONTEXTS = "feedmill:contexts"
-#: Position in the results stream, and bytes of all entries up to it, at several times (shared/retention.py).
+#: Bytes of all entries of the results stream up to an entry, for some of them (shared/scripts/results.py).
 STREAM_SIZES = "feedmill:stream-sizes"
 #: Exists while a worker drops the oldest results or sent records.
 SWEEPER = "feedmill:sweeper"
@@ -172,7 +173,7 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:stored:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:context:*", "string", "shared/results.py", "ttl results_ttl and an hour"),
     Key(CONTEXTS, "zset", "shared/results.py", "one member per context; ttl results_ttl and an hour"),
-    Key(STREAM_SIZES, "list", "shared/retention.py", "MAX_SIZES entries"),
+    Key(STREAM_SIZES, "list", "shared/results.py", "about SIZES entries"),
     Key(SWEEPER, "string", "shared/retention.py", "ttl LOCK_S"),
     Key("feedmill:run:*", "hash", "shared/runs.py", "seven fields; ttl sent_ttl"),
     Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),

@@ -2,8 +2,7 @@
 
 Deleting alone is not enough: a worker may be classifying the post, and a producer may read it again. So a purge first
 sets a tombstone, which stops all further sending and storing (shared/results.py, producers/push.py), and then deletes
-existing data. A purge is idempotent and can be repeated after a failure. It works at `maxmemory` too: the first write
-of each script is a deletion (shared/scripts/__init__.py).
+existing data. A purge is idempotent and can be repeated after a failure. It works at `maxmemory` too.
 
 Limits: a post stays in a worker's memory until its message is finished. Its result is not stored; but if another
 application waits for that message, Celery keeps the outcome for `celery_result_ttl`, and results of a chord's messages
@@ -23,7 +22,6 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 
 from shared import model_routing, queue_redaction
-from shared.broker import TRANSPORT_KEYS
 from shared.errors import MessageFailed, UserError, printable
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, tombstone_key
 from shared.scripts import purge as scripts
@@ -175,7 +173,7 @@ def _fetch(redis: Any, keys: Sequence[bytes | str]) -> list[bytes | None]:
 def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection[str]) -> bool:
     """Remove the posts from one result, last read as `text`. Return whether it was changed."""
     while text is not None and (clean := _without(text, posts)) is not None:
-        if scripts.replace_string(redis, key, TRANSPORT_KEYS["reserved_key"], text, clean):
+        if scripts.replace_string(redis, key, text, clean):
             return True
         (text,) = _fetch(redis, [key])  # another client changed the result meanwhile
     return False

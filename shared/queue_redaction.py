@@ -40,7 +40,7 @@ def remove(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int
         if (clean := _without(message, posts)) is None:
             continue
         if tag is None:
-            changed += scripts.replace_waiting(redis, name, reserved, message, clean)
+            changed += scripts.replace_waiting(redis, name, message, clean)
         else:
             changed += scripts.replace_held(redis, reserved, tag, message, clean)
     return changed

@@ -4,19 +4,18 @@ Results are the packed ones, their contexts and the results stream, which may ta
 records have a bound of their own, `sent_memory`.
 
 Nothing is measured while results are written. The script that stores a micro-batch tells its worker when enough
-results for a check were stored, by whichever workers; so one worker checks. The bytes of the stream are counted as
-entries are added, and recorded at each check, so the bytes of its newest entries are known. The memory of buckets is
-estimated from a sample: linear hashing spreads records evenly. If it is too large, the sample also gives the time
-before which records are dropped, and a sweep through all buckets drops them, some hundred buckets per call.
+results for a check were stored, by whichever workers; so one worker checks. The memory of buckets is estimated from a
+sample: linear hashing spreads records evenly. If it is too large, the sample also gives the time before which records
+are dropped, and a sweep through all buckets drops them, some hundred buckets per call. The script that writes a
+micro-batch bounds the stream (shared/scripts/results.py).
 """
 
 import logging
 import random
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from redis import Redis
@@ -25,8 +24,8 @@ from redis.exceptions import RedisError, ResponseError
 from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES, SWEEPER
 from shared.redis_errors import rejects_writes
 from shared.result_records import HEAD, SCORE, TAIL, split
+from shared.scripts import results as result_scripts
 from shared.scripts import retention as scripts
-from shared.scripts.buckets import MIN_BUCKETS
 from shared.scripts.marks import HOUR_BYTES, MARK_BYTES
 from shared.settings import PREFIX, Settings
 
@@ -41,10 +40,6 @@ LOCK_S = 30
 DROP_ABOVE, DROP_TO = 0.9, 0.83
 #: Maximum share of records that one sweep drops, since it is estimated. Another one follows if it was too small.
 MAX_DROPPED = 0.5
-#: Usual bytes of records in a bucket.
-RESULT_BUCKET_BYTES, MARK_BUCKET_BYTES = 800, 20 * MARK_BYTES
-#: Share of `results_memory` that the results stream may take.
-STREAM_SHARE = 0.5
 #: A check follows each time this share of `results_memory` may have been written, at this many bytes per result.
 CHECK_SHARE, BYTES_PER_RESULT = 0.02, 1500
 #: Minimum number of results between two checks.
@@ -56,10 +51,6 @@ SAMPLED_CONTEXTS = 20
 #: Bytes that MEMORY USAGE leaves out: of a key with a time of expiry, in Redis' two hash tables; and of a context's
 #: entry in the sorted set.
 KEY_BYTES, CONTEXT_ENTRY_BYTES = 80, 130
-#: Bytes of a stream entry beside the texts that were added; 30 to 180 were measured, most with a node per entry.
-ENTRY_BYTES = 180
-#: Share of `results_memory` between two recorded sizes of the stream, and maximum number of them.
-SIZE_SHARE, MAX_SIZES = 1 / 128, 512
 HOUR_S = 3600
 #: Hours of marks are numbers modulo this.
 HOURS = 2**16
@@ -123,16 +114,16 @@ def measure(redis: Redis, settings: Settings) -> Kept:
     """Estimate what is kept of posts, in about two milliseconds. Raises redis.exceptions.RedisError."""
     results, _ = _sampled(redis, STORED, _result_times)
     sent, _ = _sampled(redis, MARKS, _mark_times)
-    stream = _StreamSize.read(redis)
+    stream_bytes, entries = _stream_size(redis)
     results_bytes = results.memory + _contexts_bytes(redis)
     return Kept(
-        results_bytes + stream.bytes,
+        results_bytes + stream_bytes,
         settings.results_memory,
         round(results.records),
         results_bytes / results.records if results.records else 0.0,
-        stream.bytes,
-        stream.length,
-        stream.bytes / stream.length if stream.length else 0.0,
+        stream_bytes,
+        entries,
+        stream_bytes / entries if entries else 0.0,
         sent.memory,
         settings.sent_memory,
         round(sent.records),
@@ -142,7 +133,7 @@ def measure(redis: Redis, settings: Settings) -> Kept:
 
 def needs(kept: Kept, settings: Settings, posts_per_second: float) -> Needs:
     """Return the memory that a rate needs until the times to live are met."""
-    stream = min(kept.stream_entry_bytes * settings.results_stream_length, STREAM_SHARE * kept.results_limit)
+    stream = min(kept.stream_entry_bytes * settings.results_stream_length, result_scripts.stream_limit(settings))
     per_second = posts_per_second * kept.result_bytes
     results = stream + per_second * settings.results_ttl if posts_per_second else kept.results_bytes
     sent_per_second = posts_per_second * kept.sent_record_bytes
@@ -201,7 +192,7 @@ class MemoryBounds:
 
     def check(self) -> None:
         """Drop what exceeds the bounds. Raises redis.exceptions.RedisError."""
-        self._trim_stream()
+        result_scripts.trim(self._redis, self._settings)
         scripts.drop_contexts(self._redis, self._now())
         if not (self._results_excess() or self._sent_excess()) or not self._lock(nx=True):
             return
@@ -229,29 +220,20 @@ class MemoryBounds:
                 raise
             return True  # at maxmemory: the sweep makes room
 
-    def _trim_stream(self) -> None:
-        """Trim the results stream if it exceeds its share."""
-        limit = self._settings.results_memory
-        stream = _StreamSize.read(self._redis)
-        stream.record(self._redis, SIZE_SHARE * limit)
-        stream.trim(self._redis, STREAM_SHARE * limit)
-
     def _results_excess(self) -> float:
         """Return the bytes of results to drop; 0 if all are within their limit."""
         results = _sample(self._redis, STORED).memory + _contexts_bytes(self._redis)
-        return _excess(results + _StreamSize.read(self._redis).bytes, self._settings.results_memory)
+        return _excess(results + _stream_size(self._redis)[0], self._settings.results_memory)
 
     def _sent_excess(self) -> float:
         """Return the bytes of sent records to drop; 0 if all are within their limit."""
         return _excess(_sample(self._redis, MARKS).memory, self._settings.sent_memory)
 
     def _drop_results(self) -> int:
-        """Drop some of the oldest results if all exceed their limit. Return how much was changed."""
+        """Drop some of the oldest results if all exceed their limit. Return how many."""
         if not (excess := self._results_excess()):
             return 0
         table, times = _sampled(self._redis, STORED, _result_times, SAMPLED_BUCKETS)
-        if merged := self._merge(STORED, table, RESULT_BUCKET_BYTES, self._settings.results_ttl):
-            return merged
         before, share = _cut(times, excess, table.content + _contexts_bytes(self._redis))
         now = self._now()
         removed = self._sweep(lambda start: scripts.drop_results(self._redis, start, before, share, now))
@@ -260,33 +242,15 @@ class MemoryBounds:
         return removed
 
     def _drop_sent(self) -> int:
-        """Drop some of the oldest records of sent posts if all exceed their limit. Return how much was changed."""
+        """Drop some of the oldest records of sent posts if all exceed their limit. Return how many."""
         if not (excess := self._sent_excess()):
             return 0
         origin = (self._now() // HOUR_S - HOURS // 2) % HOURS  # expired hours are below the middle of the range
         table, hours = _sampled(self._redis, MARKS, lambda bucket: _mark_times(bucket, origin), SAMPLED_BUCKETS)
-        if merged := self._merge(MARKS, table, MARK_BUCKET_BYTES, self._settings.sent_ttl):
-            return merged
         cut = _cut(hours, excess, table.content)
         removed = self._sweep(lambda start: scripts.drop_marks(self._redis, start, *cut, HOURS // 2 - 1, origin))
         logger.info("dropped the %d oldest records of sent posts, which exceed %sSENT_MEMORY", removed, PREFIX)
         return removed
-
-    def _merge(self, name: str, table: Table, mean_bytes: int, ttl: int) -> int:
-        """Merge buckets if their mean content is less than half of a usual one, and return the number of merges.
-
-        A bucket takes 200 bytes besides its records. Many are left when the bound was lowered.
-        """
-        wanted = max(MIN_BUCKETS, int(table.content / mean_bytes))
-        if table.buckets <= 2 * wanted:
-            return 0
-        # Keys live a while longer than their last record (shared/scripts/results.py, queue.py).
-        ttl += max(HOUR_S, ttl // 32)
-        for done in range(0, table.buckets - wanted, scripts.BUCKETS_PER_CALL):
-            scripts.merge(self._redis, name, table.buckets - wanted - done, ttl)
-            if self._interrupted():
-                break
-        return table.buckets - wanted
 
     def _sweep(self, drop: Callable[[int], tuple[int, int]]) -> int:
         """Drop records of all buckets. Buckets that are added meanwhile are at the end."""
@@ -297,14 +261,18 @@ class MemoryBounds:
         return total
 
     def _interrupted(self) -> bool:
-        """Do what cannot wait for a sweep to end, and return whether to stop."""
-        if self._due.is_set() and not self._stopping.is_set():
-            # The stream grows ten times as fast as what a sweep drops.
-            self._due.clear()
-            self._trim_stream()
+        """Renew the lock, and return whether to stop."""
         if time.monotonic() - self._locked_at > LOCK_S / 3:
             self._lock()
         return self._stopping.is_set()
+
+
+def _stream_size(redis: Redis) -> tuple[float, int]:
+    """Return the memory of the results stream, estimated, and the number of its entries."""
+    pipe: Any = redis.pipeline(transaction=False)
+    pipe.xlen(RESULTS_STREAM).hget(COUNTERS, "stream_bytes").lindex(STREAM_SIZES, 0)
+    length, total, first = pipe.execute()
+    return float(total or 0) - float(first.split()[1] if first else 0) if length else 0.0, length
 
 
 def _excess(used: float, limit: float) -> float:
@@ -378,75 +346,3 @@ def _contexts_bytes(redis: Redis) -> float:
         pipe.memory_usage(key)
     usage = [each for each in pipe.execute() if each] if keys else []
     return float(number * (sum(usage) / max(1, len(usage)) + KEY_BYTES + CONTEXT_ENTRY_BYTES))
-
-
-class _StreamSize(NamedTuple):
-    """The size of the results stream, from the bytes of all entries ever added.
-
-    An entry's position is its number since the store was created. `sizes` holds (position, bytes of all entries up to
-    it), oldest first; the last one is now. Between two of them, entries count as equally large. Purged entries count
-    as if the oldest ones had been purged.
-    """
-
-    length: int
-    sizes: Sequence[tuple[int, float]]
-    #: Sizes that are recorded in Redis, beginning with the last one that the stream needs.
-    recorded: int
-
-    @classmethod
-    def read(cls, redis: Redis) -> "_StreamSize":
-        pipe: Any = redis.pipeline(transaction=False)
-        pipe.xlen(RESULTS_STREAM).hmget(COUNTERS, "stored", "stream_bytes").lrange(STREAM_SIZES, 0, -1)
-        length, (stored, texts), recorded = pipe.execute()
-        position = int(stored or 0)
-        now = (position, int(texts or 0) + ENTRY_BYTES * float(position))
-        sizes = sorted((int(at), float(size)) for at, size in (each.split() for each in recorded))
-        first = position - length
-        if not sizes or sizes[-1] > now or sizes[0][0] > first:
-            # Entries of an earlier version, or the store was deleted: measured once.
-            usage: Any = redis.memory_usage(RESULTS_STREAM, samples=0) if length else 0
-            return cls(length, [(first, now[1] - (usage or 0)), now], 0)
-        while len(sizes) > 1 and sizes[1][0] <= first:
-            sizes.pop(0)
-        return cls(length, [*sizes, now], len(sizes))
-
-    @property
-    def bytes(self) -> float:
-        return self.sizes[-1][1] - self._size_at(self.sizes[-1][0] - self.length)
-
-    def _size_at(self, position: float) -> float:
-        return _interpolate([at for at, _ in self.sizes], [size for _, size in self.sizes], position)
-
-    def record(self, redis: Redis, distance: float) -> None:
-        """Record the size now, if it grew by `distance` bytes, and forget those that are no longer needed."""
-        pipe: Any = redis.pipeline()
-        if not self.length:
-            return
-        if not self.recorded:
-            pipe.delete(STREAM_SIZES)
-            pipe.rpush(STREAM_SIZES, *(f"{at} {size:.0f}" for at, size in self.sizes))
-        elif self.sizes[-1][1] - self.sizes[-2][1] >= distance:
-            pipe.rpush(STREAM_SIZES, f"{self.sizes[-1][0]} {self.sizes[-1][1]:.0f}")
-        pipe.ltrim(STREAM_SIZES, -min(MAX_SIZES, len(self.sizes)), -1)
-        try:
-            pipe.execute()
-        except ResponseError as fault:
-            if not rejects_writes(fault):
-                raise
-
-    def trim(self, redis: Redis, limit: float) -> None:
-        """Trim the oldest entries if the stream exceeds a limit."""
-        if not _excess(self.bytes, limit):
-            return
-        ats, sizes = [at for at, _ in self.sizes], [size for _, size in self.sizes]
-        first = _interpolate(sizes, ats, sizes[-1] - DROP_TO * limit)
-        scripts.trim_stream(redis, int(first) - (ats[-1] - self.length))
-
-
-def _interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Return the value at a point between known ones, which increase. Beyond them, the first or last value."""
-    index = bisect_left(known, at)
-    if index in (0, len(known)):
-        return values[0] if index == 0 else values[-1]
-    span = known[index] - known[index - 1]
-    return values[index - 1] + (values[index] - values[index - 1]) * (at - known[index - 1]) / span

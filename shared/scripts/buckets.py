@@ -81,7 +81,7 @@ local function existing(prefix, ids)
   for i, key in ipairs(keys) do found[i] = redis.call('EXISTS', key) == 1 end
   return found
 end
--- Store what is left of a bucket. Call after a deletion, so that it works at maxmemory.
+-- Store what is left of a bucket.
 local function shrink_bucket(key, records)
   if #records > 0 then redis.call('SET', key, records, 'KEEPTTL') else redis.call('DEL', key) end
 end

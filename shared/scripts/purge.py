@@ -31,7 +31,6 @@ _SET_TOMBSTONES: Script[None] = Script(
     LOG_PURGE
     + """
 for i = 3, #KEYS do
-  redis.call('DEL', KEYS[i])
   redis.call('SET', KEYS[i], ARGV[1], 'EX', ARGV[2])
 end
 log_purge(KEYS[1], KEYS[2], 'ids', ARGV[3], ARGV[2])
@@ -106,16 +105,13 @@ until from == '' or bytes >= tonumber(ARGV[2])
 return {from, found}
 """,
 )
-#: The HDEL in the next three scripts deletes nothing, but makes Redis accept the writes after it at `maxmemory`.
-#:
-#:   KEYS[1] list or string    KEYS[2] feedmill:reserved, hash    ARGV[1] the expected value    ARGV[2] the new value
+#:   KEYS[1] list or string    ARGV[1] the expected value    ARGV[2] the new value
 _REPLACE_WAITING: Script[int] = Script(
     "purge_replace_waiting",
     SHRINKS,
     """
 local at = redis.call('LPOS', KEYS[1], ARGV[1])
 if not at then return 0 end
-redis.call('HDEL', KEYS[2], '')
 redis.call('LSET', KEYS[1], at, ARGV[2])
 return 1
 """,
@@ -125,7 +121,6 @@ _REPLACE_STRING: Script[int] = Script(
     SHRINKS,
     """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-redis.call('HDEL', KEYS[2], '')
 redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL')
 return 1
 """,
@@ -136,7 +131,6 @@ _REPLACE_HELD: Script[int] = Script(
     SHRINKS,
     """
 if redis.call('HGET', KEYS[1], ARGV[3]) ~= ARGV[1] then return 0 end
-redis.call('HDEL', KEYS[1], '')
 redis.call('HSET', KEYS[1], ARGV[3], ARGV[2])
 return 1
 """,
@@ -177,16 +171,16 @@ def find_authors(redis: Redis, stream: str, authors: Collection[str], max_bytes:
     return found
 
 
-def replace_waiting(redis: Redis, queue_list: str, reserved: str, before: bytes, after: str) -> bool:
-    """Replace a waiting message if it is still in the list. reserved: the hash of reserved messages."""
-    return bool(_REPLACE_WAITING(redis, [queue_list, reserved], [before, after]))
+def replace_waiting(redis: Redis, queue_list: str, before: bytes, after: str) -> bool:
+    """Replace a waiting message if it is still in the list."""
+    return bool(_REPLACE_WAITING(redis, [queue_list], [before, after]))
 
 
 def replace_held(redis: Redis, reserved: str, tag: bytes, before: bytes, after: str) -> bool:
-    """Replace a message held by a worker if it is unchanged."""
+    """Replace a message held by a worker if it is unchanged. reserved: the hash of reserved messages."""
     return bool(_REPLACE_HELD(redis, [reserved], [before, after, tag]))
 
 
-def replace_string(redis: Redis, key: str | bytes, reserved: str, before: bytes, after: str) -> bool:
-    """Replace a string if it is unchanged, and keep its TTL. reserved: the hash of reserved messages."""
-    return bool(_REPLACE_STRING(redis, [key, reserved], [before, after]))
+def replace_string(redis: Redis, key: str | bytes, before: bytes, after: str) -> bool:
+    """Replace a string if it is unchanged, and keep its TTL."""
+    return bool(_REPLACE_STRING(redis, [key], [before, after]))

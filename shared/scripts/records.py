@@ -47,8 +47,8 @@ local function key_of(fingerprint)
 end
 """
 )
-#: Defines `forget_result`, which deletes a result by fingerprint, and the score of an id without further results. Call
-#: it after a deletion, so that it works at maxmemory. stored: feedmill:stored, string, and its buckets.
+#: Defines `forget_result`, which deletes a result by fingerprint, and the score of an id without further results.
+#: stored: feedmill:stored, string, and its buckets.
 FORGET_RESULT = (
     RECORDS
     + """

@@ -14,6 +14,7 @@ from shared.keys import (
     RESULTS_STREAM,
     RUNS,
     STORED,
+    STREAM_SIZES,
     context_key,
     dead_letter_key,
     labels_key,
@@ -31,12 +32,56 @@ from shared.settings import DAY_S, Settings
 LABEL_COUNTS_TTL_S = 30 * DAY_S
 #: Seconds per hour.
 HOUR_S = 3600
+#: Share of `results_memory` that the results stream may take.
+STREAM_SHARE = 0.45
+#: Bytes of a stream entry beside the texts that were added; 30 to 180 were measured, most with a node per entry.
+ENTRY_BYTES = 180
+#: Recorded sizes of a full stream: it is trimmed by one of these parts. And parts that one call trims at most.
+SIZES, TRIMMED_PARTS = 64, 4
 
+#: Defines `bound_stream`, which trims the stream's oldest entries if it takes more than `limit` bytes.
+#:
+#: sizes: a list of "ID BYTES", oldest first: the bytes of all entries ever added, up to the entry ID. Its first item is
+#: of the newest recorded entry that is gone, so the stream takes `total`, the bytes added so far, less these. Purged
+#: entries count until they are older than that. before: entries of the stream before the last `bytes` were added.
+BOUND_STREAM = f"""
+local function is_older(id, other)
+  local time, number = string.match(id, '(%d+)-(%d+)')
+  local other_time, other_number = string.match(other, '(%d+)-(%d+)')
+  if time ~= other_time then return tonumber(time) < tonumber(other_time) end
+  return tonumber(number) < tonumber(other_number)
+end
+local function bound_stream(stream, sizes, total, bytes, before, limit)
+  local function size(index)
+    local item = redis.call('LINDEX', sizes, index)
+    if item then return string.match(item, '(%S+) (%d+)') end
+  end
+  if before == 0 or not size(0) then
+    redis.call('DEL', sizes)
+    redis.call('RPUSH', sizes, string.format('0-0 %.0f', total - bytes))
+  end
+  local _, newest = size(-1)
+  if bytes > 0 and total - newest >= limit / {SIZES} then
+    local id = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1][1]
+    redis.call('RPUSH', sizes, string.format('%s %.0f', id, total))
+  end
+  for _ = 1, {TRIMMED_PARTS} do
+    local _, gone = size(0)
+    local id = size(1)
+    if not id or total - gone <= limit then break end
+    redis.call('XTRIM', stream, 'MINID', id)
+    redis.call('XDEL', stream, id)
+    redis.call('LTRIM', sizes, 1, -1)
+  end
+  local first = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
+  while first and redis.call('LLEN', sizes) > 1 and is_older(size(1), first[1]) do redis.call('LTRIM', sizes, 1, -1) end
+end
+"""
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
 #:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
 #:   KEYS[5]  feedmill:runs       zset        KEYS[6]  feedmill:stored  string, and its buckets
-#:   KEYS[7]  feedmill:contexts  zset
-#:   KEYS[8+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
+#:   KEYS[7]  feedmill:contexts  zset         KEYS[8]  feedmill:stream-sizes  list
+#:   KEYS[9+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
 #:   feedmill:gone:<id> and feedmill:context:<digest>, string, of each result; feedmill:run:<name>, hash, of each run
 #:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the results stream
 #:   ARGV[3]  length of the dead-letter stream  ARGV[4]  ttl of counts by label, seconds
@@ -45,8 +90,8 @@ HOUR_S = 3600
 #:   ARGV[7]  ids, labels and runs ("" for none) of the results, as JSON: redis-py is slow with many arguments
 #:   ARGV[8], ARGV[9], ARGV[10]  prefix of the names of runs' keys, their ttl in seconds, and maximum runs listed
 #:   ARGV[11] records of the results, whose expiry is set here    ARGV[12] contexts by key, as a JSON object
-#:   ARGV[13] number of results between two checks of their memory
-#:   ARGV[14+] classification and post of each result; then id, letter and run of each dead letter
+#:   ARGV[13] number of results between two checks of their memory    ARGV[14] bytes that the stream may take
+#:   ARGV[15+] classification and post of each result; then id, letter and run of each dead letter
 #:
 #: Returns the numbers of new results and of trimmed dead letters, and 1 if a check of the memory is due, else 0.
 _WRITE: Script[tuple[int, int, int]] = Script(
@@ -54,6 +99,7 @@ _WRITE: Script[tuple[int, int, int]] = Script(
     WRITES,
     RECORDS
     + COUNT_PROGRESS
+    + BOUND_STREAM
     + f"""
 local results, new, failed, gone, bytes, labels, runs = cjson.decode(ARGV[7]), 0, 0, 0, 0, {{}}, {{}}
 local blob, now, at = ARGV[11], tonumber(redis.call('TIME')[1]), 1
@@ -90,13 +136,13 @@ for i, record in ipairs(records) do
       buckets[name], known = without_record(held, known), nil
     end
     if not known then
-      local label, text, post = labelled[i], ARGV[12 + 2 * i], ARGV[13 + 2 * i]
+      local label, text, post = labelled[i], ARGV[13 + 2 * i], ARGV[14 + 2 * i]
       if i < total then
         redis.call('XADD', KEYS[1], '*', 'id', ids[i], 'classification', text, 'post', post)
       else
         redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'id', ids[i], 'classification', text, 'post', post)
       end
-      new, bytes = new + 1, bytes + #ids[i] + #text + #post
+      new, bytes = new + 1, bytes + {ENTRY_BYTES} + #ids[i] + #text + #post
       labels[label] = (labels[label] or 0) + 1
       count(run_of[i], 'stored')
       local bucket = added[name] or {{''}}
@@ -142,8 +188,8 @@ if new > 0 then
   redis.call('EXPIRE', KEYS[4], ARGV[4])
 end
 local counts = {{stored = new, repeated = total - new - gone}}
-local at, due = 14 + 2 * total, 0
-for i = 8, #KEYS, 2 do
+local at, due = 15 + 2 * total, 0
+for i = 9, #KEYS, 2 do
   local entry = redis.call('GET', KEYS[i + 1])
   if redis.call('EXISTS', KEYS[i]) == 1 then
     gone = gone + 1
@@ -158,8 +204,12 @@ end
 for run, found in pairs(runs) do
   count_progress(KEYS[5], ARGV[8], run, found, ARGV[9], ARGV[10])
 end
+if new > 0 then
+  local written = redis.call('HINCRBY', KEYS[2], 'stream_bytes', bytes)
+  bound_stream(KEYS[1], KEYS[8], written, bytes, length, tonumber(ARGV[14]))
+end
 counts.failed, counts.gone, counts.trimmed = failed, gone, length + new - redis.call('XLEN', KEYS[1])
-counts.dead_trimmed, counts.stream_bytes = dead + failed - redis.call('XLEN', KEYS[3]), bytes
+counts.dead_trimmed = dead + failed - redis.call('XLEN', KEYS[3])
 for name, count in pairs(counts) do
   if count > 0 then
     local sum = redis.call('HINCRBY', KEYS[2], name, count)
@@ -167,6 +217,22 @@ for name, count in pairs(counts) do
   end
 end
 return {{new, counts.dead_trimmed, due}}
+""",
+)
+#:   KEYS[1]  feedmill:results  stream    KEYS[2]  feedmill:counters  hash    KEYS[3]  feedmill:stream-sizes  list
+#:   ARGV[1]  bytes that the stream may take
+#:
+#: Returns the number of trimmed entries, which readers notice by their count (shared/scripts/stream.py).
+_TRIM: Script[int] = Script(
+    "results_trim",
+    SHRINKS,
+    BOUND_STREAM
+    + """
+local length, total = redis.call('XLEN', KEYS[1]), tonumber(redis.call('HGET', KEYS[2], 'stream_bytes') or 0)
+bound_stream(KEYS[1], KEYS[3], total, 0, length, tonumber(ARGV[1]))
+local trimmed = length - redis.call('XLEN', KEYS[1])
+if trimmed > 0 then redis.call('HINCRBY', KEYS[2], 'trimmed', trimmed) end
+return trimmed
 """,
 )
 #:   KEYS[1]  feedmill:counters  hash     KEYS[2]  feedmill:stored  string, and its buckets
@@ -295,7 +361,7 @@ def prepare_write(
     contexts: the results' contexts, by key, as JSON. letters: post id, digest, JSON and run of each. now: seconds since
     1970. max_labels: labels counted per hour. max_runs: runs listed.
     """
-    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(now // HOUR_S), RUNS, STORED, CONTEXTS]
+    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(now // HOUR_S), RUNS, STORED, CONTEXTS, STREAM_SIZES]
     arguments: list[Any] = [
         settings.results_ttl,
         settings.results_stream_length,
@@ -310,6 +376,7 @@ def prepare_write(
         b"".join(results.records),
         json.dumps({context_key(key): context for key, context in contexts.items()}),
         check_interval,
+        stream_limit(settings),
     ]
     # Encoded once, for all repetitions, and to bytes: a Python string can take four bytes per character.
     arguments = [each.encode() if isinstance(each, str) else each for each in arguments]
@@ -320,6 +387,17 @@ def prepare_write(
         arguments += [post_id.encode(), letter.encode(), run.encode()]
         size += len(letter)
     return partial(_WRITE, redis, keys, arguments), size
+
+
+def stream_limit(settings: Settings) -> int:
+    """Return the bytes that the results stream may take."""
+    return int(STREAM_SHARE * settings.results_memory)
+
+
+def trim(redis: Redis, settings: Settings) -> None:
+    """Trim the stream to its limit, which the next write does as well, unless Redis is full."""
+    while _TRIM(redis, [RESULTS_STREAM, COUNTERS, STREAM_SIZES], [stream_limit(settings)]):
+        pass
 
 
 class Found(NamedTuple):

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED
+from shared.keys import CONTEXTS, COUNTERS, MARKS, STORED
 from shared.scripts import READS, SHRINKS, Script
-from shared.scripts.buckets import BUCKETS, MIN_BUCKETS
-from shared.scripts.marks import MARK_BYTES, MARK_RECORDS
+from shared.scripts.buckets import BUCKETS
+from shared.scripts.marks import MARK_RECORDS
 from shared.scripts.records import RECORDS
 
-#: Buckets per call of `drop`, and contexts and stream entries per call of the other functions that delete.
-BUCKETS_PER_CALL, CONTEXTS_PER_CALL, ENTRIES_PER_CALL = 100, 1000, 5000
+#: Buckets and contexts per call of the functions that delete them.
+BUCKETS_PER_CALL, CONTEXTS_PER_CALL = 100, 1000
 
 #:   KEYS[1]  feedmill:stored or feedmill:sent-marks, string, and its buckets
 #:   ARGV[1]  maximum buckets to read    ARGV[2]  offset of the first one, 0 to 1    ARGV[3]  1 to return their records
@@ -41,8 +41,7 @@ return {count, looked, existing, bytes, found}
 """,
 )
 #: Drops the records of some buckets that expire before a time, and of those that expire at that time a share, the first
-#: of each bucket. Rounding differs by bucket, so that small shares are met on average. Starts with a deletion, so that
-#: it works at maxmemory.
+#: of each bucket. Rounding differs by bucket, so that small shares are met on average.
 #:
 #:   KEYS[1]  feedmill:stored or feedmill:sent-marks, string, and its buckets    KEYS[2]  feedmill:counters  hash
 #:   ARGV[1]  number of the first bucket    ARGV[2]  maximum buckets    ARGV[3]  the time    ARGV[4]  the share
@@ -50,7 +49,6 @@ return {count, looked, existing, bytes, found}
 #:
 #: Returns the number of buckets that are left, and of removed records. The counter leaves out expired ones.
 _DROP_OLDEST = """
-redis.call('HDEL', KEYS[2], '')
 local count, start = size_of(KEYS[1]), tonumber(ARGV[1])
 local cut, share, now, dropped = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[6]), 0
 local removed = 0
@@ -113,33 +111,7 @@ local whole = whole_marks
 """
     + _DROP_OLDEST,
 )
-#: Moves the records of the last bucket to the one from which it was split, repeatedly. Starts with a deletion, too.
-#:
-#:   KEYS[1]  feedmill:stored or feedmill:sent-marks, string, and its buckets    KEYS[2]  feedmill:counters  hash
-#:   ARGV[1]  number of merges    ARGV[2]  ttl, seconds    ARGV[3]  bytes of each record; 0 if they differ
-_MERGE: Script[None] = Script(
-    "retention_merge",
-    SHRINKS,
-    BUCKETS
-    + f"""
-redis.call('HDEL', KEYS[2], '')
-local count, half = size_of(KEYS[1]), {MIN_BUCKETS}
-while 2 * half < count do half = 2 * half end
-for _ = 1, math.min(ARGV[1], count - {MIN_BUCKETS}) do
-  count = count - 1
-  if count < half then half = half / 2 end
-  local target, source = KEYS[1] .. ':' .. (count - half), KEYS[1] .. ':' .. count
-  local records = redis.call('GET', source)
-  if records and ARGV[3] ~= '0' and #records % ARGV[3] > 0 then records = '' end
-  if records then
-    redis.call('DEL', source)
-    redis.call('SET', target, (redis.call('GET', target) or '') .. records, 'EX', ARGV[2])
-  end
-end
-if count > 0 then redis.call('SET', KEYS[1], count, 'KEEPTTL') end
-""",
-)
-#:   KEYS[1]  feedmill:contexts  zset, and the keys that it lists    KEYS[2]  feedmill:counters  hash
+#:   KEYS[1]  feedmill:contexts  zset, and the keys that it lists
 #:   ARGV[1]  the time               ARGV[2]  maximum contexts
 #:
 #: Returns the number of deleted contexts.
@@ -147,25 +119,12 @@ _DROP_CONTEXTS: Script[int] = Script(
     "retention_drop_contexts",
     SHRINKS,
     """
-redis.call('HDEL', KEYS[2], '')
 local found = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. ARGV[1], 'LIMIT', 0, ARGV[2])
 for _, key in ipairs(found) do
   redis.call('UNLINK', key)
   redis.call('ZREM', KEYS[1], key)
 end
 return #found
-""",
-)
-#: Counts the trimmed entries, by which readers notice them (shared/scripts/stream.py).
-#:
-#:   KEYS[1]  feedmill:results  stream    KEYS[2]  feedmill:counters  hash    ARGV[1]  number of entries to trim
-_TRIM: Script[int] = Script(
-    "retention_trim",
-    SHRINKS,
-    """
-local trimmed = redis.call('XTRIM', KEYS[1], 'MAXLEN', '=', math.max(0, redis.call('XLEN', KEYS[1]) - ARGV[1]))
-if trimmed > 0 then redis.call('HINCRBY', KEYS[2], 'trimmed', trimmed) end
-return trimmed
 """,
 )
 
@@ -207,18 +166,7 @@ def drop_marks(redis: Redis, start: int, before: int, share: float, now: int, or
     return left, removed
 
 
-def merge(redis: Redis, table: str, merges: int, ttl: int) -> None:
-    """Remove up to BUCKETS_PER_CALL buckets of a table, and move their records to others. ttl: seconds."""
-    _MERGE(redis, [table, COUNTERS], [min(merges, BUCKETS_PER_CALL), ttl, MARK_BYTES if table == MARKS else 0])
-
-
 def drop_contexts(redis: Redis, before: int) -> None:
     """Delete the contexts whose results have all expired, or been dropped, before a time, in seconds since 1970."""
-    while _DROP_CONTEXTS(redis, [CONTEXTS, COUNTERS], [before, CONTEXTS_PER_CALL]) == CONTEXTS_PER_CALL:
+    while _DROP_CONTEXTS(redis, [CONTEXTS], [before, CONTEXTS_PER_CALL]) == CONTEXTS_PER_CALL:
         pass
-
-
-def trim_stream(redis: Redis, entries: int) -> None:
-    """Trim the oldest entries of the results stream."""
-    for start in range(0, entries, ENTRIES_PER_CALL):
-        _TRIM(redis, [RESULTS_STREAM, COUNTERS], [min(ENTRIES_PER_CALL, entries - start)])

@@ -13,10 +13,10 @@ from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from feedmill.reading.purges import BEGINNING, newest_purge, read_purges
-from shared.broker import TRANSPORT_KEYS, connect, publish, queue_depth, user_errors
+from shared.broker import TRANSPORT_KEYS, connect, queue_depth, user_errors
 from shared.broker import make_app as make_celery
 from shared.errors import RedisUnavailable
-from shared.messages import ClassifyOptions, DeadLetter
+from shared.messages import DeadLetter
 from shared.purge import purge
 from shared.results import ResultsStore
 from shared.scripts import READS, WRITES, Script, load_functions
@@ -304,15 +304,6 @@ def test_users_may_do_nothing_else(guarded: Guarded, user: str, forbidden: tuple
     client.close()
     guarded.client.acl_log_reset()
     assert not allowed
-
-
-def test_permission_errors_through_celery_name_the_user(guarded: Guarded) -> None:
-    settings = load(redis_url=guarded.as_user("reader"))
-    with pytest.raises(RedisUnavailable, match="user reader "), user_errors(settings):
-        publish(make_celery(settings), [make_posts(1)], ClassifyOptions())
-    with pytest.raises(RedisUnavailable, match="user reader "), user_errors(settings):
-        connect(settings).set("x", 1)
-    guarded.client.acl_log_reset()
 
 
 def test_functions_have_only_their_users_permissions(guarded: Guarded) -> None:

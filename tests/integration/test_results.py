@@ -84,15 +84,6 @@ def test_writes_more_labels_than_lua_unpacks(store: ResultsStore) -> None:
     assert store.write([result("again", label=label) for label in counts][:1]) == 1
 
 
-def test_writes_more_dead_letters_than_the_recursion_limit_allows_calls(
-    store: ResultsStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shared.results.DEAD_LETTERS_PER_CALL", 1)
-    letters = [letter(str(number)) for number in range(1000 + 100)]
-    assert store.write([result("1")], letters) == 1
-    assert [found.id for found in store.dead_letters(len(letters))] == [each.id for each in letters]
-
-
 def test_a_dead_letter_is_stored_once_until_it_is_removed(store: ResultsStore, server: RedisServer) -> None:
     """A post can fail again: in a killed worker's message, which is redelivered, or in a second message."""
     again = letter("1", "another reason").model_copy(
@@ -134,16 +125,6 @@ def test_a_result_is_stored_once(store: ResultsStore, server: RedisServer) -> No
     assert server.client.xlen(RESULTS_STREAM) == 3
 
 
-def test_keeps_results_of_several_fingerprints(store: ResultsStore) -> None:
-    store.write([result("1", "model a", at=1.0), result("1", "model b", "travel", at=2.0)])
-    assert [found.label for found in store.get("1")] == ["food", "travel"]
-
-
-def test_stores_a_duplicate_in_one_batch_once(store: ResultsStore) -> None:
-    assert store.write([result("1"), result("1")]) == 1
-    assert len(store.latest(10)) == 1
-
-
 def test_stream_entries_carry_the_post_with_a_shortened_body(store: ResultsStore) -> None:
     store.write([result("1")])
     (found,) = store.latest(1)
@@ -159,13 +140,6 @@ def test_results_expire_and_the_stream_is_trimmed(store: ResultsStore, server: R
     # Redis trims whole nodes of 100 entries.
     assert server.client.xlen(RESULTS_STREAM) <= 50 + 100
     assert store.counters().stored == 1000
-
-
-def test_failed_posts_are_counted(store: ResultsStore) -> None:
-    store.write([], [letter("8"), letter("9")])
-    store.write([result("1")], [letter(None)])
-    assert store.counters() == Counters(stored=1, repeated=0, failed=3)
-    assert store.write([]) == 0
 
 
 def test_stream_entries_carry_the_post_id(store: ResultsStore, server: RedisServer) -> None:
@@ -210,29 +184,12 @@ def test_refreshes_many_scores(store: ResultsStore) -> None:
     assert store.refresh_scores({}, 1.0) == 0
 
 
-def test_reads_an_empty_store(store: ResultsStore) -> None:
-    assert store.get("none") == []
-    assert store.latest(5) == []
-    assert store.counters() == Counters()
-
-
 def test_finds_stored_results_and_counts_them_as_answered(store: ResultsStore) -> None:
     store.write([result("1"), result("2")])
     found = store.find([("1", "f"), ("1", "other"), ("3", "f"), ("2", "f")])
     assert [each and each.id for each in found] == ["1", None, None, "2"]
     assert store.find([]) == []
     assert store.counters() == Counters(stored=2, answered=2)
-
-
-def test_finds_results_at_the_memory_limit(store: ResultsStore, server: RedisServer) -> None:
-    store.write([result("1")])
-    server.client.config_set("maxmemory", 1)
-    try:
-        (found,) = store.find([("1", "f")])
-    finally:
-        server.client.config_set("maxmemory", 0)
-    assert found
-    assert found.id == "1"
 
 
 @pytest.mark.usefixtures("one_hour")
@@ -243,15 +200,6 @@ def test_new_results_are_counted_by_label_and_hour(store: ResultsStore, server: 
     assert counts == {"food": 3, "books": 1}
     (key,) = server.client.keys("feedmill:labels:*")
     assert server.client.ttl(key) > 0
-
-
-@pytest.mark.usefixtures("one_hour")
-def test_counts_a_limited_number_of_labels(store: ResultsStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.results.MAX_LABELS_PER_HOUR", 2)
-    store.write([result(str(number), label=f"label {number}") for number in range(5)])
-    store.write([result("again", label=next(iter(next(iter(store.labels(1).values())))))])
-    ((_, counts),) = store.labels(hours=1).items()
-    assert sorted(counts.values()) == [1, 2]
 
 
 def many(count: int) -> list[Result]:

@@ -1,6 +1,5 @@
 """Runs: ids belong to their run, and the progress of a run is counted exactly once."""
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -84,16 +83,6 @@ def test_equal_ids_of_two_runs_have_their_own_results(store: ResultsStore) -> No
     assert store.write([result(post("0", "a")), result(post("0", "b")), result(post("0"))]) == 3
     assert [found.post.run for found in store.latest(9)] == ["a", "b", None]
     assert len({found.fingerprint for found in store.get("0")}) == 3
-
-
-def test_a_run_of_reddit_posts_that_another_run_sent_is_complete(
-    server: RedisServer, settings: Settings, store: ResultsStore
-) -> None:
-    posts = [post("t3_x"), post("t3_y")]
-    for run in ("a", "b"):
-        assert push(server, settings, posts[: 1 + (run == "b")], run, again=run == "b").sent == 1 + (run == "b")
-    assert store.write([result(post("t3_x", "a")), *(result(post(each.id, "b")) for each in posts)]) == 3
-    assert (counts(server, "a"), counts(server, "b")) == ((1, 1, 0), (2, 2, 0))
 
 
 def test_posts_without_a_run_keep_their_identity() -> None:
@@ -201,12 +190,6 @@ def test_an_id_of_many_runs_does_not_grow_for_ever(server: RedisServer, settings
     assert sent_marks(server.client, "0") == 50
 
 
-def test_keeps_unexpired_results_of_many_runs(store: ResultsStore) -> None:
-    for number in range(200):
-        store.write([result(post("0", f"run {number}"), at=1e10)])
-    assert len(store.get("0")) == 200
-
-
 def test_a_purge_finds_a_post_in_every_run(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
     for run in ("a", "b"):
         push(server, settings, [post("0"), post("1")], run)
@@ -223,26 +206,6 @@ def test_refuses_names_that_cannot_be_shown(name: str) -> None:
     with pytest.raises(UserError):
         parse_run(name)
     assert run_of({"run": name}) is None
-
-
-def test_reads_the_run_of_raw_posts() -> None:
-    assert parse_run(" Käse 2026-11-22 21:30:05 ") == "Käse 2026-11-22 21:30:05"
-    posts: list[object] = [{"run": "a"}, {"run": 5}, {"run": None}, {}, "no post", {"run": []}]
-    assert [run_of(raw) for raw in posts] == ["a", "5", None, None, None, None]
-    assert json.loads(letter(post("1", "a")).model_dump_json())["run"] == "a"
-
-
-@pytest.mark.parametrize("declared", [True, False])
-def test_clearing_forgets_posts_whose_body_declares_no_encoding(
-    server: RedisServer, settings: Settings, declared: bool
-) -> None:
-    Pusher(make_app(settings), server.client, settings, ClassifyOptions(), run="monday").push([post("1")])
-    message = json.loads(server.client.rpop("feedmill"))  # type: ignore[arg-type]
-    if not declared:
-        del message["properties"]["body_encoding"]
-    server.client.lpush("feedmill", json.dumps(message))
-    assert clear(server.client, settings) == Cleared(1, 1)
-    assert not sent_marks(server.client, "1")
 
 
 def test_clearing_forgets_posts_sent_before_a_deployment(server: RedisServer, settings: Settings) -> None:

@@ -125,15 +125,6 @@ def test_no_copy_of_a_purged_posts_text_remains(kept: Kept) -> None:
     assert len(places(kept, OTHERS)) > len(full)  # the snapshot holds the text, too
 
 
-def test_deleted_stream_entries_remain_without_the_setting(kept: Kept) -> None:
-    """Without `stream-node-max-entries 1` in docker/redis.conf, `places` finds a deleted entry's text."""
-    kept.raw.config_set("stream-node-max-entries", 100)
-    for name in ("gone", "kept"):
-        kept.raw.xadd("small", {"id": name, "letter": WORDS if name == "gone" else OTHERS})
-    kept.raw.xdel("small", kept.raw.xrange("small")[0][0])
-    assert "b'small'" in places(kept, WORDS)
-
-
 def messages(kept: Kept) -> list[Any]:
     """Return the arguments of all messages in order."""
     found = [message for name in queue_lists("feedmill") for message in kept.raw.lrange(name, 0, -1)]
@@ -250,10 +241,3 @@ def test_rewrite_fails_while_another_rewrite_runs(kept: Kept, monkeypatch: pytes
     monkeypatch.setattr(redis, "info", lambda _: busy)
     with pytest.raises(UserError, match="--rewrite"):
         rewrite_append_only_file(redis)
-
-
-def test_purge_reads_messages_in_chunks(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_redaction, "MESSAGES_AT_ONCE", 3)
-    publish(make_app(kept.settings), [[post(str(number), WORDS)] for number in range(20)], ClassifyOptions())
-    assert purge(connect(kept.settings), kept.settings, map(str, range(0, 20, 2))).messages == 10
-    assert [("title" in kwargs["posts"][0]) for _, kwargs, _ in messages(kept)] == [True, False] * 10

@@ -111,29 +111,12 @@ def test_keeps_a_bounded_number_of_bytes(server: Server, monkeypatch: pytest.Mon
     assert server.repeated() == ["5678", "90", "x"]
 
 
-def test_keeps_nothing_without_connection_callbacks() -> None:
-    client = Mock()
-    client.connection_pool.connection_kwargs = {}
-    written: list[int] = []
-    made = Replay(client)
-    made.write(lambda: written.append(1), 1)
-    made.check()
-    assert not made._kept
-    assert written == [1]
-
-
 def test_repeats_nothing_to_the_same_server(server: Server) -> None:
     server.write("a")
     server.written.clear()
     server.connect("first")
     server.write("b")
     assert server.written == ["b"]
-
-
-def test_identifies_the_server_only_before_a_write() -> None:
-    connections, connection = Connections(), Mock()
-    connections(connection)
-    connection.send_command.assert_not_called()
 
 
 def test_always_repeats_if_the_server_is_unidentified(server: Server) -> None:

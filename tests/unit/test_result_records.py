@@ -54,15 +54,6 @@ def test_unpacks_what_was_packed() -> None:
     assert unpack(read, Contexts().get) is None
 
 
-def test_packing_again_changes_no_score() -> None:
-    contexts = Contexts()
-    record, _ = pack("t3_x", classification(scores={"food": 0.123456789, "art": 1e-9}), contexts)
-    (read,) = split(record)
-    unpacked = unpack(read, contexts.get)
-    assert unpacked
-    assert pack("t3_x", unpacked, contexts)[0] == record
-
-
 def test_packs_negative_cosines_and_writes_few_digits() -> None:
     contexts = Contexts()
     scores = {"food": 1.0, "art": -0.0512345, "tea": -0.3106, "travel": 0.0}
