@@ -112,7 +112,7 @@ def poison_key(message: str) -> str:
     return f"feedmill:suspect:{message}"
 
 
-def labels_key(hour: int) -> str:
+def labels_key(hour: int | str) -> str:
     """Label -> number of new results in one hour. hour: hours since 1970."""
     return f"feedmill:labels:{hour}"
 

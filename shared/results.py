@@ -157,7 +157,6 @@ class ResultsStore:
         self, results: Sequence[Result], dead: Sequence[DeadLetter]
     ) -> tuple[Callable[[], tuple[int, int, int]], int]:
         """Return the script call, and the number of bytes that it sends."""
-        now = int(time.time())
         records: list[bytes] = []
         entries: list[bytes] = []
         contexts: dict[str, str] = {}
@@ -181,7 +180,7 @@ class ResultsStore:
             for letter in dead
         ]
         limits = MAX_LABELS_PER_HOUR, MAX_RUNS, check_interval(self._settings)
-        return scripts.prepare_write(self._redis, self._settings, new, contexts, letters, now, *limits)
+        return scripts.prepare_write(self._redis, self._settings, new, contexts, letters, *limits)
 
     def _clipped(self, post: Post) -> bytes:
         """Return a post as JSON for its stream entry, with its body truncated."""

@@ -272,7 +272,7 @@ class Settings(BaseSettings):
 
     #: Seconds for which results are kept.
     results_ttl: Count = 7 * DAY_S
-    #: Memory in Redis for results and their stream, which may take half of it. The oldest results are dropped when it
+    #: Memory in Redis for results and their stream, which may take 45% of it. The oldest results are dropped when it
     #: is reached, before results_ttl. Set it on workers; the lowest one applies.
     results_memory: Size = 10**9
     #: Memory in Redis for records of sent posts. The oldest ones are dropped when it is reached, before sent_ttl; those

@@ -43,7 +43,7 @@ SIZES, TRIMMED_PARTS = 64, 4
 #:
 #: sizes: a list of "ID BYTES", oldest first: the bytes of all entries ever added, up to the entry ID. Its first item is
 #: of the newest recorded entry that is gone, so the stream takes `total`, the bytes added so far, less these. Purged
-#: entries count until they are older than that. before: entries of the stream before the last `bytes` were added.
+#: entries count until they are older than that. The newest recorded part always stays. before: entries of the stream before the last `bytes` were added.
 BOUND_STREAM = f"""
 local function is_older(id, other)
   local time, number = string.match(id, '(%d+)-(%d+)')
@@ -68,7 +68,7 @@ local function bound_stream(stream, sizes, total, bytes, before, limit)
   for _ = 1, {TRIMMED_PARTS} do
     local _, gone = size(0)
     local id = size(1)
-    if not id or total - gone <= limit then break end
+    if not size(2) or total - gone <= limit then break end
     redis.call('XTRIM', stream, 'MINID', id)
     redis.call('XDEL', stream, id)
     redis.call('LTRIM', sizes, 1, -1)
@@ -78,7 +78,7 @@ local function bound_stream(stream, sizes, total, bytes, before, limit)
 end
 """
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
-#:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
+#:   KEYS[3]  feedmill:dead         stream    KEYS[4]  prefix of feedmill:labels:<hour>, hash
 #:   KEYS[5]  feedmill:runs       zset        KEYS[6]  feedmill:stored  string, and its buckets
 #:   KEYS[7]  feedmill:contexts  zset         KEYS[8]  feedmill:stream-sizes  list
 #:   KEYS[9+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
@@ -173,9 +173,10 @@ if new > 0 then
   split_buckets(KEYS[6], new, {SPLIT_BYTES}, nil, ttl)
 end
 if new > 0 then
-  local counted, sums, room = {{}}, {{}}, ARGV[5] - redis.call('HLEN', KEYS[4])
+  local hour = KEYS[4] .. math.floor(now / {HOUR_S})
+  local counted, sums, room = {{}}, {{}}, ARGV[5] - redis.call('HLEN', hour)
   for label in pairs(labels) do counted[#counted + 1] = label end
-  for i, sum in ipairs(values_of('HMGET', counted, KEYS[4])) do
+  for i, sum in ipairs(values_of('HMGET', counted, hour)) do
     if not sum then room = room - 1 end
     if sum or room >= 0 then
       sums[#sums + 1] = counted[i]
@@ -183,9 +184,9 @@ if new > 0 then
     end
   end
   for start = 1, #sums, {ARGUMENTS} do
-    redis.call('HSET', KEYS[4], unpack(sums, start, math.min(start + {ARGUMENTS - 1}, #sums)))
+    redis.call('HSET', hour, unpack(sums, start, math.min(start + {ARGUMENTS - 1}, #sums)))
   end
-  redis.call('EXPIRE', KEYS[4], ARGV[4])
+  redis.call('EXPIRE', hour, ARGV[4])
 end
 local counts = {{stored = new, repeated = total - new - gone}}
 local at, due = 15 + 2 * total, 0
@@ -346,7 +347,6 @@ def prepare_write(
     results: NewResults,
     contexts: Mapping[str, str],
     letters: Sequence[tuple[str, str, str, str]],
-    now: int,
     max_labels: int,
     max_runs: int,
     check_interval: int,
@@ -358,10 +358,10 @@ def prepare_write(
     It returns the numbers of new results and of trimmed dead letters, and 1 if `check_interval` results were stored
     since it last returned 1, by whichever worker.
 
-    contexts: the results' contexts, by key, as JSON. letters: post id, digest, JSON and run of each. now: seconds since
-    1970. max_labels: labels counted per hour. max_runs: runs listed.
+    contexts: the results' contexts, by key, as JSON. letters: post id, digest, JSON and run of each. max_labels:
+    labels counted per hour. max_runs: runs listed.
     """
-    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(now // HOUR_S), RUNS, STORED, CONTEXTS, STREAM_SIZES]
+    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(""), RUNS, STORED, CONTEXTS, STREAM_SIZES]
     arguments: list[Any] = [
         settings.results_ttl,
         settings.results_stream_length,

@@ -89,7 +89,9 @@ def everything(client: Redis) -> str:
     def raw(key: str) -> Any:
         return untyped.execute_command("GET", key, **{NEVER_DECODE: True})
 
-    read: dict[str, Any] = {"string": raw, "hash": client.hgetall, "stream": client.xrange}
+    read: dict[str, Any] = {
+        "string": raw, "hash": client.hgetall, "stream": client.xrange, "list": lambda key: client.lrange(key, 0, -1)
+    }  # fmt: skip
     names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith((tombstone_key(""), PURGES)))
     return str([(name, read[str(client.type(name))](name)) for name in names])
 

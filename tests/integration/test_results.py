@@ -259,6 +259,7 @@ def test_a_writers_clock_decides_nothing(server: RedisServer, monkeypatch: pytes
     assert None not in found
     lifetimes = [server.client.ttl(key) for key in server.client.scan_iter(f"{STORED}*")]
     assert 0 < max(map(int, lifetimes)) <= 1.02 * Settings().results_ttl
+    assert sum(sum(counts.values()) for counts in store.labels(2).values()) == 200
 
 
 def test_a_lost_context_is_like_a_missing_result(store: ResultsStore, server: RedisServer) -> None:

@@ -19,6 +19,7 @@ from shared.results import Result, ResultsStore, stored_ids
 from shared.retention import MemoryBounds, check_interval, measure, needs
 from shared.scripts import queue
 from shared.scripts.queue import SENT, Mark, lookup
+from shared.scripts.results import stream_limit
 from shared.settings import Settings, load
 from tests.integration.test_results import result
 from tests.support import RedisServer, age_results, sent_checksums, wait_until
@@ -73,16 +74,17 @@ def test_drops_the_oldest_results(server: RedisServer) -> None:
     assert store.counters() == counters
 
 
-def test_trims_the_stream_to_half_and_tells_readers(server: RedisServer) -> None:
+def test_trims_the_stream_to_its_share_and_tells_readers(server: RedisServer) -> None:
     store = ResultsStore(server.client, settings())
     store.write(results(0, 100))
     reader = Follower(server.client, since=0.0)
     assert len(reader.read() or []) == 100
-    for start in range(100, 3000, 100):
-        store.write(results(start, 100))
-        assert memory(server, RESULTS_STREAM) < 1.3 * SMALL / 2
+    limit = stream_limit(settings())
+    for start in range(100, 3000, 50):
+        store.write(results(start, 50))
+        assert memory(server, RESULTS_STREAM) < 1.3 * limit
     length = server.client.xlen(RESULTS_STREAM)
-    assert 0.6 * SMALL / 2 < memory(server, RESULTS_STREAM) < 1.3 * SMALL / 2
+    assert 0.6 * limit < memory(server, RESULTS_STREAM)
     assert store.counters().trimmed == 3000 - length
     first, *others = reader.read() or []
     assert isinstance(first.item, Missed)
@@ -230,7 +232,7 @@ def test_thread_survives_a_failing_redis(server: RedisServer, running: MemoryBou
 
 def test_measures_what_is_kept(server: RedisServer) -> None:
     assert measure(server.client, settings())[:3] == (0, SMALL, 0)
-    fill(server, 2000)
+    fill(server, 2000, results_memory=10**7)
     queue.mark(server.client, marks(0, 3000), HOUR_S)
     kept = measure(server.client, settings())
     assert kept.results == pytest.approx(2000, rel=0.1)
