@@ -43,7 +43,8 @@ SIZES, TRIMMED_PARTS = 64, 4
 #:
 #: sizes: a list of "ID BYTES", oldest first: the bytes of all entries ever added, up to the entry ID. Its first item is
 #: of the newest recorded entry that is gone, so the stream takes `total`, the bytes added so far, less these. Purged
-#: entries count until they are older than that. The newest recorded part always stays. before: entries of the stream before the last `bytes` were added.
+#: entries count until they are older than that. The newest recorded part always stays. before: entries of the stream
+#: before the last `bytes` were added.
 BOUND_STREAM = f"""
 local function is_older(id, other)
   local time, number = string.match(id, '(%d+)-(%d+)')
