@@ -43,7 +43,7 @@ SIZES, TRIMMED_PARTS = 64, 4
 #:
 #: sizes: a list of "ID BYTES", oldest first: the bytes of all entries ever added, up to the entry ID. Its first item is
 #: of the newest recorded entry that is gone, so the stream takes `total`, the bytes added so far, less these. Purged
-#: entries count until they are older than that. The newest recorded part always stays. before: entries of the stream
+#: entries count until they are older than that. A write never trims the newest part. before: entries of the stream
 #: before the last `bytes` were added.
 BOUND_STREAM = f"""
 local function is_older(id, other)
@@ -69,7 +69,15 @@ local function bound_stream(stream, sizes, total, bytes, before, limit)
   for _ = 1, {TRIMMED_PARTS} do
     local _, gone = size(0)
     local id = size(1)
-    if not size(2) or total - gone <= limit then break end
+    if total - gone <= limit then break end
+    if not size(2) then
+      if bytes == 0 then -- the bound was lowered below the newest part
+        redis.call('XTRIM', stream, 'MAXLEN', '=', math.floor(redis.call('XLEN', stream) * limit / (total - gone)))
+        redis.call('DEL', sizes)
+        redis.call('RPUSH', sizes, string.format('0-0 %.0f', total - limit))
+      end
+      break
+    end
     redis.call('XTRIM', stream, 'MINID', id)
     redis.call('XDEL', stream, id)
     redis.call('LTRIM', sizes, 1, -1)
