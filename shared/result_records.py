@@ -14,16 +14,14 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from shared.messages import Classification
-from shared.scripts.buckets import checksum
+from shared.scripts.buckets import JSON, PACKED, SCORE, checksum
 
 #: Start of a record: checksum of the id, bytes of the record, kind, key of the fingerprint, bytes of the id. Then come
-#: the id, the content, and the time of expiry in seconds since 1970. Scripts read it, too (shared/scripts/records.py).
+#: the id, the content, and the time of expiry in seconds since 1970. Scripts read it, too (shared/scripts/buckets.py).
 HEAD, TAIL = struct.Struct(">4sIB16sH"), struct.Struct(">I")
 #: Start of a packed result: context, `classified_at`, `queued_seconds` (NaN for None), number of the best label. Then
 #: come the scores.
 BODY = struct.Struct(">8sddH")
-#: Kinds of records: a packed result, a result as JSON, and a post's score on its site, as JSON.
-PACKED, JSON, SCORE = range(3)
 #: Bytes of a fingerprint's key.
 KEY_BYTES = 16
 #: Stored steps per 1, and the stored value of 0. Scores are probabilities, or cosines, which can be negative.

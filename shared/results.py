@@ -26,11 +26,11 @@ from shared.keys import (
 )
 from shared.messages import Classification, DeadLetter, Post, digest
 from shared.replay import Replay
-from shared.result_records import SCORE, Context, Contexts, KnownContext, pack, pack_score, split, unpack
+from shared.result_records import Context, Contexts, KnownContext, pack, pack_score, split, unpack
 from shared.retention import check_interval
 from shared.runs import MAX_RUNS
 from shared.scripts import results as scripts
-from shared.scripts.buckets import MIN_BUCKETS
+from shared.scripts.buckets import MIN_BUCKETS, SCORE
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from redis.exceptions import RedisError, ResponseError
 
 from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES, SWEEPER
 from shared.redis_errors import rejects_writes
-from shared.result_records import HEAD, SCORE, TAIL, split
+from shared.result_records import HEAD, TAIL, split
 from shared.scripts import results as result_scripts
 from shared.scripts import retention as scripts
-from shared.scripts.marks import HOUR_BYTES, MARK_BYTES
+from shared.scripts.buckets import HOUR_BYTES, MARK_BYTES, SCORE
 from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from shared.keys import MARKS, STORED
 from shared.messages import Post, digest
 from shared.scripts import queue as queue_scripts
 from shared.scripts import results
-from shared.scripts.marks import MARK_BYTES
+from shared.scripts.buckets import MARK_BYTES
 from shared.settings import LOCK_FILE, STACK_FILE
 from tests.forkserver import Forked, Forks, ForkServer
 

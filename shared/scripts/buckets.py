@@ -6,7 +6,7 @@ large enough, half of its records move to a new bucket. So the mean size of a bu
 records, and an id's records are always in one bucket. The table's key holds its number of buckets.
 
 Records carry the time when they expire, and leave their bucket with the next write to it. The key of a bucket expires
-after its last record.
+after its last record. Records of results: shared/result_records.py. Records of sent posts: marks.
 """
 
 from zlib import crc32
@@ -15,6 +15,8 @@ from zlib import crc32
 ID_BYTES = 4
 #: Buckets of a new table; a power of two.
 MIN_BUCKETS = 16
+#: Kinds of records of results: a packed result, a result as JSON, and a post's score on its site, as JSON.
+PACKED, JSON, SCORE = range(3)
 #: Arguments per Redis command of a script. Lua fails above 7,999.
 ARGUMENTS = 1000
 #: Most buckets that are believed in: the number is a text that producers may write, and scripts loop up to it.
@@ -120,6 +122,135 @@ local function split_buckets(name, limit, bytes, size, ttl)
   redis.call('SET', name, count, 'EX', ttl)
 end
 """
+#: Bytes of a bucket above which it is split. With records of 100 bytes, the mean is about twelve in a growing table,
+#: and falls to four in one that drops as much as it gets. More would save memory, but a new result rewrites its bucket.
+SPLIT_BYTES = 512
+
+#: Functions on records of results (shared/result_records.py).
+RECORDS = (
+    BUCKETS
+    + f"""
+local SCORE = {SCORE}
+local function length_at(records, at) return read('>I4', records, at + 4) end
+local function kind_at(records, at) return string.byte(records, at + 8) end
+local function expires_at(records, at) return read('>I4', records, at + length_at(records, at) - 4) end
+local function id_at(records, at) return sub(records, at + 27, at + 26 + read('>I2', records, at + 25)) end
+-- Return the offset of the record with this checksum of the id and this key of the fingerprint.
+local function find_record(records, checksum, key)
+  local at = find(records, key, 1, true)
+  while at do
+    local start = at - 9
+    if start > 0 and sub(records, start, start + 3) == checksum then return start end
+    at = find(records, key, at + 1, true)
+  end
+end
+local function without_record(records, at)
+  return sub(records, 1, at - 1) .. sub(records, at + length_at(records, at))
+end
+-- Return the offsets of an id's records: of its results, and of its score.
+local function records_of(records, id)
+  local at, results, score = 1, {{}}, nil
+  while at <= #records do
+    if id_at(records, at) == id then
+      if kind_at(records, at) == SCORE then score = at else results[#results + 1] = at end
+    end
+    at = at + length_at(records, at)
+  end
+  return results, score
+end
+-- Return a fingerprint's key.
+local function key_of(fingerprint)
+  local hex = fingerprint
+  if #hex ~= 32 or find(hex, '%X') then hex = sub(redis.sha1hex(fingerprint), 1, 32) end
+  return (string.gsub(hex, '..', function(byte) return string.char(tonumber(byte, 16)) end))
+end
+"""
+)
+#: Defines `forget_result`, which deletes a result by fingerprint, and the score of an id without further results.
+#: stored: feedmill:stored, string, and its buckets.
+FORGET_RESULT = (
+    RECORDS
+    + """
+local function forget_result(stored, id, fingerprint)
+  local key, records, checksum = bucket_of(stored, id)
+  local at = find_record(records, checksum, key_of(fingerprint))
+  if at then
+    records = without_record(records, at)
+    local results, score = records_of(records, id)
+    if #results == 0 and score then records = without_record(records, score) end
+    shrink_bucket(key, records)
+  end
+end
+"""
+)
+#: Bytes of a mark: a checksum of the id (`ID_BYTES`), one of the run, a digest of what was sent, and the hour when it
+#: expires. The probability that a new post is taken for sent is 2**-48 (4e-15) for each mark of its id, and 2**-80 for
+#: each mark of another id, together 1e-16 at 100 million marks.
+RUN_BYTES, DIGEST_BYTES, HOUR_BYTES = 2, 6, 2
+MARK_BYTES = ID_BYTES + RUN_BYTES + DIGEST_BYTES + HOUR_BYTES
+#: Digits of the digest, in hex.
+DIGEST_DIGITS = 2 * DIGEST_BYTES
+#: Marks of a bucket above which it is split; the mean is about twice that. More would save memory, but each new mark
+#: rewrites its bucket.
+SPLIT_MARKS = 16
+#: Maximum marks of a bucket, which only one id in thousands of runs can reach; the oldest are dropped.
+MAX_BUCKET_MARKS = 4096
+#: Hours of expiry are numbers modulo 2**16.
+MAX_TTL_HOURS = 2**15 - 1
+
+#: Functions on marks. The first IDENTITY bytes of a mark are its identity.
+MARK_RECORDS = (
+    BUCKETS
+    + f"""
+local SIZE, IDENTITY = {MARK_BYTES}, {MARK_BYTES - HOUR_BYTES}
+-- Return the offset of a record that starts with these bytes.
+local function find_mark(records, start)
+  local at = find(records, start, 1, true)
+  while at and (at - 1) % SIZE > 0 do at = find(records, start, at + 1, true) end
+  return at
+end
+local function without_mark(records, at)
+  return sub(records, 1, at - 1) .. sub(records, at + SIZE)
+end
+-- Return the checksum of a run in a mark.
+local function run_checksum(run) return sub(checksum_of(run), 1, {RUN_BYTES}) end
+-- Return the digest in a mark of what was sent. field: the whole digest, in hex.
+local function digest_of(field)
+  local digits = sub(field, 1, {DIGEST_DIGITS})
+  return (string.gsub(digits, '..', function(byte) return string.char(tonumber(byte, 16)) end))
+end
+-- Return a bucket's records; none if producers wrote something else there.
+local function whole_marks(records)
+  return records and #records % SIZE == 0 and records or ''
+end
+local function current_hour() return math.floor(redis.call('TIME')[1] / 3600) end
+local function expired(records, at, hour)
+  return (read('>H', records, at + IDENTITY) - hour) % 65536 >= 32768
+end
+"""
+)
+#: Defines `forget_marks`, which deletes the marks of an id, and returns whether there were any. run: only the marks of
+#: this run, and those of runs with the same checksum; nil for all. marks: feedmill:sent-marks, string, and its buckets.
+FORGET_MARKS = (
+    MARK_RECORDS
+    + """
+local function forget_marks(marks, id, run)
+  local key, records, checksum = bucket_of(marks, id)
+  records = whole_marks(records)
+  local start = run and checksum .. run_checksum(run) or checksum
+  local at = find_mark(records, start)
+  if at then
+    repeat
+      records = without_mark(records, at)
+      at = find_mark(records, start)
+    until not at
+    shrink_bucket(key, records)
+    return true
+  end
+  return false
+end
+"""
+)
 
 
 def checksum(post_id: str) -> bytes:

@@ -11,17 +11,18 @@ from redis import Redis
 
 from shared.keys import CLEARS, MARKS, RUNS, STORED, run_key, tombstone_key
 from shared.scripts import READS, SHRINKS, WRITES, Script, as_text
-from shared.scripts.buckets import ID_BYTES, checksum
-from shared.scripts.marks import (
+from shared.scripts.buckets import (
     DIGEST_DIGITS,
     FORGET_MARKS,
+    ID_BYTES,
     MARK_RECORDS,
     MAX_BUCKET_MARKS,
     MAX_TTL_HOURS,
+    RECORDS,
     RUN_BYTES,
     SPLIT_MARKS,
+    checksum,
 )
-from shared.scripts.records import RECORDS
 from shared.scripts.runs import COUNT_PROGRESS
 
 #: Status of a post in `lookup`; 0 if it is unknown.

@@ -23,8 +23,7 @@ from shared.keys import (
 )
 from shared.result_records import fingerprint_key
 from shared.scripts import READS, SHRINKS, WRITES, Script
-from shared.scripts.buckets import ARGUMENTS, checksum
-from shared.scripts.records import RECORDS, SPLIT_BYTES
+from shared.scripts.buckets import ARGUMENTS, RECORDS, SPLIT_BYTES, checksum
 from shared.scripts.runs import COUNT_PROGRESS
 from shared.settings import DAY_S, Settings
 

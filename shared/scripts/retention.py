@@ -10,9 +10,7 @@ from redis import Redis
 
 from shared.keys import CONTEXTS, COUNTERS, MARKS, STORED
 from shared.scripts import READS, SHRINKS, Script
-from shared.scripts.buckets import BUCKETS
-from shared.scripts.marks import MARK_RECORDS
-from shared.scripts.records import RECORDS
+from shared.scripts.buckets import BUCKETS, MARK_RECORDS, RECORDS
 
 #: Buckets and contexts per call of the functions that delete them.
 BUCKETS_PER_CALL, CONTEXTS_PER_CALL = 100, 1000

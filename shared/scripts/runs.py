@@ -15,9 +15,8 @@ from shared.keys import (
     run_key,
 )
 from shared.scripts import SHRINKS, Script, as_text
-from shared.scripts.marks import FORGET_MARKS
+from shared.scripts.buckets import FORGET_MARKS, FORGET_RESULT
 from shared.scripts.purge import LOG_PURGE
-from shared.scripts.records import FORGET_RESULT
 
 #: Maximum milliseconds between two activities of a run that count as time in use. In longer pauses, the run waited for
 #: a worker, or its sender for a person.

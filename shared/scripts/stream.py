@@ -16,8 +16,7 @@ from redis import Redis
 from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, STORED, tombstone_key
 from shared.result_records import score_key
 from shared.scripts import READS, SHRINKS, Script
-from shared.scripts.buckets import checksum
-from shared.scripts.records import RECORDS
+from shared.scripts.buckets import RECORDS, checksum
 
 
 class Place(NamedTuple):

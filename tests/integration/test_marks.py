@@ -1,4 +1,4 @@
-"""Marks of sent posts: records in buckets (shared/scripts/marks.py)."""
+"""Marks of sent posts: records in buckets (shared/scripts/buckets.py)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from shared.keys import MARKS, RUNS, run_key, tombstone_key
 from shared.messages import digest
 from shared.results import ResultsStore
-from shared.scripts import marks as layout
+from shared.scripts import buckets as layout
 from shared.scripts import queue as scripts
 from shared.scripts.queue import PURGED, SENT, Mark, lookup, mark
 from shared.settings import Settings

@@ -4,10 +4,7 @@ import pytest
 
 from shared.messages import Classification
 from shared.result_records import (
-    JSON,
     MAX_CONTEXTS,
-    PACKED,
-    SCORE,
     Context,
     Contexts,
     fingerprint_key,
@@ -16,6 +13,7 @@ from shared.result_records import (
     split,
     unpack,
 )
+from shared.scripts.buckets import JSON, PACKED, SCORE
 
 FINGERPRINT = "f0443d56baefed70ea7db12a3a34028e"
 
