@@ -173,7 +173,7 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:stored:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:context:*", "string", "shared/results.py", "ttl results_ttl and an hour"),
     Key(CONTEXTS, "zset", "shared/results.py", "one member per context; ttl results_ttl and an hour"),
-    Key(STREAM_SIZES, "list", "shared/results.py", "about SIZES entries"),
+    Key(STREAM_SIZES, "list", "shared/scripts/results.py", "SIZES entries and a few"),
     Key(SWEEPER, "string", "shared/retention.py", "ttl LOCK_S"),
     Key("feedmill:run:*", "hash", "shared/runs.py", "seven fields; ttl sent_ttl"),
     Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),
