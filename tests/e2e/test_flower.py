@@ -157,14 +157,6 @@ def test_browser_lists_messages_with_their_outcomes(stack: Stack, tmp_path: Path
         assert WORDS not in shown
 
 
-def test_browser_shows_why_a_message_failed(stack: Stack, tmp_path: Path) -> None:
-    visitor = visitor_of(stack)
-    (failed,) = [task for task in visitor.tasks() if task["state"] == "FAILURE"]
-    page = visitor.see(f"/task/{failed['uuid']}", tmp_path)
-    assert "Exception MessageFailed('1 of 1 posts failed: t3_bad: title or body must contain text')" in page
-    assert re.search(r"Runtime [\d.]+ m?s ", page)
-
-
 def test_flower_sends_no_inspect_requests_while_idle(stack: Stack) -> None:
     client: Any = connect(stack.settings)
     with client.pubsub() as heard:

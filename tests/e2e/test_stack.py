@@ -1,6 +1,5 @@
 """The embedded stack of `demo` and `up`: starting, reporting, and above all stopping."""
 
-import base64
 import fcntl
 import json
 import os
@@ -10,11 +9,9 @@ import signal
 import socket
 import subprocess
 import termios
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -25,11 +22,7 @@ from feedmill.stack import embedded as stack_module
 from feedmill.stack.addresses import ADDRESSES_FILE, kept_addresses
 from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import Child
-from producers.push import Pusher
-from shared.broker import connect, make_app
 from shared.errors import StackError
-from shared.messages import ClassifyOptions
-from shared.results import ResultsStore
 from shared.settings import Settings
 from tests.support import (
     FEEDMILL,
@@ -103,13 +96,6 @@ def test_reads_a_snapshot_without_a_log(tmp_path: Path, monkeypatch: pytest.Monk
                 assert made._redis.lrange("feedmill", 0, -1) == messages
         finally:
             made.stop()
-
-
-def test_last_words_ignore_earlier_runs(tmp_path: Path) -> None:
-    (tmp_path / "child.log").write_text("an earlier run's\n")
-    child = Child("child", ["sh", "-c", "echo this one"], tmp_path, dict(os.environ))
-    child.process.wait()
-    assert re.fullmatch(r".*\n  this one", child.log_tail())
 
 
 def test_names_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +247,7 @@ def test_up_replaces_a_port_that_another_program_took(tmp_path: Path, monkeypatc
     assert last == after.model_copy(update={"flower_port": last.flower_port})
 
 
-@pytest.mark.parametrize("password", ["a b", 'x\nrequirepass ""', "short", "p@ss:word/1234567890"])
+@pytest.mark.parametrize("password", ['x\nrequirepass ""', "short"])
 def test_kept_passwords_cannot_change_the_configuration(tmp_path: Path, password: str) -> None:
     found, _ = kept_addresses(tmp_path)
     path = tmp_path / ADDRESSES_FILE
@@ -269,12 +255,6 @@ def test_kept_passwords_cannot_change_the_configuration(tmp_path: Path, password
     with pytest.raises(StackError, match=f"{re.escape(str(path))}: redis_password: .*Delete it") as error:
         kept_addresses(tmp_path)
     assert password not in str(error.value)
-
-
-def test_up_names_unreadable_addresses(tmp_path: Path) -> None:
-    (tmp_path / ADDRESSES_FILE).mkdir()
-    with pytest.raises(StackError, match=re.escape(str(tmp_path / ADDRESSES_FILE))):
-        kept_addresses(tmp_path)
 
 
 @contextmanager
@@ -302,17 +282,6 @@ def test_up_rejects_an_external_redis(tmp_path: Path) -> None:
     assert "FEEDMILL_REDIS_URL" in said.stderr
 
 
-def test_startup_reports_a_token_budget_measurement(tmp_path: Path) -> None:
-    made = Stack(Settings(), tmp_path / "data", durable=False)
-    child = Child("worker", ["sh", "-c", f"echo {stack_module.MEASURING}; sleep 60"], tmp_path, dict(os.environ))
-    try:
-        wait_until(child.output, "the worker is measuring")
-        assert next(made._await_worker(child))
-    finally:
-        child.kill()
-        made.stop()
-
-
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
@@ -328,31 +297,6 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
         yield made
     finally:
         made.stop()
-
-
-def tasks(stack: Stack) -> list[dict[str, Any]]:
-    credentials = base64.b64encode(f"feedmill:{stack.flower_password}".encode()).decode()
-    request = urllib.request.Request(f"{stack.flower_url}/api/tasks?limit=10000")  # noqa: S310 - our own server
-    request.add_header("Authorization", f"Basic {credentials}")
-    with urllib.request.urlopen(request) as answer:  # noqa: S310
-        return list(json.load(answer).values())
-
-
-def test_flower_shows_every_messages_progress(stack: Stack) -> None:
-    store = ResultsStore(connect(stack.settings), stack.settings)
-    settings = stack.settings.model_copy(update={"posts_per_message": 4})
-    pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
-    pusher.push(make_posts(200))
-    wait_until(lambda: store.counters().stored == 200, "all results are stored")
-    wait_until(lambda: sum(task["state"] == "SUCCESS" for task in tasks(stack)) == 50, "Flower shows all succeeded")
-    assert all(task["received"] and task["started"] and task["succeeded"] for task in tasks(stack))
-    # Flower shows no post's text.
-    shown = r"\{'posts': <4 posts: p\d+, p\d+, p\d+, …>(, 'version': \d+)?\}"
-    assert all(re.fullmatch(shown, task["kwargs"]) for task in tasks(stack))
-    # The passwords are in no command line.
-    for line in processes_in(Path(stack.settings.data_folder)):
-        assert stack.settings.broker_url.split("@")[0].split(":")[-1] not in line
-        assert stack.flower_password not in line
 
 
 def test_check_names_a_dead_process(stack: Stack) -> None:

@@ -48,15 +48,6 @@ def test_machines_without_a_wheel_need_a_system_redis(
     assert missing_prerequisite() is None
 
 
-@pytest.mark.usefixtures("no_server")
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_no_python_needs_a_system_redis(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.41"))
-    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
-    assert missing_prerequisite() is None
-
-
 def test_rejects_other_python_versions_and_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "version_info", (3, 15, 0))
