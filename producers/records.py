@@ -415,7 +415,7 @@ def _own_id(record: dict[str, Any]) -> Any:
 def _seconds(value: object, date_format: str | None = None) -> object:
     """Convert a date or milliseconds to seconds since 1970. Other values are returned unchanged for Post to reject.
 
-    Accepts ISO dates and 12/31/2021, 23:59:59, common in scraped data. UTC if the date has no time zone.
+    Dates are in ISO 8601; UTC without a time zone.
     date_format: format to try first, as for `strptime`.
     """
     if isinstance(value, str):
@@ -423,7 +423,7 @@ def _seconds(value: object, date_format: str | None = None) -> object:
         if date_format is not None:
             with suppress(ValueError):
                 return in_utc(datetime.strptime(text, date_format))
-        for convert in (float, seconds_of_date, _american):
+        for convert in (float, seconds_of_date):
             try:
                 value = convert(text)
                 break
@@ -441,7 +441,3 @@ def seconds_of_date(text: str) -> float:
 def in_utc(date: datetime) -> float:
     """Return seconds since 1970; UTC if the date has no zone."""
     return date.replace(tzinfo=date.tzinfo or UTC).timestamp()
-
-
-def _american(text: str) -> float:
-    return datetime.strptime(text, "%m/%d/%Y, %H:%M:%S").replace(tzinfo=UTC).timestamp()

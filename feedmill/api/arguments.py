@@ -1,21 +1,14 @@
-"""Types of the arguments that the functions of the Python API share, and errors about misspelt arguments."""
+"""Types of the arguments that the functions of the Python API share, and errors that name them."""
 
-import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
-from shared.errors import UserError, similar_name, truncate
+from shared.errors import UserError, truncate
 from shared.messages import Post
 from shared.settings import PREFIX
-
-P = ParamSpec("P")
-R = TypeVar("R")
-#: Likely guesses at the name of the argument `body`.
-BODY_GUESSES = ("text", "column", "text_column", "body_column")
 
 #: Names of labels, or a dictionary from each name to its description or descriptions.
 Labels = Iterable[str] | Mapping[str, Any]
@@ -60,20 +53,6 @@ class ModelOptions(Options, total=False):
     device: str | None
 
 
-def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function, so that the TypeError for an unknown keyword suggests the one that was meant."""
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
-    shown = f"feedmill.{function.__qualname__.removesuffix('.__init__')}()"
-
-    @wraps(function)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
-        if unknown := next((name for name in kwargs if name not in names), None):
-            raise TypeError(f"{shown} has no argument {unknown!r}{_hint(unknown, names)}")
-        return function(*args, **kwargs)
-
-    return explained
-
-
 @contextmanager
 def naming_arguments(**given: object) -> Iterator[None]:
     """Name arguments in a UserError of the block, instead of the variables that they override.
@@ -102,16 +81,3 @@ def check_text(argument: str, given: object) -> None:
     """Raise UserError for a value that is neither text nor None."""
     if not isinstance(given, str | None):
         raise UserError(f"{argument}= must be text, not {truncate(repr(given))}.")
-
-
-def _hint(unknown: str, names: list[str]) -> str:
-    """Return the end of an error about an unknown keyword."""
-    if unknown in BODY_GUESSES and "body" in names:
-        return ": name the text's column with body=."
-    if unknown == "posts" and "items" in names:  # the Celery task had this name before
-        return (
-            ": items come first. The Celery task is feedmill.classify_task: send posts to a worker with "
-            "feedmill.classify_task.delay(posts=posts)."
-        )
-    meant = similar_name(unknown, names)
-    return f". Its arguments are: {', '.join(names)}." if meant is None else f". Did you mean {meant}=?"

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, overload
 
-from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series, explain_arguments, naming_arguments
+from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series, naming_arguments
 from feedmill.api.items import Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
@@ -60,7 +60,6 @@ class Classifier:
                 print(prediction.label)
     """
 
-    @explain_arguments
     def __init__(
         self,
         model: str | Path | None = None,
@@ -129,7 +128,6 @@ class Classifier:
     def classify(
         self, items: Iterable[Any], labels: Labels | None = None, **options: Unpack[Options]
     ) -> Predictions: ...
-    @explain_arguments
     def classify(
         self,
         items: "OneItem | Frame | Series | Iterable[Any]",
@@ -152,7 +150,6 @@ class Classifier:
 
     __call__ = classify
 
-    @explain_arguments
     def stream(
         self,
         items: Iterable[Any],

@@ -11,7 +11,6 @@ from feedmill.api.arguments import (
     ModelOptions,
     OneItem,
     Series,
-    explain_arguments,
     naming_arguments,
 )
 from feedmill.api.classifier import KeptClassifiers, local_settings
@@ -29,7 +28,6 @@ def classify(items: FrameT, labels: Labels | None = None, **options: Unpack[Mode
 def classify(items: Series, labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Any: ...
 @overload
 def classify(items: Iterable[Any], labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Predictions: ...
-@explain_arguments
 def classify(
     items: "OneItem | Frame | Series | Iterable[Any]",
     labels: Labels | None = None,

@@ -5,7 +5,7 @@ from datetime import datetime
 
 from redis import Redis
 
-from feedmill.api.arguments import check_switch, check_text, explain_arguments, naming_arguments
+from feedmill.api.arguments import check_switch, check_text, naming_arguments
 from feedmill.api.request import warn
 from feedmill.reading.names import check_run, unknown_label
 from feedmill.reading.results import Reader, items, open_reader
@@ -18,7 +18,6 @@ from shared.results import Result
 from shared.settings import Settings, load_arguments
 
 
-@explain_arguments
 def results(
     redis_url: str | None = None,
     *,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.api.arguments import Frame, Labels, OneItem, Series, check_switch, explain_arguments, naming_arguments
+from feedmill.api.arguments import Frame, Labels, OneItem, Series, check_switch, naming_arguments
 from feedmill.api.items import Columns, Item, type_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
@@ -328,7 +328,6 @@ def _new_name() -> str:
     return f"python {datetime.now():%Y-%m-%d %H:%M:%S} {token_hex(2)}"
 
 
-@explain_arguments
 def submit(
     items: "OneItem | Frame | Series | Iterable[Any]",
     labels: Labels | None = None,

@@ -39,7 +39,6 @@ ScoresOption = Annotated[bool, typer.Option("--scores", help="With --out: add a 
 PrefixOption = Annotated[
     str, typer.Option(help="With --out: text before the names of the new columns (default: none).")
 ]
-ExcelOption = Annotated[bool, typer.Option("--excel", help="With --out: mark CSV as UTF-8, so that Excel reads it.")]
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,10 @@ class OutFlags:
     out: OutOption = None
     scores: ScoresOption = False
     prefix: PrefixOption = ""
-    excel: ExcelOption = False
 
     def check(self) -> None:
         """Raise UserError for a flag that has no effect without `--out`."""
-        for flag in ("scores", "prefix", "excel"):
+        for flag in ("scores", "prefix"):
             if getattr(self, flag) and self.out is None:
                 raise UserError(f"--{flag} applies to the file that --out names. Give --out, or omit --{flag}.")
 
@@ -96,8 +94,6 @@ class Labelling:
                 raise InputError(f"{source.name} contains no posts. Give another file.")
             if source.header_warning:
                 self._notes.print(escape(source.header_warning))
-            if self._flags.excel and self._format(source) != "csv":
-                raise UserError(f"--excel is for CSV, but the output is {self._format(source)}. Omit --excel.")
             survey = None
             copied = path if source.is_parquet and self._form == "parquet" else None
             if source.table is None and is_file(path) and copied is None:
@@ -210,10 +206,10 @@ class Labelling:
         """Return the input's delimiter, line ends and mark, so that programs that read the input read the output."""
         is_tsv = Path(self._out).suffix.lower() == ".tsv"
         if source.table is None:
-            return CsvLayout("\t" if is_tsv else ",", has_mark=self._flags.excel)
+            return CsvLayout("\t" if is_tsv else ",")
         delimiter, first = ("\t", "") if is_tsv else (source.table.delimiter, source.table.delimiter_line)
         # A file in another encoding comes from Excel, which reads UTF-8 only with a mark.
-        has_mark = source.has_mark or source.is_transcoded or self._flags.excel
+        has_mark = source.has_mark or source.is_transcoded
         return CsvLayout(delimiter, source.table.line_end, has_mark, first)
 
     def _summary(self, source: Source) -> str:

@@ -309,33 +309,6 @@ def test_labels_may_be_any_collection(given: Any) -> None:
     assert set(found[0].scores) == set(LABELS)
 
 
-def test_task_arguments_are_explained() -> None:
-    with pytest.raises(TypeError, match=r"feedmill\.classify_task\.delay"):
-        api.classify(posts=[{"id": "1", "title": "x"}])  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize(
-    ("function", "given", "meant"),
-    [
-        (api.classify, "lables", "feedmill.classify() labels="),
-        (api.classify, "devise", "device="),
-        (api.Classifier, "dtyp", "feedmill.Classifier() dtype="),
-        (api.Classifier.stream, "multilabel", "multi_label="),
-        (api.submit, "runn", "feedmill.submit() run="),
-        (api.results, "follows", "feedmill.results() follow="),
-        (api.submit, "threshold", "feedmill.submit() items, labels"),
-    ],
-)
-def test_misspelt_arguments_are_explained(function: Any, given: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=naming(f"no argument '{given}'", *meant.split(" ", 1))):
-        function(**{given: TEXTS})
-
-
-def test_guessed_argument_is_explained() -> None:
-    with pytest.raises(TypeError, match=naming("'text'", "body=")):
-        api.classify(TEXTS, text="review")  # type: ignore[call-overload]
-
-
 # Reprs and frames of predictions.
 
 

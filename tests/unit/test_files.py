@@ -157,7 +157,6 @@ def test_reads_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[b
         ({"title": "x", "date": "2023-11-14"}, "created_utc", 1699920000.0),
         ({"title": "x", "date": "2023-11-14 22:13:20"}, "created_utc", 1700000000.0),
         ({"title": "x", "date": "2023-11-14T23:13:20+01:00"}, "created_utc", 1700000000.0),
-        ({"title": "x", "date": "11/14/2023, 22:13:20"}, "created_utc", 1700000000.0),
         ({"title": "x", "date": ""}, "created_utc", None),
         ({"title": "x", "id": 1.0}, "id", "1"),
         ({"title": "x", "date": None, "subreddit": ""}, "subreddit", None),

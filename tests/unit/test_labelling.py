@@ -56,7 +56,7 @@ def classify(posts: Iterable[Post]) -> Generator[tuple[Post, Outcome]]:
 
 
 def label_file(path: Path | str, out: Path | str, limit: int | None = None, **flags: Any) -> Tally:
-    options = {name: flags.pop(name) for name in ("scores", "prefix", "excel") if name in flags}
+    options = {name: flags.pop(name) for name in ("scores", "prefix") if name in flags}
     encoding = flags.pop("encoding", None)
     labelling = Labelling(
         lambda name: Source(name, columns=Columns.of(None, *flags.pop("text", ())), encoding=encoding),
@@ -310,12 +310,8 @@ def test_tsv_has_tabs(tmp_path: Path) -> None:
     assert written(tmp_path, "text,b\ngood,x\n", "out.tsv") == "text\tb\tlabel\tlabel_score\ngood\tx\tgood\t0.900000\n"
 
 
-def test_excel_marks_csv_as_utf8(tmp_path: Path) -> None:
-    assert written(tmp_path, "text\ngood\n", excel=True).startswith("\ufefftext,")
-    assert written(tmp_path, RECORDS, excel=True).startswith("\ufefftitle,")
+def test_utf16_input_is_marked_as_utf8(tmp_path: Path) -> None:
     assert written(tmp_path, "text\ngood\n".encode("utf-16")).startswith("\ufefftext,")
-    with pytest.raises(UserError, match="--excel"):
-        written(tmp_path, "text\ngood\n", "out.jsonl", excel=True)
 
 
 def test_reads_chosen_columns_in_any_case(tmp_path: Path) -> None:
@@ -439,7 +435,7 @@ def test_refuses_an_output_that_cannot_be_written(tmp_path: Path, out: str, name
 
 @pytest.mark.parametrize(
     ("flags", "flag"),
-    [(OutFlags(scores=True), "scores"), (OutFlags(prefix="x"), "prefix"), (OutFlags(excel=True), "excel")],
+    [(OutFlags(scores=True), "scores"), (OutFlags(prefix="x"), "prefix")],
 )
 def test_flags_of_the_output_need_one(flags: OutFlags, flag: str) -> None:
     with pytest.raises(UserError, match=f"--{flag}.*--out"):
