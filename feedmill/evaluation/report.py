@@ -37,7 +37,7 @@ def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None
     table = _table(head, *columns, "posts/s")
     for name, found in models:
         if found:
-            figures = (f"{found[key]:.3f}" for key in columns.values())
+            figures = ("-" if found[key] is None else f"{found[key]:.3f}" for key in columns.values())
             table.add_row(escape(printable(name)), *figures, f"{found['posts_per_s']:,.1f}")
     return table
 

@@ -125,7 +125,8 @@ def test_deploy_switches_the_worker_and_is_reported(house: House) -> None:
     (house.folder / "posts.jsonl").write_text('{"id": 1, "title": "x"}\n')
     status, _, complaints = house.run("enqueue", "posts.jsonl", "--labels", "praise,complaint")
     assert (status, all(word in complaints for word in (tuned, "NEGATIVE", "POSITIVE", "--labels"))) == (2, True)
-    assert f"{tuned}, queue feedmill" in house.run("status")[1]
+    (worker,) = json.loads(house.run("status", "--json")[1])["workers"].values()
+    assert (worker["model"], worker["queues"]) == (tuned, ["feedmill"])
     with urlopen(f"http://127.0.0.1:{house.metrics_port}/metrics") as answer:
         assert f'model="{tuned}"' in answer.read().decode()
     assert not re.search("WARNING.*queue feedmill", house.worker.text()), "a switch is not a conflict of two models"

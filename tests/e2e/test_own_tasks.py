@@ -152,7 +152,7 @@ def test_a_time_limit_fails_the_task_and_stops_the_worker(redis_server: RedisSer
 
 
 MODULES = {"broken_tasks": "1 / 0", "unfinished_tasks": "def task(:", "needy_tasks": "import no_such_package"}
-NOT_IMPORTED = r"feedmill: .*\b{}\b.*--include or FEEDMILL_INCLUDE.*{}.*\n"
+NOT_IMPORTED = r"feedmill: FEEDMILL_INCLUDE: .*\b{}\b.*{}.*\n"
 NONE = "PYTHONPATH"
 
 

@@ -244,6 +244,7 @@ def test_warns_about_a_single_label(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], labels: str | None, warned: bool
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    monkeypatch.setattr(options, "log_format", None)  # another test's command may have set it
     options.settings_of(labels=labels)
     assert ("only one label" in capsys.readouterr().err) == warned
 
