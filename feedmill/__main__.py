@@ -17,7 +17,10 @@ def main() -> None:
     if problem := shadowed_package():
         sys.stderr.write(f"feedmill: {problem}\n")
         sys.exit(2)
-    from feedmill.cli.main import run  # noqa: PLC0415 - imports the packages checked above
+    from feedmill.stack.lock import lock_early  # noqa: PLC0415 - imports the packages checked above
+
+    lock_early(sys.argv[1:])
+    from feedmill.cli.main import run  # noqa: PLC0415 - takes a second
 
     signal.signal(signal.SIGINT, interrupt)
     run()

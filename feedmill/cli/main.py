@@ -59,8 +59,8 @@ from feedmill.cli.options import (
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.demo import run_own
 from feedmill.stack.devices import shares
-from feedmill.stack.down import stop_stack
 from feedmill.stack.embedded import Stack, flower_url
+from feedmill.stack.lock import stop_stack
 from feedmill.stack.processes import python_command
 from feedmill.stack.signals import not_ignored, note_signals
 from feedmill.stack.start import start

@@ -58,12 +58,6 @@ class Stack:
     """
 
     def __init__(self, settings: Settings, folder: Path, durable: bool, signals: Sequence[int] = ()) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise StackError(
-                f"Cannot create the data folder {folder}: {error.strerror}. Set another --data-folder."
-            ) from None
         self._folder = folder
         self._durable = durable
         self._signals = signals

@@ -24,6 +24,18 @@ signal.pause()
 """
 
 
+#: Stops for good where `feedmill up` begins its long imports.
+STOPS_IMPORT = """
+import pathlib, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "celery":
+            pathlib.Path("importing").touch()
+            signal.pause()
+sys.meta_path.insert(0, Finder())
+"""
+
+
 @contextmanager
 def holding(folder: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-P", "-c", HOLDER, str(folder)]
@@ -49,6 +61,21 @@ def test_ends_the_stack_of_the_folder(tmp_path: Path) -> None:
     again = feedmill("down", "--data-folder", "a", cwd=tmp_path)
     assert again.returncode == 1
     assert f"No `feedmill up` is running with data in {tmp_path / 'a'}" in again.stderr
+
+
+def test_commands_find_an_up_that_still_imports(tmp_path: Path) -> None:
+    """Otherwise they would send their posts to another Redis on localhost."""
+    (tmp_path / "imports").mkdir()
+    (tmp_path / "imports" / "sitecustomize.py").write_text(STOPS_IMPORT)
+    slow = {"PYTHONPATH": str(tmp_path / "imports"), "NEW_INTERPRETER": "1"}
+    with running("--log-format=text", "up", "--data-folder", "data", cwd=tmp_path, **slow) as up:
+        wait_until((tmp_path / "importing").exists, "the imports have begun")
+        data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
+        said = feedmill("enqueue", "-", cwd=tmp_path, stdin='{"title": "A penalty"}\n', **data)
+        assert (said.returncode, said.stdout) == (2, "")
+        assert f"`feedmill up` with data in {tmp_path / 'data'} is starting" in said.stderr
+        assert feedmill("down", cwd=tmp_path, **data).returncode == 0
+        assert up.process.wait(60) == -signal.SIGTERM
 
 
 def test_up_says_that_it_stopped(tmp_path: Path) -> None:

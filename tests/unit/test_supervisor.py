@@ -1,6 +1,5 @@
 """feedmill/stack/supervisor.py: restarting workers, their environment, and forwarding their log lines."""
 
-import errno
 import json
 import re
 from pathlib import Path
@@ -9,12 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from feedmill.stack import lock
 from feedmill.stack.devices import Share
 from feedmill.stack.processes import MAX_FAILURES, STABLE_AFTER_S, Child, Failures, Service
 from feedmill.stack.supervisor import MAX_LINE_BYTES, SupervisedWorker, Supervisor
 from shared.errors import SettingsError, StackError
-from shared.settings import LOCK_FILE, Settings
+from shared.settings import Settings
 from tests.support import naming
 
 GPUS = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) for number in (4, 7)]
@@ -59,13 +57,6 @@ def test_a_service_whose_folder_is_gone_is_not_restarted(tmp_path: Path) -> None
     service._due = 0.0
     with pytest.raises(StackError, match=naming("worker", folder / "worker.log")):
         service.supervise(lambda _: None)
-
-
-def test_locking_a_folder_on_a_full_disk_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    monkeypatch.setattr(lock, "_open_locked", lambda _: full)
-    with pytest.raises(StackError, match=naming(tmp_path / LOCK_FILE, "--data-folder")):
-        lock.lock_folder(tmp_path)
 
 
 def test_an_answer_of_a_killed_worker_is_not_its_successors() -> None:
