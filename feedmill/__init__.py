@@ -47,8 +47,6 @@ Define a task that retries failed messages; `feedmill worker --include mytasks` 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from feedmill.packages import shadowed_package
-
 if TYPE_CHECKING:
     from feedmill.api.classifier import Classifier as Classifier
     from feedmill.api.classify import classify as classify
@@ -86,10 +84,8 @@ __all__ = ["__version__", *_LAZY_NAMES]  # noqa: PLE0604 - all of them are strin
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name's module on first use. Raises ImportError if another package shadows one of ours."""
+    """Import a public name's module on first use."""
     if name in _LAZY_NAMES:
-        if problem := shadowed_package():
-            raise ImportError(problem)
         return getattr(import_module(_LAZY_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

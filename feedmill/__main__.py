@@ -1,23 +1,18 @@
-"""Entry point of the `feedmill` command: verify that Python imports our packages, then run feedmill/cli/main.py."""
+"""Entry point of the `feedmill` command."""
 
 import os
 import signal
 import sys
 
-from feedmill.packages import shadowed_package
-
 
 def main() -> None:
-    """Run the command; exit with status 2 if another package shadows one of ours."""
+    """Lock the data folder of `up`, then run the command of feedmill/cli/main.py."""
     _open_closed_streams()
     # Until the command runs, Ctrl-C ends the process without a traceback: imports take a second, and hold nothing.
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if problem := shadowed_package():
-        sys.stderr.write(f"feedmill: {problem}\n")
-        sys.exit(2)
-    from feedmill.stack.lock import lock_early  # noqa: PLC0415 - imports the packages checked above
+    from feedmill.stack.lock import lock_early  # noqa: PLC0415 - after the streams are open
 
     lock_early(sys.argv[1:])
     from feedmill.cli.main import run  # noqa: PLC0415 - takes a second

@@ -91,8 +91,8 @@ class Score(NamedTuple):
 class ResultsStore:
     """The store of results and dead letters in Redis. Thread-safe.
 
-    With a client of `shared.broker.connect`, writes of the last seconds are repeated when Redis may have lost them
-    (shared/replay.py).
+    With a client of `shared.broker.connect`, writes of the last seconds are repeated when Redis may have lost
+    them (shared/replay.py).
     """
 
     def __init__(self, redis: Redis, settings: Settings, check_memory: Callable[[], None] = lambda: None) -> None:

@@ -43,8 +43,8 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 #: "processes" means prefork. Celery treats the name "prefork" as the default and runs the configured pool instead.
 WORKERS = {
-    "stock": [str(BIN / "celery"), "-A", "workers.app", "worker", "-P", "processes", "-c", "1", "-n", "stock@differs",
-              "--loglevel", "INFO"],
+    "stock": [str(BIN / "celery"), "-A", "workers.app", "worker", "-P", "processes", "-c", "1",
+              "-n", "stock@differs", "--loglevel", "INFO"],
     "feedmill": [str(BIN / "feedmill"), "worker", "--name", "feedmill@differs"],
 }  # fmt: skip
 POOLS = {"stock": "celery.concurrency.prefork:TaskPool", "feedmill": "workers.runtime.pool:DevicePool"}

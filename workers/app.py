@@ -52,7 +52,7 @@ def make_worker_app(settings: Settings) -> Application:
 
 
 def __getattr__(name: str) -> Any:
-    """Create `app` for `celery -A workers.app` on first access, so that importing this module reads no settings."""
+    """Create `app` for Celery's `-A workers.app` on first use: importing this module reads no settings."""
     if name == "app":
         try:
             return make_worker_app(load())

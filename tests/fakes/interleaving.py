@@ -6,7 +6,7 @@ from itertools import count
 from types import FrameType
 from typing import Any, TypeVar
 
-import workers
+from feedmill import workers
 
 T = TypeVar("T")
 #: Folder of the code whose steps are traced. Libraries, such as logging, are not.
