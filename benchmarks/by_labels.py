@@ -20,14 +20,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Debe
 from benchmarks.hardware import describe
 from benchmarks.random_models import CLASSES, MINILM, save
 from benchmarks.throughput import read_posts
-from shared.messages import ClassifyOptions, Post
-from shared.settings import Settings, load
-from shared.topics import TOPICS
-from workers.models import device
-from workers.models.classifiers.registry import load_classifier
-from workers.models.weights import EMBEDDED_MODEL, locate
-from workers.pipeline import offline
-from workers.pipeline.calibration import TokenBudget
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.settings import Settings, load
+from feedmill.shared.topics import TOPICS
+from feedmill.workers.models import device
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
+from feedmill.workers.pipeline import offline
+from feedmill.workers.pipeline.calibration import TokenBudget
 
 #: Token budget of all micro-batches.
 TOKENS = 2048

@@ -28,14 +28,14 @@ from rich.console import Console
 
 from benchmarks.running import run_folder
 from benchmarks.throughput import read_posts
+from feedmill.shared.broker import connect
+from feedmill.shared.errors import StackError
+from feedmill.shared.messages import Classification, Post, digest
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings, load, variables
+from feedmill.shared.topics import TOPICS
 from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import python_command
-from shared.broker import connect
-from shared.errors import StackError
-from shared.messages import Classification, Post, digest
-from shared.results import Result, ResultsStore
-from shared.settings import Settings, load, variables
-from shared.topics import TOPICS
 
 FORMATS = ("parquet", "csv", "jsonl")
 #: Table that exports to a database replace.

@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.running import run_folder
+from feedmill.shared.broker import connect
+from feedmill.shared.errors import StackError
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import PREFIX, Settings, load, variables
 from feedmill.stack.embedded import find_redis_server
 from feedmill.stack.prerequisites import server_version
 from feedmill.stack.processes import Child, free_port, python_command
-from shared.broker import connect
-from shared.errors import StackError
-from shared.messages import Classification, Post
-from shared.results import Result, ResultsStore
-from shared.settings import PREFIX, Settings, load, variables
 
 #: Results per write in the second part, like a worker's micro-batch.
 BATCH = 32

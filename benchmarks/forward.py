@@ -26,17 +26,17 @@ from transformers import AutoModel
 
 from benchmarks.hardware import describe, forward_flops, matrix_ceiling
 from benchmarks.throughput import read_posts
-from shared.errors import UserError
-from shared.messages import ClassifyOptions
-from shared.settings import Settings, load
-from workers.models import device
-from workers.models.classifiers import Row
-from workers.models.classifiers.registry import load_classifier
-from workers.models.device import Device
-from workers.models.engines.torch_engine import TorchEngine, can_reorder
-from workers.models.tokenizer import Tokens
-from workers.models.weights import Weights, locate
-from workers.pipeline.window import Window
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings, load
+from feedmill.workers.models import device
+from feedmill.workers.models.classifiers import Row
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines.torch_engine import TorchEngine, can_reorder
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.models.weights import Weights, locate
+from feedmill.workers.pipeline.window import Window
 
 #: Tokens per batch, and the row lengths (in tokens) of the batches whose rows have equal lengths.
 TOKENS, LENGTHS = 2048, (16, 32, 64, 128, 256)

@@ -39,17 +39,17 @@ from benchmarks.hardware import describe, forward_flops, matrix_ceiling
 from benchmarks.padded_engine import PaddedEngine
 from benchmarks.random_models import save_bart_large, save_distilbert, save_minilm
 from benchmarks.traffic import backlog, day, texts
-from producers.files import Source
-from shared.errors import DeviceFull, DeviceLost, UserError
-from shared.messages import ClassifyOptions, Post
-from shared.settings import Settings
-from workers.models.classifiers import Classifier, LabelSet, Row
-from workers.models.classifiers.registry import load_classifier
-from workers.models.device import Device, select_device
-from workers.models.shapes import EXACT, FEW, Shapes
-from workers.models.tokenizer import Tokens
-from workers.pipeline.calibration import sweep
-from workers.pipeline.window import Window
+from feedmill.producers.files import Source
+from feedmill.shared.errors import DeviceFull, DeviceLost, UserError
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Classifier, LabelSet, Row
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import Device, select_device
+from feedmill.workers.models.shapes import EXACT, FEW, Shapes
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.pipeline.calibration import sweep
+from feedmill.workers.pipeline.window import Window
 
 MODELS: dict[str, Callable[[Path, Sequence[str], bool], None]] = {
     "minilm": save_minilm,

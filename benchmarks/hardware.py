@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from workers.models.device import Device
+from feedmill.workers.models.device import Device
 
 #: Number of attentions in each layer, by BART's stacks.
 BART_STACKS = {"encoder": 1, "decoder": 2}

@@ -27,13 +27,13 @@ from rich.table import Table
 
 from benchmarks.hardware import describe
 from benchmarks.throughput import read_posts
-from shared.errors import UserError
-from shared.messages import ClassifyOptions
-from shared.settings import load
-from shared.topics import DESCRIBED_TOPICS
-from workers.training.active import RANDOM, Answer, Pick, Pool, Session
-from workers.training.head import Fitted, embed_all, fit, label_vectors, load_embedder, one_thread
-from workers.training.options import TrainOptions
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import load
+from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.workers.training.active import RANDOM, Answer, Pick, Pool, Session
+from feedmill.workers.training.head import Fitted, embed_all, fit, label_vectors, load_embedder, one_thread
+from feedmill.workers.training.options import TrainOptions
 
 #: Maximum tokens to read of a post, as in `feedmill label`.
 MAX_TOKENS = TrainOptions.model_fields["max_tokens"].default

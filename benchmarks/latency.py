@@ -26,15 +26,15 @@ from rich.table import Table
 from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.running import run_folder
 from benchmarks.throughput import read_posts
+from feedmill.shared.broker import connect, make_app, publish
+from feedmill.shared.errors import StackError
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.settings import Settings, load
 from feedmill.stack.embedded import Stack
-from shared.broker import connect, make_app, publish
-from shared.errors import StackError
-from shared.keys import RESULTS_STREAM
-from shared.messages import ClassifyOptions, Post
-from shared.settings import Settings, load
-from workers.models import device
-from workers.models.classifiers import Classifier
-from workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models import device
+from feedmill.workers.models.classifiers import Classifier
+from feedmill.workers.models.classifiers.registry import load_classifier
 
 #: Loads as shares of the maximum rate.
 LOADS = (0.25, 0.5, 0.75, 0.9)

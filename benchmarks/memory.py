@@ -31,16 +31,16 @@ from rich.table import Table
 from benchmarks.hardware import describe
 from benchmarks.running import run_folder
 from benchmarks.throughput import read_posts
+from feedmill.producers.push import POSTS_PER_ROUND_TRIP, mark_of
+from feedmill.shared import broker
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import Classification, ClassifyOptions, Post, digest
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.scripts import queue
+from feedmill.shared.settings import PREFIX, load
+from feedmill.shared.topics import TOPICS
 from feedmill.stack.embedded import Stack
-from producers.push import POSTS_PER_ROUND_TRIP, mark_of
-from shared import broker
-from shared.keys import RESULTS_STREAM
-from shared.messages import Classification, ClassifyOptions, Post, digest
-from shared.results import Result, ResultsStore
-from shared.scripts import queue
-from shared.settings import PREFIX, load
-from shared.topics import TOPICS
-from workers.models import device
+from feedmill.workers.models import device
 
 #: Posts per write, about the size of the default model's micro-batch on a CPU, and per message.
 WRITE_SIZE, MESSAGE_SIZE = 40, 32

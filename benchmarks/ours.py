@@ -10,18 +10,18 @@ from typing import Any
 
 from benchmarks.rivals import BenchmarkJob
 from feedmill.monitoring.watch import worker_statistics
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.errors import StackError
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.scripts.results import forget
+from feedmill.shared.settings import Settings
 from feedmill.stack.embedded import WORKER_NODE, Stack
-from producers.push import Pusher
-from shared.broker import connect, make_app
-from shared.errors import StackError
-from shared.messages import ClassifyOptions, Post
-from shared.results import ResultsStore
-from shared.scripts.results import forget
-from shared.settings import Settings
-from workers.models.classifiers import Classifier, LabelSet, Row
-from workers.models.classifiers.registry import load_classifier
-from workers.models.device import keep_freed_memory
-from workers.models.shapes import EXACT, Shapes
+from feedmill.workers.models.classifiers import Classifier, LabelSet, Row
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import keep_freed_memory
+from feedmill.workers.models.shapes import EXACT, Shapes
 
 #: Token budgets that the ideal tries on a CPU and on other devices.
 CPU_BUDGETS = (512, 1024, 2048, 3072, 4096, 8192)

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from shared.settings import Settings
-from workers.models.device import Device
-from workers.models.engines.torch_engine import TorchEngine
-from workers.models.shapes import Shapes
-from workers.models.weights import Weights
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines.torch_engine import TorchEngine
+from feedmill.workers.models.shapes import Shapes
+from feedmill.workers.models.weights import Weights
 
 
 class PaddedEngine(TorchEngine):

@@ -36,7 +36,7 @@ from feedmill.stack.prerequisites import server_version
 from feedmill.stack.processes import Child, free_port
 
 KOMBU, OURS = "kombu", "ours"
-TRANSPORTS = {KOMBU: "redis", OURS: "workers.transport.redis_transport:Transport"}
+TRANSPORTS = {KOMBU: "redis", OURS: "feedmill.workers.transport.redis_transport:Transport"}
 #: Share of the messages that each transport gets, so that their rounds take a similar time.
 SHARE = {KOMBU: 0.2, OURS: 1.0}
 #: Redis hash with the messages in flight.

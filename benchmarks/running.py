@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from feedmill.shared.errors import UserError
 from feedmill.stack.signals import exit_on_signals
-from shared.errors import UserError
 
 
 def cpu_seconds(pid: int) -> float:

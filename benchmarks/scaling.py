@@ -47,16 +47,16 @@ from rich.console import Console
 from benchmarks.running import cpu_seconds
 from benchmarks.throughput import read_posts
 from feedmill.monitoring.watch import worker_statistics
+from feedmill.producers.push import Pusher
+from feedmill.shared import encoding
+from feedmill.shared.broker import connect, make_app, publish
+from feedmill.shared.errors import UserError
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.settings import PREFIX, Settings, variables
 from feedmill.stack.embedded import find_redis_server
 from feedmill.stack.prerequisites import server_version
 from feedmill.stack.processes import Child, free_port, python_command
-from producers.push import Pusher
-from shared import encoding
-from shared.broker import connect, make_app, publish
-from shared.errors import UserError
-from shared.keys import COUNTERS, RESULTS_STREAM
-from shared.messages import ClassifyOptions, Post
-from shared.settings import PREFIX, Settings, variables
 
 #: This checkout.
 ROOT = Path(__file__).parent.parent
@@ -373,8 +373,8 @@ def measure_stages(house: Installation, given: argparse.Namespace) -> dict[str, 
 
 def _tokenizing(house: Installation) -> float:
     """Return the CPU time that the embedded model's tokenizer takes per post, in microseconds."""
-    from workers.models.classifiers.registry import load_classifier  # noqa: PLC0415 - torch
-    from workers.models.device import select_device  # noqa: PLC0415
+    from feedmill.workers.models.classifiers.registry import load_classifier  # noqa: PLC0415 - torch
+    from feedmill.workers.models.device import select_device  # noqa: PLC0415
 
     classifier = load_classifier(house.settings, select_device("cpu"))
     label_set, texts = classifier.label_set(ClassifyOptions()), [post.text for post in house.posts(6400)]

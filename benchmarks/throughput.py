@@ -28,12 +28,12 @@ from benchmarks.rivals.by_celery import celery_batches, plain_celery, plain_cele
 from benchmarks.rivals.by_http import litserve, ray_serve
 from benchmarks.rivals.offline_libraries import Pipeline32, SentenceTransformers
 from benchmarks.running import family_cpu_seconds, run_folder
+from feedmill.producers.files import Source
+from feedmill.shared.messages import Post
+from feedmill.shared.settings import load
 from feedmill.stack.demo import sample_posts
-from producers.files import Source
-from shared.messages import Post
-from shared.settings import load
-from workers.models import device
-from workers.models.weights import locate
+from feedmill.workers.models import device
+from feedmill.workers.models.weights import locate
 
 #: Factory of each variant, in the order of the report.
 VARIANTS: dict[str, Callable[[BenchmarkJob], Variant]] = {

@@ -11,8 +11,8 @@ from itertools import islice
 from math import pi, sin
 from typing import NamedTuple
 
-from workers.models.shapes import Shapes
-from workers.pipeline.window import Window
+from feedmill.workers.models.shapes import Shapes
+from feedmill.workers.pipeline.window import Window
 
 
 @dataclass(eq=False, slots=True)

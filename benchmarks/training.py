@@ -24,12 +24,12 @@ from rich.table import Table
 from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.report import draw
 from benchmarks.throughput import read_posts
-from shared.errors import UserError
-from shared.settings import Settings, load
-from workers.models import device
-from workers.training.examples import Dataset, Example
-from workers.training.finetune import Training, TrainingProgress
-from workers.training.options import TrainOptions
+from feedmill.shared.errors import UserError
+from feedmill.shared.settings import Settings, load
+from feedmill.workers.models import device
+from feedmill.workers.training.examples import Dataset, Example
+from feedmill.workers.training.finetune import Training, TrainingProgress
+from feedmill.workers.training.options import TrainOptions
 
 #: Options of the variant `plain`, the basis of all others.
 PLAIN = {"batch_size": 8, "precision": "float32"}

@@ -48,14 +48,14 @@ from benchmarks.report import VariantResults, agreement, comparable, draw, print
 from benchmarks.rivals import BenchmarkJob, Variant
 from benchmarks.running import run_folder
 from benchmarks.throughput import measure, read_posts
-from shared.errors import StackError
-from shared.messages import Post
-from shared.settings import Settings, load
-from shared.topics import TOPICS
-from workers.models import device
-from workers.models.device import Device
-from workers.models.tokenizer import Tokenizer as RowTokenizer
-from workers.models.weights import EMBEDDED_MODEL, locate
+from feedmill.shared.errors import StackError
+from feedmill.shared.messages import Post
+from feedmill.shared.settings import Settings, load
+from feedmill.shared.topics import TOPICS
+from feedmill.workers.models import device
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.tokenizer import Tokenizer as RowTokenizer
+from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
 
 #: Batch sizes to try, and the number of posts to try them on.
 BATCH_SIZES, SAMPLE = (8, 16, 32, 64, 128), 8

@@ -56,27 +56,27 @@ if TYPE_CHECKING:
     from feedmill.api.submission import SubmittedRun as SubmittedRun
     from feedmill.api.submission import submit as submit
     from feedmill.reading.stream import Missed as Missed
-    from shared.errors import MessageFailed as MessageFailed
-    from shared.errors import UserError as UserError
-    from shared.results import Result as Result
-    from workers.runtime.task import ClassifyTask as ClassifyTask
-    from workers.runtime.task import classify_task as classify_task
+    from feedmill.shared.errors import MessageFailed as MessageFailed
+    from feedmill.shared.errors import UserError as UserError
+    from feedmill.shared.results import Result as Result
+    from feedmill.workers.runtime.task import ClassifyTask as ClassifyTask
+    from feedmill.workers.runtime.task import classify_task as classify_task
 
 __version__ = "0.1.0"
 
 #: Public names, each with the module that defines it.
 _LAZY_NAMES = {
     "Classifier": "feedmill.api.classifier",
-    "ClassifyTask": "workers.runtime.task",
-    "MessageFailed": "shared.errors",
+    "ClassifyTask": "feedmill.workers.runtime.task",
+    "MessageFailed": "feedmill.shared.errors",
     "Missed": "feedmill.reading.stream",
     "Prediction": "feedmill.api.predictions",
     "Predictions": "feedmill.api.predictions",
-    "Result": "shared.results",
+    "Result": "feedmill.shared.results",
     "SubmittedRun": "feedmill.api.submission",
-    "UserError": "shared.errors",
+    "UserError": "feedmill.shared.errors",
     "classify": "feedmill.api.classify",
-    "classify_task": "workers.runtime.task",
+    "classify_task": "feedmill.workers.runtime.task",
     "results": "feedmill.api.results",
     "submit": "feedmill.api.submission",
 }

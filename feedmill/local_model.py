@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shared.errors import DeviceFull, DeviceLost, RequestRefused, UserError, clause, explain_missing, sentence
-from shared.settings import Settings
+from feedmill.shared.errors import DeviceFull, DeviceLost, RequestRefused, UserError, clause, explain_missing, sentence
+from feedmill.shared.settings import Settings
 
 if TYPE_CHECKING:
-    from workers.models.classifiers import Classifier
-    from workers.pipeline.calibration import TokenBudget
+    from feedmill.workers.models.classifiers import Classifier
+    from feedmill.workers.pipeline.calibration import TokenBudget
 
 
 def load_model(settings: Settings) -> "Classifier":
@@ -22,15 +22,15 @@ def load_model(settings: Settings) -> "Classifier":
         # tqdm, which transformers imports, asks for ipywidgets in every notebook.
         warnings.filterwarnings("ignore", "IProgress not found")
         # Imported late: needs torch, which only workers have.
-        from workers.models import device  # noqa: PLC0415
-        from workers.models.classifiers.registry import load_classifier  # noqa: PLC0415
+        from feedmill.workers.models import device  # noqa: PLC0415
+        from feedmill.workers.models.classifiers.registry import load_classifier  # noqa: PLC0415
     return load_classifier(settings, device.select_device(settings.device, settings.dtype, settings.engine))
 
 
 def load_calibrated(settings: Settings) -> "tuple[Classifier, TokenBudget]":
     """Load the model in the settings, and return it with its token budget. Raises UserError as `load_model` does."""
     loaded = load_model(settings)  # first: it explains missing packages, which the import below does not
-    from workers.pipeline.calibration import calibrate  # noqa: PLC0415
+    from feedmill.workers.pipeline.calibration import calibrate  # noqa: PLC0415
 
     with explain_refusals(settings):
         return loaded, calibrate(loaded, settings)

@@ -15,10 +15,10 @@ from urllib.parse import urlencode
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from producers.live.clock import Clock
-from producers.live.source import Event, SourceFailed
-from shared.errors import clause
-from shared.settings import Settings
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.live.source import Event, SourceFailed
+from feedmill.shared.errors import clause
+from feedmill.shared.settings import Settings
 
 COLLECTION = "app.bsky.feed.post"
 #: Seconds before the stored position from which the stream is read again: servers' clocks differ.

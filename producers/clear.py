@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from producers.push import mark_of, send_scope
-from shared import encoding
-from shared.broker import CLASSIFY_TASK, queue_lists
-from shared.errors import PostRefused, RequestRefused
-from shared.keys import CLEARS
-from shared.messages import ClassifyOptions, Post
-from shared.model_routing import deployed_weights
-from shared.queue_redaction import MESSAGES_AT_ONCE
-from shared.scripts import queue as scripts
-from shared.settings import Settings
+from feedmill.producers.push import mark_of, send_scope
+from feedmill.shared import encoding
+from feedmill.shared.broker import CLASSIFY_TASK, queue_lists
+from feedmill.shared.errors import PostRefused, RequestRefused
+from feedmill.shared.keys import CLEARS
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.model_routing import deployed_weights
+from feedmill.shared.queue_redaction import MESSAGES_AT_ONCE
+from feedmill.shared.scripts import queue as scripts
+from feedmill.shared.settings import Settings
 
 
 class Cleared(NamedTuple):

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from io import TextIOWrapper
 
-from producers.unpack import CHUNK_BYTES
-from shared.errors import InputError
+from feedmill.producers.unpack import CHUNK_BYTES
+from feedmill.shared.errors import InputError
 
 #: Maximum characters of a line and of a cell.
 MAX_ROW_SIZE = 2_000_000

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from producers.records import BadRecord, seconds_of_date
-from shared.errors import PostRefused, printable
-from shared.messages import Post
+from feedmill.producers.records import BadRecord, seconds_of_date
+from feedmill.shared.errors import PostRefused, printable
+from feedmill.shared.messages import Post
 
 #: Post field -> column name.
 COLUMNS = {

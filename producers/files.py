@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic_core import from_json, to_jsonable_python
 
-from producers import exported
-from producers.csv_files import DELIMITER_LINE, MAX_ROW_SIZE, Table, column_names
-from producers.records import (
+from feedmill.producers import exported
+from feedmill.producers.csv_files import DELIMITER_LINE, MAX_ROW_SIZE, Table, column_names
+from feedmill.producers.records import (
     DETECTED,
     FIELD_ALIASES,
     FIELD_NAMES,
@@ -39,10 +39,10 @@ from producers.records import (
     parse_post,
     parse_text,
 )
-from producers.transcode import UTF16_MARKS, check_encoding, transcoded
-from producers.unpack import CHUNK_BYTES, CountedFile, decompressed
-from shared.errors import InputError, clause, explain_missing, json_problem, printable, similar_name
-from shared.messages import Post
+from feedmill.producers.transcode import UTF16_MARKS, check_encoding, transcoded
+from feedmill.producers.unpack import CHUNK_BYTES, CountedFile, decompressed
+from feedmill.shared.errors import InputError, clause, explain_missing, json_problem, printable, similar_name
+from feedmill.shared.messages import Post
 
 #: Maximum size of a record: characters, or bytes for a line of JSON. The largest valid post, escaped, is well below.
 MAX_RECORD_SIZE = MAX_ROW_SIZE

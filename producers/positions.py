@@ -9,9 +9,9 @@ from typing import Any
 
 from redis import Redis
 
-from shared.keys import position_key
-from shared.messages import digest
-from shared.settings import DAY_S
+from feedmill.shared.keys import position_key
+from feedmill.shared.messages import digest
+from feedmill.shared.settings import DAY_S
 
 #: Lifetime of a position in seconds; equal to the default of the setting `sent_ttl`.
 POSITION_TTL = 30 * DAY_S

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from producers.clear import marks_in
-from shared import model_routing, runs
-from shared.broker import queue_lists
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM
-from shared.queue_redaction import MESSAGES_AT_ONCE
-from shared.scripts import queue as queue_scripts
-from shared.scripts import runs as scripts
-from shared.settings import Settings
+from feedmill.producers.clear import marks_in
+from feedmill.shared import model_routing, runs
+from feedmill.shared.broker import queue_lists
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
+from feedmill.shared.queue_redaction import MESSAGES_AT_ONCE
+from feedmill.shared.scripts import queue as queue_scripts
+from feedmill.shared.scripts import runs as scripts
+from feedmill.shared.settings import Settings
 
 
 class RunPurged(NamedTuple):

@@ -18,14 +18,14 @@ from kombu.exceptions import OperationalError
 from redis import Redis
 from redis.exceptions import RedisError
 
-from shared import broker
-from shared.errors import QueueFull
-from shared.messages import ClassifyOptions, Post, digest, scope_of
-from shared.model_routing import deployed_weights
-from shared.redis_errors import is_full
-from shared.runs import MAX_RUNS
-from shared.scripts import queue as scripts
-from shared.settings import DEFAULT_QUEUE, Settings
+from feedmill.shared import broker
+from feedmill.shared.errors import QueueFull
+from feedmill.shared.messages import ClassifyOptions, Post, digest, scope_of
+from feedmill.shared.model_routing import deployed_weights
+from feedmill.shared.redis_errors import is_full
+from feedmill.shared.runs import MAX_RUNS
+from feedmill.shared.scripts import queue as scripts
+from feedmill.shared.settings import DEFAULT_QUEUE, Settings
 
 logger = logging.getLogger(__name__)
 

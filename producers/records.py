@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from shared.errors import PostRefused, printable
-from shared.messages import MAX_BODY, MAX_TITLE, REMOVED_BODIES, Post, digest, is_missing
+from feedmill.shared.errors import PostRefused, printable
+from feedmill.shared.messages import MAX_BODY, MAX_TITLE, REMOVED_BODIES, Post, digest, is_missing
 
 #: Post field -> names it may have in a record, in order of preference.
 FIELD_ALIASES: dict[str, tuple[str, ...]] = {

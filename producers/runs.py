@@ -4,10 +4,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from producers.files import is_file
-from producers.positions import head
-from shared.errors import UNPRINTABLE_CHARACTERS
-from shared.messages import MAX_RUN, digest
+from feedmill.producers.files import is_file
+from feedmill.producers.positions import head
+from feedmill.shared.errors import UNPRINTABLE_CHARACTERS
+from feedmill.shared.messages import MAX_RUN, digest
 
 #: Characters of the digest in a run's name.
 DIGEST_CHARACTERS = 6

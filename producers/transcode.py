@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from io import BufferedReader
 from typing import cast
 
-from producers.unpack import CHUNK_BYTES, ChunkStream
-from shared.errors import InputError
+from feedmill.producers.unpack import CHUNK_BYTES, ChunkStream
+from feedmill.shared.errors import InputError
 
 #: Byte order marks of UTF-16.
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)

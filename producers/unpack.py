@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from io import BufferedIOBase, BufferedReader, FileIO, RawIOBase
 from typing import TYPE_CHECKING, cast
 
-from shared.errors import explain_missing
+from feedmill.shared.errors import explain_missing
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -22,13 +22,13 @@ from redis.exceptions import TimeoutError as TimeoutFault
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
-from shared import encoding
-from shared.errors import RedisUnavailable, clause, convert_errors, printable
-from shared.keys import UNDECODABLE
-from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
-from shared.redis_errors import cannot_save, exception_chain, is_denied, is_full, is_replica, is_wrong_type
-from shared.replay import Connections
-from shared.settings import PREFIX, Settings
+from feedmill.shared import encoding
+from feedmill.shared.errors import RedisUnavailable, clause, convert_errors, printable
+from feedmill.shared.keys import UNDECODABLE
+from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
+from feedmill.shared.redis_errors import cannot_save, exception_chain, is_denied, is_full, is_replica, is_wrong_type
+from feedmill.shared.replay import Connections
+from feedmill.shared.settings import PREFIX, Settings
 
 #: Name of the classification task. Producers send it by name; only workers contain its code.
 CLASSIFY_TASK = "feedmill.classify"

@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from shared.errors import json_problem, printable
+from feedmill.shared.errors import json_problem, printable
 
 #: Maximum bytes of a file: 256 labels with all their descriptions take less.
 MAX_BYTES = 2**20

@@ -4,8 +4,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from shared.errors import json_line, printable_lines
-from shared.settings import Settings
+from feedmill.shared.errors import json_line, printable_lines
+from feedmill.shared.settings import Settings
 
 #: Maximum characters kept from a record's beginning and from its end, where tracebacks are.
 MAX_START_CHARACTERS, MAX_END_CHARACTERS = 20_000, 10_000

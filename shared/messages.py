@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic_core import from_json, to_json
 
-from shared.errors import (
+from feedmill.shared.errors import (
     LONGEST_REASON,
     UNPRINTABLE_CHARACTERS,
     PostRefused,

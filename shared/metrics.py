@@ -21,14 +21,14 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
-from shared.broker import SENT_AT, connect, queue_depth, queue_lists
-from shared.errors import UserError, clause
-from shared.model_routing import queues
-from shared.redis_errors import is_denied
-from shared.results import ResultsStore
-from shared.retention import Kept, measure, needs
-from shared.scripts.queue import next_header_values
-from shared.settings import PREFIX, Settings
+from feedmill.shared.broker import SENT_AT, connect, queue_depth, queue_lists
+from feedmill.shared.errors import UserError, clause
+from feedmill.shared.model_routing import queues
+from feedmill.shared.redis_errors import is_denied
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.retention import Kept, measure, needs
+from feedmill.shared.scripts.queue import next_header_values
+from feedmill.shared.settings import PREFIX, Settings
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment

@@ -19,12 +19,12 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from shared.broker import queue_depth
-from shared.errors import UserError, printable
-from shared.keys import MODELS, REQUESTED_MODELS, WORKERS
-from shared.linux import process_namespace
-from shared.messages import MAX_LABELS, ClassifyOptions
-from shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings, is_folder_locked
+from feedmill.shared.broker import queue_depth
+from feedmill.shared.errors import UserError, printable
+from feedmill.shared.keys import MODELS, REQUESTED_MODELS, WORKERS
+from feedmill.shared.linux import process_namespace
+from feedmill.shared.messages import MAX_LABELS, ClassifyOptions
+from feedmill.shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings, is_folder_locked
 
 T = TypeVar("T")
 #: Seconds between two announcements of a worker.

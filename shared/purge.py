@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from shared import model_routing, queue_redaction
-from shared.errors import MessageFailed, UserError, printable
-from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, tombstone_key
-from shared.scripts import purge as scripts
-from shared.scripts import queue as queue_scripts
-from shared.scripts import results as result_scripts
-from shared.settings import Settings
+from feedmill.shared import model_routing, queue_redaction
+from feedmill.shared.errors import MessageFailed, UserError, printable
+from feedmill.shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, tombstone_key
+from feedmill.shared.scripts import purge as scripts
+from feedmill.shared.scripts import queue as queue_scripts
+from feedmill.shared.scripts import results as result_scripts
+from feedmill.shared.settings import Settings
 
 #: Ids per pass over a stream. Each call of the script receives all of them.
 IDS_AT_ONCE = 1000

@@ -17,10 +17,10 @@ from typing import Any
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from shared import encoding
-from shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, queue_lists
-from shared.messages import Post
-from shared.scripts import purge as scripts
+from feedmill.shared import encoding
+from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, queue_lists
+from feedmill.shared.messages import Post
+from feedmill.shared.scripts import purge as scripts
 
 #: Messages per read. Feedmill's are about 20 KB; other applications' can be a thousand times as large.
 MESSAGES_AT_ONCE = 10

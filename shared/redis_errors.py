@@ -6,7 +6,7 @@ from redis.exceptions import AuthenticationError, InvalidResponse, NoPermissionE
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 
-from shared.errors import clause
+from feedmill.shared.errors import clause
 
 #: Texts of the error when a script runs a command that the Redis user may not: Redis 7, then Redis 8 and Valkey.
 #: redis-py has no type for it.

@@ -64,7 +64,7 @@ class _Write(NamedTuple):
 class Replay:
     """Recent idempotent writes of one client, repeated to each new server. Thread-safe.
 
-    redis: a client of `shared.broker.connect`. With any other client, nothing is kept or repeated.
+    redis: a client of `feedmill.shared.broker.connect`. With any other client, nothing is kept or repeated.
     """
 
     def __init__(self, redis: Redis, clock: Callable[[], float] = time.monotonic) -> None:

@@ -13,8 +13,8 @@ from math import isnan, nan
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from shared.messages import Classification
-from shared.scripts.buckets import JSON, PACKED, SCORE, checksum
+from feedmill.shared.messages import Classification
+from feedmill.shared.scripts.buckets import JSON, PACKED, SCORE, checksum
 
 #: Start of a record: checksum of the id, bytes of the record, kind, key of the fingerprint, bytes of the id. Then come
 #: the id, the content, and the time of expiry in seconds since 1970. Scripts read it, too (shared/scripts/buckets.py).

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from shared.keys import (
+from feedmill.shared.keys import (
     COUNTERS,
     DEAD_LETTERS,
     RESULTS_STREAM,
@@ -24,14 +24,14 @@ from shared.keys import (
     context_key,
     labels_key,
 )
-from shared.messages import Classification, DeadLetter, Post, digest
-from shared.replay import Replay
-from shared.result_records import Context, Contexts, KnownContext, pack, pack_score, split, unpack
-from shared.retention import check_interval
-from shared.runs import MAX_RUNS
-from shared.scripts import results as scripts
-from shared.scripts.buckets import MIN_BUCKETS, SCORE
-from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
+from feedmill.shared.messages import Classification, DeadLetter, Post, digest
+from feedmill.shared.replay import Replay
+from feedmill.shared.result_records import Context, Contexts, KnownContext, pack, pack_score, split, unpack
+from feedmill.shared.retention import check_interval
+from feedmill.shared.runs import MAX_RUNS
+from feedmill.shared.scripts import results as scripts
+from feedmill.shared.scripts.buckets import MIN_BUCKETS, SCORE
+from feedmill.shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Score(NamedTuple):
 class ResultsStore:
     """The store of results and dead letters in Redis. Thread-safe.
 
-    With a client of `shared.broker.connect`, writes of the last seconds are repeated when Redis may have lost
+    With a client of `feedmill.shared.broker.connect`, writes of the last seconds are repeated when Redis may have lost
     them (shared/replay.py).
     """
 

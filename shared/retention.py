@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES, SWEEPER
-from shared.redis_errors import rejects_writes
-from shared.result_records import HEAD, TAIL, split
-from shared.scripts import results as result_scripts
-from shared.scripts import retention as scripts
-from shared.scripts.buckets import HOUR_BYTES, MARK_BYTES, SCORE
-from shared.settings import PREFIX, Settings
+from feedmill.shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES, SWEEPER
+from feedmill.shared.redis_errors import rejects_writes
+from feedmill.shared.result_records import HEAD, TAIL, split
+from feedmill.shared.scripts import results as result_scripts
+from feedmill.shared.scripts import retention as scripts
+from feedmill.shared.scripts.buckets import HOUR_BYTES, MARK_BYTES, SCORE
+from feedmill.shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 

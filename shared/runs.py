@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import RUNS, run_key
+from feedmill.shared.keys import RUNS, run_key
 
 #: Maximum number of runs listed: the most recently active ones.
 MAX_RUNS = 1000

@@ -26,9 +26,9 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from shared import address, label_files
-from shared.errors import SettingsError, first_problem, json_problem, similar_name
-from shared.messages import Labels, Template
+from feedmill.shared import address, label_files
+from feedmill.shared.errors import SettingsError, first_problem, json_problem, similar_name
+from feedmill.shared.messages import Labels, Template
 
 PREFIX = "FEEDMILL_"
 #: Redis address used if none is set and `feedmill up` is not running.

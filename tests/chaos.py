@@ -52,13 +52,13 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, queue_lists
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.runs import Progress, progress
+from feedmill.shared.settings import PREFIX, Settings
 from feedmill.stack.processes import Child
-from producers.push import Pusher
-from shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, queue_lists
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM
-from shared.messages import ClassifyOptions, Post
-from shared.runs import Progress, progress
-from shared.settings import PREFIX, Settings
 from tests.fakes.proxy import Proxy
 from tests.fakes.standin_worker import CLOCK, FULL, HANG, KILLS, RAISES
 from tests.support import Restartable, body_of, redis_servers, wait_until

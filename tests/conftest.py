@@ -13,7 +13,7 @@ from celery.result import AsyncResult
 from hypothesis import settings as hypothesis_settings
 from redis.connection import Connection, SSLConnection
 
-from shared.settings import Settings
+from feedmill.shared.settings import Settings
 from tests.forkserver import ForkServer
 from tests.support import FORK_SERVER, RedisServer, redis_servers, working
 

@@ -29,11 +29,11 @@ from typing import Any
 
 from celery import Celery
 
-from shared.broker import queue_depth
-from shared.keys import CELERY_RESULTS, COUNTERS, DEAD_LETTERS, RESULTS_STREAM, STORED
-from shared.result_records import split
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.shared.broker import queue_depth
+from feedmill.shared.keys import CELERY_RESULTS, COUNTERS, DEAD_LETTERS, RESULTS_STREAM, STORED
+from feedmill.shared.result_records import split
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 from tests.fakes.differential_messages import REVOKED_STAMP, WAITING, Draw, Sending, everything, is_message
 from tests.fakes.differential_tasks import TOLD
 from tests.fakes.models import NLI, make_model
@@ -43,11 +43,11 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 #: "processes" means prefork. Celery treats the name "prefork" as the default and runs the configured pool instead.
 WORKERS = {
-    "stock": [str(BIN / "celery"), "-A", "workers.app", "worker", "-P", "processes", "-c", "1",
+    "stock": [str(BIN / "celery"), "-A", "feedmill.workers.app", "worker", "-P", "processes", "-c", "1",
               "-n", "stock@differs", "--loglevel", "INFO"],
     "feedmill": [str(BIN / "feedmill"), "worker", "--name", "feedmill@differs"],
 }  # fmt: skip
-POOLS = {"stock": "celery.concurrency.prefork:TaskPool", "feedmill": "workers.runtime.pool:DevicePool"}
+POOLS = {"stock": "celery.concurrency.prefork:TaskPool", "feedmill": "feedmill.workers.runtime.pool:DevicePool"}
 ENVIRONMENT = {
     "FEEDMILL_INCLUDE": "tests.fakes.differential_tasks",
     "FEEDMILL_LABELS": "sports, technology, food",

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from shared.linux import die_with
+from feedmill.shared.linux import die_with
 
 #: Maximum size of a request in bytes. Most of it is the environment.
 MAX_REQUEST_BYTES = 1 << 20
@@ -210,7 +210,7 @@ def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]
 def _compute_on(threads: int) -> None:
     import torch  # noqa: PLC0415 - not needed in the client
 
-    from workers.models import device  # noqa: PLC0415
+    from feedmill.workers.models import device  # noqa: PLC0415
 
     torch.set_num_threads(threads)
     device.TORCH_THREADS = threads
@@ -219,8 +219,8 @@ def _compute_on(threads: int) -> None:
 def main() -> None:
     import transformers.models.bert.modeling_bert  # noqa: F401, PLC0415 - imported for forked processes
 
-    import feedmill.cli.main  # noqa: F401, PLC0415
-    import workers.run  # noqa: F401, PLC0415
+    import feedmill.cli.main  # noqa: PLC0415
+    import feedmill.workers.run  # noqa: F401, PLC0415
 
     del sys.path[0]  # the working directory, added by `-m`
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # private

@@ -33,16 +33,16 @@ from celery import Celery
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from kombu.exceptions import ContentDisallowed, DecodeError
 
-from shared.broker import SENT_AT, TRANSPORT_KEYS, format_arguments
-from shared.errors import RequestRefused
-from shared.keys import CELERY_RESULTS, DEAD_LETTERS
+from feedmill.shared.broker import SENT_AT, TRANSPORT_KEYS, format_arguments
+from feedmill.shared.errors import RequestRefused
+from feedmill.shared.keys import CELERY_RESULTS, DEAD_LETTERS
+from feedmill.workers.pipeline.message import Message
+from feedmill.workers.runtime.task import arguments_by_name
+from feedmill.workers.transport.channel import Channel
+from feedmill.workers.transport.decoding import UndecodableError, count_delivery, decoded
+from feedmill.workers.transport.leases import MAX_UNDECODABLE_BYTES
 from tests.fakes.hostile_messages import HOSTILE, Hostile
 from tests.support import Process, RedisServer, has_results, redis_servers, start, wait_until
-from workers.pipeline.message import Message
-from workers.runtime.task import arguments_by_name
-from workers.transport.channel import Channel
-from workers.transport.decoding import UndecodableError, count_delivery, decoded
-from workers.transport.leases import MAX_UNDECODABLE_BYTES
 
 ROOT = Path(__file__).parent.parent
 #: Hostile messages per good message.

@@ -21,12 +21,12 @@ from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from feedmill.cli.main import app
-from producers.live import metrics as live_metrics
-from producers.reddit import metrics as reddit_metrics
-from shared import errors, keys, schema
-from shared.metrics import REDIS_METRICS
-from shared.settings import DAY_S, PREFIX, Settings
-from workers.runtime import metrics as worker_metrics
+from feedmill.producers.live import metrics as live_metrics
+from feedmill.producers.reddit import metrics as reddit_metrics
+from feedmill.shared import errors, keys, schema
+from feedmill.shared.metrics import REDIS_METRICS
+from feedmill.shared.settings import DAY_S, PREFIX, Settings
+from feedmill.workers.runtime import metrics as worker_metrics
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- Written by `make docs`. -->\n\n", "\n<!-- End of the generated part. -->\n"

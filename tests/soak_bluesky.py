@@ -23,9 +23,9 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from producers.live.state import all_gaps
-from shared.keys import RESULTS_STREAM
-from shared.scripts.queue import known
+from feedmill.producers.live.state import all_gaps
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.scripts.queue import known
 from tests.fakes.jetstream import Jetstream
 from tests.support import Feedmill, Restartable, redis_servers, wait_until, working
 

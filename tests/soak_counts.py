@@ -16,12 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import FLOWER_USER, Settings
 from feedmill.stack.embedded import Stack
-from producers.push import Pusher
-from shared.broker import connect, make_app, queue_depth
-from shared.messages import ClassifyOptions, Post
-from shared.results import ResultsStore
-from shared.settings import FLOWER_USER, Settings
 from tests.support import wait_until
 
 

@@ -26,19 +26,19 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 from zlib import crc32
 
-from producers import bluesky
-from producers.live.budget import RequestBudget
-from producers.live.daemon import LiveDaemon
-from producers.push import Pusher
-from producers.reddit.archive_daemon import ArchiveDaemon
-from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.client import RedditClient
-from producers.reddit.daemon import Daemon
-from producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S
-from producers.reddit.topics import Topics
-from shared.broker import connect, make_app
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.producers import bluesky
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.push import Pusher
+from feedmill.producers.reddit.archive_daemon import ArchiveDaemon
+from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
+from feedmill.producers.reddit.client import RedditClient
+from feedmill.producers.reddit.daemon import Daemon
+from feedmill.producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S
+from feedmill.producers.reddit.topics import Topics
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.hacker_news import HackerNews

@@ -24,12 +24,12 @@ from pydantic import ByteSize, TypeAdapter
 
 from benchmarks.scaling import Installation
 from benchmarks.throughput import read_posts
-from producers.push import Pusher
-from shared.broker import connect, queue_lists
-from shared.messages import ClassifyOptions
-from shared.purge import purge
-from shared.results import ResultsStore, stored_ids
-from shared.retention import measure
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, queue_lists
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.purge import purge
+from feedmill.shared.results import ResultsStore, stored_ids
+from feedmill.shared.retention import measure
 from tests.support import wait_until
 
 #: Newest results that must be there, and results that are purged once PURGE_AFTER are stored.

@@ -23,10 +23,10 @@ from typing import Any
 
 import psycopg
 
-from shared.messages import Classification, Post, digest
-from shared.purge import purge
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared.messages import Classification, Post, digest
+from feedmill.shared.purge import purge
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from tests.postgres import PostgresServer, postgres_folder
 from tests.support import PASSWORD, Feedmill, RedisServer, redis_servers, wait_until
 

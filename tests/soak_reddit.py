@@ -24,8 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from producers.reddit.state import Gap, State
-from shared.keys import RESULTS_STREAM
+from feedmill.producers.reddit.state import Gap, State
+from feedmill.shared.keys import RESULTS_STREAM
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
 from tests.support import Feedmill, RedisServer, redis_servers, sent_marks, wait_until, working

@@ -27,15 +27,15 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from trustme import CA
 
+from feedmill.shared.keys import MARKS, STORED
+from feedmill.shared.messages import Post, digest
+from feedmill.shared.scripts import queue as queue_scripts
+from feedmill.shared.scripts import results
+from feedmill.shared.scripts.buckets import MARK_BYTES
+from feedmill.shared.settings import LOCK_FILE, STACK_FILE
 from feedmill.stack.embedded import embedded_server
 from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child
-from shared.keys import MARKS, STORED
-from shared.messages import Post, digest
-from shared.scripts import queue as queue_scripts
-from shared.scripts import results
-from shared.scripts.buckets import MARK_BYTES
-from shared.settings import LOCK_FILE, STACK_FILE
 from tests.forkserver import Forked, Forks, ForkServer
 
 #: Of each process' own: a worker of another test run, whose server had the same port before, cannot log in.

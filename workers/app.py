@@ -1,17 +1,17 @@
 """The worker's Celery application: its tasks and its pool.
 
-`feedmill worker` starts it. So does `celery -A workers.app worker`, because the configuration names the pool.
+`feedmill worker` starts it. So does `celery -A feedmill.workers.app worker`, because the configuration names the pool.
 """
 
 from typing import Any
 
-from shared.broker import Application, make_app
-from shared.errors import SettingsError
-from shared.settings import Settings, load
-from workers.models.plugins import import_user_module
-from workers.runtime import task  # noqa: F401 - registers the shared task with every application
-from workers.runtime.in_flight import keep_unstored
-from workers.transport.redis_transport import use_leases
+from feedmill.shared.broker import Application, make_app
+from feedmill.shared.errors import SettingsError
+from feedmill.shared.settings import Settings, load
+from feedmill.workers.models.plugins import import_user_module
+from feedmill.workers.runtime import task  # noqa: F401 - registers the shared task with every application
+from feedmill.workers.runtime.in_flight import keep_unstored
+from feedmill.workers.transport.redis_transport import use_leases
 
 #: Maximum messages that a worker holds, apart from those with an ETA. Each costs the host about as much as 32 posts.
 MAX_MESSAGES = 1024
@@ -32,10 +32,10 @@ def make_worker_app(settings: Settings) -> Application:
     app = make_app(settings, kind=WorkerApplication)
     use_leases(app)
     app.conf.update(
-        worker_pool="workers.runtime.pool:DevicePool",
+        worker_pool="feedmill.workers.runtime.pool:DevicePool",
         worker_concurrency=1,
-        worker_consumer="workers.runtime.consumer:Consumer",
-        worker_autoscaler="workers.runtime.consumer:Scaler",
+        worker_consumer="feedmill.workers.runtime.consumer:Consumer",
+        worker_autoscaler="feedmill.workers.runtime.consumer:Scaler",
         # The pool's own limit counts rows. This one bounds messages of few posts, which cost the host more.
         worker_prefetch_multiplier=min(settings.window_rows, MAX_MESSAGES),
         # Messages with an ETA are prefetched on top of that. Without a limit, a worker would take the whole queue; at
@@ -44,7 +44,7 @@ def make_worker_app(settings: Settings) -> Application:
         worker_eta_task_limit=20 * min(settings.window_rows, MAX_MESSAGES),
         task_track_started=settings.track_started,
     )
-    app.steps["consumer"].add("workers.runtime.consumer:ConsumerFit")
+    app.steps["consumer"].add("feedmill.workers.runtime.consumer:ConsumerFit")
     for module in settings.include:
         import_user_module(module, "include")
     app.finalize()
@@ -52,7 +52,7 @@ def make_worker_app(settings: Settings) -> Application:
 
 
 def __getattr__(name: str) -> Any:
-    """Create `app` for Celery's `-A workers.app` on first use: importing this module reads no settings."""
+    """Create `app` for Celery's `-A feedmill.workers.app` on first use: importing this module reads no settings."""
     if name == "app":
         try:
             return make_worker_app(load())

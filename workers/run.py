@@ -9,12 +9,12 @@ from typing import Any
 from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging, worker_ready, worker_shutting_down
 
-from shared import linux, logs
-from shared.broker import Application
-from shared.settings import Settings
-from workers.app import make_worker_app
-from workers.runtime.pool import DevicePool
-from workers.transport.leases import release
+from feedmill.shared import linux, logs
+from feedmill.shared.broker import Application
+from feedmill.shared.settings import Settings
+from feedmill.workers.app import make_worker_app
+from feedmill.workers.runtime.pool import DevicePool
+from feedmill.workers.transport.leases import release
 
 
 def run_worker(settings: Settings, name: str | None) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from shared.errors import UserError
-from shared.messages import Post
-from shared.settings import Settings
-from workers.models.device import Device
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import Post
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.device import Device
 
 #: Maximum number of posts per forward pass of a rival that batches.
 BATCH_SIZE = 32

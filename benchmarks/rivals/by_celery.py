@@ -21,10 +21,10 @@ from redis.exceptions import RedisError
 from benchmarks.rivals import BenchmarkJob, NotInstalled
 from benchmarks.rivals.celery_app import QUEUE_DATABASE, REDIS_URL, RESULTS_DATABASE, TASK
 from benchmarks.rivals.processes import Processes
+from feedmill.shared.errors import StackError
+from feedmill.shared.messages import Post
 from feedmill.stack.embedded import find_redis_server
 from feedmill.stack.processes import Child, free_port
-from shared.errors import StackError
-from shared.messages import Post
 
 #: Folder in which `make rivals` installs celery-batches and the Celery version it requires.
 CELERY_BATCHES = Path(sys.prefix) / "celery-batches"

@@ -13,7 +13,7 @@ from celery_batches import Batches
 from benchmarks.rivals import BATCH_SIZE
 from benchmarks.rivals.celery_app import TASK, work, worker_app
 from benchmarks.rivals.plain_model import PlainModel
-from shared.settings import load
+from feedmill.shared.settings import load
 
 #: Seconds after which an incomplete batch runs, such as the last one of a backlog.
 FLUSH_INTERVAL_S = 0.1

@@ -11,8 +11,8 @@ import litserve
 
 from benchmarks.rivals import BATCH_SIZE
 from benchmarks.rivals.plain_model import Answer, PlainModel
-from shared.settings import load
-from workers.models import device
+from feedmill.shared.settings import load
+from feedmill.workers.models import device
 
 #: Seconds to wait for a batch to fill.
 BATCH_TIMEOUT_S = 0.01

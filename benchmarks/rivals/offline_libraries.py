@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, FeatureExtractionPipeline, pipeline
 
 from benchmarks.rivals import BATCH_SIZE, BenchmarkJob, NotInstalled
 from benchmarks.rivals.plain_model import SCALE, cores, label_names, label_vectors, mean_pooled
-from shared.messages import Post
-from workers.models.weights import locate
+from feedmill.shared.messages import Post
+from feedmill.workers.models.weights import locate
 
 
 class MeanPooling(FeatureExtractionPipeline):

@@ -15,10 +15,10 @@ from celery.signals import worker_process_init
 
 from benchmarks.rivals.celery_app import TASK, work, worker_app
 from benchmarks.rivals.plain_model import Answer, cores
-from shared.messages import ClassifyOptions
-from shared.settings import load
-from workers.models import device
-from workers.models.classifiers.registry import load_classifier
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import load
+from feedmill.workers.models import device
+from feedmill.workers.models.classifiers.registry import load_classifier
 
 #: Prefetched messages per process.
 PREFETCH = 64

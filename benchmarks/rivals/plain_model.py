@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
-from shared.settings import Settings
-from shared.topics import DESCRIBED_TOPICS
-from workers.models import device
-from workers.models.classifiers.similarity import DEFAULT_TEMPLATE
-from workers.models.weights import locate
+from feedmill.shared.settings import Settings
+from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.workers.models import device
+from feedmill.workers.models.classifiers.similarity import DEFAULT_TEMPLATE
+from feedmill.workers.models.weights import locate
 
 #: Factor that turns cosines into logits; the model was trained with it.
 SCALE = 20.0

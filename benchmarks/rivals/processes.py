@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from feedmill.shared.linux import LIBC
 from feedmill.stack.processes import Child
-from shared.linux import LIBC
 
 ROOT = Path(__file__).parents[2]
 #: Option from <sys/prctl.h>: orphaned descendants become children of this process, which can then find them.

@@ -16,7 +16,7 @@ from ray.serve.task_consumer import task_consumer, task_handler
 
 from benchmarks.rivals.celery_app import QUEUE_DATABASE, REDIS_URL, RESULTS_DATABASE, TASK
 from benchmarks.rivals.ray_serve import run_until_sigterm, start
-from shared.settings import load
+from feedmill.shared.settings import load
 
 #: Tasks at a time: three batches, as the clients of the HTTP variants keep in flight.
 IN_FLIGHT = 96

@@ -17,8 +17,8 @@ from starlette.requests import Request
 
 from benchmarks.rivals import BATCH_SIZE
 from benchmarks.rivals.plain_model import Answer, PlainModel, cores
-from shared.settings import Settings, load
-from workers.models import device
+from feedmill.shared.settings import Settings, load
+from feedmill.workers.models import device
 
 #: Seconds to wait for a batch to fill: Ray's default, without effect while the clients keep batches full.
 BATCH_WAIT_S = 0.01

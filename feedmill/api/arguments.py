@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar
 
-from shared.errors import UserError, truncate
-from shared.messages import Post
-from shared.settings import PREFIX
+from feedmill.shared.errors import UserError, truncate
+from feedmill.shared.messages import Post
+from feedmill.shared.settings import PREFIX
 
 #: Names of labels, or a dictionary from each name to its description or descriptions.
 Labels = Iterable[str] | Mapping[str, Any]

@@ -14,12 +14,12 @@ from feedmill.api.items import Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.local_model import explain_refusals, load_model
-from shared.errors import SettingsError, UserError, truncate
-from shared.messages import ClassifyOptions, Outcome, Post
-from shared.settings import Settings, load_arguments
+from feedmill.shared.errors import SettingsError, UserError, truncate
+from feedmill.shared.messages import ClassifyOptions, Outcome, Post
+from feedmill.shared.settings import Settings, load_arguments
 
 if TYPE_CHECKING:
-    from workers.pipeline.offline import OfflinePipeline
+    from feedmill.workers.pipeline.offline import OfflinePipeline
 
 #: Models that `feedmill.classify` keeps loaded. The least recently used one is released first.
 MAX_KEPT_MODELS = 2
@@ -87,8 +87,8 @@ class Classifier:
         loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
         import torch  # noqa: PLC0415 - takes seconds, and only workers have it
 
-        from workers.pipeline import offline  # noqa: PLC0415 - needs torch
-        from workers.pipeline.calibration import calibrate  # noqa: PLC0415 - needs torch
+        from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch
+        from feedmill.workers.pipeline.calibration import calibrate  # noqa: PLC0415 - needs torch
 
         threads = torch.get_num_threads()
         try:

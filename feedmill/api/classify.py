@@ -17,7 +17,7 @@ from feedmill.api.classifier import KeptClassifiers, local_settings
 from feedmill.api.items import Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
-from shared.messages import ClassifyOptions, Outcome, Post
+from feedmill.shared.messages import ClassifyOptions, Outcome, Post
 
 
 @overload

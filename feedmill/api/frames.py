@@ -7,8 +7,8 @@ from itertools import repeat
 from typing import Any, Protocol
 
 from feedmill.api.items import TEXT_FIELDS, Columns, Item, make_item, type_of
-from producers.records import FIELD_ALIASES, normalize_key
-from shared.errors import InputError, UserError, similar_name, truncate
+from feedmill.producers.records import FIELD_ALIASES, normalize_key
+from feedmill.shared.errors import InputError, UserError, similar_name, truncate
 
 #: Rows converted to Python objects at once.
 ROWS_AT_ONCE = 10_000

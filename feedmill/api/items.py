@@ -10,9 +10,9 @@ from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
-from producers.records import FIELD_ALIASES, cut, normalize_key, plain_id
-from shared.errors import InputError, PostRefused, truncate
-from shared.messages import Post, is_missing
+from feedmill.producers.records import FIELD_ALIASES, cut, normalize_key, plain_id
+from feedmill.shared.errors import InputError, PostRefused, truncate
+from feedmill.shared.messages import Post, is_missing
 
 #: Fields that make up a post's text.
 TEXT_FIELDS = ("title", "body")

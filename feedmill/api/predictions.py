@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex, overload
 
 from feedmill.api.arguments import check_switch
 from feedmill.api.frames import make_frame
-from shared.errors import UserError, printable, truncate
+from feedmill.shared.errors import UserError, printable, truncate
 
 #: Characters of a text in a repr, and items in the repr of a list.
 SHOWN_CHARACTERS, SHOWN_ITEMS = 60, 10

@@ -16,8 +16,8 @@ from feedmill.api.frames import Table, check_new_columns, rows_of, table_of
 from feedmill.api.items import Columns, Item, check_types, item_of, items_of, type_of
 from feedmill.api.predictions import SCORE_COLUMN, Prediction, Predictions
 from feedmill.api.progress import progress_bar
-from shared.errors import InputError, RequestRefused, UserError, printable, sentence, truncate
-from shared.messages import ClassifyOptions, Outcome, Post, PostError
+from feedmill.shared.errors import InputError, RequestRefused, UserError, printable, sentence, truncate
+from feedmill.shared.messages import ClassifyOptions, Outcome, Post, PostError
 
 #: Classify posts: yields each post with its outcome, in order.
 Engine = Callable[[Iterable[Post], ClassifyOptions], Iterator[tuple[Post, Outcome]]]

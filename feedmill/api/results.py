@@ -7,15 +7,15 @@ from redis import Redis
 
 from feedmill.api.arguments import check_switch, check_text, naming_arguments
 from feedmill.api.request import warn
+from feedmill.producers.records import in_utc
 from feedmill.reading.names import check_run, unknown_label
 from feedmill.reading.results import Reader, items, open_reader
 from feedmill.reading.rows import RowReader
 from feedmill.reading.stream import Missed, ResultFilter
-from producers.records import in_utc
-from shared.broker import connect, user_errors
-from shared.messages import parse_run
-from shared.results import Result
-from shared.settings import Settings, load_arguments
+from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.messages import parse_run
+from feedmill.shared.results import Result
+from feedmill.shared.settings import Settings, load_arguments
 
 
 def results(

@@ -25,15 +25,15 @@ from feedmill.api.items import Columns, Item, type_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
 from feedmill.api.request import Failures, LabelColumns, Request, failed_prediction, read_options, warn
-from producers.clear import messages_cleared
-from producers.push import Pusher
-from producers.records import id_of_text
-from shared import runs
-from shared.broker import Application, connect, make_app, user_errors
-from shared.errors import PostRefused, RequestRefused, UserError, sentence, truncate
-from shared.messages import MAX_ID, Post, is_missing, parse_run
-from shared.model_routing import check_options, check_queue, missing_worker
-from shared.settings import Settings, load_arguments
+from feedmill.producers.clear import messages_cleared
+from feedmill.producers.push import Pusher
+from feedmill.producers.records import id_of_text
+from feedmill.shared import runs
+from feedmill.shared.broker import Application, connect, make_app, user_errors
+from feedmill.shared.errors import PostRefused, RequestRefused, UserError, sentence, truncate
+from feedmill.shared.messages import MAX_ID, Post, is_missing, parse_run
+from feedmill.shared.model_routing import check_options, check_queue, missing_worker
+from feedmill.shared.settings import Settings, load_arguments
 
 #: Results fetched from Redis at once. One of 32 posts and 16 labels has about 25 KB.
 RESULTS_AT_ONCE = 64

@@ -4,8 +4,8 @@ import math
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from producers.records import seconds_of_date
-from shared.errors import UserError
+from feedmill.producers.records import seconds_of_date
+from feedmill.shared.errors import UserError
 
 
 def utc(seconds: float) -> str:

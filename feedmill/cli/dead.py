@@ -11,12 +11,12 @@ from redis import Redis
 
 from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
+from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters, UndecodableMessage
 from feedmill.reading.names import check_run
-from producers.push import Pusher
-from shared.broker import Application, connect, make_app, user_errors
-from shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
-from shared.messages import ClassifyOptions, DeadLetter, Post, parse_run
+from feedmill.shared.broker import Application, connect, make_app, user_errors
+from feedmill.shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
+from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post, parse_run
 
 #: Dead letters that `list` shows by default.
 DEFAULT_COUNT = 20

@@ -17,10 +17,10 @@ from redis import Redis
 
 from feedmill.cli.options import AsJson, RedisUrl, ToQueue, settings_of
 from feedmill.monitoring import watch
-from shared.broker import connect, make_app, user_errors
-from shared.errors import UserError, explain_missing, printable
-from shared.keys import REQUESTED_MODELS
-from shared.model_routing import (
+from feedmill.shared.broker import connect, make_app, user_errors
+from feedmill.shared.errors import UserError, explain_missing, printable
+from feedmill.shared.keys import REQUESTED_MODELS
+from feedmill.shared.model_routing import (
     DeploymentReport,
     RequestedModel,
     Stage,
@@ -29,7 +29,7 @@ from shared.model_routing import (
     request_model,
     requested_model,
 )
-from shared.settings import Settings
+from feedmill.shared.settings import Settings
 
 #: Seconds without a report on the deployment after which a worker counts as unresponsive.
 REPORT_TIMEOUT_S = 30.0
@@ -99,7 +99,7 @@ def _requested(folder: Path | None) -> RequestedModel:
     if folder is None:
         return RequestedModel(None, None, time.time())
     with explain_missing("Deploying a model", "worker"):
-        from workers.models.weights import CONFIG_FILE, MODULES_FILE, locate  # noqa: PLC0415 - needs packages that only workers have
+        from feedmill.workers.models.weights import CONFIG_FILE, MODULES_FILE, locate  # noqa: PLC0415 - needs packages that only workers have
     place = folder.expanduser().absolute()
     if not place.is_dir():
         raise UserError(

@@ -20,18 +20,18 @@ from feedmill.cli.option_groups import excludes, with_groups
 from feedmill.cli.options import FileFlags, Limit, MessageFlags, RedisUrl
 from feedmill.cli.run_progress import wait_for_run
 from feedmill.export.columns import COLUMNS
-from producers.clear import messages_cleared
-from producers.files import is_file
-from producers.positions import Position
-from producers.push import Pusher, send_scope
-from producers.records import NO_FILTERS, Columns, Filters, subreddit_name
-from producers.runs import default_run
-from shared import runs
-from shared.broker import connect, make_app, user_errors
-from shared.errors import UserError, printable
-from shared.messages import ClassifyOptions, parse_run
-from shared.model_routing import check_options, deployed_weights, missing_worker
-from shared.settings import PREFIX, Settings, is_folder_locked
+from feedmill.producers.clear import messages_cleared
+from feedmill.producers.files import is_file
+from feedmill.producers.positions import Position
+from feedmill.producers.push import Pusher, send_scope
+from feedmill.producers.records import NO_FILTERS, Columns, Filters, subreddit_name
+from feedmill.producers.runs import default_run
+from feedmill.shared import runs
+from feedmill.shared.broker import connect, make_app, user_errors
+from feedmill.shared.errors import UserError, printable
+from feedmill.shared.messages import ClassifyOptions, parse_run
+from feedmill.shared.model_routing import check_options, deployed_weights, missing_worker
+from feedmill.shared.settings import PREFIX, Settings, is_folder_locked
 
 app = typer.Typer()
 

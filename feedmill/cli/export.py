@@ -24,10 +24,10 @@ from feedmill.export.columns import COLUMNS, ExportFilter, choose
 from feedmill.export.run import ExportRun, format_rows, stop_on_signal
 from feedmill.reading.names import check_run, unknown_run
 from feedmill.reading.rows import RowReader
-from shared.broker import connect, user_errors
-from shared.errors import UserError, explain_missing
-from shared.messages import parse_run
-from shared.runs import progress
+from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.errors import UserError, explain_missing
+from feedmill.shared.messages import parse_run
+from feedmill.shared.runs import progress
 
 if TYPE_CHECKING:
     from feedmill.export.files import File, Folder

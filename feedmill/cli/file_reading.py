@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.markup import escape
 
-from producers.exported import Labelled
-from producers.files import Source, listed
-from producers.records import (
+from feedmill.producers.exported import Labelled
+from feedmill.producers.files import Source, listed
+from feedmill.producers.records import (
     DETECTED,
     FIELD_ALIASES,
     NO_FILTERS,
@@ -20,8 +20,8 @@ from producers.records import (
     Item,
     LeftOut,
 )
-from shared.errors import InputError, printable
-from shared.messages import Post
+from feedmill.shared.errors import InputError, printable
+from feedmill.shared.messages import Post
 
 #: Skipped records to print; and those with the same reason. The rest are only counted.
 BAD_RECORDS_SHOWN, SAME_REASON_SHOWN = 20, 3

@@ -13,8 +13,8 @@ from typing import IO, Annotated
 import typer
 
 from feedmill.cli.options import DataFolder, RedisUrl, settings_of
-from shared.errors import UserError
-from shared.settings import FLOWER_USER, PREFIX, Settings
+from feedmill.shared.errors import UserError
+from feedmill.shared.settings import FLOWER_USER, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 

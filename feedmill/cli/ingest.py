@@ -28,23 +28,23 @@ from feedmill.cli.options import (
     settings_of,
 )
 from feedmill.monitoring.capacity import span
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.clock import Clock, Stopped
+from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.live.metrics import DaemonMetrics, LiveMetrics
+from feedmill.producers.live.source import Source
+from feedmill.producers.live.state import LiveGap, LiveState, all_gaps
+from feedmill.producers.push import Pusher
+from feedmill.producers.reddit import topics as topics_file
+from feedmill.producers.reddit.listing import ListingItem, Outage, RedditFault, RequestFailed
+from feedmill.producers.reddit.metrics import Metrics
+from feedmill.producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S, Gap, State
+from feedmill.shared.broker import connect, make_app, user_errors
+from feedmill.shared.errors import UserError, convert_errors, printable
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
-from producers.live.budget import RequestBudget
-from producers.live.clock import Clock, Stopped
-from producers.live.daemon import LiveDaemon
-from producers.live.metrics import DaemonMetrics, LiveMetrics
-from producers.live.source import Source
-from producers.live.state import LiveGap, LiveState, all_gaps
-from producers.push import Pusher
-from producers.reddit import topics as topics_file
-from producers.reddit.listing import ListingItem, Outage, RedditFault, RequestFailed
-from producers.reddit.metrics import Metrics
-from producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S, Gap, State
-from shared.broker import connect, make_app, user_errors
-from shared.errors import UserError, convert_errors, printable
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
-from workers.models.plugins import load_plugin
+from feedmill.workers.models.plugins import load_plugin
 
 if TYPE_CHECKING:  # needs PRAW, an optional package
     pass
@@ -150,10 +150,10 @@ def _require_packages() -> None:
 def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int, source: RedditSource) -> None:
     """Run the daemon until a signal raises Stopped."""
     # Imported late: these need optional packages.
-    from producers.reddit.archive_daemon import ArchiveDaemon  # noqa: PLC0415
-    from producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
-    from producers.reddit.client import RedditClient  # noqa: PLC0415
-    from producers.reddit.daemon import Daemon  # noqa: PLC0415
+    from feedmill.producers.reddit.archive_daemon import ArchiveDaemon  # noqa: PLC0415
+    from feedmill.producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
+    from feedmill.producers.reddit.client import RedditClient  # noqa: PLC0415
+    from feedmill.producers.reddit.daemon import Daemon  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
     redis = connect(settings)
@@ -199,7 +199,7 @@ def bluesky(
     )  # fmt: skip
     if find_spec("websockets") is None:
         raise UserError("Reading Bluesky requires the package websockets: run `pip install 'feedmill[bluesky]'`.")
-    from producers.bluesky import BlueskySource  # noqa: PLC0415 - needs websockets, an optional package
+    from feedmill.producers.bluesky import BlueskySource  # noqa: PLC0415 - needs websockets, an optional package
 
     _follow(BlueskySource, settings, flags)
 
@@ -347,10 +347,10 @@ def _one_pass(
 ) -> None:
     """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
     # Imported late: needs PRAW, an optional package.
-    from producers.reddit.client import RedditClient, outage_error  # noqa: PLC0415
-    from producers.reddit.rechecks import Rechecker  # noqa: PLC0415
-    from producers.reddit.snapshot import Listing, SnapshotCounts, SnapshotReader, with_retries  # noqa: PLC0415
-    from producers.reddit.subreddits import Roster  # noqa: PLC0415
+    from feedmill.producers.reddit.client import RedditClient, outage_error  # noqa: PLC0415
+    from feedmill.producers.reddit.rechecks import Rechecker  # noqa: PLC0415
+    from feedmill.producers.reddit.snapshot import Listing, SnapshotCounts, SnapshotReader, with_retries  # noqa: PLC0415
+    from feedmill.producers.reddit.subreddits import Roster  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
     reddit = RedditClient(settings, RequestBudget(clock, settings.reddit_requests_per_minute), topics.topic_of)
@@ -460,8 +460,8 @@ def _gap_state(gap: Gap) -> str:
 def _fill_gaps(settings: Settings, options: ClassifyOptions, clock: Clock) -> None:
     """Fill all open gaps from Arctic Shift. Failures are stored with the gaps."""
     # Imported late: these need optional packages.
-    from producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
-    from producers.reddit.gap_filler import GapFiller  # noqa: PLC0415
+    from feedmill.producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
+    from feedmill.producers.reddit.gap_filler import GapFiller  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
     redis = connect(settings)

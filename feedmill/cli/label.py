@@ -26,16 +26,16 @@ from feedmill.cli.options import (
     settings_of,
 )
 from feedmill.local_model import explain_refusals
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.errors import InputError, PostRefused, UserError, explain_missing, printable, printable_lines
+from feedmill.shared.messages import ClassifyOptions, Post, digest
+from feedmill.shared.settings import Settings
 from feedmill.training.data import purged_ids
-from shared.atomic_files import replacing
-from shared.errors import InputError, PostRefused, UserError, explain_missing, printable, printable_lines
-from shared.messages import ClassifyOptions, Post, digest
-from shared.settings import Settings
-from workers.training.options import TrainOptions
+from feedmill.workers.training.options import TrainOptions
 
 if TYPE_CHECKING:
-    from workers.training.active import Session
-    from workers.training.head import HeadModel
+    from feedmill.workers.training.active import Session
+    from feedmill.workers.training.head import HeadModel
 
 app = typer.Typer()
 
@@ -100,7 +100,7 @@ def label(
     answered = _begun(folder, names)
     with explain_missing("Labelling", "worker"):
         from feedmill.training.report import TrainingReport  # noqa: PLC0415 - needs torch, which only workers have
-        from workers.training import active, head  # noqa: PLC0415
+        from feedmill.workers.training import active, head  # noqa: PLC0415
     reading = FileReading(posts, notes, columns=file.columns(), encoding=file.encoding, text_only=True)
     sample, done = _with_answered(_read(reading, pool, seed, settings, notes), answered, names, active)
     report = TrainingReport(notes, as_json=False, quiet=False)
@@ -321,7 +321,7 @@ def _summary(session: "Session", names: Sequence[str], base: str, seed: int, max
 
 def _write_model(folder: Path, model: "HeadModel", settings: Settings, summary: Mapping[str, Any]) -> None:
     """Write the model's folder, replacing that of an earlier run once it is complete."""
-    from workers.training import head  # noqa: PLC0415 - needs torch, which only workers have
+    from feedmill.workers.training import head  # noqa: PLC0415 - needs torch, which only workers have
 
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:

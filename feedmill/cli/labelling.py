@@ -21,9 +21,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from feedmill.labelling.columns import Columns, Survey, check_header, check_new_columns, new_columns
 from feedmill.labelling.rows import UNCERTAIN_MARGIN, Classify, Reasons, Tally, is_wrong_encoding, labelled
 from feedmill.labelling.writers import CsvLayout, format_of, writer_of
-from producers.files import Row, Source, is_file
-from shared.atomic_files import replacing
-from shared.errors import InputError, UserError, printable
+from feedmill.producers.files import Row, Source, is_file
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.errors import InputError, UserError, printable
 
 #: Labels and reasons in the summary; the rest are only counted.
 MAX_LABELS_SHOWN, MAX_REASONS_SHOWN = 20, 10

@@ -56,6 +56,14 @@ from feedmill.cli.options import (
     WorkerName,
     settings_of,
 )
+from feedmill.shared.errors import (
+    SettingsError,
+    UserError,
+    explain_missing,
+    printable,
+    printable_lines,
+)
+from feedmill.shared.settings import PREFIX, Settings, is_folder_locked, load
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.demo import run_own
 from feedmill.stack.devices import shares
@@ -65,14 +73,6 @@ from feedmill.stack.processes import python_command
 from feedmill.stack.signals import not_ignored, note_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
-from shared.errors import (
-    SettingsError,
-    UserError,
-    explain_missing,
-    printable,
-    printable_lines,
-)
-from shared.settings import PREFIX, Settings, is_folder_locked, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
@@ -277,7 +277,7 @@ def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
         # Until the worker takes messages, it holds nothing. No exception: packages with C code swallow it in imports.
         signal.signal(number, lambda *_: os._exit(0))
     with explain_missing("A worker", "worker"):
-        from workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
+        from feedmill.workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
     raise typer.Exit(run_worker(settings, name))
 
 

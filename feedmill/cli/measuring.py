@@ -19,13 +19,13 @@ from feedmill.cli.options import FileFlags, JsonSummary, Limit, ModelFlags, Mode
 from feedmill.console import output_console
 from feedmill.local_model import load_model
 from feedmill.report import plots
-from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
-from shared.messages import ClassifyOptions, Post
-from shared.settings import Settings
+from feedmill.shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.settings import Settings
 
 if TYPE_CHECKING:
     from feedmill.evaluation.run import ModelMeasurement
-    from workers.models.classifiers import Classifier
+    from feedmill.workers.models.classifiers import Classifier
 
 app = typer.Typer()
 
@@ -65,8 +65,8 @@ def tune(
     loaded = load_model(settings)
     # Imported late: needs torch, which only workers have.
     from feedmill.evaluation.tuning_report import NAMES, TuningReport  # noqa: PLC0415
-    from workers.pipeline.calibration import remember  # noqa: PLC0415
-    from workers.pipeline.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
+    from feedmill.workers.pipeline.calibration import remember  # noqa: PLC0415
+    from feedmill.workers.pipeline.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
 
     tuning = Tuning(loaded, [post.text for post in posts], settings, rounds)
     shown = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

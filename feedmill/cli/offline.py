@@ -21,11 +21,11 @@ from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
 from feedmill.console import output_console
 from feedmill.labelling.rows import Classify
 from feedmill.local_model import explain_refusals, load_calibrated
-from producers.files import Place, Source
-from producers.records import cut
-from shared.errors import InputError, PostRefused, UserError, json_line, printable
-from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
-from shared.settings import Settings
+from feedmill.producers.files import Place, Source
+from feedmill.producers.records import cut
+from feedmill.shared.errors import InputError, PostRefused, UserError, json_line, printable
+from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
+from feedmill.shared.settings import Settings
 
 app = typer.Typer()
 
@@ -111,7 +111,7 @@ def _label_file(
 
     def load() -> tuple[Sequence[str], Classify]:
         loaded, budget = load_calibrated(settings)
-        from workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
+        from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
 
         with explain_refusals(settings):
             labels = loaded.label_set(options).labels
@@ -138,7 +138,7 @@ def classify_posts(
     Raises UserError if the model cannot be loaded, refuses the options, or the device fails.
     """
     loaded, budget = load_calibrated(settings)
-    from workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
+    from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
 
     with explain_refusals(settings):
         yield from offline.classify(posts, loaded, settings, budget, options)

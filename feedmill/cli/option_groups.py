@@ -20,8 +20,8 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo
 
-from shared.errors import UserError, printable
-from workers.training.options import SWITCH, TrainOptions
+from feedmill.shared.errors import UserError, printable
+from feedmill.workers.training.options import SWITCH, TrainOptions
 
 Command = Callable[..., None]
 Flags = list[inspect.Parameter]

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 from redis import Redis
 
-from producers.records import Columns
-from shared import logs
-from shared.broker import user_errors
-from shared.errors import UserError
-from shared.messages import ClassifyOptions
-from shared.model_routing import check_queue, queue_for_model
-from shared.settings import CLASSIFIER_CHOICES, Settings, load, unknown_variables
+from feedmill.producers.records import Columns
+from feedmill.shared import logs
+from feedmill.shared.broker import user_errors
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.model_routing import check_queue, queue_for_model
+from feedmill.shared.settings import CLASSIFIER_CHOICES, Settings, load, unknown_variables
 
 logger = logging.getLogger(__name__)
 

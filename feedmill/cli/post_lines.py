@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from rich.cells import cell_len
 from rich.text import Text
 
-from shared.errors import printable
-from shared.messages import Post
+from feedmill.shared.errors import printable
+from feedmill.shared.messages import Post
 
 #: Width of the id column in terminal cells: at least, and at most when long ids widen it.
 MIN_ID_WIDTH, MAX_ID_WIDTH = 12, 40

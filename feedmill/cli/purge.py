@@ -10,16 +10,16 @@ from redis import Redis
 
 from feedmill.cli.option_groups import excludes
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
+from feedmill.producers.purge_run import purge_run
 from feedmill.reading.names import unknown_run
-from producers.purge_run import purge_run
-from shared import runs
-from shared.broker import connect, user_errors
-from shared.errors import UserError, printable
-from shared.messages import parse_run
-from shared.purge import PurgeCounts, lift_tombstones
-from shared.purge import purge as purge_posts
-from shared.purge import rewrite_append_only_file as rewrite_file
-from shared.settings import DAY_S, Settings
+from feedmill.shared import runs
+from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.errors import UserError, printable
+from feedmill.shared.messages import parse_run
+from feedmill.shared.purge import PurgeCounts, lift_tombstones
+from feedmill.shared.purge import purge as purge_posts
+from feedmill.shared.purge import rewrite_append_only_file as rewrite_file
+from feedmill.shared.settings import DAY_S, Settings
 
 app = typer.Typer()
 

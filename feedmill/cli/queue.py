@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from feedmill.cli.options import AsJson, RedisUrl, ToQueue, settings_of
-from producers import clear as clearing
-from shared.broker import connect, queue_depth, user_errors
-from shared.errors import UserError
-from shared.model_routing import check_queue
+from feedmill.producers import clear as clearing
+from feedmill.shared.broker import connect, queue_depth, user_errors
+from feedmill.shared.errors import UserError
+from feedmill.shared.model_routing import check_queue
 
 app = typer.Typer(name="queue", help="Empty a queue.", no_args_is_help=True)
 

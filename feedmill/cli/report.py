@@ -12,10 +12,10 @@ from feedmill.export.columns import label_set as label_set_named
 from feedmill.reading.names import check_run
 from feedmill.report.data import Report, gather
 from feedmill.report.page import page
-from shared.atomic_files import replacing
-from shared.broker import connect, user_errors
-from shared.errors import UserError, printable, truncate
-from shared.messages import parse_run
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.errors import UserError, printable, truncate
+from feedmill.shared.messages import parse_run
 
 app = typer.Typer()
 

@@ -19,12 +19,12 @@ from feedmill.reading.names import check_run, unknown_label, unknown_run
 from feedmill.reading.results import Reader, batches, open_reader
 from feedmill.reading.rows import RowReader
 from feedmill.reading.stream import NO_FILTER, Missed, Read, ResultFilter, newest
-from shared.broker import connect, user_errors
-from shared.errors import json_line, printable
-from shared.messages import Classification, Post, parse_run
-from shared.results import Result, ResultsStore, Score
-from shared.runs import progress
-from shared.settings import PREFIX
+from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.errors import json_line, printable
+from feedmill.shared.messages import Classification, Post, parse_run
+from feedmill.shared.results import Result, ResultsStore, Score
+from feedmill.shared.runs import progress
+from feedmill.shared.settings import PREFIX
 
 #: Results that are shown by default.
 DEFAULT_LIMIT = 20

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from feedmill.monitoring.capacity import span
-from shared import runs
-from shared.broker import queue_depth
-from shared.errors import printable
-from shared.settings import Settings
+from feedmill.shared import runs
+from feedmill.shared.broker import queue_depth
+from feedmill.shared.errors import printable
+from feedmill.shared.settings import Settings
 
 #: Seconds between two looks at a run's progress.
 POLL_INTERVAL_S = 0.5

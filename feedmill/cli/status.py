@@ -22,13 +22,13 @@ from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import size, span
 from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
 from feedmill.reading.names import unknown_run
+from feedmill.shared import runs
+from feedmill.shared.broker import user_errors
+from feedmill.shared.errors import UserError, clause, printable
+from feedmill.shared.messages import parse_run
+from feedmill.shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, serve
+from feedmill.shared.settings import Settings, is_folder_locked
 from feedmill.stack.signals import exit_on_signals
-from shared import runs
-from shared.broker import user_errors
-from shared.errors import UserError, clause, printable
-from shared.messages import parse_run
-from shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, serve
-from shared.settings import Settings, is_folder_locked
 
 #: Seconds between two snapshots of `status --watch`; the workers take about one second to answer.
 REFRESH_INTERVAL_S = 2.0

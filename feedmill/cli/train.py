@@ -16,14 +16,14 @@ from feedmill.cli.options import DeviceOption, RedisUrl, settings_of
 from feedmill.console import output_console
 from feedmill.local_model import load_model
 from feedmill.report import plots
-from shared.errors import UserError
-from shared.settings import Settings
-from shared.topics import DESCRIBED_TOPICS
-from workers.training.options import BEGUN, CHECKPOINTS, TrainOptions
+from feedmill.shared.errors import UserError
+from feedmill.shared.settings import Settings
+from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.workers.training.options import BEGUN, CHECKPOINTS, TrainOptions
 
 if TYPE_CHECKING:
     from feedmill.training.report import TrainingReport
-    from workers.training.examples import Dataset
+    from feedmill.workers.training.examples import Dataset
 
 app = typer.Typer()
 
@@ -73,7 +73,7 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     from feedmill.training import model_card  # noqa: PLC0415
     from feedmill.training.data import collect  # noqa: PLC0415
     from feedmill.training.report import TrainingReport  # noqa: PLC0415
-    from workers.training.examples import make_dataset  # noqa: PLC0415
+    from feedmill.workers.training.examples import make_dataset  # noqa: PLC0415
 
     collected = collect(options, settings, notes)
     dataset = make_dataset(collected.examples, collected.tested, options)
@@ -96,7 +96,7 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
 def _fit_head(
     folder: Path, dataset: "Dataset", options: TrainOptions, settings: Settings, report: "TrainingReport"
 ) -> Any:
-    from workers.training import head  # noqa: PLC0415 - needs torch, which only workers have
+    from feedmill.workers.training import head  # noqa: PLC0415 - needs torch, which only workers have
 
     trained = head.train_head(dataset, options, settings, report.phase, report.counting)
     head.save(trained.model, folder, settings)
@@ -106,7 +106,7 @@ def _fit_head(
 def _fine_tune(
     folder: Path, dataset: "Dataset", options: TrainOptions, settings: Settings, report: "TrainingReport"
 ) -> Any:
-    from workers.training import finetune  # noqa: PLC0415 - needs torch, which only workers have
+    from feedmill.workers.training import finetune  # noqa: PLC0415 - needs torch, which only workers have
 
     first = os.environ.get("RANK", "0") == "0"
     training = finetune.Training(dataset, options, settings, report.planned, report.progress, report.phase)
@@ -160,7 +160,7 @@ def _tested(
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
     from feedmill.evaluation.run import measure  # noqa: PLC0415 - needs torch, which only workers have
-    from workers.models.classifiers.registry import unused_settings  # noqa: PLC0415
+    from feedmill.workers.models.classifiers.registry import unused_settings  # noqa: PLC0415
 
     if not dataset.test:
         return None, None
@@ -183,12 +183,12 @@ def _tested(
 
 def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) -> Settings | None:
     """Return the settings to test the untrained base with, or None if it cannot classify or is not compared."""
-    from workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
+    from feedmill.workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
         WITH_FIXED_LABELS,
         classifier_kind,
         unused_settings,
     )
-    from workers.models.weights import locate  # noqa: PLC0415
+    from feedmill.workers.models.weights import locate  # noqa: PLC0415
 
     if not options.compare:
         return None

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from feedmill.evaluation.measures import Evaluation
 from feedmill.evaluation.run import ModelMeasurement
-from shared.errors import printable
-from shared.messages import Classification
+from feedmill.shared.errors import printable
+from feedmill.shared.messages import Classification
 
 #: Number of labels up to which the confusion matrix is printed; 16 labels fit into 100 columns.
 MAX_MATRIX_LABELS = 20

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from feedmill.evaluation.measures import Bin, Evaluation, bins_of, calibration_error
 from feedmill.local_model import explain_refusals
-from shared.errors import UserError
-from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
-from shared.settings import Settings
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
+from feedmill.shared.settings import Settings
 
 if TYPE_CHECKING:
-    from workers.models.classifiers import Classifier
+    from feedmill.workers.models.classifiers import Classifier
 
 Track = Callable[[Iterable[tuple[Post, Outcome]], int], Iterable[tuple[Post, Outcome]]]
 
@@ -52,13 +52,13 @@ def settings_for_comparison(settings: Settings) -> Settings:
 
     Raises ModelError.
     """
-    from workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
+    from feedmill.workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
         USED_BY,
         WITH_FIXED_LABELS,
         classifier_kind,
         unused_settings,
     )
-    from workers.models.weights import locate  # noqa: PLC0415
+    from feedmill.workers.models.weights import locate  # noqa: PLC0415
 
     if not any(getattr(settings, name) for name in ("labels", "template", *USED_BY)):
         return settings
@@ -77,8 +77,8 @@ def measure(
     show progress; its second argument is their number. Raises UserError if no post can be classified.
     """
     # Imported late: these need torch, which only workers have.
-    from workers.pipeline import offline  # noqa: PLC0415
-    from workers.pipeline.calibration import calibrate  # noqa: PLC0415
+    from feedmill.workers.pipeline import offline  # noqa: PLC0415
+    from feedmill.workers.pipeline.calibration import calibrate  # noqa: PLC0415
 
     def outcomes() -> Iterator[tuple[Post, Outcome]]:
         return offline.classify((post for post, _ in known), loaded, settings, budget)

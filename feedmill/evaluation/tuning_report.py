@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shared.errors import ModelError
-from workers.models.classifiers import Classifier
-from workers.pipeline.tuning import BATCH_SIZE, TOKEN_BUDGET, Curve, SizeMeasurement, Tuning
+from feedmill.shared.errors import ModelError
+from feedmill.workers.models.classifiers import Classifier
+from feedmill.workers.pipeline.tuning import BATCH_SIZE, TOKEN_BUDGET, Curve, SizeMeasurement, Tuning
 
 #: Length of the longest bar in characters.
 BAR_LENGTH = 24

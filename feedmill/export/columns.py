@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from feedmill.producers import exported
 from feedmill.reading.rows import ResultRow
-from producers import exported
-from shared.errors import UserError, printable
-from shared.messages import Post
+from feedmill.shared.errors import UserError, printable
+from feedmill.shared.messages import Post
 
 #: Column of a post -> the post's field, and the field's default, which stored posts omit.
 POST_FIELDS = {column: (field, Post.model_fields[field].default) for field, column in exported.COLUMNS.items()}

@@ -26,10 +26,10 @@ from feedmill.export.columns import COLUMNS, UNESCAPED, ExportFilter, check_opti
 from feedmill.export.rewriting import copy_rows, format_of_file, post_keys
 from feedmill.reading.entry_ids import id_before, order, seconds_of
 from feedmill.reading.rows import ResultRow, RowReader
+from feedmill.shared.atomic_files import publish, replacing, sync, temporary_path
+from feedmill.shared.errors import UserError
+from feedmill.shared.scripts.stream import Place
 from feedmill.tables.writing import COMPRESSIONS, writer_to
-from shared.atomic_files import publish, replacing, sync, temporary_path
-from shared.errors import UserError
-from shared.scripts.stream import Place
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE_FILE = "_export.json"

@@ -30,9 +30,9 @@ from feedmill.export.columns import COLUMNS, ExportFilter, check_options
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.purges import Purges, newest_purge, read_purges
 from feedmill.reading.rows import ResultRow, RowReader
+from feedmill.shared.errors import DatabaseUnavailable, UserError, printable
+from feedmill.shared.scripts.stream import Place
 from feedmill.tables.writing import JSON
-from shared.errors import DatabaseUnavailable, UserError, printable
-from shared.scripts.stream import Place
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json
 
 from feedmill.export.columns import are_of_export
+from feedmill.producers.exported import unescape_formula
+from feedmill.shared.errors import UserError, printable
 from feedmill.tables.writing import ParquetWriter
-from producers.exported import unescape_formula
-from shared.errors import UserError, printable
 
 #: Rows per batch when a Parquet file is read.
 BATCH_ROWS = 5000

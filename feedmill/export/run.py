@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from feedmill.export.columns import ExportFilter
 from feedmill.reading.names import unknown_label
 from feedmill.reading.rows import Chunk, RowReader
+from feedmill.shared.errors import DatabaseUnavailable, UserError, clause
+from feedmill.shared.redis_errors import is_temporary
+from feedmill.shared.scripts.stream import Place
+from feedmill.shared.settings import PREFIX
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
-from shared.errors import DatabaseUnavailable, UserError, clause
-from shared.redis_errors import is_temporary
-from shared.scripts.stream import Place
-from shared.settings import PREFIX
 
 if TYPE_CHECKING:
     from feedmill.export.files import File, Folder

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
-from producers.files import Row, Source
-from producers.records import normalize_column
-from shared.errors import InputError, UserError, printable
-from shared.messages import Classification, is_missing
+from feedmill.producers.files import Row, Source
+from feedmill.producers.records import normalize_column
+from feedmill.shared.errors import InputError, UserError, printable
+from feedmill.shared.messages import Classification, is_missing
 
 #: Column with the score of a label.
 SCORE_COLUMN = "score_{}"

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from feedmill.labelling.columns import Columns, as_kind
 from feedmill.labelling.writers import Found, Values, valid
-from producers.files import PARQUET_ROWS
+from feedmill.producers.files import PARQUET_ROWS
 
 TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 #: Rows and characters at which a row group is written.

@@ -6,14 +6,14 @@ from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple
 
-from producers.files import NOT_UTF8, Place, Row
-from producers.records import NO_TEXT, REMOVED
-from shared.messages import Classification, Outcome, Post
+from feedmill.producers.files import NOT_UTF8, Place, Row
+from feedmill.producers.records import NO_TEXT, REMOVED
+from feedmill.shared.messages import Classification, Outcome, Post
 
 #: A label is uncertain if the second-best label's score is closer than this.
 UNCERTAIN_MARGIN = 0.1
 
-#: Function that classifies posts in order, such as workers.pipeline.offline.classify.
+#: Function that classifies posts in order, such as feedmill.workers.pipeline.offline.classify.
 Classify = Callable[[Iterable[Post]], Generator[tuple[Post, Outcome]]]
 
 

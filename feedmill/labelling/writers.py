@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, Protocol
 from pydantic_core import PydanticSerializationError, to_json
 
 from feedmill.labelling.columns import Columns, as_text
-from producers.exported import escape_formula
-from shared.errors import UserError, explain_missing
+from feedmill.producers.exported import escape_formula
+from feedmill.shared.errors import UserError, explain_missing
 
 #: Formats by the ending of the output file.
 FORMATS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}

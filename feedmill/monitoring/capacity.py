@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from redis import Redis
 
-from shared.metrics import read_memory
-from shared.results import HOUR_S
-from shared.retention import Kept, needs
-from shared.settings import DAY_S, PREFIX, Settings
+from feedmill.shared.metrics import read_memory
+from feedmill.shared.results import HOUR_S
+from feedmill.shared.retention import Kept, needs
+from feedmill.shared.settings import DAY_S, PREFIX, Settings
 
 #: The health check warns if memory is full in less than WARNING_S seconds, and fails below CRITICAL_S.
 WARNING_S, CRITICAL_S = DAY_S, HOUR_S

@@ -42,13 +42,13 @@ from kombu.utils.functional import LRUCache
 from redis.exceptions import RedisError
 from tornado.web import authenticated
 
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.broker import CLASSIFY_TASK, Application, make_app
+from feedmill.shared.errors import UserError, clause
+from feedmill.shared.metrics import connect_for_monitoring
+from feedmill.shared.model_routing import ANNOUNCE_INTERVAL_S, queues
+from feedmill.shared.settings import FLOWER_USER, Settings
 from feedmill.stack.signals import EXIT_SIGNALS, not_ignored
-from shared.atomic_files import replacing
-from shared.broker import CLASSIFY_TASK, Application, make_app
-from shared.errors import UserError, clause
-from shared.metrics import connect_for_monitoring
-from shared.model_routing import ANNOUNCE_INTERVAL_S, queues
-from shared.settings import FLOWER_USER, Settings
 
 logger = logging.getLogger(__name__)
 

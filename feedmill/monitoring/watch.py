@@ -18,19 +18,19 @@ from redis.exceptions import ResponseError
 
 from feedmill.monitoring import capacity
 from feedmill.monitoring.capacity import CRITICAL_S, WARNING_S, Memory
+from feedmill.producers.live.state import LiveStatus, all_gaps, statuses
+from feedmill.producers.reddit.state import STATUS_TTL, State
 from feedmill.reading.dead_letters import DeadLetters
-from producers.live.state import LiveStatus, all_gaps, statuses
-from producers.reddit.state import STATUS_TTL, State
-from shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
-from shared.errors import RedisUnavailable
-from shared.keys import REDDIT_BEGINNINGS
-from shared.metrics import connect_for_monitoring, oldest_seconds
-from shared.model_routing import expected_workers, known_queues
-from shared.redis_errors import rejects_writes
-from shared.results import Counters, ResultsStore
-from shared.retention import Kept
-from shared.runs import Progress, recent
-from shared.settings import Settings
+from feedmill.shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
+from feedmill.shared.errors import RedisUnavailable
+from feedmill.shared.keys import REDDIT_BEGINNINGS
+from feedmill.shared.metrics import connect_for_monitoring, oldest_seconds
+from feedmill.shared.model_routing import expected_workers, known_queues
+from feedmill.shared.redis_errors import rejects_writes
+from feedmill.shared.results import Counters, ResultsStore
+from feedmill.shared.retention import Kept
+from feedmill.shared.runs import Progress, recent
+from feedmill.shared.settings import Settings
 
 #: Window in seconds over which `StatusMonitor` computes rates.
 RATE_WINDOW_S = 60.0
@@ -40,7 +40,7 @@ ANSWER_TIMEOUT_S, REGISTERED_TIMEOUT_S = 1.0, 3.0
 #: Maximum number of runs in a snapshot.
 RUNS_SHOWN = 5
 #: Celery's name for the pool of Feedmill workers.
-FEEDMILL_POOL = "workers.runtime.pool:DevicePool"
+FEEDMILL_POOL = "feedmill.workers.runtime.pool:DevicePool"
 WORKERS_UNKNOWN = "unknown: workers cannot answer while Redis refuses writes"
 
 

@@ -19,9 +19,9 @@ from feedmill.reading.stream import (
     parsed,
     wait_for_entry,
 )
-from shared.keys import RESULTS_STREAM
-from shared.redis_errors import is_temporary
-from shared.scripts.stream import END, Place, StreamState, claim, fetch
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.redis_errors import is_temporary
+from feedmill.shared.scripts.stream import END, Place, StreamState, claim, fetch
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from collections import Counter
 from redis import Redis
 
 from feedmill.reading.rows import RowReader
-from shared import runs
-from shared.errors import UserError, printable, similar_name
-from shared.scripts.stream import Place
+from feedmill.shared import runs
+from feedmill.shared.errors import UserError, printable, similar_name
+from feedmill.shared.scripts.stream import Place
 
 #: Labels and recent runs that a message names.
 MAX_LABELS, MAX_RUNS = 50, 5

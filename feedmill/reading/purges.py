@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import PURGES
-from shared.scripts.purge import MAX_PURGES
+from feedmill.shared.keys import PURGES
+from feedmill.shared.scripts.purge import MAX_PURGES
 
 #: Position before the first purge.
 BEGINNING = "0-0"

@@ -17,9 +17,9 @@ from redis.exceptions import RedisError
 
 from feedmill.reading.groups import CLAIM_AFTER_S, GroupReader
 from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, normalize
-from shared.errors import UserError, clause, printable, truncate
-from shared.redis_errors import is_temporary, rejects_writes
-from shared.results import Result
+from feedmill.shared.errors import UserError, clause, printable, truncate
+from feedmill.shared.redis_errors import is_temporary, rejects_writes
+from feedmill.shared.results import Result
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pydantic_core import from_json
 from redis import Redis
 
 from feedmill.reading.stream import wait_for_entry
-from shared.keys import RESULTS_STREAM
-from shared.scripts.stream import Place, check_posts, fetch_rows
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.scripts.stream import Place, check_posts, fetch_rows
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from redis import Redis
 
 from feedmill.reading.entry_ids import id_before, seconds_of
-from shared.keys import RESULTS_STREAM
-from shared.results import Result, read_entry
-from shared.scripts.stream import END, Fetched, Place, fetch
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.results import Result, read_entry
+from feedmill.shared.scripts.stream import END, Fetched, Place, fetch
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from statistics import quantiles
 from redis import Redis
 
 from feedmill.export.columns import LABEL_SEPARATOR, label_set_of
+from feedmill.producers.reddit.state import Gap, State
 from feedmill.reading.entry_ids import id_before, seconds_of
 from feedmill.reading.rows import ResultRow, RowReader
-from producers.reddit.state import Gap, State
-from shared import keys
-from shared.messages import DeadLetter
-from shared.results import HOUR_S, ResultsStore, newest_first
-from shared.scripts.runs import MAX_PAUSE_MS
-from shared.scripts.stream import Place
-from shared.settings import Settings
+from feedmill.shared import keys
+from feedmill.shared.messages import DeadLetter
+from feedmill.shared.results import HOUR_S, ResultsStore, newest_first
+from feedmill.shared.scripts.runs import MAX_PAUSE_MS
+from feedmill.shared.scripts.stream import Place
+from feedmill.shared.settings import Settings
 
 #: Maximum labels with separate colours; all other labels share the name OTHERS and one colour.
 MAX_COLOURED_LABELS = 16

@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 
 from feedmill.report.data import DEAD_LETTERS, GAPS, NUM_BINS, OTHERS, SUBREDDITS, Column, Report, title_of
-from shared.errors import printable, truncate
-from shared.results import HOUR_S
+from feedmill.shared.errors import printable, truncate
+from feedmill.shared.results import HOUR_S
 
 #: Approximate number of times to print below a chart.
 AXIS_TIMES = 3

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from shared.errors import explain_missing
+from feedmill.shared.errors import explain_missing
 
 if TYPE_CHECKING:
     from feedmill.evaluation.measures import Evaluation
-    from workers.pipeline.tuning import Curve
-    from workers.training.finetune import Point
+    from feedmill.workers.pipeline.tuning import Curve
+    from feedmill.workers.training.finetune import Point
 
 #: Colours of the main series and of secondary series.
 MAIN, OTHER = "#c2571a", "#b9bdc4"

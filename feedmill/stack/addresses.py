@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.atomic_files import replacing
-from shared.errors import StackError, first_problem
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.errors import StackError, first_problem
 
 #: File in the data folder with the ports and passwords, readable by its owner only.
 ADDRESSES_FILE = "addresses.json"

@@ -27,15 +27,15 @@ from rich.text import Text
 from feedmill.cli.offline import classify_posts
 from feedmill.console import output_console
 from feedmill.monitoring.watch import worker_statistics
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.errors import PostRefused, StackError, UserError, json_line, printable
+from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from feedmill.stack.embedded import WORKER_NODE, Stack
 from feedmill.stack.signals import note_signals
 from feedmill.stack.start import start
-from producers.push import Pusher
-from shared.broker import connect, make_app
-from shared.errors import PostRefused, StackError, UserError, json_line, printable
-from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
 
 #: Maximum seconds to wait for all results. After that, the results so far are shown.
 RESULTS_TIMEOUT_S = 300.0

@@ -14,9 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from shared import linux
-from shared.errors import SettingsError, UserError
-from shared.settings import PREFIX
+from feedmill.shared import linux
+from feedmill.shared.errors import SettingsError, UserError
+from feedmill.shared.settings import PREFIX
 
 #: Folder in which the kernel describes each CPU.
 PROCESSORS = Path("/sys/devices/system/cpu")

@@ -19,16 +19,16 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from feedmill.cli.flower import is_regular_file
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.broker import make_app
+from feedmill.shared.errors import StackError
+from feedmill.shared.metrics import connect_for_monitoring
+from feedmill.shared.settings import FLOWER_USER, PREFIX, STACK_FILE, Settings, is_folder_locked, variables
 from feedmill.stack.addresses import kept_addresses, new_addresses
 from feedmill.stack.lock import lock_folder
 from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child, Service, python_command
 from feedmill.stack.signals import interrupt
-from shared.atomic_files import replacing
-from shared.broker import make_app
-from shared.errors import StackError
-from shared.metrics import connect_for_monitoring
-from shared.settings import FLOWER_USER, PREFIX, STACK_FILE, Settings, is_folder_locked, variables
 
 #: Log line of workers/pipeline/calibration.py while it measures at the first start.
 MEASURING = "measuring the token budget"

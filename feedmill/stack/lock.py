@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from shared.errors import StackError, UserError
-from shared.linux import process_namespace
-from shared.settings import LOCK_FILE, STACK_FILE, is_folder_locked, load
+from feedmill.shared.errors import StackError, UserError
+from feedmill.shared.linux import process_namespace
+from feedmill.shared.settings import LOCK_FILE, STACK_FILE, is_folder_locked, load
 
 #: Attempts to lock the data folder. Several are needed, because `is_folder_locked` holds the lock for microseconds.
 LOCK_ATTEMPTS = 10

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.errors import StackError
-from shared.linux import cpu_seconds, die_with
+from feedmill.shared.errors import StackError
+from feedmill.shared.linux import cpu_seconds, die_with
 
 #: Seconds without progress after which a child that does not answer is given up. It makes progress while it uses at
 #: least PROGRESS_S of CPU time in them, such as to load torch and a model on a slow machine, for MAX_START_S at most.

@@ -24,13 +24,13 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from feedmill.monitoring.watch import worker_statistics
+from feedmill.shared.broker import make_app
+from feedmill.shared.errors import SettingsError, UserError, json_line, printable
+from feedmill.shared.linux import NOTIFY_SOCKET, die_with, notify, run_on
+from feedmill.shared.settings import PREFIX, Settings
 from feedmill.stack.devices import Share
 from feedmill.stack.processes import MAX_FAILURES, Failures
 from feedmill.stack.signals import handle_signals, not_ignored
-from shared.broker import make_app
-from shared.errors import SettingsError, UserError, json_line, printable
-from shared.linux import NOTIFY_SOCKET, die_with, notify, run_on
-from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic_core import from_json, to_json
 
-from producers.exported import escape_formula
-from shared.atomic_files import replacing
-from shared.errors import UserError
+from feedmill.producers.exported import escape_formula
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.errors import UserError
 
 try:
     from isal.igzip import open as gzip_open  # four times as fast

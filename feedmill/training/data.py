@@ -12,16 +12,16 @@ from typing import NamedTuple
 from rich.console import Console
 
 from feedmill.cli.file_reading import FileReading
+from feedmill.producers.exported import Labelled
+from feedmill.producers.records import Columns
 from feedmill.reading.rows import RowReader
-from producers.exported import Labelled
-from producers.records import Columns
-from shared.broker import connect, user_errors
-from shared.errors import InputError, RedisUnavailable, UserError, printable
-from shared.messages import Post
-from shared.scripts.stream import Place
-from shared.settings import Settings
-from workers.training.examples import Example
-from workers.training.options import RESULTS, TrainOptions
+from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.errors import InputError, RedisUnavailable, UserError, printable
+from feedmill.shared.messages import Post
+from feedmill.shared.scripts.stream import Place
+from feedmill.shared.settings import Settings
+from feedmill.workers.training.examples import Example
+from feedmill.workers.training.options import RESULTS, TrainOptions
 
 
 class Provenance(NamedTuple):

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from feedmill import __version__
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.errors import printable
 from feedmill.training.data import Provenance
-from shared.atomic_files import replacing
-from shared.errors import printable
-from workers.training.examples import Dataset
-from workers.training.options import TrainOptions
+from feedmill.workers.training.examples import Dataset
+from feedmill.workers.training.options import TrainOptions
 
 if TYPE_CHECKING:
-    from workers.training.finetune import Trained
-    from workers.training.head import TrainedHead
+    from feedmill.workers.training.finetune import Trained
+    from feedmill.workers.training.head import TrainedHead
 
 RECORD_FILE = "training.json"
 #: Packages whose versions are recorded.

@@ -14,11 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as Bar
 
 from feedmill.evaluation.report import models_table
-from shared.errors import printable
-from workers.training.examples import Dataset
+from feedmill.shared.errors import printable
+from feedmill.workers.training.examples import Dataset
 
 if TYPE_CHECKING:
-    from workers.training.finetune import Plan, TrainingProgress
+    from feedmill.workers.training.finetune import Plan, TrainingProgress
 
 Tested = TypeVar("Tested")
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from producers.live.clock import Clock
+from feedmill.producers.live.clock import Clock
 
 #: Maximum requests without a pause after an idle period.
 BURST_REQUESTS = 30

@@ -20,15 +20,15 @@ from redis import Redis
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
 
-from producers.live.clock import Clock
-from producers.live.purges import Purges, author_of
-from producers.live.source import Event, Source, SourceFailed
-from producers.live.state import LiveState, Position
-from producers.push import FULL_QUEUE_POLL_S, Pusher
-from shared.errors import PostRefused, clause, printable
-from shared.messages import MAX_DEAD_POST_BYTES, DeadLetter, Post, digest
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.live.purges import Purges, author_of
+from feedmill.producers.live.source import Event, Source, SourceFailed
+from feedmill.producers.live.state import LiveState, Position
+from feedmill.producers.push import FULL_QUEUE_POLL_S, Pusher
+from feedmill.shared.errors import PostRefused, clause, printable
+from feedmill.shared.messages import MAX_DEAD_POST_BYTES, DeadLetter, Post, digest
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 

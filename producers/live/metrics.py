@@ -4,8 +4,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from shared.metrics import REDIS_METRICS, Metric, MetricsServer, RedisMetrics, Values, serve
-from shared.settings import Settings
+from feedmill.shared.metrics import REDIS_METRICS, Metric, MetricsServer, RedisMetrics, Values, serve
+from feedmill.shared.settings import Settings
 
 #: Seconds without a finished step after which the daemon counts as stuck. A step may wait for the end of Reddit's
 #: ten-minute rate-limit window; its requests have timeouts.

@@ -13,15 +13,15 @@ from itertools import chain
 
 from redis import Redis
 
-from producers.live.clock import Clock
-from producers.live.state import LiveState
-from shared import model_routing, queue_redaction
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM
-from shared.purge import IDS_AT_ONCE, SWEEP_BYTES, purge
-from shared.results import stored_ids
-from shared.scripts import purge as purge_scripts
-from shared.scripts import queue as queue_scripts
-from shared.settings import Settings
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.live.state import LiveState
+from feedmill.shared import model_routing, queue_redaction
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
+from feedmill.shared.purge import IDS_AT_ONCE, SWEEP_BYTES, purge
+from feedmill.shared.results import stored_ids
+from feedmill.shared.scripts import purge as purge_scripts
+from feedmill.shared.scripts import queue as queue_scripts
+from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 

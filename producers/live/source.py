@@ -17,7 +17,7 @@ class Event(NamedTuple):
 
     cursor: the event's position; positions increase and are below 2**63. at: its time at the source, in seconds since
     1970.
-    post: fields of the post (`shared.messages.Post`); its id must be the same whenever the event is repeated.
+    post: fields of the post (`feedmill.shared.messages.Post`); its id must be the same whenever the event is repeated.
     deleted: id of a post that was deleted. deleted_author: beginning of the ids of all posts of a deleted account, up
     to and including the last slash. filtered: true if a filter left the event's post out.
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import LIVE_STATUS, live_authors_key, live_deleted_key, live_gaps_key, live_position_key
+from feedmill.shared.keys import LIVE_STATUS, live_authors_key, live_deleted_key, live_gaps_key, live_position_key
 
 #: Maximum number of stored gaps; the oldest are deleted first.
 MAX_GAPS = 1_000

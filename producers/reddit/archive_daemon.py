@@ -7,11 +7,11 @@ watermark, a little below it for posts that were archived late. Nothing overflow
 from collections.abc import Sequence
 from typing import Any
 
-from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.daemon import MAX_HELD_POSTS, Daemon, Feed
-from producers.reddit.listing import ListingItem
-from producers.reddit.state import Gap
-from producers.reddit.walk import Track, Walk
+from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
+from feedmill.producers.reddit.daemon import MAX_HELD_POSTS, Daemon, Feed
+from feedmill.producers.reddit.listing import ListingItem
+from feedmill.producers.reddit.state import Gap
+from feedmill.producers.reddit.walk import Track, Walk
 
 #: Seconds below the watermark from which each poll reads, because posts can be archived late.
 OVERLAP_S = 900.0

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import requests
 
-from producers.live.budget import RequestBudget
-from producers.reddit.http import TEMPORARY_STATUSES, fetch, retry_after
-from producers.reddit.items import parse_items
-from producers.reddit.listing import (
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.reddit.http import TEMPORARY_STATUSES, fetch, retry_after
+from feedmill.producers.reddit.items import parse_items
+from feedmill.producers.reddit.listing import (
     PAGE_SIZE,
     ListingItem,
     ListingPage,
@@ -24,8 +24,8 @@ from producers.reddit.listing import (
     SubredditInfo,
     TooManyRequests,
 )
-from shared.errors import printable
-from shared.settings import Settings
+from feedmill.shared.errors import printable
+from feedmill.shared.settings import Settings
 
 #: Posts requested per search after the server timed out.
 SMALL_PAGE_SIZE = 25

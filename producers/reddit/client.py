@@ -22,10 +22,10 @@ from praw.exceptions import MissingRequiredAttributeException
 from prawcore.const import ACCESS_TOKEN_PATH
 from requests.structures import CaseInsensitiveDict
 
-from producers.live.budget import RequestBudget
-from producers.reddit.http import TEMPORARY_STATUSES, fetch, retry_after
-from producers.reddit.items import parse_items
-from producers.reddit.listing import (
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.reddit.http import TEMPORARY_STATUSES, fetch, retry_after
+from feedmill.producers.reddit.items import parse_items
+from feedmill.producers.reddit.listing import (
     PAGE_SIZE,
     CredentialsRefused,
     ListingItem,
@@ -38,8 +38,8 @@ from producers.reddit.listing import (
     TooManyRequests,
     UnreadableReason,
 )
-from shared.errors import CredentialsError, UserError
-from shared.settings import PREFIX, Settings
+from feedmill.shared.errors import CredentialsError, UserError
+from feedmill.shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from redis import Redis
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
 
-from producers.live.budget import RequestBudget
-from producers.live.clock import Clock
-from producers.push import FULL_QUEUE_POLL_S, Pusher
-from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.gap_filler import GapFiller
-from producers.reddit.listing import (
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.push import FULL_QUEUE_POLL_S, Pusher
+from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
+from feedmill.producers.reddit.gap_filler import GapFiller
+from feedmill.producers.reddit.listing import (
     CredentialsRefused,
     ListingItem,
     ListingPage,
@@ -34,14 +34,14 @@ from producers.reddit.listing import (
     SubredditUnreadable,
     TooManyRequests,
 )
-from producers.reddit.rechecks import Rechecker
-from producers.reddit.send_buffer import PostBatch, SendBuffer
-from producers.reddit.state import RECHECK_DELAYS_S, Gap, State
-from producers.reddit.subreddits import Roster
-from producers.reddit.topics import Topics
-from producers.reddit.walk import Track, Walk, walk
-from shared.errors import CredentialsError
-from shared.settings import Settings
+from feedmill.producers.reddit.rechecks import Rechecker
+from feedmill.producers.reddit.send_buffer import PostBatch, SendBuffer
+from feedmill.producers.reddit.state import RECHECK_DELAYS_S, Gap, State
+from feedmill.producers.reddit.subreddits import Roster
+from feedmill.producers.reddit.topics import Topics
+from feedmill.producers.reddit.walk import Track, Walk, walk
+from feedmill.shared.errors import CredentialsError
+from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 from redis.backoff import EqualJitterBackoff
 
-from producers.live.budget import RequestBudget
-from producers.live.clock import Clock
-from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.listing import ListingItem, Outage, RedditFault, TooManyRequests
-from producers.reddit.state import Gap, State
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
+from feedmill.producers.reddit.listing import ListingItem, Outage, RedditFault, TooManyRequests
+from feedmill.producers.reddit.state import Gap, State
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from requests.exceptions import ConnectionError as ConnectionFault
 from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-from producers.live.budget import RequestBudget, number
-from producers.reddit.listing import RedditFault, RequestFailed, Unreachable
+from feedmill.producers.live.budget import RequestBudget, number
+from feedmill.producers.reddit.listing import RedditFault, RequestFailed, Unreachable
 
 #: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.
 MAX_RESPONSE_BYTES = 64 * 2**20

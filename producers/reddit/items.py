@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from producers.records import BadRecord, parse_post, reddit_body, removal_of
-from producers.reddit.listing import ListingItem
-from shared.messages import Post
+from feedmill.producers.records import BadRecord, parse_post, reddit_body, removal_of
+from feedmill.producers.reddit.listing import ListingItem
+from feedmill.shared.messages import Post
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from producers.records import Removal
-from shared.messages import Post, digest
+from feedmill.producers.records import Removal
+from feedmill.shared.messages import Post, digest
 
 #: Maximum number of items in a response.
 PAGE_SIZE = 100

@@ -1,7 +1,7 @@
 """Prometheus metrics of the Reddit daemon."""
 
-from producers.live.metrics import DaemonMetrics, metrics_of
-from shared.settings import Settings
+from feedmill.producers.live.metrics import DaemonMetrics, metrics_of
+from feedmill.shared.settings import Settings
 
 #: Metrics by key of `Daemon.status`: name and help text. Counters start with the process.
 FIGURES = {

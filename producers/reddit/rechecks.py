@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 from redis import Redis
 
-from producers.live.clock import Clock
-from producers.reddit.listing import PAGE_SIZE, ListingItem, PostSource, RequestFailed
-from producers.reddit.state import Recheck, RecheckReason, State
-from shared.purge import lift_matching, purge, tombstones
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, PostSource, RequestFailed
+from feedmill.producers.reddit.state import Recheck, RecheckReason, State
+from feedmill.shared.purge import lift_matching, purge, tombstones
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 

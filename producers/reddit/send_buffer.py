@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from producers.live.clock import Clock
-from producers.push import Pusher
-from producers.reddit.listing import ListingItem
-from producers.reddit.state import State
-from shared.settings import Settings
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.push import Pusher
+from feedmill.producers.reddit.listing import ListingItem
+from feedmill.producers.reddit.state import State
+from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 

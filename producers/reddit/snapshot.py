@@ -6,10 +6,10 @@ from typing import NamedTuple, TypeVar
 
 from redis.backoff import EqualJitterBackoff
 
-from producers.live.clock import Clock
-from producers.push import Pusher
-from producers.reddit.client import RedditClient
-from producers.reddit.listing import (
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.push import Pusher
+from feedmill.producers.reddit.client import RedditClient
+from feedmill.producers.reddit.listing import (
     PAGE_SIZE,
     CredentialsRefused,
     ListingItem,
@@ -18,7 +18,7 @@ from producers.reddit.listing import (
     SubredditUnreadable,
     TooManyRequests,
 )
-from producers.reddit.state import State
+from feedmill.producers.reddit.state import State
 
 #: Attempts per request, and pauses in seconds between them, unless Reddit asks for a longer one.
 MAX_ATTEMPTS, BACKOFF = 4, EqualJitterBackoff(cap=20, base=5)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from producers.reddit.listing import ListingItem
-from producers.reddit.walk import MAX_KNOWN_POSTS, Track
-from shared.keys import (
+from feedmill.producers.reddit.listing import ListingItem
+from feedmill.producers.reddit.walk import MAX_KNOWN_POSTS, Track
+from feedmill.shared.keys import (
     REDDIT_BEGINNINGS,
     REDDIT_FULL_READS,
     REDDIT_GAPS,

@@ -7,10 +7,10 @@ tries the original again.
 import logging
 from collections.abc import Mapping, Sequence
 
-from producers.live.clock import Clock
-from producers.reddit.listing import PAGE_SIZE, PostSource, RequestFailed, SubredditInfo, SubredditUnreadable
-from producers.reddit.state import ReplacedSubreddit, State
-from producers.reddit.topics import Topics
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.reddit.listing import PAGE_SIZE, PostSource, RequestFailed, SubredditInfo, SubredditUnreadable
+from feedmill.producers.reddit.state import ReplacedSubreddit, State
+from feedmill.producers.reddit.topics import Topics
 
 logger = logging.getLogger(__name__)
 

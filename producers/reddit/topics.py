@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from shared.errors import SettingsError, first_problem
+from feedmill.shared.errors import SettingsError, first_problem
 
 DEFAULT_TOPICS_FILE = Path(__file__).with_name("topics.toml")
 

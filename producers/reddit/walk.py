@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from producers.reddit.listing import ListingItem, ListingPage, RequestFailed
+from feedmill.producers.reddit.listing import ListingItem, ListingPage, RequestFailed
 
 #: Maximum pages per walk. Reddit's listings end after a thousand items, ten pages; pages requested from an earlier
 #: anchor repeat items, so a walk may need more.

@@ -83,7 +83,7 @@ def is_missing(error: ResponseError) -> bool:
 def load_functions(redis: Redis) -> None:
     """Load all functions that Redis does not know. Raises NoPermissionError if the user may not."""
     for module in MODULES:
-        import_module(f"shared.scripts.{module}")
+        import_module(f"feedmill.shared.scripts.{module}")
     for script in _SCRIPTS:
         try:
             redis.execute_command("FUNCTION", "LOAD", script.library)  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.scripts import SHRINKS, Script, as_text
+from feedmill.shared.scripts import SHRINKS, Script, as_text
 
 #:   KEYS[1]  reserved          KEYS[2]  reserved_index     KEYS[3+] lists, in order of delivery
 #:   ARGV[1]  prefix of tags    ARGV[2]  maximum messages   ARGV[3]  bytes after which to stop

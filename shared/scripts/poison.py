@@ -4,8 +4,8 @@ from typing import Any
 
 from redis import Redis
 
-from shared.keys import PASSES, poison_key
-from shared.scripts import SHRINKS, WRITES, Script
+from feedmill.shared.keys import PASSES, poison_key
+from feedmill.shared.scripts import SHRINKS, WRITES, Script
 
 #: A script needs one answer instead of two, and is faster to build than a pipeline.
 #:

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from redis import Redis
 
-from shared.keys import PURGES, RESULTS_STREAM, tombstone_key
-from shared.scripts import READS, SHRINKS, Script, as_text
+from feedmill.shared.keys import PURGES, RESULTS_STREAM, tombstone_key
+from feedmill.shared.scripts import READS, SHRINKS, Script, as_text
 
 #: Number of purges that the log keeps, each of up to 1,000 posts. A reader that missed some checks all of its posts.
 MAX_PURGES = 4000

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from redis import Redis
 
-from shared.keys import CLEARS, MARKS, RUNS, STORED, run_key, tombstone_key
-from shared.scripts import READS, SHRINKS, WRITES, Script, as_text
-from shared.scripts.buckets import (
+from feedmill.shared.keys import CLEARS, MARKS, RUNS, STORED, run_key, tombstone_key
+from feedmill.shared.scripts import READS, SHRINKS, WRITES, Script, as_text
+from feedmill.shared.scripts.buckets import (
     DIGEST_DIGITS,
     FORGET_MARKS,
     ID_BYTES,
@@ -23,7 +23,7 @@ from shared.scripts.buckets import (
     SPLIT_MARKS,
     checksum,
 )
-from shared.scripts.runs import COUNT_PROGRESS
+from feedmill.shared.scripts.runs import COUNT_PROGRESS
 
 #: Status of a post in `lookup`; 0 if it is unknown.
 SENT, PURGED = 1, 2

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import (
+from feedmill.shared.keys import (
     CONTEXTS,
     COUNTERS,
     DEAD_LETTERS,
@@ -21,11 +21,11 @@ from shared.keys import (
     run_key,
     tombstone_key,
 )
-from shared.result_records import fingerprint_key
-from shared.scripts import READS, SHRINKS, WRITES, Script
-from shared.scripts.buckets import ARGUMENTS, RECORDS, SPLIT_BYTES, checksum
-from shared.scripts.runs import COUNT_PROGRESS
-from shared.settings import DAY_S, Settings
+from feedmill.shared.result_records import fingerprint_key
+from feedmill.shared.scripts import READS, SHRINKS, WRITES, Script
+from feedmill.shared.scripts.buckets import ARGUMENTS, RECORDS, SPLIT_BYTES, checksum
+from feedmill.shared.scripts.runs import COUNT_PROGRESS
+from feedmill.shared.settings import DAY_S, Settings
 
 #: Seconds for which hourly counts by label are kept: the longest period of `feedmill report`.
 LABEL_COUNTS_TTL_S = 30 * DAY_S

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import CONTEXTS, COUNTERS, MARKS, STORED
-from shared.scripts import READS, SHRINKS, Script
-from shared.scripts.buckets import BUCKETS, MARK_RECORDS, RECORDS
+from feedmill.shared.keys import CONTEXTS, COUNTERS, MARKS, STORED
+from feedmill.shared.scripts import READS, SHRINKS, Script
+from feedmill.shared.scripts.buckets import BUCKETS, MARK_RECORDS, RECORDS
 
 #: Buckets and contexts per call of the functions that delete them.
 BUCKETS_PER_CALL, CONTEXTS_PER_CALL = 100, 1000

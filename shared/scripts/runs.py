@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from redis import Redis
 
-from shared.keys import (
+from feedmill.shared.keys import (
     CLEARS,
     DEAD_LETTERS,
     MARKS,
@@ -14,9 +14,9 @@ from shared.keys import (
     STORED,
     run_key,
 )
-from shared.scripts import SHRINKS, Script, as_text
-from shared.scripts.buckets import FORGET_MARKS, FORGET_RESULT
-from shared.scripts.purge import LOG_PURGE
+from feedmill.shared.scripts import SHRINKS, Script, as_text
+from feedmill.shared.scripts.buckets import FORGET_MARKS, FORGET_RESULT
+from feedmill.shared.scripts.purge import LOG_PURGE
 
 #: Maximum milliseconds between two activities of a run that count as time in use. In longer pauses, the run waited for
 #: a worker, or its sender for a person.

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, STORED, tombstone_key
-from shared.result_records import score_key
-from shared.scripts import READS, SHRINKS, Script
-from shared.scripts.buckets import RECORDS, checksum
+from feedmill.shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, STORED, tombstone_key
+from feedmill.shared.result_records import score_key
+from feedmill.shared.scripts import READS, SHRINKS, Script
+from feedmill.shared.scripts.buckets import RECORDS, checksum
 
 
 class Place(NamedTuple):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from tests.containers.engine import ROOT, ContainersError, Engine, until
 
 PROJECT = "feedmill-containers"

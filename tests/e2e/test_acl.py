@@ -13,15 +13,15 @@ from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from feedmill.reading.purges import BEGINNING, newest_purge, read_purges
-from shared.broker import TRANSPORT_KEYS, connect, queue_depth, user_errors
-from shared.broker import make_app as make_celery
-from shared.errors import RedisUnavailable
-from shared.messages import DeadLetter
-from shared.purge import purge
-from shared.results import ResultsStore
-from shared.scripts import READS, WRITES, Script
-from shared.scripts.leases import Reservation
-from shared.settings import load
+from feedmill.shared.broker import TRANSPORT_KEYS, connect, queue_depth, user_errors
+from feedmill.shared.broker import make_app as make_celery
+from feedmill.shared.errors import RedisUnavailable
+from feedmill.shared.messages import DeadLetter
+from feedmill.shared.purge import purge
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.scripts import READS, WRITES, Script
+from feedmill.shared.scripts.leases import Reservation
+from feedmill.shared.settings import load
 from tests.support import (
     RedisServer,
     as_jsonl,

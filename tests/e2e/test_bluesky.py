@@ -9,9 +9,9 @@ import pytest
 
 from feedmill.cli import ingest
 from feedmill.cli.options import MessageFlags
-from producers.live.state import LiveState, Position
-from shared.broker import queue_depth
-from shared.errors import UserError
+from feedmill.producers.live.state import LiveState, Position
+from feedmill.shared.broker import queue_depth
+from feedmill.shared.errors import UserError
 from tests.fakes.jetstream import Jetstream
 from tests.support import RedisServer, feedmill, free_port, last_json, running, wait_until
 

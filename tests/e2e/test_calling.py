@@ -208,7 +208,7 @@ for thread in threads: thread.join()
 
 def test_changed_settings_do_not_interrupt_other_threads(here: Caller) -> None:
     here.run("""
-from workers.runtime.in_process import InProcessPipeline
+from feedmill.workers.runtime.in_process import InProcessPipeline
 found = []
 def ask(): found.append(len(feedmill.classify_task([{"id": str(at), "title": f"{at} goals"} for at in range(600)])))
 asking = threading.Thread(target=ask)
@@ -228,7 +228,7 @@ del os.environ["FEEDMILL_LABELS"]
 
 def test_custom_tasks_can_use_the_outcomes(here: Caller) -> None:
     here.run("""
-from workers.runtime.task import ClassifyTask
+from feedmill.workers.runtime.task import ClassifyTask
 @app.task(bind=True, base=ClassifyTask, name="mine.best")
 def best(self, posts, **options):
     return [outcome["label"] for outcome in self.outcomes()]

@@ -69,7 +69,16 @@ class Scene:
             "OMP_NUM_THREADS": "1",  # one lane, so that one message can keep the device busy
             "PYTHONPATH": str(ROOT),
         }
-        celery = [sys.executable, "-m", "celery", "--app", "workers.app", "worker", "--hostname", "worker@test"]
+        celery = [
+            sys.executable,
+            "-m",
+            "celery",
+            "--app",
+            "feedmill.workers.app",
+            "worker",
+            "--hostname",
+            "worker@test",
+        ]
         # "processes" means prefork. Celery treats the name "prefork" as the default and runs the configured pool.
         command = {
             "Feedmill": [*celery],

@@ -15,11 +15,11 @@ import zstandard
 from celery import Celery
 
 from feedmill import __version__
-from shared.keys import RESULTS_STREAM
-from shared.messages import Classification, Post
-from shared.model_routing import announce
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.model_routing import announce
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from tests.support import (
     FEEDMILL,
     PASSWORD,

@@ -9,14 +9,14 @@ from typer.testing import CliRunner
 
 from feedmill.cli.main import app
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from shared import logs
-from shared.broker import queue_depth
-from shared.errors import UserError
-from shared.keys import DEAD_LETTERS, UNDECODABLE
-from shared.messages import DeadLetter
-from shared.purge import purge
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.shared import logs
+from feedmill.shared.broker import queue_depth
+from feedmill.shared.errors import UserError
+from feedmill.shared.keys import DEAD_LETTERS, UNDECODABLE
+from feedmill.shared.messages import DeadLetter
+from feedmill.shared.purge import purge
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer
 
 GOOD = json.dumps({"id": "good", "title": "A title"})

@@ -11,10 +11,10 @@ from celery import Celery
 from celery.exceptions import InvalidTaskError, NotRegistered
 
 from feedmill.reading.dead_letters import DeadLetters, UndecodableMessage
-from shared.broker import make_app, queue_depth
-from shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.shared.broker import make_app, queue_depth
+from feedmill.shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 from tests.support import Feedmill, RedisServer, wait_until, working
 
 SECRET = "what somebody wrote"

@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from producers.push import Pusher
-from shared.broker import connect, make_app, queue_depth
-from shared.keys import RESULTS_STREAM
-from shared.messages import ClassifyOptions
-from shared.model_routing import known_queues, requested_model
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.model_routing import known_queues, requested_model
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.weights import locate
 from tests.e2e.test_ending import standin
 from tests.fakes.models import make_model
 from tests.support import (
@@ -34,7 +35,6 @@ from tests.support import (
     wait_until,
     working,
 )
-from workers.models.weights import locate
 
 POSTS = 5000
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.settings import LOCK_FILE
+from feedmill.shared.settings import LOCK_FILE
 from tests.support import RedisServer, feedmill, processes_in, running, wait_until
 
 WAITING = "waiting for the worker to finish its messages …\n"

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from producers.push import Pusher
-from shared.broker import connect, make_app, queue_depth
-from shared.keys import RESULTS_STREAM
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
 from tests import chaos
 from tests.support import Process, RedisServer, make_posts, start, wait_until
 

@@ -13,16 +13,16 @@ import pytest
 
 from feedmill import submit
 from feedmill.cli.enqueue import _resuming_command, _warnings
-from producers.push import Pusher
-from producers.runs import default_run
-from shared import runs
-from shared.broker import make_app
-from shared.errors import UserError
-from shared.keys import MODELS, run_key
-from shared.messages import MAX_RUN, Classification, ClassifyOptions, DeadLetter, Post, fingerprint
-from shared.model_routing import announce, deregister, known_queues, register
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.producers.push import Pusher
+from feedmill.producers.runs import default_run
+from feedmill.shared import runs
+from feedmill.shared.broker import make_app
+from feedmill.shared.errors import UserError
+from feedmill.shared.keys import MODELS, run_key
+from feedmill.shared.messages import MAX_RUN, Classification, ClassifyOptions, DeadLetter, Post, fingerprint
+from feedmill.shared.model_routing import announce, deregister, known_queues, register
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, announced, body_of, feedmill, running, wait_until
 
 

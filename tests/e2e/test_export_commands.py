@@ -14,10 +14,10 @@ from feedmill.export.files import STATE_FILE, Layout, opened, parts
 from feedmill.export.rewriting import post_keys
 from feedmill.export.run import ExportRun
 from feedmill.reading.rows import RowReader
-from shared.keys import RESULTS_STREAM
-from shared.messages import Classification, Post
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, body_of, feedmill, last_json, processes_in, running, wait_until
 
 FORMATS = ["parquet", "csv", "jsonl"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from producers.live.state import LiveState, all_gaps, statuses
+from feedmill.producers.live.state import LiveState, all_gaps, statuses
 from tests.fakes.hacker_news import HackerNews
 from tests.support import Feedmill, RedisServer, body_of, feedmill, running, wait_until
 

@@ -27,13 +27,13 @@ from celery import Celery
 from celery.events import Event
 
 from feedmill.monitoring.dashboard import MAX_INSPECTIONS, MessageEvents
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import CLASSIFY_TASK, connect, make_app
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.model_routing import announce
+from feedmill.shared.settings import Settings, load
 from feedmill.stack.demo import sample_posts
 from feedmill.stack.embedded import WORKER_NODE, Stack
-from producers.push import Pusher
-from shared.broker import CLASSIFY_TASK, connect, make_app
-from shared.messages import ClassifyOptions
-from shared.model_routing import announce
-from shared.settings import Settings, load
 from tests.e2e.test_acl import rules
 from tests.e2e.test_tls import SecureRedis, plain_connections
 from tests.support import Authority, Feedmill, RedisServer, feedmill, processes_in, running, wait_until

@@ -15,11 +15,11 @@ from typing import IO, Any
 
 import pytest
 
-from producers.push import Pusher
-from shared.broker import connect, make_app
-from shared.keys import WORKERS
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.keys import WORKERS
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
 from tests.support import (
     FEEDMILL,
     PASSWORD,

@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 from celery.exceptions import InvalidTaskError
 
-from producers.push import Pusher
-from shared.broker import connect, make_app, queue_depth
-from shared.keys import PASSES, RESULTS_STREAM
-from shared.messages import ClassifyOptions
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.keys import PASSES, RESULTS_STREAM
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
+from feedmill.workers.runtime import incoming
 from tests import fuzz
 from tests.fakes.hostile_messages import Hostile, good
 from tests.fakes.standin_worker import KILLS_EARLY
 from tests.support import Process, RedisServer, make_posts, start, wait_until
-from workers.runtime import incoming
 
 
 def rejected(log: str, logger: str) -> int:
@@ -135,12 +135,14 @@ def test_results_wait_at_redis_memory_limit(
     asked = app.send_task("feedmill.classify", kwargs=kwargs)
     redis.client.config_set("maxmemory", 1)
     with standing_in(redis, tmp_path) as (worker, said):
-        wait_until(lambda: rejected(said(), "workers.pipeline.recording"), "a result waits")
+        wait_until(lambda: rejected(said(), "feedmill.workers.pipeline.recording"), "a result waits")
         assert redis.client.xlen(RESULTS_STREAM) == 0
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=120)[0]["id"] == "asked"
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
-        waited = rejected(said(), "workers.pipeline.recording") + rejected(said(), "workers.runtime.consumer")
+        waited = rejected(said(), "feedmill.workers.pipeline.recording") + rejected(
+            said(), "feedmill.workers.runtime.consumer"
+        )
         worker.send_signal(signal.SIGSTOP)
         # The classification is already stored: only Celery's result remains to be written.
         asked = app.send_task("feedmill.classify", kwargs=kwargs)
@@ -149,7 +151,9 @@ def test_results_wait_at_redis_memory_limit(
         worker.send_signal(signal.SIGCONT)
         wait_until(
             lambda: (
-                rejected(said(), "workers.pipeline.recording") + rejected(said(), "workers.runtime.consumer") > waited
+                rejected(said(), "feedmill.workers.pipeline.recording")
+                + rejected(said(), "feedmill.workers.runtime.consumer")
+                > waited
             ),
             "Celery's result waits",
         )
@@ -180,7 +184,8 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
         wait_until(lambda: queue_depth(redis.client, "feedmill") == (0, 2), "the second message waits for its turn")
         redis.client.config_set("maxmemory", 1)
         wait_until(
-            lambda: rejected(said(), "workers.runtime.in_flight"), "Redis rejects the result of the expired message"
+            lambda: rejected(said(), "feedmill.workers.runtime.in_flight"),
+            "Redis rejects the result of the expired message",
         )
         redis.client.config_set("maxmemory", 0)
         worker.send_signal(signal.SIGSTOP)
@@ -189,7 +194,7 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
         redis.client.config_set("maxmemory", 1)
         wait_until(lambda: time.monotonic() > until, "the second message has expired")
         worker.send_signal(signal.SIGCONT)
-        wait_until(lambda: rejected(said(), "workers.runtime.consumer"), "Redis rejects the result on arrival")
+        wait_until(lambda: rejected(said(), "feedmill.workers.runtime.consumer"), "Redis rejects the result on arrival")
         redis.client.config_set("maxmemory", 0)
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         assert len(busy.get(timeout=120)) == 16

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from feedmill.cli import ingest
-from producers.reddit import gap_filler, topics
-from producers.reddit.state import Gap, State
-from shared.broker import queue_depth
-from shared.errors import UserError
+from feedmill.producers.reddit import gap_filler, topics
+from feedmill.producers.reddit.state import Gap, State
+from feedmill.shared.broker import queue_depth
+from feedmill.shared.errors import UserError
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
 from tests.support import Feedmill, RedisServer, feedmill, free_port, running, sent_checksums, sent_marks, wait_until

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.topics import DESCRIBED_TOPICS, TOPICS
+from feedmill.shared.topics import DESCRIBED_TOPICS, TOPICS
+from feedmill.workers.pipeline.calibration import CANDIDATES
+from feedmill.workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, SizeMeasurement
 from tests.fakes.models import NLI, make_model
 from tests.support import as_jsonl, feedmill, last_json, make_posts
-from workers.pipeline.calibration import CANDIDATES
-from workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, SizeMeasurement
 
 SAMPLES = str(Path(__file__).parent.parent.parent / "feedmill" / "samples.jsonl")
 PNG = b"\x89PNG\r\n\x1a\n"

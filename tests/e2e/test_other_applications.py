@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from feedmill.shared.broker import connect, make_app, publish, queue_depth
+from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, DeadLetter
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.schema import FOLDER
+from feedmill.shared.settings import Settings
 from feedmill.stack.processes import Child
-from shared.broker import connect, make_app, publish, queue_depth
-from shared.messages import MESSAGE_VERSION, ClassifyOptions, DeadLetter
-from shared.results import ResultsStore
-from shared.schema import FOLDER
-from shared.settings import Settings
 from tests.support import RedisServer, body_of, make_posts, wait_until
 
 # The first test installs packages, which may take minutes.
@@ -176,7 +176,9 @@ except Exception as error:
 def test_works_beside_a_package_named_shared(elsewhere: Elsewhere) -> None:
     (elsewhere.folder / "shared").mkdir()
     (elsewhere.folder / "shared" / "errors.py").write_text("class Other(Exception): pass")
-    code = "import shared.errors; e = send().get(timeout=120, propagate=False); say([type(e).__name__, str(e)])"
+    code = (
+        "import feedmill.shared.errors; e = send().get(timeout=120, propagate=False); say([type(e).__name__, str(e)])"
+    )
     assert elsewhere.ask(code) == ["RequestRefused", "posts: expected a list of at least one post"]
 
 

@@ -14,7 +14,7 @@ import pytest
 from celery import Celery, chain, chord
 from celery.exceptions import TimeLimitExceeded
 
-from shared.broker import queue_depth
+from feedmill.shared.broker import queue_depth
 from tests.support import Feedmill, RedisServer, run, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -169,7 +169,7 @@ def test_a_module_that_cannot_be_imported(tmp_path: Path, module: str, reason: s
     for name, text in MODULES.items():
         (tmp_path / f"{name}.py").write_text(text)
     said = run(
-        [sys.executable, "-P", "-m", "celery", "--app", "workers.app", "worker"],
+        [sys.executable, "-P", "-m", "celery", "--app", "feedmill.workers.app", "worker"],
         tmp_path,
         os.environ | {"FEEDMILL_INCLUDE": module, "PYTHONPATH": str(tmp_path)},
     )

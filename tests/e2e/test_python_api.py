@@ -17,7 +17,7 @@ import pytest
 import feedmill as api
 from feedmill import Classifier, Prediction, Predictions, UserError
 from feedmill.api import classifier as kept
-from shared.settings import Settings
+from feedmill.shared.settings import Settings
 from tests.support import FEEDMILL, _environment, naming, run
 
 LABELS = ["praise", "complaint"]

@@ -13,14 +13,14 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as TimeoutFault
 
-from producers.push import Pusher
-from shared import broker
-from shared.broker import connect, make_app, queue_depth
-from shared.keys import RESULTS_STREAM
-from shared.messages import ClassifyOptions
-from shared.metrics import connect_for_monitoring
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.producers.push import Pusher
+from feedmill.shared import broker
+from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.metrics import connect_for_monitoring
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 from tests.support import Restartable, announced, feedmill, make_posts, running, wait_until, working
 
 pytestmark = pytest.mark.each_redis

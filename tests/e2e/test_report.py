@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from feedmill.producers.reddit.state import Gap, State
 from feedmill.report.data import gather
 from feedmill.report.page import page
-from producers.reddit.state import Gap, State
-from shared import runs
-from shared.keys import RESULTS_STREAM
-from shared.messages import Classification, DeadLetter, Post
-from shared.purge import purge
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared import runs
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import Classification, DeadLetter, Post
+from feedmill.shared.purge import purge
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, feedmill
 
 SECTIONS = ("figures", "time", "labels", "scores", "subreddits", "throughput", "waits", "dead", "gaps")

@@ -17,11 +17,11 @@ import pytest
 from redis import Redis
 
 from feedmill.reading.names import unknown_run
+from feedmill.shared.keys import RESULTS_STREAM, RUNS, run_key
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from feedmill.stack.processes import Child
-from shared.keys import RESULTS_STREAM, RUNS, run_key
-from shared.messages import Classification, Post
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
 from tests.support import Feedmill, RedisServer, feedmill, free_port, redis_servers, running, wait_until
 
 DOCUMENTATION = Path(__file__).parent.parent.parent / "docs" / "results.md"

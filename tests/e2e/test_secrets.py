@@ -22,11 +22,11 @@ from celery import Celery
 from celery.exceptions import SecurityError
 from kombu.exceptions import DecodeError
 
+from feedmill.shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
+from feedmill.shared.settings import STACK_FILE, Settings
 from feedmill.stack.addresses import ADDRESSES_FILE
 from feedmill.stack.embedded import WORKER_NODE
-from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM
-from shared.settings import STACK_FILE, Settings
 from tests.e2e.test_flower import Visitor
 from tests.support import Feedmill, feedmill, free_port, running, shapes, wait_until
 

@@ -10,14 +10,14 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, user_errors
+from feedmill.shared.errors import RedisUnavailable
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings, load
 from feedmill.stack.processes import Child
-from producers.push import Pusher
-from shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, user_errors
-from shared.errors import RedisUnavailable
-from shared.keys import RESULTS_STREAM
-from shared.messages import ClassifyOptions
-from shared.results import ResultsStore
-from shared.settings import Settings, load
 from tests.support import (
     PASSWORD,
     RedisServer,

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from shared.broker import make_app, queue_depth
-from shared.keys import MODELS, RESULTS_STREAM
-from shared.messages import Classification
-from shared.model_routing import announce, known_queues
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.shared.broker import make_app, queue_depth
+from feedmill.shared.keys import MODELS, RESULTS_STREAM
+from feedmill.shared.messages import Classification
+from feedmill.shared.model_routing import announce, known_queues
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import RedisServer, as_jsonl, feedmill, last_json, make_posts, running, wait_until
 

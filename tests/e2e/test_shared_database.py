@@ -20,8 +20,8 @@ from celery import Celery, group
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
+from feedmill.shared.broker import TRANSPORT_KEYS
 from feedmill.stack.processes import Child
-from shared.broker import TRANSPORT_KEYS
 from tests.support import Feedmill, RedisServer, redis_servers, running, wait_for_replies, wait_until
 
 ROOT = Path(__file__).parent.parent.parent

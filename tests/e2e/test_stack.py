@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 
+from feedmill.shared.errors import StackError
+from feedmill.shared.settings import Settings
 from feedmill.stack import addresses, processes
 from feedmill.stack import embedded as stack_module
 from feedmill.stack.addresses import ADDRESSES_FILE, kept_addresses
 from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import Child
-from shared.errors import StackError
-from shared.settings import Settings
 from tests.support import (
     FEEDMILL,
     Feedmill,

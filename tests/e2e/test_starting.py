@@ -25,21 +25,21 @@ from celery.bin.base import CLIContext
 from celery.bin.worker import WorkersPool
 from celery.bin.worker import worker as worker_command
 
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.linux import notify
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 from feedmill.stack.supervisor import KILL_GRACE_S
-from producers.push import Pusher
-from shared.broker import connect, make_app, queue_depth
-from shared.linux import notify
-from shared.messages import ClassifyOptions
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.workers.app import make_worker_app
+from feedmill.workers.runtime.pool import DevicePool
 from tests.support import RedisServer, make_posts, processes_in, start, wait_until
-from workers.app import make_worker_app
-from workers.runtime.pool import DevicePool
 
 UNITS = Path(__file__).parent.parent.parent / "docker" / "systemd"
 UNIT, UNIT_OF_ALL = UNITS / "feedmill-worker@.service", UNITS / "feedmill-workers.service"
 BIN = Path(sys.executable).parent
-CELERY = [sys.executable, "-P", "-m", "celery", "--app", "workers.app"]
+CELERY = [sys.executable, "-P", "-m", "celery", "--app", "feedmill.workers.app"]
 POSTS: list[dict[str, Any]] = [
     {"id": "1", "title": "The keeper saved two penalties in the final"},
     {"id": "2", "title": "How long do dried beans keep?"},
@@ -124,7 +124,7 @@ def test_celery_worker_starts_classifies_and_stops(
     with started(command, tmp_path, environment | {"NEW_INTERPRETER": "1"}) as worker:
         wait_until(worker.ready, "the worker is ready")
         pool = classifies(redis)
-        assert (pool["implementation"], pool["max-concurrency"]) == ("workers.runtime.pool:DevicePool", 1)
+        assert (pool["implementation"], pool["max-concurrency"]) == ("feedmill.workers.runtime.pool:DevicePool", 1)
         assert re.search(r"WARNING.*\b4\b", worker.output.read_text())
         is_stopped_while_it_works(redis, settings, worker.end)
 
@@ -143,7 +143,9 @@ def test_celery_multi_starts_classifies_and_stops(
 
     log, pid = tmp_path / "w1.log", tmp_path / "w1.pid"
     try:
-        multi("start", "--app=workers.app", f"--logfile={tmp_path}/%n.log", "--loglevel=info", "--autoscale=4,1")
+        multi(
+            "start", "--app=feedmill.workers.app", f"--logfile={tmp_path}/%n.log", "--loglevel=info", "--autoscale=4,1"
+        )
         wait_until(lambda: log.exists() and " ready." in log.read_text(), "the worker is ready")
         assert classifies(redis)["max-concurrency"] == 1
         assert "--autoscale" in log.read_text()

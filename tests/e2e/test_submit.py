@@ -15,14 +15,14 @@ import pytest
 import feedmill as api
 from feedmill import UserError
 from feedmill.api import submission
-from producers.clear import clear
-from producers.records import id_of_text
-from shared import runs
-from shared.broker import CLASSIFY_TASK, make_app
-from shared.errors import RequestRefused
-from shared.keys import tombstone_key
-from shared.model_routing import announce
-from shared.settings import Settings, load
+from feedmill.producers.clear import clear
+from feedmill.producers.records import id_of_text
+from feedmill.shared import runs
+from feedmill.shared.broker import CLASSIFY_TASK, make_app
+from feedmill.shared.errors import RequestRefused
+from feedmill.shared.keys import tombstone_key
+from feedmill.shared.model_routing import announce
+from feedmill.shared.settings import Settings, load
 from tests.support import PASSWORD, RedisServer, naming, run, wait_until, working
 
 LABELS = ["praise", "complaint"]

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from feedmill.monitoring.watch import worker_statistics
-from producers.push import Pusher
-from shared.broker import connect, make_app
-from shared.keys import RESULTS_STREAM
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
 from tests import chaos
 from tests.e2e.test_ending import standin
 from tests.e2e.test_health import Terminal

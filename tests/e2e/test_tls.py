@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from shared.broker import connect, make_app, publish, user_errors
-from shared.errors import RedisUnavailable, SettingsError
-from shared.messages import ClassifyOptions
-from shared.metrics import connect_for_monitoring
-from shared.settings import Settings, load
+from feedmill.shared.broker import connect, make_app, publish, user_errors
+from feedmill.shared.errors import RedisUnavailable, SettingsError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.metrics import connect_for_monitoring
+from feedmill.shared.settings import Settings, load
+from feedmill.workers.transport.redis_transport import use_leases
 from tests.support import (
     PASSWORD,
     Authority,
@@ -26,7 +27,6 @@ from tests.support import (
     running,
     wait_until,
 )
-from workers.transport.redis_transport import use_leases
 
 pytestmark = pytest.mark.system_redis
 
@@ -137,7 +137,7 @@ def test_sends_nothing_to_untrusted_servers(
     words: str,
     way: str,
 ) -> None:
-    monkeypatch.setattr("shared.broker.RETRY_DELAYS_S", ())
+    monkeypatch.setattr("feedmill.shared.broker.RETRY_DELAYS_S", ())
     server = untrusted.get(wrong, secure)
     settings = load(redis_url=server.secure_url, redis_ca_file=None if wrong == "no authority" else authority.file)
     before = server.client.info("commandstats")
@@ -174,7 +174,7 @@ def test_a_plain_text_port_never_receives_a_command(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The server sees only the start of a TLS handshake, and its plain-text answer ends the connection."""
-    monkeypatch.setattr("shared.broker.RETRY_DELAYS_S", ())
+    monkeypatch.setattr("feedmill.shared.broker.RETRY_DELAYS_S", ())
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shared.messages import Classification, Post
-from shared.purge import purge
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.purge import purge
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import RedisServer, feedmill, last_json, run
 

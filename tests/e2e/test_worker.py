@@ -13,13 +13,13 @@ import pytest
 from celery import Celery
 
 from feedmill.monitoring.watch import worker_statistics
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.keys import RESULTS_STREAM, find
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 from feedmill.stack.embedded import MEASURING
-from producers.push import Pusher
-from shared.broker import connect, make_app, queue_depth
-from shared.keys import RESULTS_STREAM, find
-from shared.messages import ClassifyOptions
-from shared.results import ResultsStore
-from shared.settings import Settings
 from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, run, wait_until, working
 from tests.unit.test_canary import overflowing
 
@@ -90,7 +90,7 @@ def test_invalid_messages_do_not_stop_the_worker(client: Celery, served: RedisSe
 def test_worker_reports_pool_statistics(client: Celery) -> None:
     ask(client, POSTS)
     (pool,) = worker_statistics(client, patience=3).values()
-    assert pool["implementation"] == "workers.runtime.pool:DevicePool"
+    assert pool["implementation"] == "feedmill.workers.runtime.pool:DevicePool"
     assert pool["max-concurrency"] == 1
     assert pool["posts"] >= 2
     assert 0 < pool["padding_efficiency"] <= 1
@@ -167,13 +167,13 @@ def test_cut_connections_lose_and_repeat_nothing(redis: RedisServer, settings: S
 
 BROKEN_WORKER = """
 import sys, time
-from shared import logs
-from shared.settings import load
-from workers import run
-from workers.pipeline.backlog import Backlog
-from workers.models.classifiers.similarity import Similarity
-from workers.pipeline.pipeline import Pipeline
-from workers.pipeline.window import Window
+from feedmill.shared import logs
+from feedmill.shared.settings import load
+from feedmill.workers import run
+from feedmill.workers.pipeline.backlog import Backlog
+from feedmill.workers.models.classifiers.similarity import Similarity
+from feedmill.workers.pipeline.pipeline import Pipeline
+from feedmill.workers.pipeline.window import Window
 
 def broken(*_):
     if sys.argv[1] == "hangs":

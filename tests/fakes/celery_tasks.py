@@ -13,11 +13,11 @@ from celery import Task, shared_task, signals
 from celery.exceptions import Ignore, Reject
 from redis import Redis
 
-from shared.errors import MessageFailed
-from workers.models.classifiers import Outputs, Row
-from workers.pipeline.backlog import Loaded
-from workers.pipeline.batch_loop import BatchLoop
-from workers.runtime.task import ClassifyTask
+from feedmill.shared.errors import MessageFailed
+from feedmill.workers.models.classifiers import Outputs, Row
+from feedmill.workers.pipeline.backlog import Loaded
+from feedmill.workers.pipeline.batch_loop import BatchLoop
+from feedmill.workers.runtime.task import ClassifyTask
 
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
 

@@ -1,6 +1,6 @@
 """A simulated clock for the Reddit daemon."""
 
-from producers.live.clock import Clock, Stopped
+from feedmill.producers.live.clock import Clock, Stopped
 
 
 class SimulatedClock(Clock):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from celery import Celery, chain, chord, group
 from celery.canvas import Signature
 
-from shared.broker import CLASSIFY_TASK, SENT_AT
+from feedmill.shared.broker import CLASSIFY_TASK, SENT_AT
 from tests.fakes.models import WORDS
 
 #: Tasks based on ClassifyTask, and the weights with which they are drawn.

@@ -13,10 +13,10 @@ from celery import shared_task
 from celery.exceptions import Ignore, Reject
 from redis import Redis
 
-from shared.broker import connect
-from shared.errors import MessageFailed
-from shared.settings import load
-from workers.runtime.task import ClassifyTask
+from feedmill.shared.broker import connect
+from feedmill.shared.errors import MessageFailed
+from feedmill.shared.settings import load
+from feedmill.workers.runtime.task import ClassifyTask
 
 #: Prefix of the Redis lists that record the arguments of callbacks and handlers, which have no stored result.
 TOLD = "differential:told:"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from shared.broker import CLASSIFY_TASK
+from feedmill.shared.broker import CLASSIFY_TASK
 
 ID, DEEP, LONG = "<id>", "<deep>", "<long>"
 #: Nesting depth and length in characters, both beyond every parser's limit.

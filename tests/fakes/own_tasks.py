@@ -14,10 +14,10 @@ from celery import Task, current_app, shared_task
 from redis import Redis
 
 import feedmill
-from workers.models.classifiers import Outputs, Row
-from workers.pipeline.backlog import Loaded
-from workers.pipeline.batch_loop import BatchLoop
-from workers.runtime.task import ClassifyTask
+from feedmill.workers.models.classifiers import Outputs, Row
+from feedmill.workers.pipeline.backlog import Loaded
+from feedmill.workers.pipeline.batch_loop import BatchLoop
+from feedmill.workers.runtime.task import ClassifyTask
 
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
 compute = BatchLoop._compute

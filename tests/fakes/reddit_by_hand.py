@@ -19,9 +19,9 @@ from pathlib import Path
 from shlex import quote
 from threading import Event
 
-from producers.files import Source
-from shared.errors import UserError
-from shared.messages import Post
+from feedmill.producers.files import Source
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import Post
 from tests.fakes.reddit import Reddit
 
 #: Seconds over which the initial posts were created.

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from shared.topics import TOPICS
-from workers.models.shapes import EXACT
+from feedmill.shared.topics import TOPICS
+from feedmill.workers.models.shapes import EXACT
 
 #: Texts in a post's title that make the forward pass raise, or kill the process.
 RAISES, KILLS = "(this one raises)", "(this one kills)"
@@ -74,8 +74,8 @@ class StandIn:
     hangs = full = ahead = False
 
     def __init__(self, model: str = "stand-in", sha256: str = "00") -> None:
-        from workers.models.classifiers import LabelSet  # noqa: PLC0415 - after torch was replaced
-        from workers.models.weights import Weights  # noqa: PLC0415
+        from feedmill.workers.models.classifiers import LabelSet  # noqa: PLC0415 - after torch was replaced
+        from feedmill.workers.models.weights import Weights  # noqa: PLC0415
 
         self._row_seconds = 0.0 if model != "stand-in" else float(os.environ.get("STANDIN_ROW_SECONDS", "0"))
         self._labels = LabelSet(tuple(SCORES), False, model)
@@ -87,15 +87,15 @@ class StandIn:
         return self._labels
 
     def prepare(self, texts: Sequence[str], label_set: Any) -> list[list[Any]]:
-        from workers.models.classifiers import Row  # noqa: PLC0415
-        from workers.models.tokenizer import Tokens  # noqa: PLC0415
+        from feedmill.workers.models.classifiers import Row  # noqa: PLC0415
+        from feedmill.workers.models.tokenizer import Tokens  # noqa: PLC0415
 
         if any(KILLS_EARLY in text for text in texts):
             os.kill(os.getpid(), signal.SIGKILL)
         return [[Row(Tokens(TOKENS[: 1 + len(text) // 4]), label_set)] for text in texts]
 
     def forward(self, rows: Sequence[Any]) -> Done:
-        from shared.errors import DeviceFull  # noqa: PLC0415
+        from feedmill.shared.errors import DeviceFull  # noqa: PLC0415
 
         titles = [row.owner.post.title for row in rows if row.owner]
         if self.hangs:
@@ -129,13 +129,18 @@ def load(settings: Any, _: Any) -> StandIn:
 
 
 def main(name: str) -> int:
-    for absent in ("torch", "transformers", "workers.models.hub", "workers.models.classifiers.registry"):
+    for absent in (
+        "torch",
+        "transformers",
+        "feedmill.workers.models.hub",
+        "feedmill.workers.models.classifiers.registry",
+    ):
         sys.modules.setdefault(absent, MagicMock())
     listen()
-    from shared import settings  # noqa: PLC0415
-    from workers.models import device  # noqa: PLC0415
-    from workers.run import run_worker  # noqa: PLC0415
-    from workers.runtime import hot_swap  # noqa: PLC0415
+    from feedmill.shared import settings  # noqa: PLC0415
+    from feedmill.workers.models import device  # noqa: PLC0415
+    from feedmill.workers.run import run_worker  # noqa: PLC0415
+    from feedmill.workers.runtime import hot_swap  # noqa: PLC0415
 
     hot_swap.load_classifier = load  # type: ignore[assignment, attr-defined]
     device.select_device = lambda *_: StandIn.device  # type: ignore[assignment]

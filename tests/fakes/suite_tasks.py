@@ -11,7 +11,7 @@ from typing import Any
 from celery import chain, group, shared_task
 from redis import Redis
 
-from workers.runtime.task import ClassifyTask
+from feedmill.workers.runtime.task import ClassifyTask
 
 Posts = list[dict[str, Any]]
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)

@@ -8,9 +8,9 @@ Each process runs COMMAND with `--name NODE` appended.
 import sys
 
 from feedmill.cli.options import settings_of
+from feedmill.shared.errors import UserError
 from feedmill.stack import processes, supervisor
 from feedmill.stack.devices import shares
-from shared.errors import UserError
 
 
 def main(command: list[str]) -> int:

@@ -11,17 +11,17 @@ import onnxruntime
 import pytest
 import torch
 
-from shared.errors import DeviceFull, ModelError
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.shared.errors import DeviceFull, ModelError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Row
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import Device, limit_memory, select_device
+from feedmill.workers.models.engines import device_errors
+from feedmill.workers.models.engines.onnx_engine import PROVIDERS
+from feedmill.workers.models.shapes import FEW
 from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
 from tests.unit.test_canary import overflowing
-from workers.models.classifiers import Row
-from workers.models.classifiers.registry import load_classifier
-from workers.models.device import Device, limit_memory, select_device
-from workers.models.engines import device_errors
-from workers.models.engines.onnx_engine import PROVIDERS
-from workers.models.shapes import FEW
 
 pytestmark = pytest.mark.gpu
 

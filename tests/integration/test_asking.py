@@ -9,8 +9,8 @@ import pytest
 from celery import Celery
 
 from feedmill.monitoring.watch import FEEDMILL_POOL, worker_statistics
-from shared.broker import make_app
-from shared.settings import Settings
+from feedmill.shared.broker import make_app
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, wait_until
 
 STATS = {"pool": {"implementation": FEEDMILL_POOL}}

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from producers.bluesky import OVERLAP_S, BlueskySource
-from producers.live import daemon, purges
-from producers.live.clock import Clock
-from producers.live.daemon import LiveDaemon
-from producers.live.state import LiveState, all_gaps
-from producers.push import Pusher
-from shared.broker import connect, make_app
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM, find, tombstone_key
-from shared.messages import ClassifyOptions
-from shared.purge import tombstones
-from shared.results import ResultsStore, stored_ids
-from shared.settings import Settings
+from feedmill.producers.bluesky import OVERLAP_S, BlueskySource
+from feedmill.producers.live import daemon, purges
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.live.state import LiveState, all_gaps
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, find, tombstone_key
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.purge import tombstones
+from feedmill.shared.results import ResultsStore, stored_ids
+from feedmill.shared.settings import Settings
 from tests.fakes.jetstream import FAULTS, Jetstream
 from tests.integration.test_results import letter, result
 from tests.support import RedisServer, body_of, wait_until
@@ -37,8 +37,8 @@ def jetstream() -> Iterator[Jetstream]:
 def make(redis: RedisServer, jetstream: Jetstream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Make daemons, each of which stands for a restarted process; with short batches, pauses and intervals."""
     monkeypatch.setattr(daemon, "MAX_BATCH_S", 0.05)
-    monkeypatch.setattr("producers.bluesky.IDLE_S", 0.02)
-    monkeypatch.setattr("producers.bluesky.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("feedmill.producers.bluesky.IDLE_S", 0.02)
+    monkeypatch.setattr("feedmill.producers.bluesky.CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(purges, "PURGE_INTERVAL_S", 0.0)
     monkeypatch.setattr(purges, "AUTHORS_INTERVAL_S", 0.0)
     monkeypatch.setattr(purges, "MAX_SHARE", 1e9)

@@ -5,11 +5,11 @@ import ssl
 import pytest
 from redis.exceptions import InvalidResponse, ReadOnlyError, RedisError, ResponseError
 
+from feedmill.shared.broker import connect, make_app, user_errors
+from feedmill.shared.errors import RedisUnavailable, SettingsError
+from feedmill.shared.settings import load
 from feedmill.stack.embedded import EXTERNAL_REDIS_SETTINGS, Stack
-from shared.broker import connect, make_app, user_errors
-from shared.errors import RedisUnavailable, SettingsError
-from shared.settings import load
-from workers.transport.redis_transport import use_leases
+from feedmill.workers.transport.redis_transport import use_leases
 
 SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
 
@@ -91,7 +91,7 @@ def test_sentinel_settings_reach_every_connection() -> None:
         assert options["master_name"] == "posts"
         assert options["sentinel_kwargs"]["password"] == "theirs"
     use_leases(app)
-    assert app.conf.broker_transport == "workers.transport.redis_transport:SentinelTransport"
+    assert app.conf.broker_transport == "feedmill.workers.transport.redis_transport:SentinelTransport"
     assert app.conf.broker_transport_options["master_name"] == "posts"
     assert app.conf.broker_transport_options["reserved_key"] == "feedmill:reserved"
 
@@ -103,7 +103,7 @@ def test_every_rediss_connection_verifies_certificates() -> None:
     assert app.conf.broker_use_ssl == app.conf.redis_backend_use_ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED}
     use_leases(app)
     assert app.conf.broker_use_ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED}
-    assert app.conf.broker_transport == "workers.transport.redis_transport:Transport"
+    assert app.conf.broker_transport == "feedmill.workers.transport.redis_transport:Transport"
     assert connect(settings).connection_pool.connection_kwargs["ssl_cert_reqs"] == ssl.CERT_REQUIRED
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import Memory, estimate_memory, span
-from shared.results import HOUR_S, ResultsStore
-from shared.retention import measure
-from shared.settings import DAY_S, Settings
+from feedmill.shared.results import HOUR_S, ResultsStore
+from feedmill.shared.retention import measure
+from feedmill.shared.settings import DAY_S, Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer, mark_sent
 

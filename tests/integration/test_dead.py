@@ -10,11 +10,11 @@ from feedmill.cli import main
 from feedmill.cli.dead import _named
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.report.data import gather
-from shared.errors import UserError
-from shared.keys import DEAD_LETTERS
-from shared.messages import DeadLetter
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.shared.errors import UserError
+from feedmill.shared.keys import DEAD_LETTERS
+from feedmill.shared.messages import DeadLetter
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer
 
 COUNT, BYTES = 400, 100_000

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from feedmill.cli import deploy as deploy_commands
-from shared.broker import connect
-from shared.errors import DeviceFull, ModelError, UserError
-from shared.keys import REQUESTED_MODELS, find
-from shared.metrics import connect_for_monitoring
-from shared.model_routing import DeploymentReport, RequestedModel, Stage, request_model, requested_model
-from shared.settings import Settings
+from feedmill.shared.broker import connect
+from feedmill.shared.errors import DeviceFull, ModelError, UserError
+from feedmill.shared.keys import REQUESTED_MODELS, find
+from feedmill.shared.metrics import connect_for_monitoring
+from feedmill.shared.model_routing import DeploymentReport, RequestedModel, Stage, request_model, requested_model
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.device import select_device
+from feedmill.workers.models.weights import locate
+from feedmill.workers.runtime import hot_swap
+from feedmill.workers.runtime.hot_swap import Deployer, load_wanted
 from tests.fakes.models import make_model
 from tests.support import RedisServer, wait_until
 from tests.unit.test_pipeline import Owner
 from tests.unit.test_replacing import Model
-from workers.models.device import select_device
-from workers.models.weights import locate
-from workers.runtime import hot_swap
-from workers.runtime.hot_swap import Deployer, load_wanted
 
 LABELS = {0: "NEGATIVE", 1: "POSITIVE"}
 CPU = select_device("cpu", "float32")
@@ -270,7 +270,7 @@ def test_the_latest_deployment_wins(house: House, caplog: pytest.LogCaptureFixtu
 
 
 def test_keeps_the_model_while_redis_is_unreachable(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "workers.runtime.hot_swap")
+    caplog.set_level("DEBUG", "feedmill.workers.runtime.hot_swap")
     there, house.deployer._redis = (
         house.deployer._redis,
         connect_for_monitoring(Settings(redis_url="redis://127.0.0.1:1/0")),

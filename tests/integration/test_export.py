@@ -13,16 +13,16 @@ from feedmill.export import files
 from feedmill.export.columns import ExportFilter
 from feedmill.export.files import STATE_FILE, Layout, opened, parts, purge
 from feedmill.export.rewriting import format_of_file, post_keys
+from feedmill.producers.files import Source
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.rows import RowReader
-from producers.files import Source
-from shared.errors import UserError
-from shared.keys import COUNTERS, RESULTS_STREAM, STORED, tombstone_key
-from shared.messages import Classification, Post
-from shared.purge import purge as purge_posts
-from shared.results import Result, ResultsStore
-from shared.scripts.stream import Place
-from shared.settings import Settings
+from feedmill.shared.errors import UserError
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, STORED, tombstone_key
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.purge import purge as purge_posts
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.scripts.stream import Place
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer
 
 DAY = 86_400

@@ -15,16 +15,16 @@ from redis.exceptions import OutOfMemoryError
 
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import HealthPart
-from shared.broker import make_app, publish
-from shared.keys import COUNTERS, DEAD_LETTERS, REDDIT_GAPS, WORKERS
-from shared.messages import ClassifyOptions, Post
-from shared.model_routing import EXPECTED_S, announce, deregister, register
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.shared.broker import make_app, publish
+from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, REDDIT_GAPS, WORKERS
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.model_routing import EXPECTED_S, announce, deregister, register
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
+from feedmill.workers.app import make_worker_app
+from feedmill.workers.runtime.in_flight import PendingTask
 from tests.integration.test_results import letter, result
 from tests.support import RedisServer, feedmill
-from workers.app import make_worker_app
-from workers.runtime.in_flight import PendingTask
 
 
 @pytest.fixture

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from producers.positions import Position
-from shared import runs
-from shared.keys import GROUPS, MARKS, RUNS, run_key
-from shared.messages import digest
-from shared.results import Result, ResultsStore
-from shared.retention import MemoryBounds
-from shared.runs import Progress
-from shared.scripts import queue, stream
-from shared.scripts.queue import SENT, Mark
-from shared.settings import Settings
+from feedmill.producers.positions import Position
+from feedmill.shared import runs
+from feedmill.shared.keys import GROUPS, MARKS, RUNS, run_key
+from feedmill.shared.messages import digest
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.retention import MemoryBounds
+from feedmill.shared.runs import Progress
+from feedmill.shared.scripts import queue, stream
+from feedmill.shared.scripts.queue import SENT, Mark
+from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer
 

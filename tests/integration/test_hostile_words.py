@@ -14,12 +14,12 @@ from rich.console import Console
 from feedmill.cli import main, status
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import StatusMonitor
-from shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable, printable_lines
-from shared.keys import MODELS, REDDIT_GAPS, REDDIT_STATUS, REQUESTED_MODELS, UNDECODABLE, WORKERS
-from shared.logs import JsonFormatter, TextFormatter
-from shared.messages import Classification, DeadLetter, Post
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable, printable_lines
+from feedmill.shared.keys import MODELS, REDDIT_GAPS, REDDIT_STATUS, REQUESTED_MODELS, UNDECODABLE, WORKERS
+from feedmill.shared.logs import JsonFormatter, TextFormatter
+from feedmill.shared.messages import Classification, DeadLetter, Post
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from tests.integration.test_metrics import POOL
 from tests.support import RedisServer
 

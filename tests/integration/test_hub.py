@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
-from shared.errors import ModelError
+from feedmill.shared.errors import ModelError
+from feedmill.workers.models import hub as hub_module
+from feedmill.workers.models.hub import download
 from tests.fakes.hub import Hub
-from workers.models import hub as hub_module
-from workers.models.hub import download
 
 NAME = "someone/small-bert"
 TOKEN = "hf_thisIsASecretOfMine"
@@ -33,9 +33,9 @@ AGENTS = "/api/agent-harnesses"
 SCRIPT = """
 import json, logging, sys
 logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
-from shared.errors import ModelError
-from workers.models import hub
-from workers.models.weights import locate, parameters
+from feedmill.shared.errors import ModelError
+from feedmill.workers.models import hub
+from feedmill.workers.models.weights import locate, parameters
 hub.LOG_INTERVAL_S, hub.constants.DOWNLOAD_CHUNK_SIZE = 1e-9, 50_000
 try:
     found = locate(sys.argv[1], **json.loads(sys.argv[2]))
@@ -172,9 +172,11 @@ def test_a_cached_model_requests_no_files(hub: Hub, locate: Locate) -> None:
 
 def test_logs_the_download(hub: Hub, locate: Locate) -> None:
     log = locate(hub).log
-    assert re.search(rf"INFO workers.models.hub: .*{NAME}.*{hub.url}", log)
-    assert re.search(rf"INFO workers.models.hub: downloading {NAME}: 0\.\d MB\n", log)
-    assert re.search(rf"INFO workers.models.hub: downloaded {NAME} .*{hub.commit(NAME)}.*: 0\.\d MB in \d+ s\n", log)
+    assert re.search(rf"INFO feedmill.workers.models.hub: .*{NAME}.*{hub.url}", log)
+    assert re.search(rf"INFO feedmill.workers.models.hub: downloading {NAME}: 0\.\d MB\n", log)
+    assert re.search(
+        rf"INFO feedmill.workers.models.hub: downloaded {NAME} .*{hub.commit(NAME)}.*: 0\.\d MB in \d+ s\n", log
+    )
     assert "\r" not in log
     assert "it/s" not in log
 
@@ -340,9 +342,9 @@ def test_resumes_a_cut_download(hub: Hub, locate: Locate, folder: Path) -> None:
     assert found.sha256 == sha256(folder / "model.safetensors")
     assert hub.cuts == {"model.safetensors": []}
     assert re.search(
-        "^WARNING workers.models.hub: Error while downloading .* Trying to resume", found.log, re.MULTILINE
+        "^WARNING feedmill.workers.models.hub: Error while downloading .* Trying to resume", found.log, re.MULTILINE
     )
-    assert all(re.match("(INFO|WARNING) workers.models.hub: ", line) for line in found.log.splitlines())
+    assert all(re.match("(INFO|WARNING) feedmill.workers.models.hub: ", line) for line in found.log.splitlines())
 
 
 def test_incomplete_download_fails_and_can_be_retried(hub: Hub, locate: Locate) -> None:

@@ -12,18 +12,18 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from feedmill.producers.bluesky import BlueskySource
+from feedmill.producers.live import daemon as live_daemon
+from feedmill.producers.live import state as live_state
+from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.live.source import Event, Source, SourceFailed
+from feedmill.producers.live.state import EXPECTED_S, STATUS_TTL, LiveState, Position, all_gaps, statuses
+from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from producers.bluesky import BlueskySource
-from producers.live import daemon as live_daemon
-from producers.live import state as live_state
-from producers.live.daemon import LiveDaemon
-from producers.live.source import Event, Source, SourceFailed
-from producers.live.state import EXPECTED_S, STATUS_TTL, LiveState, Position, all_gaps, statuses
-from producers.push import Pusher
-from shared.broker import connect, make_app
-from shared.keys import LIVE_STATUS
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.keys import LIVE_STATUS
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
 from tests.support import RedisServer, body_of
 
@@ -365,7 +365,7 @@ def test_no_event_stops_a_source(
     monkeypatch.setattr(live_daemon, "SOURCE_BACKOFF", type("NoBackoff", (), {"compute": lambda *_: 0.0})())
     monkeypatch.syspath_prepend(str(Path("docs/examples/extending").absolute()))
     monkeypatch.delitem(sys.modules, "hacker_news", raising=False)
-    logging.getLogger("producers.live").setLevel(logging.CRITICAL)
+    logging.getLogger("feedmill.producers.live").setLevel(logging.CRITICAL)
     import hacker_news  # type: ignore[import-not-found]  # noqa: PLC0415 - on the path set above
 
     stranger = STRANGERS[name]

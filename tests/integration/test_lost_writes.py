@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from shared.broker import connect
-from shared.results import ResultsStore
-from shared.settings import Settings
+from feedmill.shared.broker import connect
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Row
 from tests.support import Restartable, has_results, wait_until
 from tests.unit.test_pipeline import Owner, StandIn
-from workers.models.classifiers import Row
 
 
 class TurnByTurn(StandIn):

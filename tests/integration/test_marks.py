@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from shared.keys import MARKS, RUNS, run_key, tombstone_key
-from shared.messages import digest
-from shared.results import ResultsStore
-from shared.scripts import buckets as layout
-from shared.scripts import queue as scripts
-from shared.scripts.queue import PURGED, SENT, Mark, lookup, mark
-from shared.settings import Settings
+from feedmill.shared.keys import MARKS, RUNS, run_key, tombstone_key
+from feedmill.shared.messages import digest
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.scripts import buckets as layout
+from feedmill.shared.scripts import queue as scripts
+from feedmill.shared.scripts.queue import PURGED, SENT, Mark, lookup, mark
+from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer, age_marks, sent_checksums, sent_marks
 

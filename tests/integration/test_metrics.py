@@ -16,16 +16,16 @@ from rich.console import Console
 from feedmill.cli import status
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import RATE_WINDOW_S, HealthPart, StatusMonitor, StatusWithRates, check_health
-from producers.live.state import LiveState, Position
-from producers.push import Pusher
-from producers.reddit.state import Gap, State
-from shared import encoding
-from shared.broker import make_app, queue_depth
-from shared.keys import COUNTERS, DEAD_LETTERS, LIVE_STATUS, RUNS, run_key
-from shared.messages import ClassifyOptions
-from shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, oldest_seconds
-from shared.model_routing import announce, register
-from shared.settings import Settings
+from feedmill.producers.live.state import LiveState, Position
+from feedmill.producers.push import Pusher
+from feedmill.producers.reddit.state import Gap, State
+from feedmill.shared import encoding
+from feedmill.shared.broker import make_app, queue_depth
+from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, LIVE_STATUS, RUNS, run_key
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, oldest_seconds
+from feedmill.shared.model_routing import announce, register
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, announced, make_posts
 
 pytestmark = pytest.mark.each_redis

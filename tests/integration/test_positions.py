@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from feedmill.cli.enqueue import _position
-from producers.positions import POSITION_TTL, Position
-from producers.records import NO_FILTERS, Columns
-from shared.broker import connect
-from shared.keys import find
-from shared.settings import Settings
+from feedmill.producers.positions import POSITION_TTL, Position
+from feedmill.producers.records import NO_FILTERS, Columns
+from feedmill.shared.broker import connect
+from feedmill.shared.keys import find
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer
 
 

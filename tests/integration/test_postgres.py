@@ -16,16 +16,16 @@ from redis import Redis
 from feedmill.export import postgres
 from feedmill.export.columns import ExportFilter
 from feedmill.export.postgres import TYPES, Table, opened
+from feedmill.producers.purge_run import purge_run
 from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.purges import PURGES_PER_READ
 from feedmill.reading.rows import RowReader
-from producers.purge_run import purge_run
-from shared.errors import DatabaseUnavailable, UserError
-from shared.keys import COUNTERS, PURGES, RESULTS_STREAM
-from shared.messages import Classification, Post, digest
-from shared.purge import lift_tombstones, purge
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared.errors import DatabaseUnavailable, UserError
+from feedmill.shared.keys import COUNTERS, PURGES, RESULTS_STREAM
+from feedmill.shared.messages import Classification, Post, digest
+from feedmill.shared.purge import lift_tombstones, purge
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from tests.postgres import PostgresServer, postgres_folder
 from tests.support import PASSWORD, Feedmill, RedisServer, feedmill, last_json, naming, running, wait_until
 

@@ -14,15 +14,15 @@ from redis.exceptions import ConnectionError as ConnectionFault
 
 from feedmill.reading import purges
 from feedmill.reading.purges import BEGINNING, Purges, newest_purge, read_purges
-from shared import purge as purging
-from shared.broker import make_app, publish
-from shared.errors import MessageFailed, RequestRefused, UserError
-from shared.keys import PURGES, reddit_known_key, tombstone_key
-from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
-from shared.purge import PurgeCounts, lift_tombstones, purge
-from shared.results import Result, ResultsStore
-from shared.scripts import results
-from shared.settings import Settings
+from feedmill.shared import purge as purging
+from feedmill.shared.broker import make_app, publish
+from feedmill.shared.errors import MessageFailed, RequestRefused, UserError
+from feedmill.shared.keys import PURGES, reddit_known_key, tombstone_key
+from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post
+from feedmill.shared.purge import PurgeCounts, lift_tombstones, purge
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.scripts import results
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, has_results, mark_sent, sent_marks
 
 # A warning of Celery's backend, which stores results in this process.

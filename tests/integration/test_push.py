@@ -13,16 +13,16 @@ from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import OutOfMemoryError
 
-from producers import push
-from producers.push import Pusher, QueueGate
-from shared import broker
-from shared.broker import connect, make_app, queue_depth
-from shared.errors import QueueFull
-from shared.keys import MARKS, REQUESTED_MODELS, find, tombstone_key
-from shared.messages import ClassifyOptions, Post
-from shared.model_routing import RequestedModel, request_model
-from shared.scripts import queue as scripts
-from shared.settings import Settings
+from feedmill.producers import push
+from feedmill.producers.push import Pusher, QueueGate
+from feedmill.shared import broker
+from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.errors import QueueFull
+from feedmill.shared.keys import MARKS, REQUESTED_MODELS, find, tombstone_key
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.model_routing import RequestedModel, request_model
+from feedmill.shared.scripts import queue as scripts
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, body_of, make_posts, sent_checksums, sent_marks
 
 pytestmark = pytest.mark.each_redis

@@ -20,12 +20,12 @@ from feedmill.reading import groups, results, stream
 from feedmill.reading.groups import GroupReader
 from feedmill.reading.results import Reader, batches, items, open_reader
 from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, newest
-from shared.errors import RedisUnavailable, UserError
-from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, find
-from shared.messages import Classification, Post
-from shared.purge import purge
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared.errors import RedisUnavailable, UserError
+from feedmill.shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, find
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.purge import purge
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, wait_until
 
 

@@ -16,10 +16,10 @@ from requests.adapters import BaseAdapter
 from requests.structures import CaseInsensitiveDict
 from urllib3 import HTTPResponse
 
-from producers.live.budget import RequestBudget
-from producers.reddit.client import RedditClient
-from producers.reddit.listing import RequestFailed, SubredditUnreadable
-from shared.settings import Settings
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.reddit.client import RedditClient
+from feedmill.producers.reddit.listing import RequestFailed, SubredditUnreadable
+from feedmill.shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
 from tests.support import REAL_DATA
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, find, tombstone_key
-from shared.messages import Classification, DeadLetter, Post, digest
-from shared.results import MAX_LABELS_PER_HOUR, SCORES_PER_CALL, Counters, Result, ResultsStore, Score
-from shared.scripts.results import forget
-from shared.settings import Settings
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, find, tombstone_key
+from feedmill.shared.messages import Classification, DeadLetter, Post, digest
+from feedmill.shared.results import MAX_LABELS_PER_HOUR, SCORES_PER_CALL, Counters, Result, ResultsStore, Score
+from feedmill.shared.scripts.results import forget
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, has_results, wait_until
 
 
@@ -72,7 +72,7 @@ def test_writes_and_finds_more_results_than_lua_unpacks(store: ResultsStore, ser
 def one_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no hour end during the test."""
     now = time.time()
-    monkeypatch.setattr("shared.results.time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
+    monkeypatch.setattr("feedmill.shared.results.time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
 
 
 @pytest.mark.usefixtures("one_hour")
@@ -253,7 +253,7 @@ def test_a_writers_clock_decides_nothing(server: RedisServer, monkeypatch: pytes
     store.write(first)
     ahead = time.time() + 8 * 86_400
     with monkeypatch.context() as patched:
-        patched.setattr("shared.results.time", SimpleNamespace(time=lambda: ahead, monotonic=time.monotonic))
+        patched.setattr("feedmill.shared.results.time", SimpleNamespace(time=lambda: ahead, monotonic=time.monotonic))
         store.write(second)
     found = store.find([(each.post.id, each.classification.fingerprint) for each in first + second])
     assert None not in found

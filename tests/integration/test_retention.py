@@ -10,17 +10,17 @@ from pydantic import SecretStr
 from feedmill.cli import status
 from feedmill.monitoring.capacity import estimate_memory, span
 from feedmill.reading.stream import Follower, Missed
-from shared import retention
-from shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES, SWEEPER, find
-from shared.messages import digest
-from shared.metrics import RedisMetrics
-from shared.purge import purge
-from shared.results import Result, ResultsStore, stored_ids
-from shared.retention import MemoryBounds, check_interval, measure, needs
-from shared.scripts import queue
-from shared.scripts.queue import SENT, Mark, lookup
-from shared.scripts.results import stream_limit
-from shared.settings import Settings, load
+from feedmill.shared import retention
+from feedmill.shared.keys import CONTEXTS, COUNTERS, MARKS, RESULTS_STREAM, STORED, STREAM_SIZES, SWEEPER, find
+from feedmill.shared.messages import digest
+from feedmill.shared.metrics import RedisMetrics
+from feedmill.shared.purge import purge
+from feedmill.shared.results import Result, ResultsStore, stored_ids
+from feedmill.shared.retention import MemoryBounds, check_interval, measure, needs
+from feedmill.shared.scripts import queue
+from feedmill.shared.scripts.queue import SENT, Mark, lookup
+from feedmill.shared.scripts.results import stream_limit
+from feedmill.shared.settings import Settings, load
 from tests.integration.test_results import result
 from tests.support import RedisServer, age_results, sent_checksums, wait_until
 

@@ -9,15 +9,15 @@ from typer.testing import CliRunner
 
 from feedmill.cli import purge as purge_command
 from feedmill.cli.main import app
+from feedmill.producers.clear import Cleared, clear, messages_cleared
+from feedmill.producers.purge_run import RunPurged, purge_run
+from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from producers.clear import Cleared, clear, messages_cleared
-from producers.purge_run import RunPurged, purge_run
-from producers.push import Pusher
-from shared import runs
-from shared.broker import make_app
-from shared.errors import UserError
-from shared.keys import COUNTERS, MARKS, RESULTS_STREAM, RUNS, STORED, find, run_key
-from shared.messages import (
+from feedmill.shared import runs
+from feedmill.shared.broker import make_app
+from feedmill.shared.errors import UserError
+from feedmill.shared.keys import COUNTERS, MARKS, RESULTS_STREAM, RUNS, STORED, find, run_key
+from feedmill.shared.messages import (
     MAX_RUN,
     Classification,
     ClassifyOptions,
@@ -28,13 +28,13 @@ from shared.messages import (
     parse_run,
     run_of,
 )
-from shared.model_routing import RequestedModel, request_model
-from shared.purge import purge
-from shared.result_records import split
-from shared.results import HOUR_S, Result, ResultsStore
-from shared.scripts.queue import Mark, mark
-from shared.scripts.results import get as get_records
-from shared.settings import Settings
+from feedmill.shared.model_routing import RequestedModel, request_model
+from feedmill.shared.purge import purge
+from feedmill.shared.result_records import split
+from feedmill.shared.results import HOUR_S, Result, ResultsStore
+from feedmill.shared.scripts.queue import Mark, mark
+from feedmill.shared.scripts.results import get as get_records
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, age_marks, body_of, has_results, sent_marks, wait_until
 
 
@@ -165,7 +165,7 @@ def test_a_retried_dead_letter_is_no_longer_a_failure(server: RedisServer, store
 def test_lists_a_bounded_number_of_runs_that_expire(
     server: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("producers.push.MAX_RUNS", 3)
+    monkeypatch.setattr("feedmill.producers.push.MAX_RUNS", 3)
     for number in range(5):
         push(server, settings, [post("0")], f"run {number}")
     assert server.client.zcard(RUNS) == 3

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from shared.errors import UserError
-from shared.keys import MODELS, WORKERS, find
-from shared.model_routing import (
+from feedmill.shared.errors import UserError
+from feedmill.shared.keys import MODELS, WORKERS, find
+from feedmill.shared.model_routing import (
     ANNOUNCE_INTERVAL_S,
     EXPECTED_S,
     QUEUE_TTL_S,
@@ -21,7 +21,7 @@ from shared.model_routing import (
     queues,
     register,
 )
-from shared.settings import Settings
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer
 
 pytestmark = pytest.mark.each_redis
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.each_redis
 REGISTERS = """
 import sys
 from redis import Redis
-from shared.model_routing import register
+from feedmill.shared.model_routing import register
 register(Redis.from_url(sys.argv[1], decode_responses=True), sys.argv[2])
 print("registered", flush=True)
 sys.stdin.read()
@@ -123,7 +123,7 @@ def test_registers_by_the_time_of_redis(redis: RedisServer, monkeypatch: pytest.
     register(redis.client, "one@here")
     now = time.time()
     with monkeypatch.context() as skewed:
-        skewed.setattr("shared.model_routing.time.time", lambda: now + ahead)
+        skewed.setattr("feedmill.shared.model_routing.time.time", lambda: now + ahead)
         register(redis.client, "two@there")
         assert list(expected_workers(redis.client)) == ["one@here", "two@there"]
     assert all(age < EXPECTED_S / 2 for age in expected_workers(redis.client).values())

@@ -15,16 +15,16 @@ import pytest
 import torch
 from redis import Redis
 
-from shared.broker import connect
-from shared.keys import PASSES
-from shared.settings import Settings
+from feedmill.shared.broker import connect
+from feedmill.shared.keys import PASSES
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Row
+from feedmill.workers.models.device import Device
+from feedmill.workers.pipeline.message import Message
+from feedmill.workers.pipeline.poison import MAX_DEATHS, IsolationQueue, PoisonTracker
+from feedmill.workers.pipeline.recording import MAX_UNWRITTEN_BATCHES
 from tests.support import RedisServer, wait_until
 from tests.unit.test_pipeline import Owner, StandIn
-from workers.models.classifiers import Row
-from workers.models.device import Device
-from workers.pipeline.message import Message
-from workers.pipeline.poison import MAX_DEATHS, IsolationQueue, PoisonTracker
-from workers.pipeline.recording import MAX_UNWRITTEN_BATCHES
 
 pytestmark = pytest.mark.each_redis
 
@@ -86,7 +86,7 @@ def test_orderly_shutdown_leaves_no_records(client: Redis) -> None:
 
 def test_removes_stale_records(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("workers.pipeline.poison.time.time", lambda: 1_000_000.0)
+        patch.setattr("feedmill.workers.pipeline.poison.time.time", lambda: 1_000_000.0)
         note(PoisonTracker(client), 0, [("a", 0)])
     assert PoisonTracker(client).deaths("b") == {}
     assert client.hlen(PASSES) == 0
@@ -108,7 +108,7 @@ def test_a_record_reaches_redis_although_the_worker_is_killed_before_redis_answe
     script = f"""
 import os, signal, sys
 from redis import Redis
-from workers.pipeline.poison import PoisonTracker
+from feedmill.workers.pipeline.poison import PoisonTracker
 tracker = PoisonTracker(Redis.from_url({redis.url!r}))
 tracker.note(0, [("earlier", 0)])
 tracker.wait()
@@ -257,8 +257,8 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     client: Redis, make_owner: Callable[[], Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results may wait for Redis for long. If the worker is killed then, no forward pass and no post is to blame."""
-    monkeypatch.setattr("workers.pipeline.recording.MAX_UNWRITTEN_POSTS", 0)
-    monkeypatch.setattr("workers.pipeline.recording.POSTS_TOGETHER", 1)
+    monkeypatch.setattr("feedmill.workers.pipeline.recording.MAX_UNWRITTEN_POSTS", 0)
+    monkeypatch.setattr("feedmill.workers.pipeline.recording.POSTS_TOGETHER", 1)
     for _ in range(2):
         note(PoisonTracker(client), 0, [("the message", post) for post in range(MAX_UNWRITTEN_BATCHES + 8)])
         PoisonTracker(client).deaths("the message")

@@ -19,18 +19,18 @@ import pytest
 from kombu import Connection, Consumer, Exchange, Message, Producer, Queue
 from redis import Redis, RedisError, SSLConnection
 
+from feedmill.shared import encoding
+from feedmill.shared.scripts.leases import LeaseScripts, Reservation
 from feedmill.stack.processes import Child
-from shared import encoding
-from shared.scripts.leases import LeaseScripts, Reservation
+from feedmill.workers.transport import channel, leases
+from feedmill.workers.transport.decoding import count_delivery
+from feedmill.workers.transport.leases import claim, end_isolation, unclaim
+from feedmill.workers.transport.redis_transport import settings_for
 from tests.support import PASSWORD, RedisServer, free_port, wait_until
-from workers.transport import channel, leases
-from workers.transport.decoding import count_delivery
-from workers.transport.leases import claim, end_isolation, unclaim
-from workers.transport.redis_transport import settings_for
 
 pytestmark = pytest.mark.each_redis
 
-OURS = "workers.transport.redis_transport:Transport"
+OURS = "feedmill.workers.transport.redis_transport:Transport"
 STOCK = "redis"
 QUEUE = Queue("posts", Exchange("posts"), routing_key="posts")
 LISTS = ("posts", "posts\x06\x163", "posts\x06\x166", "posts\x06\x169")

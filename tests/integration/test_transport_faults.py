@@ -26,7 +26,7 @@ import os, time, uuid
 from celery import Celery
 from celery.worker.consumer import Consumer as StockConsumer
 from redis import Redis, RedisError
-from workers.transport.leases import claim
+from feedmill.workers.transport.leases import claim
 
 class Consumer(StockConsumer):
     def __init__(self, on_task_request, *args, **kwargs):
@@ -82,7 +82,7 @@ def again(self, name):
     return self.request.retries
 """
 
-OURS = "workers.transport.redis_transport:Transport"
+OURS = "feedmill.workers.transport.redis_transport:Transport"
 STOCK = "redis"
 
 

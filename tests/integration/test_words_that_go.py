@@ -15,15 +15,15 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from shared import encoding, queue_redaction
-from shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, connect, make_app, publish, queue_lists
-from shared.errors import UserError
-from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
-from shared.model_routing import announce
-from shared.purge import purge, rewrite_append_only_file
-from shared.results import Result, ResultsStore
-from shared.scripts.leases import Reservation
-from shared.settings import Settings
+from feedmill.shared import encoding, queue_redaction
+from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, connect, make_app, publish, queue_lists
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post
+from feedmill.shared.model_routing import announce
+from feedmill.shared.purge import purge, rewrite_append_only_file
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.scripts.leases import Reservation
+from feedmill.shared.settings import Settings
 from tests.support import RedisServer, body_of, mark_sent, shapes, wait_until
 
 pytestmark = [

@@ -12,26 +12,26 @@ from typing import Any
 
 import pytest
 
+from feedmill.producers import files
+from feedmill.producers.push import Pusher
 from feedmill.reading.results import batches
 from feedmill.reading.stream import Follower
-from producers import files
-from producers.push import Pusher
-from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
-from shared.messages import ClassifyOptions, Post
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
+from feedmill.workers.models import device
+from feedmill.workers.models.classifiers import Row
+from feedmill.workers.models.classifiers.similarity import Similarity
+from feedmill.workers.models.weights import locate
+from feedmill.workers.pipeline import context
+from feedmill.workers.pipeline.calibration import TokenBudget
+from feedmill.workers.pipeline.message import Message
+from feedmill.workers.pipeline.pipeline import Pipeline
+from feedmill.workers.pipeline.window import Window
+from feedmill.workers.runtime.task import arguments_by_name
+from feedmill.workers.transport.redis_transport import use_leases
 from tests.support import RedisServer, wait_until
-from workers.models import device
-from workers.models.classifiers import Row
-from workers.models.classifiers.similarity import Similarity
-from workers.models.weights import locate
-from workers.pipeline import context
-from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.message import Message
-from workers.pipeline.pipeline import Pipeline
-from workers.pipeline.window import Window
-from workers.runtime.task import arguments_by_name
-from workers.transport.redis_transport import use_leases
 
 LINE = '{"id": "t3_kettle", "title": "Which kettle for tea &amp; coffee?", "selftext": "Mine leaks.", "author": "x"}\n'
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from workers.training.active import (
+from feedmill.workers.training.active import (
     FIRST,
     FIRST_PER_LABEL,
     PRIOR_POSTS,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.atomic_files import replacing, temporary_path
+from feedmill.shared.atomic_files import replacing, temporary_path
 
 
 @pytest.fixture

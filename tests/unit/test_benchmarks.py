@@ -18,11 +18,11 @@ from benchmarks import hardware
 from benchmarks.hardware import forward_flops
 from benchmarks.ours import cut, ran
 from benchmarks.report import VariantResult, VariantResults, agreement, comparable, summary
+from feedmill.shared.settings import Settings, load, variables
 from feedmill.stack.embedded import Stack
-from shared.settings import Settings, load, variables
-from workers.models.classifiers import LabelSet, Row
-from workers.models.device import Device
-from workers.models.tokenizer import Tokens
+from feedmill.workers.models.classifiers import LabelSet, Row
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.tokenizer import Tokens
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from producers.live.budget import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
-from producers.live.clock import Stopped
+from feedmill.producers.live.budget import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
+from feedmill.producers.live.clock import Stopped
 from tests.fakes.clock import SimulatedClock
 
 

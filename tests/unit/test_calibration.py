@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from shared.errors import DeviceFull
-from shared.settings import Settings
+from feedmill.shared.errors import DeviceFull
+from feedmill.shared.settings import Settings
+from feedmill.workers.models import device
+from feedmill.workers.models.classifiers import Row, Scores
+from feedmill.workers.pipeline import calibration
+from feedmill.workers.pipeline.calibration import best, calibrate, remember, sweep
 from tests.unit.test_pipeline import Done, StandIn
-from workers.models import device
-from workers.models.classifiers import Row, Scores
-from workers.pipeline import calibration
-from workers.pipeline.calibration import best, calibrate, remember, sweep
 
 CPU = device.Device(torch.device("cpu"), torch.float32, "for a test")
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.errors import ModelError
-from shared.settings import Settings
+from feedmill.shared.errors import ModelError
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import registry
+from feedmill.workers.models.classifiers.fixed_labels import SequenceClassifier
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import Device
 from tests.fakes.models import NLI, make_model, make_sentence_model
 from tests.support import naming
-from workers.models.classifiers import registry
-from workers.models.classifiers.fixed_labels import SequenceClassifier
-from workers.models.classifiers.registry import load_classifier
-from workers.models.device import Device
 
 LABELS = {0: "NEGATIVE", 1: "POSITIVE"}
 

@@ -9,16 +9,16 @@ import torch
 
 from feedmill.cli.options import ClassifierOption
 from feedmill.evaluation.run import settings_for_comparison
-from shared.errors import DeviceFull, ModelError, SettingsError
-from shared.settings import CLASSIFIERS, Settings
+from feedmill.shared.errors import DeviceFull, ModelError, SettingsError
+from feedmill.shared.settings import CLASSIFIERS, Settings
+from feedmill.workers.models.classifiers import registry
+from feedmill.workers.models.classifiers.pairs import Entailment
+from feedmill.workers.models.classifiers.registry import check_size, classifier_kind, load_classifier
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import factory
+from feedmill.workers.models.weights import EMBEDDED_MODEL, Weights, locate
 from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
 from tests.support import naming
-from workers.models.classifiers import registry
-from workers.models.classifiers.pairs import Entailment
-from workers.models.classifiers.registry import check_size, classifier_kind, load_classifier
-from workers.models.device import Device
-from workers.models.engines import factory
-from workers.models.weights import EMBEDDED_MODEL, Weights, locate
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 

@@ -19,7 +19,7 @@ from typer.main import get_command
 
 from feedmill.cli.main import app
 from feedmill.monitoring.dashboard import PASSED_OPTIONS
-from shared.settings import Settings
+from feedmill.shared.settings import Settings
 from tests.support import free_port, installed_redis, wait_until
 from tests.unit.test_images import DOCKERFILES, accept, check_health_script, folders_in, settings_in
 

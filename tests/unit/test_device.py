@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from shared.errors import SettingsError
+from feedmill.shared.errors import SettingsError
+from feedmill.workers.models.device import Device, limit_memory, select_device
 from tests.support import naming
-from workers.models.device import Device, limit_memory, select_device
 
 
 def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
-    monkeypatch.setattr("workers.models.device.onednn_has_bfloat16", lambda: True)
+    monkeypatch.setattr("feedmill.workers.models.device.onednn_has_bfloat16", lambda: True)
 
 
 @pytest.mark.parametrize("feature", ["avx512_bf16", "amx_bf16", "bf16"])
@@ -31,7 +31,7 @@ def test_chooses_bfloat16_if_the_cpu_supports_it(monkeypatch: pytest.MonkeyPatch
 
 def test_chooses_float32_where_onednn_may_not_use_bfloat16() -> None:
     code = """
-from workers.models.device import select_device
+from feedmill.workers.models.device import select_device
 import torch
 torch.cuda.is_available = lambda: False
 torch.cpu.get_capabilities = lambda: {"amx_bf16": True}
@@ -97,7 +97,7 @@ def test_limits_the_memory_of_workers_that_share_a_gpu(monkeypatch: pytest.Monke
 #: Prints how many pages the system had to provide while memory was allocated and freed repeatedly.
 REPEATED_ALLOCATION = """
 import resource, sys, torch
-from workers.models.device import keep_freed_memory
+from feedmill.workers.models.device import keep_freed_memory
 keep_freed_memory(torch.device(sys.argv[1]))
 for repetition in range(20):
     torch.ones(8 * 2**20), torch.ones(8 * 2**20)

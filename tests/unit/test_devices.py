@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from feedmill.shared.errors import SettingsError, UserError
 from feedmill.stack import devices
 from feedmill.stack.devices import Share, cores_by_package, divide, shares
-from shared.errors import SettingsError, UserError
 from tests.support import naming
 
 #: Code of a stand-in for torch in the process that counts GPUs.

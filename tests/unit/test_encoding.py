@@ -17,8 +17,8 @@ from kombu import serialization as kombu_serialization
 from kombu.exceptions import DecodeError
 from kombu.utils import json as kombu_json
 
-from shared import encoding
-from shared.messages import Post
+from feedmill.shared import encoding
+from feedmill.shared.messages import Post
 
 LIMIT = 1000
 #: Code to run in a new process, because the test process's decoders are already limited.
@@ -37,8 +37,8 @@ def state():
 
 before = state()
 import feedmill
-from shared.broker import make_app
-from shared.settings import Settings
+from feedmill.shared.broker import make_app
+from feedmill.shared.settings import Settings
 
 make_app(Settings())
 make_app(Settings())

@@ -9,9 +9,17 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from redis.exceptions import ResponseError
 
-from shared import errors
-from shared.errors import FeedmillError, PostRefused, RequestRefused, UserError, clause, explain_missing, sentence
-from shared.messages import ClassifyOptions, Post
+from feedmill.shared import errors
+from feedmill.shared.errors import (
+    FeedmillError,
+    PostRefused,
+    RequestRefused,
+    UserError,
+    clause,
+    explain_missing,
+    sentence,
+)
+from feedmill.shared.messages import ClassifyOptions, Post
 from tests.support import feedmill
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from feedmill.evaluation import report
 from feedmill.evaluation.measures import Evaluation, LabelFigures, matching_label
 from feedmill.report import plots
-from shared.messages import Classification
-from shared.topics import TOPICS
+from feedmill.shared.messages import Classification
+from feedmill.shared.topics import TOPICS
 
 LABELS = ("a", "b", "c", "d")
 #: (true label, predicted label). Correct: a 2 of 3, b 1 of 2, c 0 of 1. No true label is d.

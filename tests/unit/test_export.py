@@ -16,13 +16,13 @@ from feedmill.export.batches import TYPES, batch_of, schema_of
 from feedmill.export.columns import COLUMNS, ExportFilter, label_set_of
 from feedmill.export.files import STATE_FILE, Layout, opened, purge
 from feedmill.export.rewriting import PostKey, copy_rows, post_keys
+from feedmill.producers import exported
+from feedmill.producers.files import Source
+from feedmill.producers.records import BadRecord
 from feedmill.reading.rows import ResultRow
-from producers import exported
-from producers.files import Source
-from producers.records import BadRecord
-from shared.errors import UserError
-from shared.messages import Classification, Post
-from shared.scripts.stream import Place
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.scripts.stream import Place
 from tests.support import naming
 
 FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "''=1", "'twas", "\uff1d1", "a=1", "'")

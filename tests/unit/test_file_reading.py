@@ -13,8 +13,8 @@ from feedmill.cli import file_reading as reading_module
 from feedmill.cli import measuring
 from feedmill.cli.file_reading import BAD_RECORDS_SHOWN, SAME_REASON_SHOWN, FileReading
 from feedmill.cli.main import app
-from producers.records import Columns, Filters
-from shared.errors import InputError
+from feedmill.producers.records import Columns, Filters
+from feedmill.shared.errors import InputError
 
 
 def reading(path: Path, filters: Filters | None = None, start: int = 0) -> tuple[FileReading, io.StringIO]:

@@ -20,11 +20,11 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers import files
-from producers.files import MAX_RECORD_SIZE, NOT_UTF8, Source
-from producers.records import BadRecord, Columns, Filters, Item, LeftOut, normalize_keys
-from shared.errors import InputError, UserError
-from shared.messages import Post
+from feedmill.producers import files
+from feedmill.producers.files import MAX_RECORD_SIZE, NOT_UTF8, Source
+from feedmill.producers.records import BadRecord, Columns, Filters, Item, LeftOut, normalize_keys
+from feedmill.shared.errors import InputError, UserError
+from feedmill.shared.messages import Post
 from tests.support import naming
 
 ROOT = Path(__file__).parent.parent.parent
@@ -318,8 +318,8 @@ def test_skips_overlong_records(tmp_path: Path) -> None:
 #: Code that reads a file and prints its posts' ids, the number of bad records and the growth of peak memory in MiB.
 READS = """
 import re, sys
-from producers.files import Source
-from producers.records import BadRecord
+from feedmill.producers.files import Source
+from feedmill.producers.records import BadRecord
 megabytes = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 before, found = megabytes(), list(Source(sys.argv[1]).items())
 bad = [item for item in found if isinstance(item, BadRecord)]
@@ -750,7 +750,7 @@ def test_memory_does_not_grow_with_file_size(tmp_path: Path) -> None:
     path.write_bytes(zstd(lines.encode()) * 40)
     measure = (
         "import resource, sys\n"
-        "from producers.files import Source\n"
+        "from feedmill.producers.files import Source\n"
         "peak = {}\n"
         "for number, _ in enumerate(Source(sys.argv[1]).items(), 1):\n"
         "    if number in (4000, 40_000):\n"

@@ -1,7 +1,7 @@
 """The generated parts of the documentation equal the code."""
 
-from shared import keys
-from shared.settings import Settings
+from feedmill.shared import keys
+from feedmill.shared.settings import Settings
 from tests.generated import END, FOLDERS, PARTS, ROOT, commented, files, first_sentence
 
 

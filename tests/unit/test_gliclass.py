@@ -11,19 +11,19 @@ from gliclass import GLiClassModel, ZeroShotClassificationPipeline
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from shared.errors import ModelError, RequestRefused, SettingsError
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.shared.errors import ModelError, RequestRefused, SettingsError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Row
+from feedmill.workers.models.classifiers.gliclass import Gliclass
+from feedmill.workers.models.classifiers.gliclass_head import POOLINGS, SCORERS
+from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier
+from feedmill.workers.models.engines.network import GLICLASS_ENCODERS
+from feedmill.workers.models.weights import locate
+from feedmill.workers.training.finetune import make_model as make_trainable
 from tests.fakes.models import make_gliclass
 from tests.support import naming
 from tests.unit.test_nli import LABELS, TEXTS, fp
-from workers.models.classifiers import Row
-from workers.models.classifiers.gliclass import Gliclass
-from workers.models.classifiers.gliclass_head import POOLINGS, SCORERS
-from workers.models.classifiers.registry import classifier_kind, load_classifier
-from workers.models.engines.network import GLICLASS_ENCODERS
-from workers.models.weights import locate
-from workers.training.finetune import make_model as make_trainable
 
 ENCODERS = tuple(GLICLASS_ENCODERS)
 

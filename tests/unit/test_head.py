@@ -11,21 +11,21 @@ from sentence_transformers import SentenceTransformer
 from typer.testing import CliRunner
 
 from feedmill.cli.main import app
-from shared import logs
-from shared.errors import ModelError, RequestRefused, SettingsError, UserError
-from shared.messages import ClassifyOptions, Post
-from shared.settings import Settings
+from feedmill.shared import logs
+from feedmill.shared.errors import ModelError, RequestRefused, SettingsError, UserError
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.settings import Settings
+from feedmill.workers.models import hub
+from feedmill.workers.models.classifiers import Classifier
+from feedmill.workers.models.classifiers.fixed_labels import read_head, write_head
+from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.weights import HEAD_FILE, locate
+from feedmill.workers.training.examples import Dataset, Example
+from feedmill.workers.training.head import PENALTIES, TrainedHead, fit, save, train_head
+from feedmill.workers.training.options import TrainOptions
 from tests.fakes.models import make_sentence_model
 from tests.support import naming
-from workers.models import hub
-from workers.models.classifiers import Classifier
-from workers.models.classifiers.fixed_labels import read_head, write_head
-from workers.models.classifiers.registry import classifier_kind, load_classifier
-from workers.models.device import Device
-from workers.models.weights import HEAD_FILE, locate
-from workers.training.examples import Dataset, Example
-from workers.training.head import PENALTIES, TrainedHead, fit, save, train_head
-from workers.training.options import TrainOptions
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 LABELS = ("food", "sports")

@@ -16,8 +16,8 @@ from packaging.utils import canonicalize_name
 from typer.main import get_command
 
 from feedmill.cli.main import app
-from shared.metrics import serve
-from shared.settings import Settings
+from feedmill.shared.metrics import serve
+from feedmill.shared.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "docker"

@@ -4,7 +4,7 @@ import queue
 
 import pytest
 
-from workers.pipeline.context import Inbox
+from feedmill.workers.pipeline.context import Inbox
 
 
 def inbox(*items: int | None) -> Inbox[int | None]:

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from typer.main import get_command
 
 from feedmill.cli.main import app
-from shared.settings import Settings
+from feedmill.shared.settings import Settings
 from tests.unit.test_compose import SERVICES
 from tests.unit.test_images import DOCKERFILES, accept, folders_in, settings_in
 from tests.unit.test_metrics import known, names_in, promtool

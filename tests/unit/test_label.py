@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 
 from feedmill.cli import label as label_command
 from feedmill.cli.main import app
+from feedmill.shared import logs
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.settings import Settings
 from feedmill.training.data import collect
-from shared import logs
-from shared.messages import ClassifyOptions, Post
-from shared.settings import Settings
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import select_device
+from feedmill.workers.training.active import Measured, Session
+from feedmill.workers.training.options import TrainOptions
 from tests.fakes.models import make_sentence_model
 from tests.support import naming, wait_until
-from workers.models.classifiers.registry import load_classifier
-from workers.models.device import select_device
-from workers.training.active import Measured, Session
-from workers.training.options import TrainOptions
 
 Label = Callable[..., Any]
 

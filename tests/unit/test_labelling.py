@@ -24,11 +24,11 @@ import pytest
 from feedmill.cli.labelling import Labelling, OutFlags
 from feedmill.labelling import parquet
 from feedmill.labelling.rows import Tally
-from producers import files
-from producers.files import Row, Source
-from producers.records import Columns
-from shared.errors import InputError, UserError
-from shared.messages import Classification, Outcome, Post, PostError
+from feedmill.producers import files
+from feedmill.producers.files import Row, Source
+from feedmill.producers.records import Columns
+from feedmill.shared.errors import InputError, UserError
+from feedmill.shared.messages import Classification, Outcome, Post, PostError
 
 LABELS = ("good", "bad")
 LONG_ID = "x" * 200

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared import linux
+from feedmill.shared import linux
 
 
 @pytest.fixture

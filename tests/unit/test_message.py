@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.errors import RequestRefused
-from shared.messages import (
+from feedmill.shared.errors import RequestRefused
+from feedmill.shared.messages import (
     MAX_BODY,
     MAX_DEAD_MESSAGE_BYTES,
     MAX_DEAD_POST_BYTES,
@@ -17,7 +17,7 @@ from shared.messages import (
     DeadLetter,
     PostError,
 )
-from workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
+from feedmill.workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
 
 
 def test_dead_letter_keeps_valid_posts_only() -> None:

@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import MessageFailed, PostRefused, RequestRefused
-from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post, PostError, clean, digest, fingerprint, parse_posts
+from feedmill.shared.errors import MessageFailed, PostRefused, RequestRefused
+from feedmill.shared.messages import (
+    MESSAGE_VERSION,
+    ClassifyOptions,
+    Post,
+    PostError,
+    clean,
+    digest,
+    fingerprint,
+    parse_posts,
+)
 from tests.support import naming
 
 

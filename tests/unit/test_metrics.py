@@ -18,15 +18,15 @@ import torch
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from prometheus_client.parser import text_string_to_metric_families
 
-from producers.live import metrics as live_metrics
-from producers.reddit import metrics as reddit_metrics
-from shared.errors import SettingsError, UserError
-from shared.metrics import REDIS_METRICS, Metric, MetricsServer, Values, declare, serve
-from shared.settings import Settings, load
+from feedmill.producers.live import metrics as live_metrics
+from feedmill.producers.reddit import metrics as reddit_metrics
+from feedmill.shared.errors import SettingsError, UserError
+from feedmill.shared.metrics import REDIS_METRICS, Metric, MetricsServer, Values, declare, serve
+from feedmill.shared.settings import Settings, load
+from feedmill.workers.models.device import Device
+from feedmill.workers.pipeline.statistics import Histogram, Statistics
+from feedmill.workers.runtime import metrics as worker_metrics
 from tests.support import naming
-from workers.models.device import Device
-from workers.pipeline.statistics import Histogram, Statistics
-from workers.runtime import metrics as worker_metrics
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"

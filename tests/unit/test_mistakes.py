@@ -18,14 +18,14 @@ from feedmill import local_model
 from feedmill.cli import flower, main, measuring, offline, options, train
 from feedmill.cli.main import app
 from feedmill.cli.option_groups import excludes, needs
+from feedmill.shared import logs
+from feedmill.shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
+from feedmill.shared.messages import Classification, Post, PostError
+from feedmill.shared.settings import Settings
 from feedmill.stack import demo
 from feedmill.training import data as training_data
-from shared import logs
-from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
-from shared.messages import Classification, Post, PostError
-from shared.settings import Settings
+from feedmill.workers.pipeline import tuning
 from tests.support import announced, naming
-from workers.pipeline import tuning
 
 ROOT = Path(__file__).parent.parent.parent
 POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
@@ -143,7 +143,7 @@ def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch,
     ("module", "arguments", "words"),
     [
         ("psycopg", "export postgresql://host/database", ["psycopg", "feedmill[postgres]"]),
-        ("workers.models", "classify word", ["workers", "feedmill[worker]"]),
+        ("feedmill.workers.models", "classify word", ["workers", "feedmill[worker]"]),
     ],
 )
 def test_missing_packages_name_their_extra(
@@ -278,8 +278,8 @@ def test_tune_reports_a_lost_device(run: Callable[[str], Any], monkeypatch: pyte
 
 def test_evaluate_needs_a_classifiable_post(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [(None, PostError(id="a", error="scores that are not finite"))]
-    monkeypatch.setattr("workers.pipeline.offline.classify", lambda *_: iter(outcomes))
-    monkeypatch.setattr("workers.pipeline.calibration.calibrate", lambda *_: None)
+    monkeypatch.setattr("feedmill.workers.pipeline.offline.classify", lambda *_: iter(outcomes))
+    monkeypatch.setattr("feedmill.workers.pipeline.calibration.calibrate", lambda *_: None)
     error = run("evaluate")
     assert isinstance(error, FeedmillError)
     assert "scores that are not finite" in str(error)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from shared.errors import RequestRefused
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.shared.errors import RequestRefused
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers.pairs import Entailment, PairClassifier
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.weights import Weights
 from tests.fakes.models import NLI, make_model
-from workers.models.classifiers.pairs import Entailment, PairClassifier
-from workers.models.device import Device
-from workers.models.weights import Weights
 
 ARCHITECTURES = ("bart", "roberta", "xlm-roberta", "bert", "electra", "distilbert", "deberta-v2", "modernbert")
 LABELS = ["sports", "technology", "food", "climate change"]

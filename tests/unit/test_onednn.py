@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.fakes.models import ARCHITECTURES, NLI, make_model
-from workers.models.device import Device
-from workers.models.engines.network import LOGITS
-from workers.models.engines.torch_engine import (
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines.network import LOGITS
+from feedmill.workers.models.engines.torch_engine import (
     REORDERED_TYPES,
     ReorderedLinear,
     TorchEngine,
     can_reorder,
     reorder_linear_layers,
 )
-from workers.models.tokenizer import Tokens
-from workers.models.weights import Weights
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.models.weights import Weights
+from tests.fakes.models import ARCHITECTURES, NLI, make_model
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 BF16 = FP32._replace(dtype=torch.bfloat16)

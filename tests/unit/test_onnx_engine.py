@@ -13,20 +13,20 @@ import onnxruntime
 import pytest
 import torch
 
+from feedmill.shared.errors import ModelError, SettingsError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
 from feedmill.stack.demo import sample_posts
-from shared.errors import ModelError, SettingsError
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.workers.models.classifiers import Classifier
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import Device, select_device
+from feedmill.workers.models.engines import onnx_engine
+from feedmill.workers.models.engines.network import LOGITS
+from feedmill.workers.models.engines.onnx_engine import PROVIDERS, OnnxEngine, exported
+from feedmill.workers.models.shapes import FEW, Shapes
+from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
 from tests.fakes.models import NLI, make_model
 from tests.support import naming
-from workers.models.classifiers import Classifier
-from workers.models.classifiers.registry import load_classifier
-from workers.models.device import Device, select_device
-from workers.models.engines import onnx_engine
-from workers.models.engines.network import LOGITS
-from workers.models.engines.onnx_engine import PROVIDERS, OnnxEngine, exported
-from workers.models.shapes import FEW, Shapes
-from workers.models.weights import EMBEDDED_MODEL, locate
 
 LABELS = ["sports", "technology", "food"]
 TEXTS = ["The match ended in a draw.", "x", "My laptop will not boot. " * 30, "😀 </s> [SEP]"]

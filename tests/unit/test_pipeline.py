@@ -13,25 +13,25 @@ import torch
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import NoPermissionError, ResponseError
 
-from shared.errors import DeviceFull, DeviceLost, ForwardTimeout, MessageFailed, RequestRefused
-from shared.messages import Classification, ClassifyOptions, DeadLetter, Post, PostError
-from shared.results import Result, ResultsStore
-from shared.settings import Settings
+from feedmill.shared.errors import DeviceFull, DeviceLost, ForwardTimeout, MessageFailed, RequestRefused
+from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post, PostError
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import LabelSet, Row, Scores
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.shapes import EXACT, Shapes
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.models.weights import Weights
+from feedmill.workers.pipeline import context, recording
+from feedmill.workers.pipeline.calibration import TokenBudget
+from feedmill.workers.pipeline.context import Step
+from feedmill.workers.pipeline.message import Message, State
+from feedmill.workers.pipeline.offline import classify, pipeline_error
+from feedmill.workers.pipeline.pipeline import Pipeline
+from feedmill.workers.pipeline.poison import PoisonTracker
+from feedmill.workers.runtime import in_flight
+from feedmill.workers.runtime.in_flight import PendingTask
 from tests.support import wait_until
-from workers.models.classifiers import LabelSet, Row, Scores
-from workers.models.device import Device
-from workers.models.shapes import EXACT, Shapes
-from workers.models.tokenizer import Tokens
-from workers.models.weights import Weights
-from workers.pipeline import context, recording
-from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.context import Step
-from workers.pipeline.message import Message, State
-from workers.pipeline.offline import classify, pipeline_error
-from workers.pipeline.pipeline import Pipeline
-from workers.pipeline.poison import PoisonTracker
-from workers.runtime import in_flight
-from workers.runtime.in_flight import PendingTask
 
 LABELS = LabelSet(("good", "bad"), False, "recipe")
 
@@ -285,7 +285,7 @@ def test_stores_waiting_micro_batches_together(slow: Any) -> None:
 
 
 def test_the_device_waits_when_too_much_is_unwritten(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.pipeline.recording.MAX_UNWRITTEN_POSTS", 6)
+    monkeypatch.setattr("feedmill.workers.pipeline.recording.MAX_UNWRITTEN_POSTS", 6)
     slow.store.finding.set()
     slow.send("the first")
     wait_until(lambda: slow.store.writes == [1], "the writer waits for Redis")

@@ -9,9 +9,9 @@ from celery import Celery
 from celery.exceptions import WorkerShutdown
 from redis.exceptions import RedisError
 
-from workers.runtime.consumer import Consumer
-from workers.runtime.in_flight import InFlight, PendingTask
-from workers.runtime.pool import FIRST_POST_BYTES, DevicePool
+from feedmill.workers.runtime.consumer import Consumer
+from feedmill.workers.runtime.in_flight import InFlight, PendingTask
+from feedmill.workers.runtime.pool import FIRST_POST_BYTES, DevicePool
 
 
 @pytest.fixture

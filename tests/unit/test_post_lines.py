@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 
 from feedmill.cli.post_lines import id_width, with_title
-from shared.messages import Post
+from feedmill.shared.messages import Post
 
 LONG = Post(id="a", title="The keeper saved " * 20)
 

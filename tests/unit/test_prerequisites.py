@@ -12,9 +12,9 @@ from threading import Thread
 
 import pytest
 
+from feedmill.shared.errors import StackError
 from feedmill.stack import embedded, prerequisites
 from feedmill.stack.prerequisites import installed_redis_server, is_supported, main, missing_prerequisite, torch_index
-from shared.errors import StackError
 
 
 def fake_server(folder: Path, name: str, version: str) -> str:

@@ -16,8 +16,8 @@ from feedmill.api.items import MAX_CHECKED_ITEMS, Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.api.submission import SubmittedRun
-from shared.errors import SettingsError, UserError
-from shared.messages import Classification, ClassifyOptions, Outcome, Post
+from feedmill.shared.errors import SettingsError, UserError
+from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post
 from tests.support import naming
 
 LABELS = ["praise", "complaint"]

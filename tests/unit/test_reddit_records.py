@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 
-from producers.live.budget import RequestBudget
-from producers.records import reddit_body, removal_of
-from producers.reddit.items import parse_items
-from shared.messages import clean
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.records import reddit_body, removal_of
+from feedmill.producers.reddit.items import parse_items
+from feedmill.shared.messages import clean
 from tests.fakes.clock import SimulatedClock
 from tests.integration.test_live import JSON, changed
 
@@ -100,7 +100,7 @@ ITEM = {
 @example(ITEM | {"subreddit": "\ud800"})
 @example(ITEM | {"score": 10**400, "edited": float("inf")})
 def test_no_item_fails_its_page(item: Any) -> None:
-    logging.getLogger("producers.reddit").setLevel(logging.CRITICAL)
+    logging.getLogger("feedmill.producers.reddit").setLevel(logging.CRITICAL)
     parsed = list(parse_items([item, ITEM], {"birds": "nature"}))
     assert parsed[-1].post
     assert parsed[-1].post.id == "t3_abc"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from producers.reddit import topics
-from shared.errors import SettingsError
-from shared.topics import TOPICS
+from feedmill.producers.reddit import topics
+from feedmill.shared.errors import SettingsError
+from feedmill.shared.topics import TOPICS
 
 
 def written(folder: Path, text: str) -> Path:

@@ -3,7 +3,14 @@
 import pytest
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from shared.redis_errors import exception_chain, is_denied, is_full, is_replica, permanent_reason, rejects_writes
+from feedmill.shared.redis_errors import (
+    exception_chain,
+    is_denied,
+    is_full,
+    is_replica,
+    permanent_reason,
+    rejects_writes,
+)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from shared.messages import ClassifyOptions, PostError
+from feedmill.shared.messages import ClassifyOptions, PostError
+from feedmill.workers.models.classifiers import LabelSet, Row, Scores
+from feedmill.workers.models.weights import Weights
+from feedmill.workers.pipeline.calibration import TokenBudget
+from feedmill.workers.pipeline.message import Message
+from feedmill.workers.pipeline.poison import PoisonTracker
 from tests.support import wait_until
 from tests.unit.test_pipeline import Done, Owner, StandIn, TwoCores
-from workers.models.classifiers import LabelSet, Row, Scores
-from workers.models.weights import Weights
-from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.message import Message
-from workers.pipeline.poison import PoisonTracker
 
 
 class Model(StandIn):

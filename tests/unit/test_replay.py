@@ -8,8 +8,8 @@ import pytest
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import ResponseError
 
-from shared import replay
-from shared.replay import LOSABLE_S, Connections, Replay
+from feedmill.shared import replay
+from feedmill.shared.replay import LOSABLE_S, Connections, Replay
 
 
 class Server:

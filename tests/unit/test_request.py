@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from celery.worker import state
 
-from shared.broker import CLASSIFY_TASK, format_arguments
-from shared.messages import Classification, PostError
-from shared.settings import Settings
-from workers.app import make_worker_app
-from workers.pipeline.message import Message
-from workers.runtime.request import ClassifyRequest, withdrawn
-from workers.runtime.task import CURRENT_MESSAGE, classify_task
+from feedmill.shared.broker import CLASSIFY_TASK, format_arguments
+from feedmill.shared.messages import Classification, PostError
+from feedmill.shared.settings import Settings
+from feedmill.workers.app import make_worker_app
+from feedmill.workers.pipeline.message import Message
+from feedmill.workers.runtime.request import ClassifyRequest, withdrawn
+from feedmill.workers.runtime.task import CURRENT_MESSAGE, classify_task
 
 BODY = "private text"
 
@@ -56,7 +56,7 @@ def request(
     sent = [] if events is None else events
     eventer = SimpleNamespace(enabled=True, send=lambda type, **fields: sent.append((type, fields)))  # noqa: A006
     task = app.tasks[CLASSIFY_TASK]
-    assert task.Request == "workers.runtime.request:ClassifyRequest"
+    assert task.Request == "feedmill.workers.runtime.request:ClassifyRequest"
     return ClassifyRequest(message, app=app, task=task, eventer=eventer, hostname="worker@here")
 
 

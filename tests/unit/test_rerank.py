@@ -9,14 +9,14 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
-from shared.errors import ModelError
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.shared.errors import ModelError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers.pairs import ACTIVATIONS, Reranker
+from feedmill.workers.models.weights import Weights
 from tests.fakes.models import make_model
 from tests.support import naming
 from tests.unit.test_nli import LABELS, TEXTS, fp, ours
-from workers.models.classifiers.pairs import ACTIVATIONS, Reranker
-from workers.models.weights import Weights
 
 ARCHITECTURES = ("roberta", "xlm-roberta", "bert", "electra", "distilbert", "deberta-v2", "modernbert")
 ONE = {0: "LABEL_0"}

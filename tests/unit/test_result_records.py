@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared.messages import Classification
-from shared.result_records import (
+from feedmill.shared.messages import Classification
+from feedmill.shared.result_records import (
     MAX_CONTEXTS,
     Context,
     Contexts,
@@ -13,7 +13,7 @@ from shared.result_records import (
     split,
     unpack,
 )
-from shared.scripts.buckets import JSON, PACKED, SCORE
+from feedmill.shared.scripts.buckets import JSON, PACKED, SCORE
 
 FINGERPRINT = "f0443d56baefed70ea7db12a3a34028e"
 

@@ -5,10 +5,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.results import Result
+from feedmill.shared.topics import TOPICS
 from feedmill.stack.demo import SAMPLE_ROWS, random_sample, sample_posts
-from shared.messages import Classification, Post
-from shared.results import Result
-from shared.topics import TOPICS
 
 README = Path(__file__).parent.parent.parent / "README.md"
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
-from shared.errors import PostRefused
-from shared.messages import MESSAGE_VERSION, Classification, ClassifyOptions, Post, PostError
-from shared.schema import FOLDER, Request
+from feedmill.shared.errors import PostRefused
+from feedmill.shared.messages import MESSAGE_VERSION, Classification, ClassifyOptions, Post, PostError
+from feedmill.shared.schema import FOLDER, Request
+from feedmill.workers.pipeline.message import Message
 from tests.support import make_posts
-from workers.pipeline.message import Message
 
 SCHEMAS = {path.name: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
 REQUEST, RESULT = (Draft202012Validator(SCHEMAS[name]) for name in ("request.json", "result.json"))

@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import pipeline
 
-from shared.errors import ModelError, RequestRefused
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.shared.errors import ModelError, RequestRefused
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers.fixed_labels import SequenceClassifier
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.weights import Weights
 from tests.fakes.models import make_model
 from tests.support import naming
-from workers.models.classifiers.fixed_labels import SequenceClassifier
-from workers.models.device import Device
-from workers.models.weights import Weights
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 LABELS = {0: "NEGATIVE", 1: "POSITIVE", 2: "MIXED"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import SettingsError
-from shared.settings import LOCK_FILE, STACK_FILE, Settings, load, unknown_variables
+from feedmill.shared.errors import SettingsError
+from feedmill.shared.settings import LOCK_FILE, STACK_FILE, Settings, load, unknown_variables
 from tests.support import announced, naming
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.traffic import day
-from workers.models.shapes import EXACT, FEW, Shapes
+from feedmill.workers.models.shapes import EXACT, FEW, Shapes
 
 counts = st.integers(1, 20_000)
 

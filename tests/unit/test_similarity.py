@@ -8,16 +8,16 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-from shared.errors import ModelError, SettingsError
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.shared.errors import ModelError, SettingsError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import MAX_LABEL_SETS
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.classifiers.similarity import COSINE_SCALE, Similarity
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.weights import EMBEDDED_MODEL, Weights, locate
 from tests.fakes.models import make_model, make_sentence_model
 from tests.support import naming
-from workers.models.classifiers import MAX_LABEL_SETS
-from workers.models.classifiers.registry import load_classifier
-from workers.models.classifiers.similarity import COSINE_SCALE, Similarity
-from workers.models.device import Device
-from workers.models.weights import EMBEDDED_MODEL, Weights, locate
 
 TEXTS = [
     "The keeper saved two penalties and the crowd went home happy",

@@ -12,14 +12,14 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, StaticEmbedding
 from tokenizers import Tokenizer
 
-from shared.errors import ModelError, SettingsError
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
+from feedmill.shared.errors import ModelError, SettingsError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.classifiers.similarity import Similarity
+from feedmill.workers.models.device import Device
 from tests.fakes import models
 from tests.support import naming
-from workers.models.classifiers.registry import load_classifier
-from workers.models.classifiers.similarity import Similarity
-from workers.models.device import Device
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 TEXTS = [

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import pytest
 
+from feedmill.workers.models.shapes import FEW
+from feedmill.workers.pipeline.statistics import Histogram, Rates, Speed, Statistics, Totals, rates
 from tests.fakes.interleaving import interleavings
-from workers.models.shapes import FEW
-from workers.pipeline.statistics import Histogram, Rates, Speed, Statistics, Totals, rates
 
 
 def test_rates_between_two_totals() -> None:

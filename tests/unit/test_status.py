@@ -6,9 +6,9 @@ from typing import Any
 from feedmill.cli import status
 from feedmill.cli.run_progress import line
 from feedmill.monitoring.capacity import Memory, size
-from shared.results import Counters
-from shared.retention import Kept
-from shared.runs import Progress
+from feedmill.shared.results import Counters
+from feedmill.shared.retention import Kept
+from feedmill.shared.runs import Progress
 
 MEMORY = Memory(412_000_000, 10**9, False, 198.0, 35 * 60.0)
 #: An estimate of 1,340 where 1,300 results were stored.

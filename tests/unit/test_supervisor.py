@@ -8,11 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from feedmill.shared.errors import SettingsError, StackError
+from feedmill.shared.settings import Settings
 from feedmill.stack.devices import Share
 from feedmill.stack.processes import MAX_FAILURES, STABLE_AFTER_S, Child, Failures, Service
 from feedmill.stack.supervisor import MAX_LINE_BYTES, SupervisedWorker, Supervisor
-from shared.errors import SettingsError, StackError
-from shared.settings import Settings
 from tests.support import naming
 
 GPUS = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) for number in (4, 7)]

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from feedmill.shared.errors import UserError
 from feedmill.tables.writing import JSON, format_of, open_writer
-from shared.errors import UserError
 
 SCHEMA = pa.schema([
     ("text", pa.string()), ("time", pa.timestamp("us", tz="UTC")), ("right", pa.bool_()), ("number", pa.float64()),

@@ -16,11 +16,10 @@ from transformers import (
     XLNetConfig,
 )
 
-from shared.errors import DeviceFull, DeviceLost, ModelError
-from tests.fakes.models import ARCHITECTURES, NLI, TYPED, make_model
-from workers.models.device import Device
-from workers.models.engines import device_errors, packing
-from workers.models.engines.network import (
+from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import device_errors, packing
+from feedmill.workers.models.engines.network import (
     LOGITS,
     OFFSET_POSITION_TYPES,
     POOLINGS,
@@ -29,11 +28,12 @@ from workers.models.engines.network import (
     pool,
     read_config,
 )
-from workers.models.engines.packing import PACKABLE_TYPES, Run, attend, padded_for_attention
-from workers.models.engines.torch_engine import TorchEngine, use_attention_without_plans
-from workers.models.shapes import EXACT, FEW
-from workers.models.tokenizer import Tokens
-from workers.models.weights import Weights
+from feedmill.workers.models.engines.packing import PACKABLE_TYPES, Run, attend, padded_for_attention
+from feedmill.workers.models.engines.torch_engine import TorchEngine, use_attention_without_plans
+from feedmill.workers.models.shapes import EXACT, FEW
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.models.weights import Weights
+from tests.fakes.models import ARCHITECTURES, NLI, TYPED, make_model
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 

@@ -11,15 +11,23 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from shared.errors import UserError
-from shared.messages import Post
-from shared.settings import Settings
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import Post
+from feedmill.shared.settings import Settings
+from feedmill.workers.training import finetune
+from feedmill.workers.training.examples import Dataset, Example
+from feedmill.workers.training.finetune import (
+    Order,
+    Plan,
+    Trained,
+    Training,
+    TrainingProgress,
+    next_smaller_batch,
+    save,
+)
+from feedmill.workers.training.head import loss_of_rows
+from feedmill.workers.training.options import TrainOptions
 from tests.fakes.models import make_model
-from workers.training import finetune
-from workers.training.examples import Dataset, Example
-from workers.training.finetune import Order, Plan, Trained, Training, TrainingProgress, next_smaller_batch, save
-from workers.training.head import loss_of_rows
-from workers.training.options import TrainOptions
 
 LABELS = ("food", "sports", "travel")
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}

@@ -15,15 +15,15 @@ from feedmill.evaluation.measures import bins_of, calibration_error
 from feedmill.export.batches import batch_of, schema_of
 from feedmill.export.columns import COLUMNS
 from feedmill.reading.rows import ResultRow
+from feedmill.shared import logs
+from feedmill.shared.errors import InputError, UserError
+from feedmill.shared.messages import Post
+from feedmill.shared.settings import Settings
 from feedmill.tables.writing import open_writer
 from feedmill.training.data import Collected, collect
-from shared import logs
-from shared.errors import InputError, UserError
-from shared.messages import Post
-from shared.settings import Settings
+from feedmill.workers.training.examples import Example, make_dataset, split
+from feedmill.workers.training.options import TrainOptions
 from tests.support import naming
-from workers.training.examples import Example, make_dataset, split
-from workers.training.options import TrainOptions
 
 NOTES = Console(quiet=True)
 

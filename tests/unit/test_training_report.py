@@ -10,7 +10,7 @@ from rich.console import Console
 
 from feedmill.training import report
 from feedmill.training.report import TrainingReport
-from workers.training.finetune import Plan, TrainingProgress
+from feedmill.workers.training.finetune import Plan, TrainingProgress
 
 PLAN = Plan(16, 1, 1, 4, 1.0, "float32: as set", "cpu")
 

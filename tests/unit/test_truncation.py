@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from tokenizers import Tokenizer
 
+from feedmill.workers.models.tokenizer import Tokenizer as ModelTokenizer
+from feedmill.workers.models.tokenizer import encode_starts
+from feedmill.workers.models.weights import Weights
 from tests.fakes.models import make_model
-from workers.models.tokenizer import Tokenizer as ModelTokenizer
-from workers.models.tokenizer import encode_starts
-from workers.models.weights import Weights
 
 #: Words, white space and characters that tokenizers treat specially.
 PIECES = [

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from shared import linux
-from shared.settings import Settings
+from feedmill.shared import linux
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import LabelSet, Row
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.pipeline import tuning
+from feedmill.workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, Curve, Size, SizeMeasurement, Tuning
 from tests.unit.test_calibration import Device
 from tests.unit.test_pipeline import Done
-from workers.models.classifiers import LabelSet, Row
-from workers.models.tokenizer import Tokens
-from workers.pipeline import tuning
-from workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, Curve, Size, SizeMeasurement, Tuning
 
 
 class TwoRows(Device):

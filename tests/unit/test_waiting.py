@@ -15,18 +15,18 @@ import torch
 
 from benchmarks.gpu import SIMULATED
 from benchmarks.traffic import lengths
-from shared.settings import Settings
+from feedmill.shared.settings import Settings
+from feedmill.workers.app import MAX_MESSAGES, make_worker_app
+from feedmill.workers.models.classifiers import Row
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.pipeline.calibration import TokenBudget
+from feedmill.workers.pipeline.context import Owner
+from feedmill.workers.pipeline.message import State
+from feedmill.workers.pipeline.offline import NullStore
+from feedmill.workers.pipeline.pipeline import Pipeline
+from feedmill.workers.runtime.pool import DevicePool
 from tests.unit.test_pipeline import LABELS, StandIn
-from workers.app import MAX_MESSAGES, make_worker_app
-from workers.models.classifiers import Row
-from workers.models.device import Device
-from workers.models.tokenizer import Tokens
-from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.context import Owner
-from workers.pipeline.message import State
-from workers.pipeline.offline import NullStore
-from workers.pipeline.pipeline import Pipeline
-from workers.runtime.pool import DevicePool
 
 #: Posts per message.
 POSTS = 32

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, RequestFailed
-from producers.reddit.walk import MAX_KNOWN_POSTS, Track, walk
-from shared.messages import Post
+from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, RequestFailed
+from feedmill.producers.reddit.walk import MAX_KNOWN_POSTS, Track, walk
+from feedmill.shared.messages import Post
 
 OVERLAP = 0.0
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from feedmill.workers.pipeline import pipeline
+from feedmill.workers.pipeline.context import Watch
 from tests.support import wait_until
 from tests.unit.test_pipeline import Owner
-from workers.pipeline import pipeline
-from workers.pipeline.context import Watch
 
 
 class Clock:

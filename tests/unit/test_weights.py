@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import ModelError
+from feedmill.shared.errors import ModelError
+from feedmill.workers.models import hub, weights
+from feedmill.workers.models.weights import EMBEDDED_FILES, EMBEDDED_MODEL, locate, parameters
 from tests.support import naming
-from workers.models import hub, weights
-from workers.models.weights import EMBEDDED_FILES, EMBEDDED_MODEL, locate, parameters
 
 #: Pattern of the error for an invalid model name, which lists the three forms of a name.
 THREE_FORMS = naming("FEEDMILL_MODEL", "package:NAME")

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 from celery.exceptions import InvalidTaskError
 
+from feedmill.workers.runtime.incoming import check
 from tests.fakes.hostile_messages import good, protocol_1
 from tests.support import naming
-from workers.runtime.incoming import check
 
 
 def message(whole: dict[str, Any]) -> Any:

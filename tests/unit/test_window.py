@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from feedmill.workers.models.shapes import FEW
+from feedmill.workers.pipeline.window import Window
 from tests.fakes.interleaving import interleavings
-from workers.models.shapes import FEW
-from workers.pipeline.window import Window
 
 
 @dataclass(eq=False)

@@ -6,10 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from feedmill.cli import main
+from feedmill.shared import logs
+from feedmill.shared.settings import Settings
 from feedmill.stack.devices import Share
-from shared import logs
-from shared.settings import Settings
-from workers import run
+from feedmill.workers import run
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared import linux
-from shared.errors import SettingsError, UserError
-from workers.models.shapes import EXACT, FEW, Shapes
+from feedmill.shared import linux
+from feedmill.shared.errors import SettingsError, UserError
+from feedmill.workers.models.shapes import EXACT, FEW, Shapes
 
 #: Number of cores that torch uses. OMP_NUM_THREADS overrides the default.
 TORCH_THREADS = torch.get_num_threads()

@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm, validate_repo_id  # type: ignore[attr-defined]
 
-from shared.errors import ModelError, printable
+from feedmill.shared.errors import ModelError, printable
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from shared.errors import SettingsError
-from shared.settings import PREFIX
+from feedmill.shared.errors import SettingsError
+from feedmill.shared.settings import PREFIX
 
 
 def load_plugin(name: str, setting: str) -> Any:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from shared.errors import ModelError, clause
-from workers.models.weights import GLICLASS, Weights, read_config_file
+from feedmill.shared.errors import ModelError, clause
+from feedmill.workers.models.weights import GLICLASS, Weights, read_config_file
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from shared.errors import ModelError, clause
-from workers.models import hub
+from feedmill.shared.errors import ModelError, clause
+from feedmill.workers.models import hub
 
 #: The embedded model, installed as a package. NOTICE names its authors and licence.
 EMBEDDED_MODEL = "sentence-transformers/all-MiniLM-L6-v2"

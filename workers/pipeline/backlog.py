@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shared.messages import ClassifyOptions
-from workers.models.classifiers import Classifier, Row
-from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.context import Context
-from workers.pipeline.message import Message, State
-from workers.pipeline.poison import IsolationQueue
-from workers.pipeline.window import Window
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.workers.models.classifiers import Classifier, Row
+from feedmill.workers.pipeline.calibration import TokenBudget
+from feedmill.workers.pipeline.context import Context
+from feedmill.workers.pipeline.message import Message, State
+from feedmill.workers.pipeline.poison import IsolationQueue
+from feedmill.workers.pipeline.window import Window
 
 #: Rows added per acquisition of the lock. Lanes that wait for the lock run in between.
 ROWS_PER_LOCK = 256

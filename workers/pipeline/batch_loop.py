@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from shared.errors import DeviceFull, DeviceLost, printable
-from workers.models.classifiers import Outputs, Row
-from workers.models.device import Device
-from workers.pipeline.backlog import Backlog, Batch, Loaded
-from workers.pipeline.context import Context
-from workers.pipeline.message import traceback_of
+from feedmill.shared.errors import DeviceFull, DeviceLost, printable
+from feedmill.workers.models.classifiers import Outputs, Row
+from feedmill.workers.models.device import Device
+from feedmill.workers.pipeline.backlog import Backlog, Batch, Loaded
+from feedmill.workers.pipeline.context import Context
+from feedmill.workers.pipeline.message import traceback_of
 
 logger = logging.getLogger(__name__)
 

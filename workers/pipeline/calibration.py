@@ -17,13 +17,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from shared.atomic_files import replacing
-from shared.errors import DeviceFull
-from shared.messages import ClassifyOptions, digest
-from shared.settings import Settings
-from workers.models.classifiers import Classifier, Row
-from workers.models.classifiers.registry import CLASSIFIERS
-from workers.pipeline.window import Window
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.errors import DeviceFull
+from feedmill.shared.messages import ClassifyOptions, digest
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Classifier, Row
+from feedmill.workers.models.classifiers.registry import CLASSIFIERS
+from feedmill.workers.pipeline.window import Window
 
 logger = logging.getLogger(__name__)
 

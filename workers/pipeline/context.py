@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from shared.messages import Classification, DeadLetter
-from shared.results import Result
-from workers.pipeline.message import Message
-from workers.pipeline.poison import PoisonTracker
-from workers.pipeline.statistics import Statistics
+from feedmill.shared.messages import Classification, DeadLetter
+from feedmill.shared.results import Result
+from feedmill.workers.pipeline.message import Message
+from feedmill.workers.pipeline.poison import PoisonTracker
+from feedmill.workers.pipeline.statistics import Statistics
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from shared.errors import MessageFailed, RequestRefused
-from shared.messages import (
+from feedmill.shared.errors import MessageFailed, RequestRefused
+from feedmill.shared.messages import (
     MAX_DEAD_MESSAGE_BYTES,
     MAX_DEAD_OPTIONS_BYTES,
     MAX_DEAD_POST_BYTES,

@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 
-from shared.errors import ModelError
-from shared.messages import ClassifyOptions, DeadLetter, Outcome, Post, PostError
-from shared.results import Result
-from shared.settings import Settings
-from workers.models.classifiers import Classifier
-from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.context import Owner, Store
-from workers.pipeline.message import Message
-from workers.pipeline.pipeline import Pipeline
+from feedmill.shared.errors import ModelError
+from feedmill.shared.messages import ClassifyOptions, DeadLetter, Outcome, Post, PostError
+from feedmill.shared.results import Result
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Classifier
+from feedmill.workers.pipeline.calibration import TokenBudget
+from feedmill.workers.pipeline.context import Owner, Store
+from feedmill.workers.pipeline.message import Message
+from feedmill.workers.pipeline.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 

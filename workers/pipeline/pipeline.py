@@ -16,18 +16,18 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
-from shared.errors import ForwardTimeout, RedisUnavailable
-from shared.settings import Settings
-from workers.models.classifiers import Classifier
-from workers.pipeline.backlog import Backlog, Job, Loaded
-from workers.pipeline.batch_loop import BatchLoop
-from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.context import Context, Owner, Store, Watch
-from workers.pipeline.message import Message
-from workers.pipeline.poison import PoisonTracker
-from workers.pipeline.preparation import Preparation
-from workers.pipeline.recording import Recording
-from workers.pipeline.statistics import Statistics
+from feedmill.shared.errors import ForwardTimeout, RedisUnavailable
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Classifier
+from feedmill.workers.pipeline.backlog import Backlog, Job, Loaded
+from feedmill.workers.pipeline.batch_loop import BatchLoop
+from feedmill.workers.pipeline.calibration import TokenBudget
+from feedmill.workers.pipeline.context import Context, Owner, Store, Watch
+from feedmill.workers.pipeline.message import Message
+from feedmill.workers.pipeline.poison import PoisonTracker
+from feedmill.workers.pipeline.preparation import Preparation
+from feedmill.workers.pipeline.recording import Recording
+from feedmill.workers.pipeline.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from redis import Redis
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import RedisError, ResponseError
 
-from shared.keys import PASSES, poison_key
-from shared.messages import digest
-from shared.redis_errors import is_replica
-from shared.scripts import load_functions
-from shared.scripts import poison as scripts
-from workers.models.shapes import EXACT, Shapes
-from workers.pipeline.window import R, Window
+from feedmill.shared.keys import PASSES, poison_key
+from feedmill.shared.messages import digest
+from feedmill.shared.redis_errors import is_replica
+from feedmill.shared.scripts import load_functions
+from feedmill.shared.scripts import poison as scripts
+from feedmill.workers.models.shapes import EXACT, Shapes
+from feedmill.workers.pipeline.window import R, Window
 
 #: Number of deaths after which a post is not computed again. In all passes but the first it ran in isolation.
 MAX_DEATHS = 3

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from redis.exceptions import RedisError
 
-from shared.errors import RequestRefused, printable
-from shared.messages import Post, PostError, fingerprint
-from shared.results import Result
-from workers.models.classifiers import Classifier, LabelSet, Row
-from workers.pipeline.backlog import Backlog, Loaded
-from workers.pipeline.context import Context, Inbox
-from workers.pipeline.message import Message, PendingPost, traceback_of
-from workers.pipeline.poison import MAX_DEATHS, PoisonTracker
+from feedmill.shared.errors import RequestRefused, printable
+from feedmill.shared.messages import Post, PostError, fingerprint
+from feedmill.shared.results import Result
+from feedmill.workers.models.classifiers import Classifier, LabelSet, Row
+from feedmill.workers.pipeline.backlog import Backlog, Loaded
+from feedmill.workers.pipeline.context import Context, Inbox
+from feedmill.workers.pipeline.message import Message, PendingPost, traceback_of
+from feedmill.workers.pipeline.poison import MAX_DEATHS, PoisonTracker
 
 logger = logging.getLogger(__name__)
 

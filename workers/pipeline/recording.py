@@ -17,16 +17,16 @@ from operator import itemgetter
 
 from redis.exceptions import RedisError
 
-from shared.errors import RedisUnavailable, printable
-from shared.messages import Classification, DeadLetter, Outcome, PostError
-from shared.redis_errors import permanent_reason
-from shared.results import Result
-from workers.models.classifiers import Row, Scores
-from workers.models.weights import Weights
-from workers.pipeline.backlog import Backlog
-from workers.pipeline.batch_loop import Computed
-from workers.pipeline.context import Context, Inbox
-from workers.pipeline.message import Message, PendingPost, traceback_of
+from feedmill.shared.errors import RedisUnavailable, printable
+from feedmill.shared.messages import Classification, DeadLetter, Outcome, PostError
+from feedmill.shared.redis_errors import permanent_reason
+from feedmill.shared.results import Result
+from feedmill.workers.models.classifiers import Row, Scores
+from feedmill.workers.models.weights import Weights
+from feedmill.workers.pipeline.backlog import Backlog
+from feedmill.workers.pipeline.batch_loop import Computed
+from feedmill.workers.pipeline.context import Context, Inbox
+from feedmill.workers.pipeline.message import Message, PendingPost, traceback_of
 
 logger = logging.getLogger(__name__)
 

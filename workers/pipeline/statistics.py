@@ -5,8 +5,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from workers.models.shapes import EXACT, Shapes
-from workers.pipeline.window import HasLength
+from feedmill.workers.models.shapes import EXACT, Shapes
+from feedmill.workers.pipeline.window import HasLength
 
 #: Upper bounds, inclusive, of the histogram buckets. Rows and tokens use powers of two.
 ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

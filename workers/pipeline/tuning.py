@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import torch
 
-from shared import linux
-from shared.errors import DeviceFull
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
-from workers.models.classifiers import Classifier, Row
-from workers.pipeline.calibration import CANDIDATES, OTHER_CANDIDATES, best
+from feedmill.shared import linux
+from feedmill.shared.errors import DeviceFull
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Classifier, Row
+from feedmill.workers.pipeline.calibration import CANDIDATES, OTHER_CANDIDATES, best
 
 BATCH_SIZE, TOKEN_BUDGET = "batch_size", "token_budget"
 #: Batch sizes to measure, in posts.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from workers.models.shapes import EXACT, Shapes
+from feedmill.workers.models.shapes import EXACT, Shapes
 
 
 class HasLength(Protocol):

@@ -42,17 +42,17 @@ from celery.worker.control import control_command
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import RedisError, ResponseError
 
-from shared.broker import Application, user_message
-from shared.errors import RequestRefused, printable
-from shared.messages import DeadLetter
-from shared.metrics import connect_for_monitoring
-from shared.redis_errors import is_denied
-from shared.results import ResultsStore
-from shared.settings import PREFIX
-from workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
-from workers.runtime import incoming
-from workers.runtime.in_flight import BACKEND_ERRORS
-from workers.runtime.incoming import (
+from feedmill.shared.broker import Application, user_message
+from feedmill.shared.errors import RequestRefused, printable
+from feedmill.shared.messages import DeadLetter
+from feedmill.shared.metrics import connect_for_monitoring
+from feedmill.shared.redis_errors import is_denied
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.settings import PREFIX
+from feedmill.workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
+from feedmill.workers.runtime import incoming
+from feedmill.workers.runtime.in_flight import BACKEND_ERRORS
+from feedmill.workers.runtime.incoming import (
     MAX_DELIVERIES,
     delivery_count,
     isolated_death_count,
@@ -60,9 +60,9 @@ from workers.runtime.incoming import (
     read_task_id,
     source_queue,
 )
-from workers.runtime.pool import DevicePool
-from workers.transport.decoding import EXPIRIES_BEFORE_ISOLATION
-from workers.transport.leases import claim, is_held, unclaim
+from feedmill.workers.runtime.pool import DevicePool
+from feedmill.workers.transport.decoding import EXPIRIES_BEFORE_ISOLATION
+from feedmill.workers.transport.leases import claim, is_held, unclaim
 
 logger = logging.getLogger(__name__)
 

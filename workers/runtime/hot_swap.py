@@ -24,17 +24,17 @@ from typing import NamedTuple, TypeVar
 from redis import Redis
 from redis.exceptions import RedisError
 
-from shared.errors import DeviceFull, ModelError, SettingsError, UserError, printable
-from shared.messages import ClassifyOptions
-from shared.model_routing import DeploymentReport, RequestedModel, Stage, requested_model
-from shared.settings import PREFIX, Settings
-from workers.models import device as devices
-from workers.models.classifiers import Classifier, Row
-from workers.models.classifiers.registry import load_classifier
-from workers.models.device import Device
-from workers.pipeline.calibration import TokenBudget, calibrate, known_budget
-from workers.pipeline.message import traceback_of
-from workers.pipeline.pipeline import Pipeline
+from feedmill.shared.errors import DeviceFull, ModelError, SettingsError, UserError, printable
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.model_routing import DeploymentReport, RequestedModel, Stage, requested_model
+from feedmill.shared.settings import PREFIX, Settings
+from feedmill.workers.models import device as devices
+from feedmill.workers.models.classifiers import Classifier, Row
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import Device
+from feedmill.workers.pipeline.calibration import TokenBudget, calibrate, known_budget
+from feedmill.workers.pipeline.message import traceback_of
+from feedmill.workers.pipeline.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 

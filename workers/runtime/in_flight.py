@@ -35,15 +35,15 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import DataError, RedisError
 
-from shared.broker import SENT_AT, Application
-from shared.redis_errors import WRONG_TYPE, is_replica
-from workers.pipeline.context import Owner
-from workers.pipeline.message import Message, State
-from workers.pipeline.pipeline import Pipeline
-from workers.runtime.incoming import MAX_DELIVERIES, delivery_count, source_queue
-from workers.runtime.request import announce_withdrawn, withdrawn
-from workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
-from workers.transport.leases import end_isolation, unclaim
+from feedmill.shared.broker import SENT_AT, Application
+from feedmill.shared.redis_errors import WRONG_TYPE, is_replica
+from feedmill.workers.pipeline.context import Owner
+from feedmill.workers.pipeline.message import Message, State
+from feedmill.workers.pipeline.pipeline import Pipeline
+from feedmill.workers.runtime.incoming import MAX_DELIVERIES, delivery_count, source_queue
+from feedmill.workers.runtime.request import announce_withdrawn, withdrawn
+from feedmill.workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
+from feedmill.workers.transport.leases import end_isolation, unclaim
 
 logger = logging.getLogger(__name__)
 

@@ -8,17 +8,17 @@ import os
 import threading
 from typing import ClassVar
 
-from shared.broker import connect
-from shared.errors import DeviceFull, DeviceLost, ModelError, clause
-from shared.metrics import connect_for_monitoring
-from shared.results import ResultsStore
-from shared.retention import MemoryBounds
-from shared.settings import Settings
-from workers.models.classifiers.registry import load_classifier
-from workers.models.device import select_device
-from workers.pipeline.calibration import calibrate
-from workers.pipeline.message import Message
-from workers.pipeline.offline import OfflinePipeline
+from feedmill.shared.broker import connect
+from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, clause
+from feedmill.shared.metrics import connect_for_monitoring
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.retention import MemoryBounds
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import select_device
+from feedmill.workers.pipeline.calibration import calibrate
+from feedmill.workers.pipeline.message import Message
+from feedmill.workers.pipeline.offline import OfflinePipeline
 
 
 class InProcessPipeline:

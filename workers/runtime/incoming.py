@@ -10,9 +10,9 @@ from typing import Any
 from celery.exceptions import InvalidTaskError
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from shared.broker import PRIORITY_MARK
-from workers.runtime.task import arguments_by_name
-from workers.transport.decoding import delivery_counter
+from feedmill.shared.broker import PRIORITY_MARK
+from feedmill.workers.runtime.task import arguments_by_name
+from feedmill.workers.transport.decoding import delivery_counter
 
 #: Deliveries after which a message becomes a dead letter, if its worker vanished each time. From the third delivery on,
 #: the message is delivered in isolation. Crashes during a forward pass are detected earlier (poison.py).

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shared.metrics import REDIS_METRICS, MetricsServer, RedisMetrics, Values, declare, serve
-from shared.settings import Settings
-from workers.models.device import Device
+from feedmill.shared.metrics import REDIS_METRICS, MetricsServer, RedisMetrics, Values, declare, serve
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.device import Device
 
 if TYPE_CHECKING:
-    from workers.pipeline.pipeline import Pipeline
+    from feedmill.workers.pipeline.pipeline import Pipeline
 
 #: Seconds between two recorded iterations of the consumer's event loop.
 TURN_INTERVAL_S = 1.0

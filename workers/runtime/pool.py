@@ -28,20 +28,20 @@ from celery.signals import worker_shutting_down
 from celery.worker import state
 from redis.exceptions import RedisError
 
-from shared.broker import connect
-from shared.errors import DeviceFull, DeviceLost, UserError
-from shared.metrics import connect_for_monitoring
-from shared.model_routing import ANNOUNCE_INTERVAL_S, announce, deregister, register
-from shared.results import ResultsStore
-from shared.retention import MemoryBounds
-from shared.settings import Settings
-from workers.pipeline.pipeline import Pipeline
-from workers.pipeline.poison import PoisonTracker
-from workers.runtime import hot_swap
-from workers.runtime.hot_swap import Deployer, freeze_heap
-from workers.runtime.in_flight import RETRY_INTERVAL_S, InFlight
-from workers.runtime.metrics import TURN_INTERVAL_S, WorkerMetrics, pipeline_status
-from workers.transport.leases import queued_size, unclaim
+from feedmill.shared.broker import connect
+from feedmill.shared.errors import DeviceFull, DeviceLost, UserError
+from feedmill.shared.metrics import connect_for_monitoring
+from feedmill.shared.model_routing import ANNOUNCE_INTERVAL_S, announce, deregister, register
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.retention import MemoryBounds
+from feedmill.shared.settings import Settings
+from feedmill.workers.pipeline.pipeline import Pipeline
+from feedmill.workers.pipeline.poison import PoisonTracker
+from feedmill.workers.runtime import hot_swap
+from feedmill.workers.runtime.hot_swap import Deployer, freeze_heap
+from feedmill.workers.runtime.in_flight import RETRY_INTERVAL_S, InFlight
+from feedmill.workers.runtime.metrics import TURN_INTERVAL_S, WorkerMetrics, pipeline_status
+from feedmill.workers.transport.leases import queued_size, unclaim
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from celery.utils.functional import maybe_list
 from celery.worker import state
 from celery.worker.request import Request
 
-from shared.broker import format_argument, format_arguments
-from workers.runtime.task import ARGUMENT_NAMES
+from feedmill.shared.broker import format_argument, format_arguments
+from feedmill.workers.runtime.task import ARGUMENT_NAMES
 
 
 def withdrawn(request: Request) -> bool:

@@ -20,10 +20,10 @@ from celery import Task, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
 from redis import Redis
 
-from shared.broker import CLASSIFY_TASK, SENT_AT, Application, connect, make_app, user_errors
-from shared.errors import MessageFailed, RequestRefused, UserError
-from shared.settings import Settings, load
-from workers.pipeline.message import Message
+from feedmill.shared.broker import CLASSIFY_TASK, SENT_AT, Application, connect, make_app, user_errors
+from feedmill.shared.errors import MessageFailed, RequestRefused, UserError
+from feedmill.shared.settings import Settings, load
+from feedmill.workers.pipeline.message import Message
 
 #: The message whose task Celery's tracer runs on this thread, with all of its outcomes.
 CURRENT_MESSAGE: ContextVar[Message | None] = ContextVar("CURRENT_MESSAGE", default=None)
@@ -47,7 +47,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
     """Base class of tasks whose posts are classified in micro-batches. A task's body calls `outcomes`."""
 
     abstract = True
-    Request = "workers.runtime.request:ClassifyRequest"
+    Request = "feedmill.workers.runtime.request:ClassifyRequest"
     # Caused by the sender, not by this worker, so logged without a traceback.
     throws = (MessageFailed, RequestRefused, SoftTimeLimitExceeded)
 
@@ -106,7 +106,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         """Classify in this process. On a stock worker, also store the results, as a Feedmill worker does."""
         request = self.request
         try:
-            from workers.runtime.in_process import InProcessPipeline  # noqa: PLC0415 - torch is optional
+            from feedmill.workers.runtime.in_process import InProcessPipeline  # noqa: PLC0415 - torch is optional
         except ImportError as missing:
             name = "feedmill.classify_task" if self.name == CLASSIFY_TASK else self.name
             raise UserError(

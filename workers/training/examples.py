@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha1
 from typing import NamedTuple
 
-from shared.errors import InputError, printable
-from shared.messages import Post, digest
-from workers.training.options import TrainOptions
+from feedmill.shared.errors import InputError, printable
+from feedmill.shared.messages import Post, digest
+from feedmill.workers.training.options import TrainOptions
 
 #: Labels quoted in an error message.
 MAX_QUOTED_LABELS = 5

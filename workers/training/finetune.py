@@ -36,17 +36,17 @@ from transformers import (
     TrainingArguments,
 )
 
-from shared.errors import DeviceFull, DeviceLost, ModelError, clause
-from shared.settings import Settings
-from workers.models import device
-from workers.models.classifiers.registry import check_size
-from workers.models.engines import device_errors
-from workers.models.engines.network import PADDING_SENSITIVE_TYPES, max_row_tokens, padding_token, read_config
-from workers.models.weights import GLICLASS, Weights, locate, read_config_file
-from workers.pipeline.tuning import Peak
-from workers.training.examples import Dataset, Example
-from workers.training.head import fit_logistic, loss_of_rows
-from workers.training.options import CHECKPOINTS, TrainOptions
+from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, clause
+from feedmill.shared.settings import Settings
+from feedmill.workers.models import device
+from feedmill.workers.models.classifiers.registry import check_size
+from feedmill.workers.models.engines import device_errors
+from feedmill.workers.models.engines.network import PADDING_SENSITIVE_TYPES, max_row_tokens, padding_token, read_config
+from feedmill.workers.models.weights import GLICLASS, Weights, locate, read_config_file
+from feedmill.workers.pipeline.tuning import Peak
+from feedmill.workers.training.examples import Dataset, Example
+from feedmill.workers.training.head import fit_logistic, loss_of_rows
+from feedmill.workers.training.options import CHECKPOINTS, TrainOptions
 
 logger = logging.getLogger(__name__)
 

@@ -16,20 +16,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
-from shared.atomic_files import replacing
-from shared.errors import DeviceFull, DeviceLost, ModelError, clause
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
-from workers.models.classifiers import Row
-from workers.models.classifiers.fixed_labels import write_head
-from workers.models.classifiers.layout import TEXT_CONFIGS, Layout, read_layout
-from workers.models.classifiers.registry import load_classifier
-from workers.models.classifiers.similarity import Similarity
-from workers.models.device import select_device
-from workers.models.engines import device_errors
-from workers.models.weights import HEAD_FILE, Weights, copy_model
-from workers.training.examples import Dataset
-from workers.training.options import TrainOptions
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, clause
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Row
+from feedmill.workers.models.classifiers.fixed_labels import write_head
+from feedmill.workers.models.classifiers.layout import TEXT_CONFIGS, Layout, read_layout
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.classifiers.similarity import Similarity
+from feedmill.workers.models.device import select_device
+from feedmill.workers.models.engines import device_errors
+from feedmill.workers.models.weights import HEAD_FILE, Weights, copy_model
+from feedmill.workers.training.examples import Dataset
+from feedmill.workers.training.options import TrainOptions
 
 #: L2 penalties to choose from, for centred features of unit mean square.
 PENALTIES = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from shared.errors import UserError, first_problem
+from feedmill.shared.errors import UserError, first_problem
 
 #: Value of `source` that selects the results stream in Redis.
 RESULTS = "results"

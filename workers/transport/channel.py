@@ -18,11 +18,11 @@ from kombu.transport.virtual import QoS as _VirtualQoS
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import RedisError, ResponseError
 
-from shared.redis_errors import is_full
-from shared.scripts import is_missing, load_functions
-from shared.scripts.leases import Reservation, Taken, list_of
-from workers.transport.decoding import UndecodableError, decoded, needs_isolation
-from workers.transport.leases import Leases, leases_of
+from feedmill.shared.redis_errors import is_full
+from feedmill.shared.scripts import is_missing, load_functions
+from feedmill.shared.scripts.leases import Reservation, Taken, list_of
+from feedmill.workers.transport.decoding import UndecodableError, decoded, needs_isolation
+from feedmill.workers.transport.leases import Leases, leases_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kombu.utils.json import loads
 
-from shared.encoding import MAX_MESSAGE, MAX_SEPARATORS, is_too_large
+from feedmill.shared.encoding import MAX_MESSAGE, MAX_SEPARATORS, is_too_large
 
 #: Expired leases after which a message is delivered in isolation. One proves nothing: a vanished worker held many
 #: messages.

@@ -40,9 +40,9 @@ from weakref import WeakSet
 from redis import Redis
 from redis.exceptions import RedisError
 
-from shared.redis_errors import is_replica
-from shared.scripts.leases import LeaseScripts, list_of
-from workers.transport.decoding import count_delivery, needs_isolation
+from feedmill.shared.redis_errors import is_replica
+from feedmill.shared.scripts.leases import LeaseScripts, list_of
+from feedmill.workers.transport.decoding import count_delivery, needs_isolation
 
 logger = logging.getLogger(__name__)
 

@@ -43,9 +43,9 @@ from typing import Any
 from kombu.utils.url import parse_url
 from redis.exceptions import ResponseError
 
-from shared import broker
-from shared.encoding import limit_bodies
-from workers.transport.channel import Channel, kombu_redis
+from feedmill.shared import broker
+from feedmill.shared.encoding import limit_bodies
+from feedmill.workers.transport.channel import Channel, kombu_redis
 
 
 class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu_redis

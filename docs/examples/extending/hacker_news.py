@@ -10,10 +10,10 @@ from typing import Any
 
 import requests
 
-from producers.live.budget import RequestBudget
-from producers.live.clock import Clock
-from producers.live.source import Event, SourceFailed
-from shared.settings import Settings
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.clock import Clock
+from feedmill.producers.live.source import Event, SourceFailed
+from feedmill.shared.settings import Settings
 
 #: Another server with the same API, for tests.
 URL = os.environ.get("HACKER_NEWS_URL", "https://hacker-news.firebaseio.com/v0")

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
-from shared.topics import DESCRIBED_TOPICS
-from workers.models.classifiers import LabelSet, LabelSets, Row, Scores
-from workers.models.device import Device
-from workers.models.engines import TensorOutputs, device_errors
-from workers.models.tokenizer import Tokens
-from workers.models.weights import Weights
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.workers.models.classifiers import LabelSet, LabelSets, Row, Scores
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import TensorOutputs, device_errors
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.models.weights import Weights
 
 
 class Keywords:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.settings import Settings
-from workers.models.device import Device
-from workers.models.engines.torch_engine import TorchEngine
-from workers.models.tokenizer import Tokens
-from workers.models.weights import Weights
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines.torch_engine import TorchEngine
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 

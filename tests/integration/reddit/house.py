@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from producers.live.budget import RequestBudget
-from producers.push import Pusher
-from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.client import RedditClient
-from producers.reddit.daemon import Daemon
-from producers.reddit.state import State
-from producers.reddit.topics import Topics
-from shared.broker import connect, make_app
-from shared.messages import Classification, ClassifyOptions, Post, fingerprint
-from shared.results import Result
-from shared.settings import Settings
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.push import Pusher
+from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
+from feedmill.producers.reddit.client import RedditClient
+from feedmill.producers.reddit.daemon import Daemon
+from feedmill.producers.reddit.state import State
+from feedmill.producers.reddit.topics import Topics
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.messages import Classification, ClassifyOptions, Post, fingerprint
+from feedmill.shared.results import Result
+from feedmill.shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.support import RedisServer, body_of

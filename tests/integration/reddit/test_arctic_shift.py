@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from producers.live.budget import RequestBudget
-from producers.push import Pusher
-from producers.reddit.archive_daemon import ArchiveDaemon
-from producers.reddit.arctic_shift import ArcticShiftClient
-from producers.reddit.daemon import Daemon
-from producers.reddit.gap_filler import BEHIND, CROWDED
-from producers.reddit.listing import RequestFailed
-from producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S, Gap
-from shared.broker import connect, make_app
-from shared.keys import tombstone_key
-from shared.messages import ClassifyOptions
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.push import Pusher
+from feedmill.producers.reddit.archive_daemon import ArchiveDaemon
+from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
+from feedmill.producers.reddit.daemon import Daemon
+from feedmill.producers.reddit.gap_filler import BEHIND, CROWDED
+from feedmill.producers.reddit.listing import RequestFailed
+from feedmill.producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S, Gap
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.keys import tombstone_key
+from feedmill.shared.messages import ClassifyOptions
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit

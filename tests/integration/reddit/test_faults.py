@@ -8,11 +8,11 @@ import pytest
 from pydantic import SecretStr
 from redis.backoff import EqualJitterBackoff
 
-from producers.live.budget import RequestBudget
-from producers.reddit.daemon import REDDIT_BACKOFF, REDIS_BACKOFF
-from producers.reddit.listing import RequestFailed
-from producers.reddit.state import State
-from shared.errors import CredentialsError
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.reddit.daemon import REDDIT_BACKOFF, REDIS_BACKOFF
+from feedmill.producers.reddit.listing import RequestFailed
+from feedmill.producers.reddit.state import State
+from feedmill.shared.errors import CredentialsError
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.integration.reddit.house import HOUR, MINUTE, TOPICS, House

@@ -2,12 +2,12 @@
 
 import pytest
 
-from producers.reddit.rechecks import CLOSED_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_DELAYS_S, WAITING_RETRY_S
-from producers.reddit.state import RECHECK_DELAYS_S
-from shared.keys import MARKS, REDDIT_RECHECKS, tombstone_key
-from shared.messages import Post
-from shared.purge import purge
-from shared.results import ResultsStore
+from feedmill.producers.reddit.rechecks import CLOSED_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_DELAYS_S, WAITING_RETRY_S
+from feedmill.producers.reddit.state import RECHECK_DELAYS_S
+from feedmill.shared.keys import MARKS, REDDIT_RECHECKS, tombstone_key
+from feedmill.shared.messages import Post
+from feedmill.shared.purge import purge
+from feedmill.shared.results import ResultsStore
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, result
 from tests.support import has_results, sent_marks
 

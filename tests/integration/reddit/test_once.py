@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 
-from producers.push import Pusher
-from producers.reddit.client import outage_error
-from producers.reddit.listing import Outage, Unreachable
-from producers.reddit.snapshot import MAX_ATTEMPTS, Listing, SnapshotReader, with_retries
-from shared.broker import make_app
-from shared.errors import UserError, convert_errors
-from shared.messages import ClassifyOptions
+from feedmill.producers.push import Pusher
+from feedmill.producers.reddit.client import outage_error
+from feedmill.producers.reddit.listing import Outage, Unreachable
+from feedmill.producers.reddit.snapshot import MAX_ATTEMPTS, Listing, SnapshotReader, with_retries
+from feedmill.shared.broker import make_app
+from feedmill.shared.errors import UserError, convert_errors
+from feedmill.shared.messages import ClassifyOptions
 from tests.integration.reddit.house import MINUTE, House
 
 

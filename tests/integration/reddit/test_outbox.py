@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from producers.reddit import daemon as daemon_module
-from producers.reddit.state import State
-from shared import broker
-from shared.broker import queue_depth
-from shared.messages import Post
-from shared.results import ResultsStore
-from shared.scripts import queue as queue_scripts
+from feedmill.producers.reddit import daemon as daemon_module
+from feedmill.producers.reddit.state import State
+from feedmill.shared import broker
+from feedmill.shared.broker import queue_depth
+from feedmill.shared.messages import Post
+from feedmill.shared.results import ResultsStore
+from feedmill.shared.scripts import queue as queue_scripts
 from tests.integration.reddit.house import HOUR, MINUTE, House, result, short_listings
 
 

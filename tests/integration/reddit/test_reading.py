@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from producers.records import parse_post
-from producers.reddit import items
-from producers.reddit.state import RECHECK_DELAYS_S
-from producers.reddit.topics import Topics
-from shared.messages import Post
+from feedmill.producers.records import parse_post
+from feedmill.producers.reddit import items
+from feedmill.producers.reddit.state import RECHECK_DELAYS_S
+from feedmill.producers.reddit.topics import Topics
+from feedmill.shared.messages import Post
 from tests.fakes import reddit, reddit_content
 from tests.fakes.reddit_faults import Asked
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from producers.reddit.topics import Topics
+from feedmill.producers.reddit.topics import Topics
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, TOPICS, House, short_listings
 
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared.messages import ClassifyOptions, digest
-from workers.models.device import Device
-from workers.models.tokenizer import Tokens
-from workers.models.weights import Weights
+from feedmill.shared.messages import ClassifyOptions, digest
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.models.weights import Weights
 
 #: Label -> score, in the label set's order.
 Scores = dict[str, float]
@@ -33,7 +33,7 @@ class LabelSet:
 
     labels: tuple[str, ...]
     multi_label: bool
-    #: Digest of everything that determines the scores, except the post: see `shared.messages.fingerprint`.
+    #: Digest of everything that determines the scores, except the post: see `feedmill.shared.messages.fingerprint`.
     recipe: str
     #: Rows per post.
     rows: int = 1

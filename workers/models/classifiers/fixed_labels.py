@@ -16,16 +16,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from shared.errors import ModelError, RequestRefused, SettingsError, clause
-from shared.messages import ClassifyOptions, digest
-from shared.settings import Settings
-from workers.models.classifiers import Classifier, LabelSet, Row, Scores
-from workers.models.classifiers.similarity import Similarity
-from workers.models.device import Device
-from workers.models.engines import TensorOutputs, device_errors
-from workers.models.engines.factory import create_engine
-from workers.models.engines.network import LOGITS, read_config
-from workers.models.weights import HEAD_FILE, Weights
+from feedmill.shared.errors import ModelError, RequestRefused, SettingsError, clause
+from feedmill.shared.messages import ClassifyOptions, digest
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.classifiers import Classifier, LabelSet, Row, Scores
+from feedmill.workers.models.classifiers.similarity import Similarity
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import TensorOutputs, device_errors
+from feedmill.workers.models.engines.factory import create_engine
+from feedmill.workers.models.engines.network import LOGITS, read_config
+from feedmill.workers.models.weights import HEAD_FILE, Weights
 
 #: Limits on a model's labels. Every result stores the scores of all labels, so these bound its size in Redis.
 MAX_LABELS_OF_A_MODEL, MAX_LABEL_CHARACTERS = 1000, 200

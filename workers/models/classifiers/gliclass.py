@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 import torch
 
-from shared.errors import ModelError, RequestRefused, SettingsError
-from shared.messages import ClassifyOptions
-from shared.settings import PREFIX, Settings
-from shared.topics import TOPICS
-from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
-from workers.models.classifiers.gliclass_head import Head, Spans
-from workers.models.device import Device
-from workers.models.engines import TensorOutputs, device_errors, rounded
-from workers.models.engines.factory import create_engine
-from workers.models.engines.network import GLICLASS_ENCODERS, STATES, read_config
-from workers.models.tokenizer import PROBE_TEXTS, Tokens
-from workers.models.weights import Weights, read_config_file
+from feedmill.shared.errors import ModelError, RequestRefused, SettingsError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import PREFIX, Settings
+from feedmill.shared.topics import TOPICS
+from feedmill.workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
+from feedmill.workers.models.classifiers.gliclass_head import Head, Spans
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import TensorOutputs, device_errors, rounded
+from feedmill.workers.models.engines.factory import create_engine
+from feedmill.workers.models.engines.network import GLICLASS_ENCODERS, STATES, read_config
+from feedmill.workers.models.tokenizer import PROBE_TEXTS, Tokens
+from feedmill.workers.models.weights import Weights, read_config_file
 
 #: Markers before each label, and after the last one.
 LABEL, SEPARATOR = "<<LABEL>>", "<<SEP>>"

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.activations import ACT2FN
 
-from shared.errors import ModelError, clause
-from workers.models.engines.network import GLICLASS_ENCODER, GLICLASS_SEGMENTS, read_tensors
-from workers.models.weights import Weights
+from feedmill.shared.errors import ModelError, clause
+from feedmill.workers.models.engines.network import GLICLASS_ENCODER, GLICLASS_SEGMENTS, read_tensors
+from feedmill.workers.models.weights import Weights
 
 #: Prefix of the names of a checkpoint's weights.
 PREFIX = "model."

@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from shared.errors import ModelError, SettingsError, clause
-from shared.messages import digest
-from shared.settings import PREFIX, Settings
-from workers.models.engines.network import POOLINGS
-from workers.models.weights import CONFIG_FILE, MODULES_FILE, Weights
+from feedmill.shared.errors import ModelError, SettingsError, clause
+from feedmill.shared.messages import digest
+from feedmill.shared.settings import PREFIX, Settings
+from feedmill.workers.models.engines.network import POOLINGS
+from feedmill.workers.models.weights import CONFIG_FILE, MODULES_FILE, Weights
 
 #: Possible names of the file with the text limits. As in sentence-transformers, the first existing file is read.
 TEXT_CONFIGS = tuple(

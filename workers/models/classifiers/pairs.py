@@ -26,18 +26,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shared.errors import ModelError, RequestRefused
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
-from shared.topics import TOPICS
-from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
-from workers.models.classifiers.layout import read_text_settings
-from workers.models.device import Device
-from workers.models.engines import TensorOutputs, device_errors, rounded
-from workers.models.engines.factory import create_engine
-from workers.models.engines.network import LOGITS, read_config
-from workers.models.tokenizer import Tokens
-from workers.models.weights import Weights
+from feedmill.shared.errors import ModelError, RequestRefused
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.shared.topics import TOPICS
+from feedmill.workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
+from feedmill.workers.models.classifiers.layout import read_text_settings
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import TensorOutputs, device_errors, rounded
+from feedmill.workers.models.engines.factory import create_engine
+from feedmill.workers.models.engines.network import LOGITS, read_config
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 #: Supported activations, by class name without the package.

@@ -11,16 +11,16 @@ from functools import partial
 
 import torch
 
-from shared import linux
-from shared.errors import DeviceFull, ModelError, RequestRefused, SettingsError, clause
-from shared.messages import ClassifyOptions
-from shared.settings import PREFIX, Settings
-from workers.models.classifiers import Classifier, Scores
-from workers.models.classifiers.layout import is_model2vec, is_static, read_sentence_config
-from workers.models.classifiers.pairs import entailment_class, is_reranker
-from workers.models.device import Device, has_bfloat16
-from workers.models.plugins import load_plugin
-from workers.models.weights import (
+from feedmill.shared import linux
+from feedmill.shared.errors import DeviceFull, ModelError, RequestRefused, SettingsError, clause
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import PREFIX, Settings
+from feedmill.workers.models.classifiers import Classifier, Scores
+from feedmill.workers.models.classifiers.layout import is_model2vec, is_static, read_sentence_config
+from feedmill.workers.models.classifiers.pairs import entailment_class, is_reranker
+from feedmill.workers.models.device import Device, has_bfloat16
+from feedmill.workers.models.plugins import load_plugin
+from feedmill.workers.models.weights import (
     CONFIG_FILE,
     GLICLASS,
     HEAD_FILE,
@@ -38,12 +38,12 @@ from workers.models.weights import (
 MEMORY_MARGIN = 0.1
 #: Built-in classifiers, imported only when a model needs them: the imports of GLiClass take a second.
 CLASSIFIERS = {
-    "gliclass": "workers.models.classifiers.gliclass:Gliclass",
-    "head": "workers.models.classifiers.fixed_labels:Head",
-    "nli": "workers.models.classifiers.pairs:Entailment",
-    "rerank": "workers.models.classifiers.pairs:Reranker",
-    "sequence": "workers.models.classifiers.fixed_labels:SequenceClassifier",
-    "similarity": "workers.models.classifiers.similarity:Similarity",
+    "gliclass": "feedmill.workers.models.classifiers.gliclass:Gliclass",
+    "head": "feedmill.workers.models.classifiers.fixed_labels:Head",
+    "nli": "feedmill.workers.models.classifiers.pairs:Entailment",
+    "rerank": "feedmill.workers.models.classifiers.pairs:Reranker",
+    "sequence": "feedmill.workers.models.classifiers.fixed_labels:SequenceClassifier",
+    "similarity": "feedmill.workers.models.classifiers.similarity:Similarity",
 }
 #: Classifiers whose models have labels of their own.
 WITH_FIXED_LABELS = ("head", "sequence")

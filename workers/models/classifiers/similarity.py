@@ -12,18 +12,18 @@ from itertools import chain
 import torch
 from torch.nn.functional import normalize
 
-from shared.errors import ModelError
-from shared.messages import ClassifyOptions
-from shared.settings import Settings
-from shared.topics import DESCRIBED_TOPICS
-from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
-from workers.models.classifiers.layout import read_layout
-from workers.models.device import Device
-from workers.models.engines import Engine, TensorOutputs, device_errors
-from workers.models.engines.factory import create_engine
-from workers.models.engines.static_engine import StaticTokenizer, create_static_engine
-from workers.models.tokenizer import Tokenizer, Tokens
-from workers.models.weights import Weights
+from feedmill.shared.errors import ModelError
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.settings import Settings
+from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
+from feedmill.workers.models.classifiers.layout import read_layout
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import Engine, TensorOutputs, device_errors
+from feedmill.workers.models.engines.factory import create_engine
+from feedmill.workers.models.engines.static_engine import StaticTokenizer, create_static_engine
+from feedmill.workers.models.tokenizer import Tokenizer, Tokens
+from feedmill.workers.models.weights import Weights
 
 #: Cosine multiplier, from the model's training.
 COSINE_SCALE = 20.0

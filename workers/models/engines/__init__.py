@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
-from shared.errors import DeviceFull, DeviceLost
-from workers.models.device import Device
-from workers.models.tokenizer import Tokens
+from feedmill.shared.errors import DeviceFull, DeviceLost
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.tokenizer import Tokens
 
 #: Out-of-memory messages of torch, its CPU allocator, cuBLAS and ONNX Runtime.
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate memory")

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from shared.errors import DeviceFull, ModelError
-from shared.settings import Settings
-from workers.models.device import Device
-from workers.models.engines import Engine
-from workers.models.engines.network import max_row_tokens, read_config
-from workers.models.engines.torch_engine import TorchEngine
-from workers.models.plugins import load_plugin
-from workers.models.tokenizer import Tokenizer
-from workers.models.weights import Weights
+from feedmill.shared.errors import DeviceFull, ModelError
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import Engine
+from feedmill.workers.models.engines.network import max_row_tokens, read_config
+from feedmill.workers.models.engines.torch_engine import TorchEngine
+from feedmill.workers.models.plugins import load_plugin
+from feedmill.workers.models.tokenizer import Tokenizer
+from feedmill.workers.models.weights import Weights
 
 
 def create_engine(
@@ -33,7 +33,7 @@ def create_engine(
     try:
         if settings.engine == "onnx":
             # Imported here because ONNX Runtime is optional.
-            from workers.models.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
+            from feedmill.workers.models.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
 
             engine: Engine = OnnxEngine(weights, device, reads, tokenizer.pad_id, settings)
         elif settings.engine != "torch":

@@ -15,9 +15,9 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from shared.errors import ModelError, clause
-from workers.models.engines.packing import PACKED, Run, packed_head, packed_states, prepare
-from workers.models.weights import GLICLASS, Weights, read_config_file
+from feedmill.shared.errors import ModelError, clause
+from feedmill.workers.models.engines.packing import PACKED, Run, packed_head, packed_states, prepare
+from feedmill.workers.models.weights import GLICLASS, Weights, read_config_file
 
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
 LOGITS = ("logits",)

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from shared.errors import ModelError, SettingsError, clause
-from shared.messages import digest
-from shared.settings import Settings
-from workers.models.device import TORCH_THREADS, Device
-from workers.models.engines.network import Network, max_row_tokens, padding_token, read_config
-from workers.models.tokenizer import Tokens, filled, padded
-from workers.models.weights import Weights
+from feedmill.shared.errors import ModelError, SettingsError, clause
+from feedmill.shared.messages import digest
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.device import TORCH_THREADS, Device
+from feedmill.workers.models.engines.network import Network, max_row_tokens, padding_token, read_config
+from feedmill.workers.models.tokenizer import Tokens, filled, padded
+from feedmill.workers.models.weights import Weights
 
 try:
     import onnx

@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn.functional import embedding_bag
 
-from shared.errors import ModelError, SettingsError, clause
-from shared.settings import Settings
-from workers.models.device import Device
-from workers.models.tokenizer import Tokens, encode_starts
-from workers.models.weights import WEIGHTS_FILE, Weights
+from feedmill.shared.errors import ModelError, SettingsError, clause
+from feedmill.shared.settings import Settings
+from feedmill.workers.models.device import Device
+from feedmill.workers.models.tokenizer import Tokens, encode_starts
+from feedmill.workers.models.weights import WEIGHTS_FILE, Weights
 
 #: Names of the table in the files of sentence-transformers and of model2vec.
 SENTENCE_TRANSFORMERS, MODEL2VEC = "embedding.weight", "embeddings"

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.models.device import Device, onednn_has_bfloat16
-from workers.models.engines import device_errors
-from workers.models.engines.network import STATES, Network, first_position, read_config
-from workers.models.engines.packing import PACKABLE_TYPES, PACKED, Run
-from workers.models.shapes import Shapes
-from workers.models.tokenizer import Tokens, filled, padded
-from workers.models.weights import Weights
+from feedmill.workers.models.device import Device, onednn_has_bfloat16
+from feedmill.workers.models.engines import device_errors
+from feedmill.workers.models.engines.network import STATES, Network, first_position, read_config
+from feedmill.workers.models.engines.packing import PACKABLE_TYPES, PACKED, Run
+from feedmill.workers.models.shapes import Shapes
+from feedmill.workers.models.tokenizer import Tokens, filled, padded
+from feedmill.workers.models.weights import Weights
 
 #: Compiled models pad lengths to multiples of this, so that few shapes need compiling.
 LENGTH_BUCKET = 32
