@@ -19,7 +19,7 @@ from tests.support import FORK_SERVER, RedisServer, redis_servers, working
 
 #: Test files that take more than half a minute each.
 LONGEST = (
-    "test_celery", "test_celery_suite", "test_ending", "test_models", "test_onnx_engine", "test_redis_goes_away",
+    "test_celery", "test_ending", "test_models", "test_onnx_engine", "test_redis_goes_away",
     "test_stack", "test_starting", "test_supervisor", "test_train", "test_transport_faults", "test_worker",
 )  # fmt: skip
 

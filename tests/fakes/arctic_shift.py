@@ -14,9 +14,7 @@ import random
 from bisect import bisect_left
 from typing import Any
 
-from tests.fakes.reddit import Budget, Reddit, _escaped
-from tests.fakes.reddit_content import Post, post_thing
-from tests.fakes.reddit_faults import Answer, Asked
+from tests.fakes.reddit import Answer, Asked, Budget, Post, Reddit, escaped, post_thing
 
 #: Seconds after which the archive reads a post again.
 SECOND_READ_S = 36 * 3600.0
@@ -48,7 +46,7 @@ class ArcticShift(Reddit):
     ) -> None:
         super().__init__(clock=reddit.clock, window=None, seed=seed)
         self._reddit = reddit
-        self._content = reddit._content
+        self.posts, self.subreddits = reddit.posts, reddit.subreddits
         self.lag = lag
         self._late, self._latest = late, latest
         self._inclusive = inclusive
@@ -70,7 +68,7 @@ class ArcticShift(Reddit):
             if not allowed:
                 self.ledger.over_budget += 1
                 return Answer(429, {"data": None, "error": "Too many requests"}, headers), ""
-        with self._reddit._lock:
+        with self._reddit.lock:
             answer = self._api(asked)
         answer.headers |= headers
         fault, answer = self.faults.happen(asked, answer)
@@ -82,8 +80,8 @@ class ArcticShift(Reddit):
             ids = query.get("ids", "").split(",")
             if len(ids) > MOST_IDS:
                 return _refused(400, "Too many ids")
-            named = [self._content._posts.get(f"t3_{name.removeprefix('t3_')}") for name in ids]
-            return self._posts([post for post in named if post and self._archived(post, asked.at)], asked)
+            named = [self.posts.get(f"t3_{name.removeprefix('t3_')}") for name in ids]
+            return self._records([post for post in named if post and self._archived(post, asked.at)], asked)
         if asked.path != "/api/posts/search":
             return _refused(404, "Not found")
         if self._random.random() < self.overload:
@@ -91,11 +89,14 @@ class ArcticShift(Reddit):
         limit = query.get("limit", str(USUAL))
         if limit != "auto" and not (limit.isdigit() and 1 <= int(limit) <= MOST):
             return _refused(400, "'limit' must be between 1 and 100 or auto")
-        subreddit = self._content._subreddits.get(query.get("subreddit", "").lower())
+        subreddit = self.subreddits.get(query.get("subreddit", "").lower())
         after, before = float(query.get("after", -math.inf)), float(query.get("before", math.inf))
         posts = subreddit.posts if subreddit else []
         # The posts are in the order of creation.
-        first, end = (bisect_left(posts, (bound, edge), key=_age) for bound, edge in ((after, -1), (before, math.inf)))
+        first, end = (
+            bisect_left(posts, (bound, edge), key=lambda post: post.age_key)
+            for bound, edge in ((after, -1), (before, math.inf))
+        )
         found = [
             post
             for post in posts[first:end]
@@ -103,7 +104,7 @@ class ArcticShift(Reddit):
             and (after < post.created_utc < before or (self._inclusive and post.created_utc in (after, before)))
         ]
         found.sort(key=lambda post: post.created_utc, reverse=query.get("sort", "desc") == "desc")
-        return self._posts(found[: AUTO if limit == "auto" else int(limit)], asked)
+        return self._records(found[: AUTO if limit == "auto" else int(limit)], asked)
 
     def _archived(self, post: Post, now: float) -> bool:
         if post.fullname not in self._delays:
@@ -113,21 +114,17 @@ class ArcticShift(Reddit):
         delay = self.lag if delay is None else delay
         return post.fullname not in self.missing and post.created_utc + delay <= now
 
-    def _posts(self, posts: list[Post], asked: Asked) -> Answer:
+    def _records(self, posts: list[Post], asked: Asked) -> Answer:
         answer = Answer(said={"data": [_record(post, asked) for post in posts]})
         answer.fullnames = [post.fullname for post in posts]
         return answer
-
-
-def _age(post: Post) -> tuple[float, float]:
-    return post.age_key
 
 
 def _record(post: Post, asked: Asked) -> dict[str, Any]:
     """Return a post as the archive read it: as it was first, with what changed if it was read again."""
     gone, post.gone = post.gone, ""
     try:
-        data: dict[str, Any] = _escaped(asked, post_thing(post))["data"]
+        data: dict[str, Any] = escaped(post_thing(post))["data"]
     finally:
         post.gone = gone
     del data["name"]  # the archive's records have only `id`
@@ -136,7 +133,7 @@ def _record(post: Post, asked: Asked) -> dict[str, Any]:
         return data | {"score": 1}
     meta: dict[str, Any] = {"retrieved_2nd_on": int(post.created_utc + SECOND_READ_S)}
     if gone:
-        meta |= {"was_deleted_later": True, "removal_type": "deleted" if gone == "deleted" else "removed"}
+        meta |= {"was_deleted_later": True, "removal_type": "deleted" if gone == "author" else "removed"}
     return data | {"_meta": meta}
 
 

@@ -2,6 +2,9 @@
 
 The module records each task's Celery signals in Redis. A test can keep the device busy until it deletes a Redis key:
 with the task `own.hold`, or with a post whose title is "slow " followed by the key.
+
+Arithmetic tasks encode a number as the id of a post: they classify their posts, add `top_k` to each id and return
+posts, so that tasks can be chained.
 """
 
 import os
@@ -9,8 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from celery import Task, shared_task, signals
-from celery.exceptions import Ignore, Reject
+from celery import chain, group, shared_task, signals
 from redis import Redis
 
 from feedmill.shared.errors import MessageFailed
@@ -19,6 +21,7 @@ from feedmill.workers.pipeline.backlog import Loaded
 from feedmill.workers.pipeline.batch_loop import BatchLoop
 from feedmill.workers.runtime.task import ClassifyTask
 
+Posts = list[dict[str, Any]]
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
 
 
@@ -59,49 +62,10 @@ def hold(key: str) -> None:
     wait_while(key)
 
 
-@shared_task(name="own.tell")
-def tell(*args: Any) -> Any:
-    return args[-1] if args else None
-
-
-@shared_task(name="own.told")
-def told(message: str) -> str:
-    return message
-
-
-@shared_task(bind=True, name="own.stamps")
-def stamps(self: Task, _: Any) -> Any:  # type: ignore[type-arg]
-    return {header: (self.request.stamps or {})[header] for header in self.request.stamped_headers or ()}
-
-
-@shared_task(name="own.broken")
-def broken() -> None:
-    raise ValueError("on purpose")
-
-
-@shared_task(bind=True, base=ClassifyTask, name="own.retries")
-def retries(self: ClassifyTask, /, **_: Any) -> Any:
-    outcomes = self.outcomes()
-    if self.request.retries < 2:
-        raise self.retry(countdown=0)
-    return outcomes
-
-
-@shared_task(
-    bind=True,
-    base=ClassifyTask,
-    name="own.autoretries",
-    autoretry_for=(MessageFailed,),
-    max_retries=1,
-    default_retry_delay=0,
-)
-def autoretries(self: ClassifyTask, /, **_: Any) -> Any:
-    return self.outcomes()
-
-
-@shared_task(bind=True, base=ClassifyTask, name="own.header")
-def header(self: ClassifyTask, /, **_: Any) -> Any:
-    return [self.request.get("ticket"), len(self.outcomes())]
+@shared_task(name="own.called")
+def called(*_: Any, key: str) -> int:
+    """Count its calls, with any arguments."""
+    return int(redis.incr(key))
 
 
 @shared_task(bind=True, base=ClassifyTask, name="own.early", acks_late=False)
@@ -109,23 +73,109 @@ def early(self: ClassifyTask, /, **_: Any) -> Any:
     return self.outcomes()
 
 
-@shared_task(bind=True, base=ClassifyTask, name="own.unforgiving", acks_on_failure_or_timeout=False)
-def unforgiving(self: ClassifyTask, /, **_: Any) -> Any:
+@shared_task(
+    bind=True, base=ClassifyTask, name="own.autoretries", autoretry_for=(MessageFailed,), max_retries=1,
+    default_retry_delay=0,
+)  # fmt: skip
+def autoretries(self: ClassifyTask, /, **_: Any) -> Any:
     return self.outcomes()
 
 
-@shared_task(base=ClassifyTask, name="own.rejects")
-def rejects(**_: Any) -> Any:
-    raise Reject("rejected on purpose", requeue=False)
+@shared_task(bind=True, base=ClassifyTask, name="own.retry_once", max_retries=1)
+def retry_once(self: ClassifyTask, *_: Any, **__: Any) -> Any:
+    """Return what the task sees of its message after one retry."""
+    self.outcomes()
+    if not self.request.retries:
+        raise self.retry(countdown=0)
+    request: Any = self.request
+    return {
+        "priority": request.delivery_info["priority"],
+        "timelimit": request.timelimit,
+        "ticket": request.get("ticket"),
+        "stamps": {header: request.stamps[header] for header in request.stamped_headers or ()},
+        "retries": request.retries,
+    }
 
 
-@shared_task(bind=True, base=ClassifyTask, name="own.puts_back")
-def puts_back(self: ClassifyTask, /, **_: Any) -> Any:
-    if not (self.request.delivery_info or {}).get("redelivered"):
-        raise Reject("once more", requeue=True)
-    return self.outcomes()
+class Odd(Exception):  # noqa: N818
+    """An exception that cannot be recreated from its arguments."""
+
+    def __init__(self, one: object, two: object) -> None:
+        super().__init__(one)
+        self.two = two
 
 
-@shared_task(base=ClassifyTask, name="own.ignores")
-def ignores(**_: Any) -> Any:
-    raise Ignore
+@shared_task(bind=True, base=ClassifyTask, name="own.retries_oddly", max_retries=1)
+def retries_oddly(self: ClassifyTask, *_: Any, **__: Any) -> None:
+    self.outcomes()
+    raise self.retry(exc=Odd(object(), "two"), countdown=0)
+
+
+# Arithmetic.
+
+
+def flat(found: Any) -> Posts:
+    """Return the posts in a group's results at any depth."""
+    return [found] if isinstance(found, dict) else [post for each in found for post in flat(each)]
+
+
+def amount(options: dict[str, Any]) -> int:
+    return int(options.get("top_k", 1))
+
+
+def numbered(number: int) -> dict[str, Any]:
+    return {"id": str(number), "title": f"number {number}"}
+
+
+def increased(task: ClassifyTask, amount: int) -> Posts:
+    """Return the task's classified posts with their numbers increased by `amount`."""
+    return [numbered(int(str(outcome["id"])) + amount) for outcome in task.outcomes() if isinstance(outcome, dict)]
+
+
+@shared_task(bind=True, base=ClassifyTask, name="own.add")
+def add(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
+    return increased(self, amount(options))
+
+
+@shared_task(name="own.total")
+def total(found: Any) -> Posts:
+    """Return the sum of a group's results as a post."""
+    return [numbered(sum(int(post["id"]) for post in flat(found)))]
+
+
+@shared_task(name="own.gather")
+def gather(found: Any) -> Posts:
+    return flat(found)
+
+
+@shared_task(bind=True, base=ClassifyTask, name="own.replaced")
+def replaced(self: ClassifyTask, *_: Any, **options: Any) -> None:
+    raise self.replace(add.s(increased(self, 0), top_k=amount(options)))
+
+
+@shared_task(bind=True, base=ClassifyTask, name="own.replaced_twice")
+def replaced_twice(self: ClassifyTask, *_: Any, **options: Any) -> None:
+    raise self.replace(replaced.s(increased(self, 0), top_k=amount(options)))
+
+
+@shared_task(bind=True, base=ClassifyTask, name="own.replaced_by_chain")
+def replaced_by_chain(self: ClassifyTask, *_: Any, **options: Any) -> None:
+    """Replace the task with a chain that has a callback and an errback. If `top_k` is 13, the chain fails."""
+    last = add.s(labels="") if amount(options) == 13 else add.s(top_k=amount(options))
+    other = chain(add.s(increased(self, 0), top_k=amount(options)), last)
+    other.link(called.s(key="inner"))
+    other.link_error(called.s(key="errbacks"))
+    raise self.replace(other)
+
+
+@shared_task(bind=True, base=ClassifyTask, name="own.replaced_by_group")
+def replaced_by_group(self: ClassifyTask, *_: Any, **__: Any) -> None:
+    given = increased(self, 0)
+    raise self.replace(group(add.s(given, top_k=1), add.s(given, top_k=2)))
+
+
+@shared_task(bind=True, base=ClassifyTask, name="own.adds_to_chord")
+def adds_to_chord(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
+    given = increased(self, amount(options))
+    self.add_to_chord(add.s(given, top_k=amount(options)))
+    return given

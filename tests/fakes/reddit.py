@@ -1,19 +1,20 @@
-"""A fake Reddit on loopback, with the part of Reddit's HTTP API that reads posts. Tests use it with real PRAW.
+"""A fake Reddit on loopback for real PRAW: tokens, /r/<a+b>/<new|hot|top|rising> and /api/info.
 
     with Reddit(clock=clock) as reddit:
         reddit.add_subreddit("python")
         fullname = reddit.publish("python", title="A title", body="A text.")
-        client = praw.Reddit(client_id="id", client_secret="secret", user_agent="test:feedmill:1.0 (by /u/test)",
-                             reddit_url=reddit.url, oauth_url=reddit.url,
-                             check_for_updates=False, check_for_async=False)
+        reddit.faults.next("too_many", seconds=5)                 # the next answer of the API
+        reddit.faults.always("html", where="access_token")        # requests whose path and query match
+        reddit.faults.random(0.1, among=["server_error_503", "slow"])
 
-It serves tokens, /r/<a+b>/<new|hot|top|rising>, /r/<name>/about and /api/info. It limits the request rate as Reddit
-does, injects faults on demand (`reddit.faults`), and records all posts, requests and responses (`reddit.ledger`).
-
-The command `python -m tests.fakes.reddit --posts FILE` publishes a file's posts, half of them while it runs.
+It limits the request rate as Reddit does, and records posts, requests and answers (`reddit.ledger`). Faults affect
+only requests with a valid token within the rate limit. FACTS.md, recorded answers and prawcore's code are evidence for
+each answer here.
 """
 
 import gzip
+import heapq
+import json
 import math
 import re
 import secrets
@@ -21,37 +22,281 @@ import socket
 import sys
 import time
 from base64 import b64encode
+from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from random import Random
 from threading import Event, RLock, Thread
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast, get_args
-from urllib.parse import unquote
-
-from tests.fakes.reddit_content import Content, Order, Post, Refused, post_thing, subreddit_thing
-from tests.fakes.reddit_faults import INVALID_TOKEN, TOKEN_PATH, Answer, Asked, Faults, blocked, refuse
+from typing import Any, NamedTuple, Self, cast
+from urllib.parse import parse_qs, unquote
 
 #: Items of one response: maximum, and default.
 MOST, USUAL = 100, 25
+#: Items of a listing that ends early.
+EARLY_ITEMS = 20
 #: Lifetime of a token in seconds, as in the recorded answer of 2026.
 TOKEN_LIFETIME = 86400
-#: Number of requests that the ledger keeps.
-REQUESTS = 20_000
+TOKEN_PATH = "/api/v1/access_token"
 #: Statuses whose recorded answers have no x-ratelimit headers.
 UNCOUNTED = (401, 403, 404)
+#: The header of the recorded 401.
+INVALID_TOKEN = {"www-authenticate": 'Bearer realm="reddit", error="invalid_token"'}
+#: FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is in exc.response.json()["reason"])".
+UNREADABLE = {"private": 403, "gold_only": 403, "gated": 403, "quarantined": 403, "banned": 404}
+#: Number of the first post, close to Reddit's in April 2026.
+FIRST_POST = int("1skbyfv", 36)
+PHRASES = {401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 429: "Too Many Requests"}
+
+
+@dataclass(eq=False)
+class Subreddit:
+    name: str
+    #: A key of UNREADABLE or a `subreddit_type`.
+    kind: str
+    #: Its posts in the order of listings, including those that are gone: they keep their places in the listing.
+    posts: list["Post"] = field(default_factory=list)
+
+    def thing(self) -> dict[str, Any]:
+        hidden = self.kind in ("gated", "quarantined", "banned")
+        said = {"display_name": self.name, "subreddit_type": "public" if hidden else self.kind}
+        return {"kind": "t5", "data": said | {"quarantine": self.kind == "quarantined"}}
+
+
+@dataclass(eq=False)
+class Post:
+    #: The fields in Reddit's format.
+    data: dict[str, Any]
+    subreddit: Subreddit
+    #: Sort key of /new: Reddit's whole seconds, then the number.
+    age_key: tuple[float, int]
+    #: Seconds since 1970 from which listings and /api/info show the post.
+    visible_from: float
+    #: The original post of a crosspost.
+    parent: "Post | None" = None
+    #: The remover, "author" or "moderator"; "" while the post is visible.
+    gone: str = ""
+
+    @property
+    def fullname(self) -> str:
+        return str(self.data["name"])
+
+    @property
+    def created_utc(self) -> float:
+        return float(self.data["created_utc"])
+
+    def shown(self, now: float) -> bool:
+        return self.visible_from <= now and not self.gone
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request."""
+
+    method: str
+    #: The path and query as sent.
+    target: str
+    headers: dict[str, str]
+    body: str
+    #: Seconds since 1970.
+    at: float
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+    @cached_property
+    def query(self) -> dict[str, str]:
+        return {name: values[-1] for name, values in parse_qs(self.target.partition("?")[2]).items()}
+
+
+@dataclass
+class Answer:
+    """The answer to a request. said: the content, sent as JSON unless it is bytes."""
+
+    status: int = 200
+    said: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+    #: Posts that the answer contains.
+    fullnames: Sequence[str] = ()
+    #: An old post of the listing's first subreddit, for faults.
+    old: dict[str, Any] | None = None
+    #: Delays in seconds: before the answer, and in the middle of its body.
+    delay: float = 0.0
+    pause: float = 0.0
+    #: Position at which the connection is cut: "before" the answer or "within" its body.
+    cut: str = ""
+
+    def encoded(self) -> bytes:
+        return self.said if isinstance(self.said, bytes) else json.dumps(self.said).encode()
+
+    @property
+    def listing(self) -> dict[str, Any] | None:
+        """Return the answer's listing, which faults may change."""
+        said = self.said if self.status == 200 and isinstance(self.said, dict) else {}
+        return said["data"] if said.get("kind") == "Listing" else None
+
+
+def refuse(status: int, **headers: str) -> Answer:
+    """Return an error in Reddit's format, as in the recorded 401, 403 and 404."""
+    return Answer(status, {"message": PHRASES[status], "error": status}, headers)
+
+
+def html(status: int) -> Answer:
+    """Return an HTML error such as proxies send, as in the recorded 400."""
+    return Answer(status, f"<html><body><h1>{status}</h1></body></html>\n".encode())
+
+
+# Faults. Each changes a good answer or returns another one; None if it cannot affect this request.
+
+Fault = Callable[[Asked, Answer, float], Answer | None]
+
+
+def _changed(**fields: Any) -> Fault:
+    def change(_: Asked, answer: Answer, seconds: float) -> Answer:
+        for name, value in fields.items():
+            setattr(answer, name, seconds if value is float else value)
+        return answer
+
+    return change
+
+
+def _limits(**headers: str | None) -> Fault:
+    """Set x-ratelimit-<name> headers, or remove those given as None. Missing ones get recorded values."""
+
+    def change(_: Asked, answer: Answer, __: float) -> Answer:
+        found = {"used": "3", "remaining": "997.0", "reset": "15"} | headers
+        answer.headers |= {f"x-ratelimit-{name}": value for name, value in found.items() if value is not None}
+        for name in [name for name, value in found.items() if value is None]:
+            answer.headers.pop(f"x-ratelimit-{name}", None)
+        return answer
+
+    return change
+
+
+def _items(change: Callable[[list[Any], Answer, Asked, float], list[Any]], where: str = "first", **more: Any) -> Fault:
+    """Change a listing's items. where: pages affected: "any", "first", "further", or "full" ones with a next page."""
+
+    def changed(asked: Asked, answer: Answer, seconds: float) -> Answer | None:
+        listing, first = answer.listing, "after" not in asked.query
+        fits = {"any": True, "first": answer.old and first, "further": not first,
+                "full": answer.old and listing and listing["after"]}  # fmt: skip
+        if listing is None or not fits[where]:
+            return None
+        children = change(listing["children"], answer, asked, seconds)
+        listing |= {"children": children, "dist": len(children)} | more
+        return answer
+
+    return changed
+
+
+def _pin(children: list[Any], answer: Answer, *_: object) -> list[Any]:
+    assert answer.old
+    answer.old["data"]["stickied"] = True
+    return [answer.old, *(each for each in children if each["data"]["name"] != answer.old["data"]["name"])]
+
+
+#: Faults by name, each with a comment on its evidence where it is not plain.
+FAULTS: dict[str, Fault] = {
+    # FACTS.md: "429 is never retried by prawcore"; "a non-numeric Retry-After (ValueError)".
+    "too_many": lambda _, __, seconds: refuse(429, **{"retry-after": f"{seconds:g}"}),
+    "too_many_bare": lambda *_: refuse(429),
+    "too_many_word": lambda *_: refuse(429, **{"retry-after": "soon"}),
+    "too_many_date": lambda asked, _, s: refuse(429, **{"retry-after": formatdate(asked.at + s, usegmt=True)}),
+    # FACTS.md: "408, 500, 502, 503, 504, 520, 522 and connection errors are tried 3 times".
+    **{f"server_error_{each}": lambda *_, each=each: html(each) for each in (500, 502, 503, 504, 520)},
+    "html": lambda *_: html(200),  # FACTS.md: "HTML with status 200 gives BadJSON"
+    "html_400": lambda *_: html(400),
+    "html_403": lambda *_: html(403),  # from a proxy; in JSON, the status means a private subreddit
+    "redirect_nowhere": lambda *_: Answer(302, {}),  # FACTS.md: "302 without Location (KeyError)"
+    "token_expired": lambda *_: refuse(401, **INVALID_TOKEN),  # the token becomes invalid, too
+    "slow": _changed(delay=float),
+    "slow_body": _changed(pause=float),
+    "cut": _changed(cut="before"),
+    "cut_body": _changed(cut="within"),
+    # prawcore's rate_limit.RateLimiter.update raises ValueError or KeyError.
+    "reset_fractional": _limits(reset="15.5"),
+    "reset_negative": _limits(reset="-5"),
+    "remaining_nan": _limits(remaining="nan"),
+    "used_missing": _limits(used=None),
+    # FACTS.md: "loses posts silently after a quiet spell, or when its anchor post is deleted".
+    "empty_listing": _items(lambda *_: [], "any", after=None),
+    "dead_anchor": _items(lambda *_: [], "further", after=None),
+    "no_data": lambda _, answer, __: Answer(said={"kind": "Listing"}) if answer.listing else None,
+    "truncated_json": lambda _, answer, __: Answer(said=answer.encoded()[: len(answer.encoded()) // 2]),
+    # FACTS.md: "/new includes pinned posts".
+    "sticky_head": _items(_pin),
+    # Seen in replayed recordings: a listing of some seconds ago, or of 20 items, or with an old post last.
+    "stale": _items(lambda items, _, asked, s: [each for each in items if each["data"]["created_utc"] <= asked.at - s]),
+    "ends_early": _items(lambda items, *_: items[:EARLY_ITEMS], after=None),
+    "old_last": _items(lambda items, answer, *_: [*items, answer.old], "full"),
+}
+
+
+@dataclass
+class Rule:
+    names: Sequence[str]
+    #: Pattern of the target; None for all but tokens.
+    where: str | None
+    seconds: float
+    #: Number of further requests to affect.
+    times: float = math.inf
+    #: Probability of affecting a request.
+    rate: float = 1.0
+
+    def matches(self, asked: Asked) -> bool:
+        return asked.path != TOKEN_PATH if self.where is None else bool(re.search(self.where, asked.target))
+
+
+class Faults:
+    """The schedule of faults, in the order they were added. `seconds`: the fault's delay, or the one it asks for."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._rules: list[Rule] = []
+
+    def next(self, name: str, times: int = 1, where: str | None = None, seconds: float = 1.0) -> None:
+        """Inject the fault into the next `times` requests that match `where` and that the fault can affect."""
+        self._rules = [*self._rules, Rule([name], where, seconds, times)]
+
+    def always(self, name: str, where: str | None = None, seconds: float = 1.0) -> None:
+        self.next(name, sys.maxsize, where, seconds)
+
+    def random(self, rate: float, among: Collection[str], seconds: float = 1.0) -> None:
+        """Inject one of these faults into each request with probability `rate`."""
+        self._rules = [*self._rules, Rule(list(among), None, seconds, rate=rate)]
+
+    def clear(self) -> None:
+        self._rules = []
+
+    def happen(self, asked: Asked, answer: Answer) -> tuple[str, Answer]:
+        """Choose a fault for a request. Return its name ("" for none) and the resulting answer."""
+        for rule in self._rules:
+            if rule.times and rule.matches(asked) and (rule.rate == 1 or self._random.random() < rule.rate):
+                for name in self._random.sample(rule.names, len(rule.names)):
+                    if changed := FAULTS[name](asked, answer, rule.seconds):
+                        rule.times -= 1
+                        return name, changed
+        return "", answer
+
+
+# The server.
 
 
 class Request(NamedTuple):
-    """A request and its answer. fault: "" if nothing went wrong."""
+    """A request and its answer's status."""
 
     path: str
     query: str
     #: Seconds since 1970.
     at: float
     status: int
-    fault: str
     user_agent: str
 
 
@@ -66,37 +311,23 @@ class Ledger:
     def __init__(self) -> None:
         #: Posts by fullname, in the order of publication.
         self.published: dict[str, Published] = {}
-        #: The newest requests.
-        self.requests: deque[Request] = deque(maxlen=REQUESTS)
-        #: Number of requests by status, including those for tokens.
-        self.statuses: Counter[int] = Counter()
+        #: The newest requests, and the number of all, including those for tokens.
+        self.requests: deque[Request] = deque(maxlen=20_000)
+        self.total = 0
         #: Fullname -> number of intact answers that contained the post.
         self.served: Counter[str] = Counter()
         #: Number of faults by name.
         self.faults: Counter[str] = Counter()
         #: Number of requests beyond the budget of their window.
         self.over_budget = 0
-        #: Number of issued tokens.
-        self.tokens = 0
-
-    @property
-    def total(self) -> int:
-        """Return the number of requests."""
-        return self.statuses.total()
 
     def note(self, asked: Asked, answer: Answer, fault: str) -> None:
-        """Record an answer that is about to be sent."""
         path, _, query = asked.target.partition("?")
-        agent = asked.headers.get("user-agent", "")
-        self.requests.append(Request(path, query, asked.at, answer.status, fault, agent))
-        self.statuses[answer.status] += 1
+        self.requests.append(Request(path, query, asked.at, answer.status, asked.headers.get("user-agent", "")))
+        self.total += 1
         self.served.update(answer.fullnames)
         if fault:
             self.faults[fault] += 1
-
-    def undelivered(self, answer: Answer) -> None:
-        """Subtract the posts of an answer whose client disconnected too early."""
-        self.served.subtract(answer.fullnames)
 
 
 class Budget:
@@ -124,49 +355,47 @@ class Budget:
 
     def headers(self, now: float) -> dict[str, str]:
         """Return the x-ratelimit headers in Reddit's formats: '3', '997.0', '15'."""
-        return {
-            "x-ratelimit-used": str(self._used),
-            "x-ratelimit-remaining": f"{float(self._requests - self._used)}",
-            "x-ratelimit-reset": self.reset(now),
-        }
+        remaining = f"{float(self._requests - self._used)}"
+        found = {"used": str(self._used), "remaining": remaining, "reset": self.reset(now)}
+        return {f"x-ratelimit-{name}": value for name, value in found.items()}
 
 
 class Reddit:
     """The server of the fake Reddit.
 
     clock: returns seconds since 1970. client: id and secret of the only known app. window, budget: allow `budget`
-    requests per `window` seconds; no limit if `window` is None or 0. seed: for random faults. listing_cap: maximum
-    number of items in a listing. token_lifetime: in seconds. blocked_agents: pattern of user agents that are blocked.
+    requests per `window` seconds; no limit if `window` is None. seed: for random faults. listing_cap: maximum number of
+    items in a listing.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.time,
-        port: int = 0,
         client: tuple[str, str] = ("id", "secret"),
         window: float | None = 600.0,
         budget: int = 1000,
         seed: int = 0,
         listing_cap: int = 1000,
-        token_lifetime: int = TOKEN_LIFETIME,
-        blocked_agents: str | None = None,
     ) -> None:
         self.clock = clock
         self.ledger = Ledger()
-        self._lock = RLock()
-        self.faults = Faults(seed, self._lock)
-        self._content = Content(listing_cap)
+        self.lock = RLock()
+        self.faults = Faults(seed)
+        #: Subreddits by lower-case name.
+        self.subreddits: dict[str, Subreddit] = {}
+        #: Posts by fullname, without those that vanished.
+        self.posts: dict[str, Post] = {}
+        #: Pattern of the user agents that are blocked.
+        self.blocked_agents = ""
+        self._redirects: dict[str, str] = {}
+        self._cap = listing_cap
         self._budget = Budget(window, budget) if window else None
         self._basic = "Basic " + b64encode(":".join(client).encode()).decode()
-        self._token_lifetime = token_lifetime
-        self._blocked_agents = re.compile(blocked_agents) if blocked_agents else None
         #: Expiry times of tokens.
         self._tokens: dict[str, float] = {}
         #: Set when the server stops; it also cuts the waits of slow answers short.
         self.ending = Event()
-        #: Bugs in this fake. Raised when it stops, so that tests do not take them for Reddit's errors.
-        self._mistakes: list[BaseException] = []
-        self._server = _Server(("127.0.0.1", port), self._handler(), self._mistakes)
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"serves": self}))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Self:
@@ -180,26 +409,21 @@ class Reddit:
         self._server.shutdown()
         self._server.end_connections()
         self._server.server_close()
-        if self._mistakes and error is None:
-            raise self._mistakes[0]
-        if self._mistakes and error:
-            error.add_note(f"The fake Reddit itself failed: {self._mistakes[0]!r}")
+        if self._server.mistakes and error is None:
+            raise self._server.mistakes[0]
 
     # Changes to the content.
 
     def add_subreddit(self, name: str, kind: str = "public") -> None:
-        """Add a subreddit. kind: one of KINDS. Names that are not added are missing."""
-        with self._lock:
-            self._content.add_subreddit(name, kind, self.clock())
+        """Add a subreddit. Names that are not added are missing."""
+        self.subreddits[name.lower()] = Subreddit(name, kind)
 
     def set_kind(self, name: str, kind: str) -> None:
-        with self._lock:
-            self._content.set_kind(name, kind)
+        self.subreddits[name.lower()].kind = kind
 
     def redirect(self, name: str, target: str) -> None:
         """Redirect requests for a subreddit to another one, as after it was renamed."""
-        with self._lock:
-            self._content.redirect(name, target)
+        self._redirects[name.lower()] = target
 
     def publish(
         self,
@@ -208,86 +432,73 @@ class Reddit:
         title: str,
         body: str = "",
         url: str | None = None,
-        score: int = 1,
-        stickied: bool = False,
-        over_18: bool = False,
-        spoiler: bool = False,
         created_utc: float | None = None,
-        visible_from: float | None = None,
+        visible_from: float = 0.0,
         listed_utc: float | None = None,
         crosspost_of: str | None = None,
         captions: Sequence[str] = (),
         options: Sequence[str] = (),
-        promoted: bool = False,
+        **more: Any,
     ) -> str:
         """Publish a post and return its fullname.
 
         created_utc: now by default, in whole seconds as on Reddit. visible_from: the time at which the post appears at
-        its position by creation time, like a post that a filter held back; by default, and at the earliest, its
-        creation. listed_utc: the creation time that its position corresponds to, if it is out of order. crosspost_of:
-        fullname of the original post. captions, options: texts of a gallery and of a poll. promoted: an advertisement.
+        its position by creation time, like a post that a filter held back. listed_utc: the creation time that its
+        position corresponds to, if it is out of order. crosspost_of: fullname of the original post. captions, options:
+        texts of a gallery and of a poll. more: other fields, such as score, stickied or promoted (an advertisement).
         """
-        with self._lock:
+        with self.lock:
+            home = self.subreddits[subreddit.lower()]
+            number = FIRST_POST + len(self.ledger.published)
             created = float(int(self.clock())) if created_utc is None else created_utc
-            post = self._content.publish(
-                subreddit, title=title, body=body, url=url, score=score, stickied=stickied, over_18=over_18,
-                spoiler=spoiler, created_utc=created, visible_from=max(created, visible_from or 0.0),
-                listed_utc=listed_utc, crosspost_of=self._content.post(crosspost_of) if crosspost_of else None,
-                captions=captions, options=options, promoted=promoted,
-            )  # fmt: skip
-            self.ledger.published[post.fullname] = Published(post.subreddit.name, created)
+            data = _fields(home.name, number, title, body, url, created) | _extras(captions, options) | more
+            key = (created if listed_utc is None else listed_utc), number
+            parent = self.posts[crosspost_of] if crosspost_of else None
+            post = Post(data, home, key, max(created, visible_from), parent)
+            self.posts[post.fullname] = post
+            insort(home.posts, post, key=lambda each: each.age_key)
+            self.ledger.published[post.fullname] = Published(home.name, created)
             return post.fullname
 
     def edit(self, fullname: str, body: str) -> None:
-        with self._lock:
-            post = self._content.post(fullname)
-            post.body, post.edited = body, float(int(self.clock()))
+        self.posts[fullname].data |= {"selftext": body, "edited": float(int(self.clock()))}
 
     def score(self, fullname: str, score: int) -> None:
-        with self._lock:
-            self._content.post(fullname).score = score
+        self.posts[fullname].data |= {"score": score, "ups": score}
 
     def delete(self, fullname: str) -> None:
-        """Delete a post as its author."""
-        with self._lock:
-            self._content.take_down(fullname, "deleted")
+        """Delete a post as its author. Listings omit it; /api/info still shows that it existed."""
+        self.posts[fullname].gone = "author"
 
     def remove(self, fullname: str) -> None:
         """Remove a post as a moderator."""
-        with self._lock:
-            self._content.take_down(fullname, "moderator")
+        self.posts[fullname].gone = "moderator"
 
     def approve(self, fullname: str) -> None:
-        """Approve a removed post as a moderator."""
-        with self._lock:
-            self._content.approve(fullname)
+        """Undo a removal. The post appears at its original place."""
+        self.posts[fullname].gone = ""
 
     def vanish(self, fullname: str) -> None:
         """Remove a post from listings and from /api/info."""
-        with self._lock:
-            self._content.vanish(fullname)
+        with self.lock:
+            self.posts.pop(fullname).gone = "author"
 
     # Answering requests.
 
     def answer(self, asked: Asked) -> Answer:
         """Return the answer to a request. The ledger records the answer first, so clients never see unrecorded ones."""
-        with self._lock:
+        with self.lock:
             answer, fault = self._answer(asked)
             if fault:
                 answer.fullnames = ()
             self.ledger.note(asked, answer, fault)
             return answer
 
-    def undelivered(self, answer: Answer) -> None:
-        with self._lock:
-            self.ledger.undelivered(answer)
-
     def _answer(self, asked: Asked) -> tuple[Answer, str]:
-        if self._blocked_agents and self._blocked_agents.search(asked.headers.get("user-agent", "")):
-            return blocked(), ""
+        if self.blocked_agents and re.search(self.blocked_agents, asked.headers.get("user-agent", "")):
+            return html(403), ""
         if asked.path == TOKEN_PATH:
             fault, answer = self.faults.happen(asked, self._token(asked))
-            self.ledger.tokens += not fault and "access_token" in answer.said
             return answer, fault
         token = asked.headers.get("authorization", "").partition(" ")[2]
         if asked.at >= self._tokens.get(token, -math.inf):
@@ -300,99 +511,86 @@ class Reddit:
         if self._budget and answer.status not in UNCOUNTED:
             answer.headers |= self._budget.headers(asked.at)
         fault, answer = self.faults.happen(asked, answer)
-        if answer.revokes:
+        if fault == "token_expired":
             del self._tokens[token]
         return answer, fault
 
     def _token(self, asked: Asked) -> Answer:
         if asked.method != "POST" or asked.headers.get("authorization") != self._basic:
             return refuse(401)
-        if asked.form.get("grant_type") != "client_credentials":
-            return Answer(said={"error": "unsupported_grant_type"})  # prawcore: "Why are these OKAY responses?"
         token = secrets.token_urlsafe(32)
-        self._tokens[token] = asked.at + self._token_lifetime
-        given = {"access_token": token, "token_type": "bearer", "expires_in": self._token_lifetime}
-        return Answer(said=given | {"scope": asked.form.get("scope", "*")})
+        self._tokens[token] = asked.at + TOKEN_LIFETIME
+        given = {"access_token": token, "token_type": "bearer", "expires_in": TOKEN_LIFETIME, "scope": "*"}
+        return Answer(said=given)
 
     def _api(self, asked: Asked) -> Answer:
         match [unquote(part) for part in asked.path.strip("/").split("/")]:
-            case ["r", names, "about"]:
-                return self._about(asked, names)
-            case ["r", names, order] if order in get_args(Order):
-                return self._listing(asked, names.split("+"), cast(Order, order))
+            case ["r", names, ("new" | "hot" | "top" | "rising") as order]:
+                return self._listing(asked, names.split("+"), order)
+            case ["api", "info"] if asked.query.get("sr_name"):
+                found = [self.subreddits.get(name.lower()) for name in asked.query["sr_name"].split(",")]
+                return _listing_answer([each.thing() for each in found if each and each.kind != "banned"], None, asked)
             case ["api", "info"]:
-                return self._info(asked)
+                named = [self.posts.get(name) for name in asked.query.get("id", "").split(",")[:MOST]]
+                visible = [each for each in named if each and each.visible_from <= asked.at]
+                return posts_answer([each for each in visible if each.subreddit.kind not in UNREADABLE], None, asked)
         return refuse(404)
 
-    def _listing(self, asked: Asked, names: Sequence[str], order: Order) -> Answer:
-        query = asked.query
-        if "before" in query:
-            raise NotImplementedError("the fake Reddit supports `after`, not `before`")
-        limit = min(max(int(query["limit"]), 1), MOST) if query.get("limit", "").isdigit() else USUAL
-        try:
-            page = self._content.page(names, order, asked.at, limit, query.get("after"), query.get("t", "day"))
-        except Refused as refused:
-            return _refusal(asked, refused)
-        pinnable = self._content.pinnable(names, asked.at) if order == "new" else None
-        answer = _posts_answer(asked, page.posts, page.after)
-        answer.pinnable = _escaped(asked, post_thing(pinnable)) if pinnable else None
+    def _listing(self, asked: Asked, names: Sequence[str], order: str) -> Answer:
+        """Return a page. It is empty if the anchor `after` is not in the listing.
+
+        FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is …); missing → redirect to search".
+        """
+        if len(names) == 1 and (target := self._redirects.get(names[0].lower())):
+            return Answer(302, {}, {"location": f"{self.url}{asked.path.replace(names[0], target)}"})
+        found = {name.lower(): self.subreddits.get(name.lower()) for name in names}
+        readable = [each for each in found.values() if each and each.kind not in UNREADABLE]
+        if not readable:
+            first = found[names[0].lower()]
+            if first is None:
+                return Answer(302, {}, {"location": f"{self.url}/subreddits/search?q={names[0]}"})
+            answer = refuse(UNREADABLE[first.kind])
+            answer.said["reason"] = first.kind
+            return answer
+        posts, pinned = self._entries(readable, order, asked.at)
+        limit = min(int(asked.query.get("limit", USUAL)), MOST)
+        after = asked.query.get("after")
+        start = 0 if after is None else next((n for n, each in enumerate(posts, 1) if each.fullname == after), MOST**3)
+        end = start + limit + (0 if after else pinned)  # recorded: 102 items for a limit of 100, two of them pinned
+        answer = posts_answer(posts[start:end], posts[end - 1].fullname if end < len(posts) else None, asked)
+        old = next((each for each in readable[0].posts if each.shown(asked.at)), None)
+        answer.old = post_thing(old) if old and order == "new" else None
         return answer
 
-    def _info(self, asked: Asked) -> Answer:
-        query = asked.query
-        if "sr_name" in query:
-            found = self._content.about(query["sr_name"].split(",")[:MOST])
-            return _listing_answer(asked, [subreddit_thing(subreddit) for subreddit in found], None)
-        fullnames = query.get("id", "").split(",")[:MOST]
-        return _posts_answer(asked, list(self._content.info(fullnames, asked.at)), None)
-
-    def _about(self, asked: Asked, name: str) -> Answer:
-        try:
-            (subreddit,) = self._content.readable([name])
-        except Refused as refused:
-            return _refusal(asked, refused)
-        return Answer(said=_escaped(asked, subreddit_thing(subreddit)))
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        reddit = self
-
-        class Handler(_Handler):
-            serves = reddit
-
-        return Handler
+    def _entries(self, subreddits: Sequence[Subreddit], order: str, now: float) -> tuple[list[Post], int]:
+        """Return the posts of a listing in order, and the number of those pinned to its top."""
+        newest = heapq.merge(
+            *(reversed(each.posts) for each in subreddits), key=lambda each: each.age_key, reverse=True
+        )
+        # Reddit precomputes a thousand entries, and does not refill them when posts disappear.
+        entries = islice((post for post in newest if post.visible_from <= now), self._cap)
+        posts = [post for post in entries if not post.gone]
+        if order == "top":
+            posts.sort(key=lambda post: post.data["score"], reverse=True)
+        # Reddit pins posts only in the listing of a single subreddit: the recorded r/popular has no pinned item.
+        pins = [post for post in posts if post.data["stickied"]] if order == "hot" and len(subreddits) == 1 else []
+        return pins + [post for post in posts if post not in pins], len(pins)
 
 
-def _refusal(asked: Asked, refused: Refused) -> Answer:
-    """Return Reddit's answer for a subreddit that cannot be read.
-
-    FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is …); missing → redirect to search".
-    """
-    if refused.target:
-        path = asked.path.replace(f"/r/{refused.name}", f"/r/{refused.target}")
-        return Answer(302, {}, {"location": f"{asked.url}{path}"})
-    if refused.kind is None:
-        return Answer(302, {}, {"location": f"{asked.url}/subreddits/search?q={refused.name}"})
-    answer = refuse(refused.kind.status)
-    answer.said = {"reason": refused.kind.reason} | answer.said
-    return answer
-
-
-def _posts_answer(asked: Asked, posts: Sequence[Post], after: str | None) -> Answer:
-    answer = _listing_answer(asked, [post_thing(post) for post in posts], after)
+def posts_answer(posts: Sequence[Post], after: str | None, asked: Asked) -> Answer:
+    answer = _listing_answer([post_thing(post) for post in posts], after, asked)
     answer.fullnames = [post.fullname for post in posts]
     return answer
 
 
-def _listing_answer(asked: Asked, things: list[dict[str, Any]], after: str | None) -> Answer:
-    children = [_escaped(asked, thing) for thing in things]
+def _listing_answer(things: Iterable[dict[str, Any]], after: str | None, asked: Asked) -> Answer:
+    children = [thing if asked.query.get("raw_json") == "1" else escaped(thing) for thing in things]
     data = {"modhash": None, "after": after, "before": None, "dist": len(children), "children": children}
     return Answer(said={"kind": "Listing", "data": data})
 
 
-def _escaped(asked: Asked, thing: dict[str, Any]) -> dict[str, Any]:
+def escaped(thing: dict[str, Any]) -> dict[str, Any]:
     """Escape texts as Reddit does, unless raw ones are requested."""
-    if asked.query.get("raw_json") == "1":
-        return thing
     said = {
         name: value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") if isinstance(value, str) else value
         for name, value in thing["data"].items()
@@ -400,22 +598,77 @@ def _escaped(asked: Asked, thing: dict[str, Any]) -> dict[str, Any]:
     return thing | {"data": said}
 
 
+def post_thing(post: Post) -> dict[str, Any]:
+    """Return a post in Reddit's format."""
+    said = dict(post.data)
+    if parent := post.parent:
+        said |= {"crosspost_parent": parent.fullname, "crosspost_parent_list": [post_thing(parent)["data"]]}
+    if post.gone:
+        by = {"author": ("deleted", "[deleted]"), "moderator": ("moderator", "[removed]")}[post.gone]
+        said |= dict(zip(("removed_by_category", "selftext"), by, strict=True))
+    if post.gone == "author":
+        said["author"] = "[deleted]"
+    return {"kind": "t3", "data": said}
+
+
+def _base36(number: int) -> str:
+    return (_base36(number // 36) if number >= 36 else "") + "0123456789abcdefghijklmnopqrstuvwxyz"[number % 36]
+
+
+def _fields(subreddit: str, number: int, title: str, body: str, url: str | None, created_utc: float) -> dict[str, Any]:
+    """Return those fields of the answer recorded in 2026 that Feedmill may read."""
+    name = _base36(number)
+    slug = re.sub(r"\W+", "_", title.lower()).strip("_")[:50]
+    permalink = f"/r/{subreddit}/comments/{name}/{slug or '_'}/"
+    return {
+        "id": name,
+        "name": f"t3_{name}",
+        "title": title,
+        "selftext": body,
+        "subreddit": subreddit,
+        "author": f"reader_{number % 4096}",
+        "score": 1,
+        "ups": 1,
+        "num_comments": 0,
+        "url": url or f"https://www.reddit.com{permalink}",
+        "permalink": permalink,
+        "is_self": url is None,
+        "created_utc": created_utc,
+        "edited": False,
+        "stickied": False,
+        "over_18": False,
+        "spoiler": False,
+        "removed_by_category": None,
+        "link_flair_text": None,
+    }
+
+
+def _extras(captions: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of galleries and polls, as in answers of 2026."""
+    said: dict[str, Any] = {}
+    if captions:
+        items = [{"media_id": f"m{number}", "id": number, "caption": text} for number, text in enumerate(captions)]
+        said |= {"is_gallery": True, "gallery_data": {"items": items}}
+    if options:
+        said["poll_data"] = {"options": [{"id": str(number), "text": text} for number, text in enumerate(options)]}
+    return said
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(
-        self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], mistakes: list[BaseException]
-    ) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.connections: set[socket.socket] = set()
-        self._mistakes = mistakes
+        #: Bugs in this fake. Raised when it stops, so that tests do not take them for Reddit's errors.
+        self.mistakes: list[BaseException] = []
         super().__init__(address, handler)
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - an override
         """Record an exception, unless it only shows that the client has disconnected."""
         error = sys.exception()
         if error and not isinstance(error, OSError):
-            self._mistakes.append(error)
+            self.mistakes.append(error)
 
     def end_connections(self) -> None:
         """Close kept-alive connections, so that returning clients find the server gone."""
@@ -440,19 +693,15 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         headers = {name.lower(): value for name, value in self.headers.items()}
-        asked = Asked(self.command, self.path, headers, body, self.serves.url, self.serves.clock())
-        answer = self.serves.answer(asked)
+        answer = self.serves.answer(Asked(self.command, self.path, headers, body, self.serves.clock()))
         try:
             self._send(answer)
-        except OSError:
-            self.serves.undelivered(answer)
+        except OSError:  # the client disconnected
+            with self.serves.lock:
+                self.serves.ledger.served.subtract(answer.fullnames)
             raise
 
-    def do_POST(self) -> None:
-        self.do_GET()
-
-    def version_string(self) -> str:
-        return "snooserv"
+    do_POST = do_GET  # noqa: N815 - the base class's name
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         return super().date_time_string(self.serves.clock() if timestamp is None else int(timestamp))
@@ -467,13 +716,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = answer.encoded()
         zipped = "gzip" in self.headers.get("Accept-Encoding", "")
-        if zipped:
-            body = gzip.compress(body, 1)
+        body = gzip.compress(body, 1) if zipped else body
+        kind = "text/html" if isinstance(answer.said, bytes) and answer.said.startswith(b"<") else "application/json"
         self.send_response(answer.status)
+        for name, value in ({"Content-Type": f"{kind}; charset=UTF-8"} | answer.headers).items():
+            self.send_header(name, value)
         if zipped:
             self.send_header("Content-Encoding", "gzip")
-        for name, value in ({"Content-Type": answer.type} | answer.headers).items():
-            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         # As recorded. Without this header, a client could send its next request on a connection that is being closed.
         self.send_header("Connection", "close" if self.close_connection else "keep-alive")
@@ -484,9 +733,3 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.cut != "within":
             self.serves.ending.wait(answer.pause)
             self.wfile.write(body[half:])
-
-
-if __name__ == "__main__":
-    from tests.fakes.reddit_by_hand import main
-
-    main()

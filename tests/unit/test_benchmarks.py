@@ -5,23 +5,20 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModel, BartConfig, BertConfig, BertModel, DistilBertConfig
+from transformers import BertConfig, BertModel
 
-from benchmarks import hardware
 from benchmarks.hardware import forward_flops
-from benchmarks.ours import cut, ran
-from benchmarks.report import VariantResult, VariantResults, agreement, comparable, summary
+from benchmarks.ours import cut
+from benchmarks.report import VariantResult, VariantResults, comparable, summary
 from feedmill.shared.settings import Settings, load, variables
 from feedmill.stack.embedded import Stack
 from feedmill.workers.models.classifiers import LabelSet, Row
-from feedmill.workers.models.device import Device
 from feedmill.workers.models.tokenizer import Tokens
 
 ROOT = Path(__file__).parents[2]
@@ -35,36 +32,6 @@ def test_forward_flops_match_torch() -> None:
         for length in (7, 30):
             model(input_ids=torch.ones(1, length, dtype=torch.long))
     assert forward_flops(config.to_dict(), [7, 30]) == counter.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        DistilBertConfig(dim=48, hidden_dim=100, n_layers=3, n_heads=4),
-        BartConfig(
-            d_model=48, encoder_layers=2, decoder_layers=3, encoder_ffn_dim=100, decoder_ffn_dim=60,
-            encoder_attention_heads=4, decoder_attention_heads=4, pad_token_id=0,
-        ),
-    ],
-)  # fmt: skip
-def test_forward_flops_of_other_architectures_match_torch(config: Any) -> None:
-    config._attn_implementation = "eager"
-    model: Any = AutoModel.from_config(config).eval()  # type: ignore[no-untyped-call]
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        for length in (7, 30):
-            model(input_ids=torch.ones(1, length, dtype=torch.long))
-    assert forward_flops(config.to_dict(), [7, 30]) == counter.get_total_flops()
-
-
-def test_describes_machines_without_celery(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name in ("celery", "kombu", "redis"):
-            raise PackageNotFoundError(name)
-        return "1.0"
-
-    monkeypatch.setattr(hardware, "version", version)
-    described = hardware.describe(Device(torch.device("cpu"), torch.float32, "as set"))
-    assert described.endswith("torch 1.0 transformers 1.0")
 
 
 def test_gpu_benchmark_needs_neither_redis_nor_celery() -> None:
@@ -129,17 +96,6 @@ def test_leaves_out_variants_with_different_labels() -> None:
     assert "90.0%" in found["left_out"]["other"]
     assert "97%" in found["left_out"]["other"]
     assert found["agreement"]["other"] == 0.9
-
-
-def test_worker_report_names_device_dtype_and_model() -> None:
-    where = Device(torch.device("cpu"), torch.float32, "no GPU found; precision as set")
-    assert ran({"device": str(where), "model": "m", "weights": "00"}) == {
-        "device": "cpu", "dtype": "float32", "model": "m", "weights": "00"
-    }  # fmt: skip
-
-
-def test_agreement_is_share_of_equal_labels() -> None:
-    assert agreement(["a", "b", "c", "d"], ["a", "b", "c", "x"]) == 0.75
 
 
 @pytest.mark.parametrize(("page", "heading"), [("README.md", "## Speed"), ("docs/comparison.md", "# Comparison")])

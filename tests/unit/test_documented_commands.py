@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 from feedmill.cli.main import app
-from tests.unit.test_images import accept
+from tests.unit.test_deployment import accept
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [

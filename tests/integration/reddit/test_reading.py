@@ -1,6 +1,5 @@
 """Reading listings: finding new posts, sending them once, and detecting gaps."""
 
-import re
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ from feedmill.producers.reddit import items
 from feedmill.producers.reddit.state import RECHECK_DELAYS_S
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.messages import Post
-from tests.fakes import reddit, reddit_content
-from tests.fakes.reddit_faults import Asked
+from tests.fakes import reddit
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
 
 
@@ -336,7 +334,7 @@ def test_a_redirect_to_another_subreddit_replaces_the_first(house: House) -> Non
 
 
 def test_a_blocked_user_agent_closes_no_subreddit(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.loopback._blocked_agents = re.compile("nobody")
+    house.loopback.blocked_agents = "nobody"
     house.run(house.daemon(), 5 * MINUTE)
     assert house.state.replaced() == {}
     assert "FEEDMILL_REDDIT_USER_AGENT" in caplog.text
@@ -368,11 +366,11 @@ def test_titles_of_deleted_posts_are_not_sent(house: House) -> None:
 @pytest.mark.parametrize("broken", ['"author": null', '"data": null', '"kind": null'])
 def test_a_null_field_does_not_cost_a_page(house: House, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = broken.split('"')[1]
-    real = reddit_content.post_thing
+    real = reddit.post_thing
 
-    def damaged(post: reddit_content.Post) -> dict[str, Any]:
+    def damaged(post: reddit.Post) -> dict[str, Any]:
         thing = real(post)
-        if post.title == "damaged":
+        if post.data["title"] == "damaged":
             (thing if name in thing else thing["data"])[name] = None
         return thing
 
@@ -393,9 +391,8 @@ def test_a_dump_of_the_same_posts_sends_nothing_again(house: House) -> None:
     house.publish("cooking", options=["Tea & milk", "Coffee"])
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
-    asked = Asked("GET", "/", {}, "", "", house.clock.time())
-    for post in list(house.loopback._content._posts.values()):
-        (record,) = [reddit._escaped(asked, reddit_content.post_thing(post))["data"]]
+    for post in list(house.loopback.posts.values()):
+        record = reddit.escaped(reddit.post_thing(post))["data"]
         *_, read = parse_post(record, "dump:1")
         assert isinstance(read, Post)
         if record["name"] in house.ids():
