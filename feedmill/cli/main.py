@@ -67,11 +67,10 @@ from feedmill.shared.settings import PREFIX, Settings, is_folder_locked, load
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.demo import run_own
 from feedmill.stack.devices import shares
-from feedmill.stack.embedded import Stack, flower_url
+from feedmill.stack.embedded import Stack, flower_url, start
 from feedmill.stack.lock import stop_stack
 from feedmill.stack.processes import python_command
 from feedmill.stack.signals import not_ignored, note_signals
-from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.

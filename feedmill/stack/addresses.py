@@ -52,50 +52,28 @@ def new_addresses() -> Addresses:
     )
 
 
-def kept_addresses(folder: Path) -> tuple[Addresses, list[str]]:
-    """Return the addresses kept in the folder, or new ones, and a line for the user about each change.
+def kept_addresses(folder: Path) -> Addresses:
+    """Return the addresses kept in the folder, or else new ones. The caller holds the folder's lock.
 
-    A port that another program has taken is replaced. The caller holds the folder's lock. Raises StackError.
+    Raises StackError if they cannot be kept, or if another program uses one of the ports.
     """
     path = folder / ADDRESSES_FILE
-    kept = _read(path)
-    current, notes = kept or new_addresses(), []
-    for field, program, other in (
-        ("redis_port", "Redis", "flower_port"),
-        ("flower_port", "Flower", "redis_port"),
-    ):
-        port = getattr(current, field)
-        if kept and not _is_soon_free(port):
-            current = current.model_copy(update={field: _free_port(besides=getattr(current, other))})
-            notes.append(
-                f"another program now uses port {port}, which was {program}'s port: using {getattr(current, field)}. "
-                "Restart applications that have the old address; `feedmill url` prints the new one."
+    try:
+        if not path.exists():
+            with replacing(path) as temporary:
+                temporary.touch(mode=0o600)
+                temporary.write_text(new_addresses().model_dump_json(indent=2) + "\n")
+        kept = Addresses.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = str(error.strerror) if isinstance(error, OSError) else ": ".join(first_problem(error))
+        raise StackError(f"Cannot use {path}: {reason}. Delete it to use new ports and passwords.") from None
+    for program, port in (("Redis", kept.redis_port), ("Flower", kept.flower_port)):
+        if not _is_soon_free(port):
+            raise StackError(
+                f"Another program uses port {port}, which was {program}'s. Stop it, or delete {path} to use new ports "
+                "and passwords."
             )
-    if current != kept:
-        _write(path, current)
-    return current, notes
-
-
-def _read(path: Path) -> Addresses | None:
-    """Return the file's addresses, or None if there is no file. Raises StackError."""
-    try:
-        return Addresses.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        reason = str(error.strerror)
-    except ValidationError as error:
-        reason = ": ".join(first_problem(error))
-    raise StackError(f"Cannot read {path}: {reason}. Delete it to use new ports and passwords.")
-
-
-def _write(path: Path, addresses: Addresses) -> None:
-    try:
-        with replacing(path) as temporary:
-            temporary.touch(mode=0o600)
-            temporary.write_text(addresses.model_dump_json(indent=2) + "\n")
-    except OSError as error:
-        raise StackError(f"Cannot write {path}: {error.strerror}. Set another --data-folder.") from None
+    return kept
 
 
 def _is_soon_free(port: int) -> bool:

@@ -33,9 +33,8 @@ from feedmill.shared.errors import PostRefused, StackError, UserError, json_line
 from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from feedmill.stack.embedded import WORKER_NODE, Stack
+from feedmill.stack.embedded import WORKER_NODE, Stack, start
 from feedmill.stack.signals import note_signals
-from feedmill.stack.start import start
 
 #: Maximum seconds to wait for all results. After that, the results so far are shown.
 RESULTS_TIMEOUT_S = 300.0

@@ -15,12 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
-from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
+from rich.console import Console
+from rich.text import Text
 
 from feedmill.cli.flower import is_regular_file
 from feedmill.shared.atomic_files import replacing
-from feedmill.shared.broker import make_app
 from feedmill.shared.errors import StackError
 from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.settings import FLOWER_USER, PREFIX, STACK_FILE, Settings, is_folder_locked, variables
@@ -58,16 +58,9 @@ class Stack:
     """
 
     def __init__(self, settings: Settings, folder: Path, durable: bool, signals: Sequence[int] = ()) -> None:
-        self._folder = folder
-        self._durable = durable
-        self._signals = signals
+        self._folder, self._durable, self._signals = folder, durable, signals
         self._lock = lock_folder(folder)
-        #: Lines for the user about ports and passwords that had to change.
-        self.notes: list[str] = []
-        if durable:
-            self._addresses, self.notes = kept_addresses(folder)
-        else:
-            self._addresses = new_addresses()
+        self._addresses = kept_addresses(folder) if durable else new_addresses()
         # redis-cli would send an empty user name, and Redis refuses it.
         url = f"redis://default:{self._addresses.redis_password}@127.0.0.1:{self._addresses.redis_port}/0"
         unset = dict.fromkeys(EXTERNAL_REDIS_SETTINGS)
@@ -94,7 +87,6 @@ class Stack:
         )
         #: For all checks. Its timeouts are short, because another program may hold Redis' port.
         self._redis = connect_for_monitoring(self.settings)
-        self._app = make_app(self.settings)
         #: The processes in the order in which they are stopped.
         self._services: list[Service] = []
         #: The current step of `start`, for display.
@@ -107,30 +99,36 @@ class Stack:
         """
         redis = self._start_redis()
         self._announce()  # at once: a command that finds no address cannot tell this stack from one that is stopping
-        yield redis
         self.step = "loading the model"
-        worker = self._add(self._launch_worker, self._ping_worker)
+        yield redis
+        worker = self._add(self._launch_worker)
         flower = self._add(self._launch_flower, lambda: _answers(f"{self.flower_url}/healthcheck"))
-        yield from self._await_worker(worker.child)
-        yield f"worker {WORKER_NODE}"
+        self._wait(worker, lambda: MEASURING in worker.child.output() or worker.is_ready())
+        if not worker.is_ready():
+            self.step = "measuring the token budget of a micro-batch (about 10 s, once per machine)"
+        yield "model loaded"
+        self._wait(worker, worker.is_ready)
         self.step = "waiting for Flower"
-        self._wait(flower.child, lambda: flower.answers() and self._hears_events())
+        yield f"worker {WORKER_NODE}"
+        # Flower misses events that are sent before it subscribes to them: the first pattern is the worker's.
+        self._wait(flower, lambda: flower.answers() and int(self._redis.pubsub_numpat()) >= 2)
         yield f"Flower at {self.flower_url}, user {FLOWER_USER}, {self._password_hint()}"
 
-    def _add(self, launch: Callable[[], Child], answers: Callable[[], bool]) -> Service:
+    def _add(self, launch: Callable[[dict[str, str]], Child], answers: Callable[[], bool] | None = None) -> Service:
         """Start a process. It is stopped before those that were started earlier: a worker needs Redis to the end."""
         service = Service(launch, answers)
         self._services.insert(0, service)
+        service.start()
         return service
 
-    def _wait(self, child: Child, answers: Callable[[], bool]) -> None:
+    def _wait(self, service: Service, answers: Callable[[], bool]) -> None:
         """Wait until `answers` returns True, or until a signal."""
 
         def is_over() -> bool:
             self._look_for_signal()
             return answers()
 
-        child.wait_until(is_over)
+        service.child.wait_until(is_over)
 
     def _look_for_signal(self) -> None:
         if self._signals:
@@ -143,13 +141,13 @@ class Stack:
         environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
         from_snapshot = self._has_only_snapshot()
         redis = self._add(
-            lambda: Child(
+            lambda _: Child(
                 "redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=self._configuration()
             ),
             self._redis_answers,
         )
         try:
-            self._wait(redis.child, redis.answers)
+            self._wait(redis, redis.answers)
         except StackError:
             if UNREADABLE_DATA not in redis.child.output():
                 raise
@@ -188,35 +186,16 @@ class Stack:
             return bool(self._redis.ping())
         return False
 
-    def _launch_worker(self) -> Child:
+    def _launch_worker(self, more: dict[str, str]) -> Child:
         command = [*python_command(), "worker", "--name", WORKER_NODE]
-        return Child("worker", command, self._folder, self._environment)
+        return Child("worker", command, self._folder, self._environment | more)
 
-    def _ping_worker(self) -> bool:
-        with suppress(RedisError, OperationalError):
-            return bool(self._app.control.inspect(destination=[WORKER_NODE], timeout=1, limit=1).ping())
-        return False
-
-    def _await_worker(self, worker: Child) -> Iterator[str]:
-        self._wait(worker, lambda: MEASURING in worker.output() or self._ping_worker())
-        yield "model loaded"
-        if MEASURING in worker.output():
-            self.step = "measuring the token budget of a micro-batch (about 10 s, once per machine)"
-        self._wait(worker, self._ping_worker)
-
-    def _launch_flower(self) -> Child:
+    def _launch_flower(self, _: dict[str, str]) -> Child:
         command = [*python_command(), "flower", "--port", str(self._addresses.flower_port)]
         # Flower's own variables, such as those for TLS, are meant for a public Flower, not for this one on loopback.
         environment = {name: value for name, value in self._environment.items() if not name.startswith("FLOWER_")}
         environment[f"{PREFIX}FLOWER_PASSWORD"] = self.flower_password
         return Child("flower", command, self._folder, environment)
-
-    def _hears_events(self) -> bool:
-        """Return True once Flower has subscribed to task events. Flower misses events sent earlier.
-
-        The worker's subscription to remote control is the first of the two patterns.
-        """
-        return int(self._redis.pubsub_numpat()) >= 2
 
     def _announce(self) -> None:
         """Write the stack's addresses to a file that this user's other `feedmill` commands read."""
@@ -265,12 +244,21 @@ class Stack:
                 service.child.stop(seconds, lambda: len(self._signals) > before)
         finally:
             for service in self._services:
-                service.child.kill()
+                service.close()
             self._redis.close()
             (self._folder / STACK_FILE).unlink(missing_ok=True)
             self._lock.close()
         if len(self._signals) > before:
             raise SystemExit(128 + self._signals[-1])
+
+
+def start(stack: Stack, notes: Console) -> None:
+    """Start the stack; print a line about each process once it answers, and the current step in a terminal."""
+    notes.print("Starting Redis, a worker and Flower")
+    with notes.status(f"{stack.step} …") as status:
+        for line in stack.start():
+            notes.print("[green]✓[/]", Text(line))
+            status.update(f"{stack.step} …")
 
 
 def flower_url(folder: Path) -> str:

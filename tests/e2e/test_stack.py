@@ -31,6 +31,7 @@ from tests.support import (
     as_jsonl,
     feedmill,
     make_posts,
+    naming,
     processes_in,
     redis_servers,
     running,
@@ -231,25 +232,21 @@ def redis_of(folder: Path) -> int:
     raise AssertionError(f"no redis-server runs in {folder}")
 
 
-def test_up_replaces_a_port_that_another_program_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeps_ports_until_another_program_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "PORT_TIMEOUT_S", 0.0)
-    before, notes = kept_addresses(tmp_path)
-    assert notes == []
-    with socket.create_server(("127.0.0.1", before.redis_port)):
-        after, notes = kept_addresses(tmp_path)
-    assert re.search(rf"\b{before.redis_port}\b.*\b{after.redis_port}\b", "".join(notes))
-    assert before.redis_port != after.redis_port
-    assert after == before.model_copy(update={"redis_port": after.redis_port})
-    assert kept_addresses(tmp_path) == (after, [])
-    with socket.create_server(("127.0.0.1", after.flower_port)):
-        last, notes = kept_addresses(tmp_path)
-    assert re.search(rf"\b{after.flower_port}\b.*\b{last.flower_port}\b", "".join(notes))
-    assert last == after.model_copy(update={"flower_port": last.flower_port})
+    kept = kept_addresses(tmp_path)
+    assert kept_addresses(tmp_path) == kept
+    for port in (kept.redis_port, kept.flower_port):
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(StackError, match=naming(port, tmp_path / ADDRESSES_FILE)),
+        ):
+            kept_addresses(tmp_path)
 
 
 @pytest.mark.parametrize("password", ['x\nrequirepass ""', "short"])
 def test_kept_passwords_cannot_change_the_configuration(tmp_path: Path, password: str) -> None:
-    found, _ = kept_addresses(tmp_path)
+    found = kept_addresses(tmp_path)
     path = tmp_path / ADDRESSES_FILE
     path.write_text(json.dumps(found.model_dump() | {"redis_password": password}))
     with pytest.raises(StackError, match=f"{re.escape(str(path))}: redis_password: .*Delete it") as error:

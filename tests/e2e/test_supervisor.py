@@ -126,12 +126,12 @@ def test_workers_share_cpus_and_a_killed_one_is_restarted(
 def test_gives_up_a_failing_worker_and_keeps_the_other(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", ONE_BREAKS) as supervisor:
         # A worker may have ended before the supervisor has counted that failure.
-        wait_until(lambda: supervisor.says("not restarting it"), "the first worker is no longer restarted")
+        wait_until(lambda: supervisor.says("failed 5 times"), "the first worker is no longer restarted")
         assert list(supervisor.workers()) == ["cpu:1"]
         supervisor.process.send_signal(signal.SIGINT)
         assert supervisor.process.wait(120) == 0
     said = supervisor.text()
-    assert re.search(r"\b5 .*\n(      it broke\n)+", said)
+    assert "\n      it broke\n" in said
     assert said.count("cpu:0 | it broke") == 5
     assert said.count("cpu:1 | begun feedmill-cpu:1@") == 1
 

@@ -19,7 +19,7 @@ def main(command: list[str]) -> int:
         return supervisor.Supervisor(settings_of(), shares("cpu:2"), None, command, {}).run()
     except UserError as error:  # reported as in feedmill/cli/main.py
         sys.stderr.write(f"feedmill: {error}\n")
-        return supervisor.USER_ERROR_STATUS
+        return processes.USER_ERROR_STATUS
 
 
 if __name__ == "__main__":

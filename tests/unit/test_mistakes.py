@@ -298,7 +298,7 @@ def test_up_prints_markup_in_settings_literally(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Stack:
-        notes = ()
+        step = ""
 
         def __init__(self, *_: object, **__: object) -> None: ...
 

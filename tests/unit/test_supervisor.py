@@ -1,138 +1,127 @@
-"""feedmill/stack/supervisor.py: restarting workers, their environment, and forwarding their log lines."""
+"""feedmill/stack/{processes,supervisor}.py: restarting workers, their environment, and forwarding their log lines."""
 
 import json
-import re
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from feedmill.shared.errors import SettingsError, StackError
 from feedmill.shared.settings import Settings
+from feedmill.stack import processes
 from feedmill.stack.devices import Share
-from feedmill.stack.processes import MAX_FAILURES, STABLE_AFTER_S, Child, Failures, Service
-from feedmill.stack.supervisor import MAX_LINE_BYTES, SupervisedWorker, Supervisor
-from tests.support import naming
+from feedmill.stack.processes import MAX_FAILURES, MAX_LINE_BYTES, Child, Service
+from feedmill.stack.supervisor import Supervisor
+from tests.support import naming, wait_until
 
 GPUS = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) for number in (4, 7)]
+#: A child that reports that it is ready only if it is the first one in its folder.
+FIRST_IS_READY = """
+import pathlib, signal
+from feedmill.shared.linux import notify
+if not pathlib.Path("started").exists():
+    pathlib.Path("started").touch()
+    notify("READY=1")
+signal.pause()
+"""
 
 
-def supervised(**settings: Any) -> Supervisor:
-    return Supervisor(
-        Settings(**settings), GPUS, "mill@here", ["true"], {"model": "m", "token_budget": 9, "dtype": None}
-    )
+def supervised(command: str, **settings: Any) -> Supervisor:
+    flags = {"model": "m", "token_budget": 9, "dtype": None}
+    return Supervisor(Settings(**settings), GPUS, "mill@here", ["sh", "-c", command], flags)
 
 
-def test_pauses_double_until_giving_up() -> None:
-    now = 0.0
-    failures = Failures(lambda: now)
-    pauses = []
-    for _ in range(MAX_FAILURES):
-        failures.started()
-        now += 5
-        pauses.append(failures.ended())
-    assert pauses == [1, 2, 4, 8, None]
+def output_of(supervisor: Supervisor, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """Yield the output of each worker."""
+    for service in supervisor._services:
+        with closing(service):
+            service.start()
+            wait_until(lambda: service.child.exited() == 0, "the worker has ended")  # noqa: B023
+        yield capsys.readouterr().err
 
 
-def test_healthy_run_resets_the_pauses() -> None:
-    now = 0.0
-    failures = Failures(lambda: now)
-    pauses = []
-    for seconds in (0, STABLE_AFTER_S - 1, 0, STABLE_AFTER_S, 0):
-        failures.started()
-        now += seconds
-        pauses.append(failures.ended())
-    assert pauses == [1, 2, 4, 1, 2]
+@pytest.mark.parametrize(("stable_after", "is_given_up"), [(60.0, True), (0.0, False)])
+def test_gives_up_after_failures_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stable_after: float, is_given_up: bool
+) -> None:
+    monkeypatch.setattr(processes, "FIRST_RESTART_DELAY_S", 1e-6)
+    monkeypatch.setattr(processes, "STABLE_AFTER_S", stable_after)
+    said: list[str] = []
+    with closing(Service(lambda _: Child("worker", ["false"], tmp_path, {}))) as service:
+
+        def is_over() -> bool:
+            service.supervise(said.append)
+            return service.restarts > MAX_FAILURES
+
+        if is_given_up:
+            with pytest.raises(StackError, match=naming("worker", MAX_FAILURES, 1)):
+                wait_until(is_over, "the child is given up")
+            assert [line.split()[-2] for line in said] == ["1e-06", "2e-06", "4e-06", "8e-06"]
+            assert service.is_over
+        else:
+            wait_until(is_over, "the child is restarted again and again")
 
 
 def test_a_service_whose_folder_is_gone_is_not_restarted(tmp_path: Path) -> None:
     """For example because it was moved."""
     folder = tmp_path / "data"
     folder.mkdir()
-    service = Service(lambda: Child("worker", ["false"], folder, {}), lambda: False)
-    service.child.process.wait()
-    service.supervise(lambda _: None)
-    folder.rename(tmp_path / "moved")
-    service._due = 0.0
-    with pytest.raises(StackError, match=naming("worker", folder / "worker.log")):
-        service.supervise(lambda _: None)
+    with closing(Service(lambda _: Child("worker", ["true"], folder, {}))) as service:
+        service.start()
+        folder.rename(tmp_path / "moved")
+        with pytest.raises(StackError, match=naming(folder / "worker.log")):
+            service.start()
 
 
-def test_an_answer_of_a_killed_worker_is_not_its_successors() -> None:
-    """Otherwise a signal that is forwarded to workers that answer would kill one that loads its model."""
-    supervisor = supervised()
-    first, second = supervisor._workers
-    first.process, second.process = Mock(), Mock()
-    asked = {worker.node: worker.process for worker in supervisor._workers}
-    first.process = Mock()  # restarted
-    answer = {"rows_waiting": 0, "recent": {"posts_per_second": 0.0, "device_busy": 0.0}}
-    supervisor._update_statistics(asked, {first.node: answer, second.node: answer})
-    assert (first.statistics, second.statistics) == (None, answer)
+def test_a_restarted_child_is_not_ready_because_the_first_one_was(tmp_path: Path) -> None:
+    """Otherwise a signal that is forwarded to workers that are ready would kill one that loads its model."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", FIRST_IS_READY]
+    with closing(Service(lambda more: Child("worker", command, tmp_path, environment | more))) as service:
+        service.start()
+        wait_until(service.is_ready, "the child is ready")
+        service.child.kill()
+        service.start()
+        assert not service.is_ready()
 
 
-def test_workers_get_settings_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
+def test_workers_get_settings_and_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("feedmill_devices", "all")
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "7")
     monkeypatch.setenv("FEEDMILL_QUEUE", "mine")
-    first, second = supervised(metrics_port=9110)._workers
-    assert (first.node, second.node) == ("mill-cuda:4@here", "mill-cuda:7@here")
-    assert first._command == ["true", "--name", "mill-cuda:4@here"]
-    environment = second._environment
-    assert {name: value for name, value in environment.items() if name.upper().startswith(("FEEDMILL_", "CUDA"))} == {
-        "FEEDMILL_DATA_FOLDER": environment["FEEDMILL_DATA_FOLDER"],
-        "FEEDMILL_CACHE_FOLDER": environment["FEEDMILL_CACHE_FOLDER"],
-        "FEEDMILL_QUEUE": "mine",
-        "FEEDMILL_MODEL": "m",
-        "FEEDMILL_TOKEN_BUDGET": "9",
-        "FEEDMILL_DEVICE": "cuda",
-        "FEEDMILL_DEVICES": "",
-        "FEEDMILL_LOG_FORMAT": "text",
-        "FEEDMILL_METRICS_PORT": "9111",
-        "CUDA_VISIBLE_DEVICES": "7",
+    first, second = output_of(supervised('echo "$0 $@"; env', metrics_port=9110), capsys)
+    assert first.startswith("cuda:4 | --name mill-cuda:4@here\n")
+    lines = [line.removeprefix("cuda:7 | ") for line in second.splitlines()]
+    assert {line for line in lines if line.upper().startswith(("FEEDMILL_", "CUDA"))} == {
+        f"FEEDMILL_DATA_FOLDER={os.environ['FEEDMILL_DATA_FOLDER']}",
+        f"FEEDMILL_CACHE_FOLDER={os.environ['FEEDMILL_CACHE_FOLDER']}",
+        "FEEDMILL_QUEUE=mine",
+        "FEEDMILL_MODEL=m",
+        "FEEDMILL_TOKEN_BUDGET=9",
+        "FEEDMILL_DEVICE=cuda",
+        "FEEDMILL_DEVICES=",
+        "FEEDMILL_LOG_FORMAT=text",
+        "FEEDMILL_METRICS_PORT=9111",
+        "CUDA_VISIBLE_DEVICES=7",
     }
-    assert "NOTIFY_SOCKET" not in environment
-    assert environment["PATH"]
 
 
 def test_rejects_ports_beyond_65535() -> None:
-    assert supervised(metrics_port=65534)
     with pytest.raises(SettingsError, match=r"\b65534\b"):
-        supervised(metrics_port=65535)
+        supervised("true", metrics_port=65535)
 
 
 def test_forwards_output_in_marked_bounded_lines(capsys: pytest.CaptureFixture[str]) -> None:
     script = f"""printf 'one\\n\\n{{"time": 1}}\\nfeedmill: too many\\n'
         head -c {MAX_LINE_BYTES + 1} /dev/zero | tr '\\0' x"""
-    for as_json in (False, True):
-        worker = SupervisedWorker(GPUS[0], "node", ["sh", "-c", script], {}, as_json)
-        worker.start()
-        assert worker.process
-        worker.process.wait(120)
-        assert worker.exited() == 0
-        one, time, long, rest = capsys.readouterr().err.splitlines()
-        if as_json:
-            assert json.loads(one) == {"worker": "node", "message": "one"}
-            assert json.loads(time) == {"worker": "node", "time": 1}
-        else:
-            assert (one, time) == ("cuda:4 | one", 'cuda:4 | {"time": 1}')
-            assert (long, rest) == (f"cuda:4 | {'x' * MAX_LINE_BYTES}", "cuda:4 | x")
-        assert "feedmill: too many" in worker.last_lines
-
-
-def test_status_line_shows_each_worker() -> None:
-    supervisor = supervised()
-    first, second = supervisor._workers
-    first.statistics = {"recent": {"posts_per_second": 1234.5, "device_busy": 0.987}, "rows_waiting": 1500}
-    second.restarts = 2
-    workers, rows, restarts, fourth, seventh = supervisor._status_text(1).split(" · ")
-    assert "1 of 2" in workers
-    assert "1,500" in rows
-    assert "2" in restarts
-    assert re.search("cuda:4 .*1,234 posts/s.*0.99", fourth)
-    assert seventh.startswith("cuda:7 ")
-    second.due = None
-    *_, given_up = supervisor._status_text(1).split(" · ")
-    assert given_up.startswith("cuda:7 ")
-    assert given_up != seventh
+    text, _ = output_of(supervised(script), capsys)
+    assert text.splitlines() == [
+        "cuda:4 | one", 'cuda:4 | {"time": 1}', f"cuda:4 | {'x' * MAX_LINE_BYTES}", "cuda:4 | x"
+    ]  # fmt: skip
+    text, _ = output_of(supervised(script, log_format="json"), capsys)
+    one, time, *_ = map(json.loads, text.splitlines())
+    assert (one, time) == ({"worker": "mill-cuda:4@here", "message": "one"}, {"worker": "mill-cuda:4@here", "time": 1})
