@@ -8,14 +8,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from redis import Redis
-from redis.exceptions import RedisError
 
-from tests.support import RedisServer, announced, feedmill, free_port, installed_redis, run, running, wait_until
+from tests.support import RedisServer, announced, feedmill, run, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -74,16 +71,11 @@ def commands(page: str, section: str = "") -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("how", ["url", "environment"])
-def test_messages_page_example_runs(served: RedisServer, tmp_path: Path, how: str) -> None:
-    environment = os.environ | {"HOME": str(tmp_path)}
-    if how == "environment":
-        environment["FEEDMILL_REDIS_URL"] = served.url
-    else:
-        folder = tmp_path / ".local" / "share" / "feedmill"
-        with announced(folder, json.dumps({"redis_url": served.url})):
-            address = feedmill("url", cwd=tmp_path, HOME=str(tmp_path))
-        environment["FEEDMILL_REDIS_URL"] = address.stdout.strip()
+def test_messages_page_example_runs(served: RedisServer, tmp_path: Path) -> None:
+    folder = tmp_path / ".local" / "share" / "feedmill"
+    with announced(folder, json.dumps({"redis_url": served.url})):
+        address = feedmill("url", cwd=tmp_path, HOME=str(tmp_path)).stdout.strip()
+    environment = os.environ | {"HOME": str(tmp_path), "FEEDMILL_REDIS_URL": address}
     said = run([sys.executable, "-c", "".join(blocks("docs/messages.md", "python"))], tmp_path, environment)
     assert said.stdout == "".join(blocks("docs/messages.md", "")), said.stderr
 
@@ -169,30 +161,3 @@ def test_tests_named_in_security_page_exist() -> None:
     for path, test in named:
         assert (ROOT / path).is_file(), path
         assert not test or f"def {test}(" in (ROOT / path).read_text(), test
-
-
-@pytest.mark.system_redis
-def test_redis_starts_with_docker_redis_conf(tmp_path: Path) -> None:
-    path = installed_redis()
-    if path is None:
-        pytest.skip("needs a redis-server of the system: apt install redis-server")
-    port = free_port()
-    server = subprocess.Popen(
-        [path, str(ROOT / "docker" / "redis.conf"), "--port", str(port)], cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
-    try:
-        client = Redis(port=port, decode_responses=True, socket_connect_timeout=1)
-        wait_until(lambda: _answers(client), "redis-server answers")
-        found = client.config_get("*")
-        assert found["maxmemory-policy"] == "noeviction"
-        assert (found["appendonly"], found["appendfsync"]) == ("yes", "everysec")
-        client.close()
-    finally:
-        server.terminate()
-        server.wait(120)
-
-
-def _answers(client: Redis) -> bool:
-    with suppress(RedisError):
-        return bool(client.ping())
-    return False

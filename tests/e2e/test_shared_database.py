@@ -204,16 +204,6 @@ def test_sweeps_do_not_restore_the_other_workers_messages(neighbours: Neighbours
     wait_until(lambda: not neighbours.held(KOMBUS) + neighbours.held(OURS), "no message is held")
 
 
-def test_remote_control_reaches_both_workers(neighbours: Neighbours) -> None:
-    for app in (neighbours.ours, neighbours.theirs):
-        assert set(app.control.inspect(timeout=30, limit=2).ping() or ()) == {"ours@test", "theirs@test"}
-    told: Any = neighbours.theirs.control.inspect(timeout=30, limit=2).active_queues()
-    assert {node: [queue["name"] for queue in queues] for node, queues in told.items()} == {
-        "ours@test": ["feedmill"],
-        "theirs@test": ["theirs"],
-    }
-
-
 def test_revoking_a_message_does_not_affect_the_other_worker(neighbours: Neighbours) -> None:
     """The remote command reaches both workers; the one with the long timeout holds the revoked message."""
     ours, theirs = neighbours.ours, neighbours.theirs
@@ -247,21 +237,6 @@ def _all_know(app: Celery, task_id: str) -> bool:
     return len(told) == 2 and all(task_id in revoked for revoked in told.values())
 
 
-def test_a_message_in_the_wrong_queue_fails(neighbours: Neighbours) -> None:
-    """Neither worker knows the other's task: the message fails, and the worker continues."""
-    ours, theirs = neighbours.ours, neighbours.theirs
-    lost = theirs.send_task("theirs.note", ["x"], queue="feedmill")
-    if neighbours.short == "ours":
-        with pytest.raises(Exception, match=r"theirs\.note"):
-            lost.get(timeout=120)
-        with pytest.raises(Exception, match=r"feedmill\.classify"):
-            ours.send_task("feedmill.classify", [POSTS], queue="theirs").get(timeout=120)
-    assert ours.send_task("feedmill.classify", [POSTS]).get(timeout=120)[0]["label"] == "sports"
-    assert theirs.send_task("theirs.note", ["y"]).get(timeout=120) == "y"
-    assert "'theirs.note'" in neighbours.worker.text()
-    assert "note x" not in neighbours.ran()
-
-
 # Results by rpc, sent directly to the sender's reply queue.
 
 by_rpc = pytest.mark.parametrize("neighbours", ["theirs"], indirect=True)
@@ -279,17 +254,6 @@ def test_rpc_results(neighbours: Neighbours) -> None:
     with pytest.raises(Exception, match="posts: expected a list of at least one post"):
         ours.send_task("feedmill.classify").get(timeout=120)
     assert not list(neighbours.redis.client.scan_iter(f"celery-task-meta-{sent.id}"))
-
-
-@by_rpc
-def test_rpc_results_reach_their_own_sender(neighbours: Neighbours) -> None:
-    """Each sender gets its own results, in whatever order they are requested."""
-    other = Celery("third", broker=neighbours.redis.url, backend="rpc://", set_as_current=False)
-    other.conf.task_default_queue = "feedmill"
-    first = neighbours.ours.send_task("feedmill.classify", [POSTS[:1]])
-    second = other.send_task("feedmill.classify", [POSTS[1:]])
-    assert second.get(timeout=120)[0]["label"] == "food"
-    assert first.get(timeout=120)[0]["label"] == "sports"
 
 
 @by_rpc
