@@ -7,13 +7,11 @@ Schema files are generated as a whole. tests/unit/test_generated.py fails when a
 import ast
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from textwrap import fill
 from types import ModuleType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, SecretStr
@@ -56,23 +54,6 @@ TYPES = {
     Path: "path",
     SecretStr: "text, secret",
 }
-#: A flag that this many commands share is described once, at the head of the page.
-SHARED_FLAG_COMMANDS = 3
-
-
-class Flag(NamedTuple):
-    """An argument or a flag of a command, as its row in the table. The description ends with default and bounds."""
-
-    name: str
-    description: str
-
-
-class Command(NamedTuple):
-    """A command with its help text and flags."""
-
-    name: str
-    help: str
-    flags: list[Flag]
 
 
 def tree() -> str:
@@ -85,43 +66,24 @@ def tree() -> str:
 
 
 def commands() -> str:
-    """Return each command with its arguments and flags, in the order of `feedmill --help`."""
-    found = list(described(get_command(app), "feedmill"))
-    # A flag's name may have several descriptions: the most common one is shared.
-    uses = Counter(flag for command in found for flag in command.flags).most_common()
-    common = {flag.name: flag for flag, count in reversed(uses) if count >= SHARED_FLAG_COMMANDS}
-    shared = set(common.values())
-    columns = ("argument or flag", "description")
-    index = (f"[{one.name.partition(' ')[2]}](#{one.name.replace(' ', '-')})" for one in found[1:])
-    parts = [
-        f"{', '.join(index)}.\n",
-        "\n## Shared flags\n\nEach command below names those it takes.\n\n",
-        table(columns, sorted(shared)),
-    ]
-    for command in found:
-        parts.append(f"\n## {command.name}\n\n{command.help}\n")
-        if own := [flag for flag in command.flags if flag not in shared]:
-            parts.append(f"\n{table(columns, own)}")
-        if others := [flag.name.partition(" ")[0].strip("`") for flag in command.flags if flag in shared]:
-            parts.append(f"\nShared flags: {', '.join(f'`{name}`' for name in others)}.\n")
-    return "".join(parts)
+    """Return each command with the first paragraph of its help and the names of its arguments and flags."""
+    return table(("command", "does", "arguments and flags"), described(get_command(app), "feedmill"))
 
 
-def described(command: Any, name: str, parent: Any = None) -> Iterator[Command]:
-    """Yield a command and its subcommands.
+def described(command: Any, name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the row of a command, and those of its subcommands.
 
     command: an object of click, or of the copy of click in typer.
     """
-    with command.context_class(command, info_name=name, parent=parent) as context:
-        records = [parameter.get_help_record(context) for parameter in command.params]
-        flags = []
-        for record in filter(None, records):
-            text, _, limits = record[1].replace("\\[", "[").partition("  [")
-            flags.append(Flag(f"`{record[0].strip()}`", f"{text} ({limits.removesuffix(']')})" if limits else text))
-        paragraphs = (fill(each, 116, break_on_hyphens=False) for each in command.help.split("\n\n"))
-        yield Command(name, "\n\n".join(paragraphs), flags)
-        for word in getattr(command, "commands", {}):
-            yield from described(command.get_command(context, word), f"{name} {word}", context)
+    named = (
+        parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar or parameter.name.upper()
+        for parameter in command.params
+        if not getattr(parameter, "hidden", False)
+    )
+    does = " ".join(command.help.partition("\n\n")[0].split())
+    yield f"`{name}`", does, " ".join(f"`{flag}`" for flag in named)
+    for word, found in getattr(command, "commands", {}).items():
+        yield from described(found, f"{name} {word}")
 
 
 def settings() -> str:
