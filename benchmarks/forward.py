@@ -1,9 +1,9 @@
 """Measure which share of the matrix-product ceiling the bare forward pass reaches, by precision, engine and shape.
 
-    python -m benchmarks.forward [--posts FILE] [--dtypes float32,bfloat16] [--compile] [--rounds 5] [--cpu-time]
+    python -m benchmarks.forward [--posts FILE] [--dtypes float32,bfloat16] [--rounds 5] [--cpu-time]
 
 Engines: `library` is the model as transformers loads it, padded, with an attention mask; `padded` and `packed` are
-Feedmill's torch engine in either layout; `compiled` is the padded one with torch.compile. In bfloat16 on x86, `plain`
+Feedmill's torch engine in either layout. In bfloat16 on x86, `plain`
 is `packed` with torch's linear layers, without reordered weights. Shapes: batches of rows of
 one length, and batches that the window forms from posts. Only real tokens count as work, so padding lowers the share.
 The engines alternate. The last line is JSON.
@@ -64,7 +64,7 @@ def library(weights: Weights, chosen: Device) -> Forward:
     return forward
 
 
-def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forward]:
+def engines(weights: Weights, chosen: Device) -> dict[str, Forward]:
     """Return the engines to compare, by name."""
     ours = partial(TorchEngine, weights, chosen, ("mean",), 0, 512)
     found: dict[str, Forward] = {
@@ -76,8 +76,6 @@ def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forwa
         found["packed"] = packing.forward
     if packing.packed and can_reorder(chosen):
         found["plain"] = ours(reordered=False).forward
-    if compiled:
-        found["compiled"] = ours(compiled=True).forward
     return found
 
 
@@ -114,7 +112,7 @@ def measure(chosen: Device, by_shape: dict[str, list[TokenBatch]], arguments: ar
     """Measure the ceiling and all engines in each round. Return the shares of the ceiling by shape and engine."""
     weights = locate(load().model)
     config = json.loads((weights.folder / "config.json").read_text())
-    compared = engines(weights, chosen, arguments.compile)
+    compared = engines(weights, chosen)
     for forward in compared.values():
         for batches in by_shape.values():
             forward(batches[0])
@@ -141,7 +139,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--posts", help="file of posts; default: the bundled posts, repeated")
     parser.add_argument("--dtypes", help="comma-separated; default: the dtype that a worker would use here")
-    parser.add_argument("--compile", action="store_true", help="also measure torch.compile; needs a C++ compiler")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true", help="one thread and its CPU time, for a busy machine")
     arguments = parser.parse_args()

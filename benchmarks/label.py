@@ -31,8 +31,9 @@ from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import load
 from feedmill.shared.topics import DESCRIBED_TOPICS
-from feedmill.workers.training.active import RANDOM, Answer, Pick, Pool, Session
-from feedmill.workers.training.head import Fitted, embed_all, fit, label_vectors, load_embedder, one_thread
+from feedmill.workers.training import Report
+from feedmill.workers.training.active import RANDOM, Answer, Pool, Session
+from feedmill.workers.training.head import Fitted, embed, fit, label_vectors, load_embedder, one_thread
 from feedmill.workers.training.options import TrainOptions
 
 #: Maximum tokens to read of a post, as in `feedmill label`.
@@ -55,7 +56,7 @@ def picked(pool: Pool, truth: Sequence[int], labels: int, seed: int, count: int)
 def at_random(truth: Sequence[int], seed: int, count: int) -> list[Answer]:
     """Return the answers to random posts."""
     places = random.Random(seed).sample(range(len(truth)), count)
-    return [Answer(Pick(place, RANDOM), truth[place]) for place in places]
+    return [Answer(place, RANDOM, truth[place]) for place in places]
 
 
 def main() -> None:
@@ -70,7 +71,7 @@ def main() -> None:
         posts = [post for post in read_posts(arguments.posts, sys.maxsize) if post.topic in DESCRIBED_TOPICS]
         embedder, _ = load_embedder(settings.model, settings, MAX_TOKENS)
         console.print(describe(embedder.device))
-        vectors = embed_all(embedder, [post.text for post in posts], lambda _what, found, _count: found)
+        vectors = embed(embedder, [post.text for post in posts], Report())
         names = tuple(DESCRIBED_TOPICS)
         by_sentences = {
             "names": {name: (name,) for name in names},
@@ -92,7 +93,7 @@ def main() -> None:
         return float(((tested @ head[0].T + head[1]).argmax(1) == truth[~is_pooled]).double().mean())
 
     def logistic(answers: Sequence[Answer]) -> Fitted:
-        places = [answer.pick.place for answer in answers]
+        places = [answer.place for answer in answers]
         found = fit(pooled[places], torch.tensor([known[place] for place in places]), len(names), 7)
         return found.weight, found.bias
 

@@ -27,18 +27,19 @@ from benchmarks.throughput import read_posts
 from feedmill.shared.errors import UserError
 from feedmill.shared.settings import Settings, load
 from feedmill.workers.models import device
+from feedmill.workers.training import Report
 from feedmill.workers.training.examples import Dataset, Example
-from feedmill.workers.training.finetune import Training, TrainingProgress
+from feedmill.workers.training.finetune import Training
 from feedmill.workers.training.options import TrainOptions
 
 #: Options of the variant `plain`, the basis of all others.
-PLAIN = {"batch_size": 8, "precision": "float32"}
+PLAIN: dict[str, Any] = {"batch_size": 8, "dtype": "float32"}
 #: Options that each variant changes.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation 4": {"accumulation": 4},
-    "mixed precision": {"precision": "auto"},
-    "all": {"accumulation": 4, "precision": "auto"},
+    "mixed precision": {"dtype": "auto"},
+    "all": {"accumulation": 4, "dtype": "auto"},
 }
 #: Labels assigned to the posts in turn. The cost of training does not depend on them.
 LABELS = tuple(f"label {number}" for number in range(16))
@@ -57,19 +58,17 @@ def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Tr
     """Train for one epoch with these options changed."""
     ends: list[float] = []
 
-    def note(_: TrainingProgress) -> None:
-        ends.append(time.perf_counter())
+    class Times(Report):
+        def progress(self, step: int, steps: int, loss: float | None) -> None:  # noqa: ARG002
+            ends.append(time.perf_counter())
 
+    chosen = PLAIN | changes
+    settings = settings.model_copy(update={"dtype": chosen.pop("dtype")})
     with tempfile.TemporaryDirectory() as folder:
-        options = TrainOptions.parse(
-            {"from": "posts", "out": folder, "base": settings.model, "epochs": 1}
-            | {"checkpoint_steps": 65_536}
-            | PLAIN
-            | changes
-        )
-        found = Training(dataset, options, settings, progress=note).run()
-    samples = (len(ends) - 1) * found.plan.effective_batch
-    return TrainingResult(samples / (ends[-1] - ends[0]), found.peak_mb)
+        options = TrainOptions.parse({"from": "posts", "out": folder, "base": settings.model, "epochs": 1} | chosen)
+        record = Training(dataset, options, settings, Times()).run().record
+    samples = (len(ends) - 1) * record["plan"]["effective_batch"]
+    return TrainingResult(samples / (ends[-1] - ends[0]), record["peak_mb"])
 
 
 def examples(path: str | None, count: int) -> Dataset:

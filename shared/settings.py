@@ -205,7 +205,7 @@ class Settings(BaseSettings):
             CLASSIFIER_CHOICES,
         ),
     ] = "auto"
-    #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.
+    #: Inference engine: torch, or onnx for ONNX Runtime on CUDA or a CPU.
     #: module:Class loads a plug-in.
     engine: Annotated[str, _form(rf"torch|onnx|{PLUGIN_PATTERN}", "torch, onnx or module:Class")] = "torch"
     #: Folder from which `feedmill deploy` may load models in this worker, including subfolders. Unset: any folder.
@@ -248,8 +248,6 @@ class Settings(BaseSettings):
     #: Seconds of prefetched work, at the device's recent speed, at which a worker stops fetching messages. Prevents
     #: messages from waiting for a slow device while a faster one is idle.
     prefetch_seconds: Seconds = 2.0
-    #: Compile the model with torch.compile. Needs a C++ compiler and a minute per start; measure whether it helps.
-    compile: bool = False
     #: Seconds after which a hanging forward pass, other classifier call, or trial of a deployed model ends the worker.
     #: An application's own task without a time limit is only logged.
     forward_timeout: Seconds = 300.0

@@ -3,12 +3,11 @@
 import csv
 import json
 import random
-import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,8 +26,16 @@ from feedmill.cli.options import (
 )
 from feedmill.local_model import explain_refusals
 from feedmill.shared.atomic_files import replacing
-from feedmill.shared.errors import InputError, PostRefused, UserError, explain_missing, printable, printable_lines
-from feedmill.shared.messages import ClassifyOptions, Post, digest
+from feedmill.shared.errors import (
+    InputError,
+    PostRefused,
+    UserError,
+    explain_missing,
+    json_line,
+    printable,
+    printable_lines,
+)
+from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
 from feedmill.training.data import purged_ids
 from feedmill.workers.training.options import TrainOptions
@@ -39,9 +46,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-#: Names in the output folder: the answers, which `feedmill train --from` reads, too; the model; and the embeddings of
-#: the posts for the next start.
-LABELS_FILE, MODEL_FOLDER, EMBEDDINGS_FILE = "labels.csv", "model", "embeddings.safetensors"
+#: Names in the output folder: the answers, which `feedmill train --from` reads, too; and the model.
+LABELS_FILE, MODEL_FOLDER = "labels.csv", "model"
 #: Columns of LABELS_FILE. A skipped post has an empty label.
 COLUMNS = ("id", "title", "body", "label", "picked")
 #: Keys for commands, and keys for labels, in order.
@@ -54,13 +60,8 @@ USUAL_POOL, MAX_POOL = 2000, 100_000
 #: Defaults that `feedmill train` has, too.
 DEFAULTS = {name: field.default for name, field in TrainOptions.model_fields.items()}
 
-
-class AnsweredPost(NamedTuple):
-    """A post with its label; None if it was skipped. picked: why it was picked."""
-
-    post: Post
-    label: str | None
-    picked: str
+#: A post with its label, empty if it was skipped, and why it was picked.
+AnsweredPost = tuple[Post, str, str]
 
 
 @app.command()
@@ -92,27 +93,32 @@ def label(
     --model` and `feedmill deploy`. The same command resumes. Answers can be piped, one per line: keys or labels.
     """
     settings = settings_of(labels=labels, template=template, device=device, redis_url=redis_url)
-    names = _label_names(settings)
+    names = tuple(settings.labels or ())
+    if not 2 <= len(names) <= len(LABEL_KEYS):
+        raise UserError(
+            f"--labels: give 2 to {len(LABEL_KEYS)} labels, such as delivery,refund; these are {len(names)}."
+        )
     if posts == "-":
         raise UserError("Standard input has the answers. Give a file of posts.")
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     folder = out.expanduser().absolute()
     answered = _begun(folder, names)
     with explain_missing("Labelling", "worker"):
-        from feedmill.training.report import TrainingReport  # noqa: PLC0415 - needs torch, which only workers have
+        from feedmill.training.report import TrainingReport, advise  # noqa: PLC0415 - needs torch
         from feedmill.workers.training import active, head  # noqa: PLC0415
     reading = FileReading(posts, notes, columns=file.columns(), encoding=file.encoding, text_only=True)
-    sample, done = _with_answered(_read(reading, pool, seed, settings, notes), answered, names, active)
-    report = TrainingReport(notes, as_json=False, quiet=False)
+    sample = _read(reading, pool, seed, settings, notes)
+    places = {post.id: place for place, post in enumerate(sample)}
+    done = []
+    for post, name, why in answered:
+        if places.setdefault(post.id, len(sample)) == len(sample):  # not in the sample
+            sample.append(post)
+        done.append(active.Answer(places[post.id], why, names.index(name) if name else None))
+    report = TrainingReport(notes)
     try:
         report.phase(f"loading {base}")
         embedder, layout = head.load_embedder(base, settings, max_tokens)
-        texts = [post.text for post in sample]
-        key = digest(embedder.weights.sha256, layout.digest, str(max_tokens), *texts)
-        vectors = head.read_vectors(folder / EMBEDDINGS_FILE, key)
-        if vectors is None:
-            vectors = head.embed_all(embedder, texts, report.counting)
-            head.write_vectors(folder / EMBEDDINGS_FILE, vectors, key)
+        vectors = head.embed(embedder, [post.text for post in sample], report)
         with explain_refusals(settings):
             described = ClassifyOptions(labels=settings.labels, template=settings.template)
             label_vectors = head.label_vectors(embedder, described)
@@ -120,58 +126,60 @@ def label(
         report.stop()
     session = active.Session(active.Pool(vectors, label_vectors), len(names), seed, done)
     _ask(session, sample, names, folder / LABELS_FILE, notes)
-    summary = _summary(session, names, base, seed, max_tokens)
-    if session.labelled:
-        model = head.HeadModel(embedder.weights, layout, max_tokens, names, *session.head())
-        _write_model(folder / MODEL_FOLDER, model, settings, summary)
-    summary["model"] = str(folder / MODEL_FOLDER) if session.labelled else None
-    summary["labels_file"] = str(folder / LABELS_FILE)
-    _print_summary(summary, as_json)
-
-
-def _print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
+    summary = _summary(session, names) | {"base": base, "max_tokens": max_tokens, "seed": seed}
+    model = str(folder / MODEL_FOLDER) if session.labelled else None
+    if model:
+        fitted = session.head()
+        _write_model(
+            Path(model), head.HeadModel(embedder.weights, layout, max_tokens, names, *fitted, settings, summary)
+        )
+    summary |= {"model": model, "labels_file": str(folder / LABELS_FILE)}
     if as_json:
-        typer.echo(json.dumps(summary, ensure_ascii=False))
+        typer.echo(json_line(summary))
         return
-    skipped = f", {summary['skipped']:,} skipped" if summary["skipped"] else ""
-    typer.echo(printable(f"{summary['labelled']:,} labels{skipped} in {summary['labels_file']}"))
-    accuracy, zero_shot = summary["accuracy"], summary["zero_shot_accuracy"]
-    if accuracy is not None:
-        typer.echo(f"Accuracy on the held-back posts: {accuracy:.2f}; zero-shot: {zero_shot:.2f}")
-        if accuracy <= zero_shot:
-            typer.echo("Do not deploy this model yet. The same command asks for more posts.")
-            return
-    if summary["model"]:
-        where = printable(shlex.quote(summary["model"]))
-        typer.echo(f"Next, switch running workers to the model:\n  feedmill deploy {where}")
-        typer.echo(f"Or start a worker with it:\n  feedmill worker --model {where}")
-
-
-def _label_names(settings: Settings) -> tuple[str, ...]:
-    names = tuple(settings.labels or ())
-    if len(names) < 2:
-        raise UserError("--labels must name at least two labels, such as delivery,refund.")
-    if len(names) > len(LABEL_KEYS):
-        raise UserError(f"--labels names {len(names)} labels, but there are keys for {len(LABEL_KEYS)}. Give fewer.")
-    return names
+    typer.echo(printable(f"{summary['labelled']:,} labels, {summary['skipped']:,} skipped, in {folder / LABELS_FILE}"))
+    if (measured := session.measured) is not None:
+        typer.echo(f"Accuracy on the held-back posts: {measured.accuracy:.2f}; zero-shot: {measured.zero_shot:.2f}")
+    if measured is not None and measured.accuracy <= measured.zero_shot:
+        typer.echo("Do not deploy this model yet. The same command asks for more posts.")
+    elif model:
+        advise(model)
 
 
 def _begun(folder: Path, names: Sequence[str]) -> list[AnsweredPost]:
     """Create the folder, or return its answers. Raises UserError if they have other labels, or it is another's."""
+    where = printable(str(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = {path.name for path in folder.iterdir()}
     except OSError as error:
-        raise UserError(f"Cannot create {printable(str(folder))}: {error.strerror}. Set another --out.") from None
-    if held - {LABELS_FILE, MODEL_FOLDER, EMBEDDINGS_FILE}:
-        raise UserError(f"{printable(str(folder))} is not empty. Choose a new or empty folder.")
-    found = read_answers(folder / LABELS_FILE)
-    if unknown := {answer.label for answer in found if answer.label} - set(names):
+        raise UserError(f"Cannot create {where}: {error.strerror}. Set another --out.") from None
+    if held - {LABELS_FILE, MODEL_FOLDER}:
+        raise UserError(f"{where} is not empty. Choose a new or empty folder.")
+    answered = read_answers(folder / LABELS_FILE)
+    if unknown := {name for _, name, _ in answered if name} - set(names):
         raise UserError(
-            f"{printable(str(folder / LABELS_FILE))} has the label {printable(min(unknown))!r}, which --labels lacks. "
-            "Give the same labels, or another --out."
+            f"{where}/{LABELS_FILE} has the label {printable(min(unknown))!r}, which --labels lacks. Give the same "
+            "labels, or another --out."
         )
-    return found
+    return answered
+
+
+def read_answers(path: Path) -> list[AnsweredPost]:
+    """Read the answers, in order; none if there is no file. Raises UserError if the file has another form."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return [
+                (Post.parse({name: row[name] or "" for name in COLUMNS[:3]}), row["label"], row["picked"])
+                for row in csv.DictReader(file, strict=True)
+            ]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, csv.Error, PostRefused) as error:
+        raise UserError(
+            f"Cannot resume: {printable(str(path))} is not a list of answers of `feedmill label` "
+            f"({printable(str(error))}). Restore it, or give another --out."
+        ) from None
 
 
 def _read(reading: FileReading, count: int, seed: int, settings: Settings, notes: Console) -> list[Post]:
@@ -180,8 +188,8 @@ def _read(reading: FileReading, count: int, seed: int, settings: Settings, notes
     reading.end()
     if read > len(sample):
         notes.print(f"Choosing from {len(sample):,} of {read:,} posts, sampled at random. --pool takes more.")
-    gone = purged_ids((post.id for post in sample), settings, notes)
-    sample = [post for post in sample if not gone or post.id not in gone]
+    gone = purged_ids((post.id for post in sample), settings, notes) or ()
+    sample = [post for post in sample if post.id not in gone]
     if not sample:
         raise InputError(f"{reading.source.name} contains no valid post. Give another file.")
     return sample
@@ -201,21 +209,6 @@ def _sample(posts: Iterable[Post], count: int, seed: int) -> tuple[list[Post], i
     return list({" ".join(post.text.casefold().split()): post for post in kept.values()}.values()), read
 
 
-def _with_answered(
-    sample: Sequence[Post], answered: Sequence[AnsweredPost], names: Sequence[str], active: Any
-) -> tuple[list[Post], list[Any]]:
-    """Return the posts, with those answered that the sample lacks, and the answers."""
-    posts = list(sample)
-    places = {post.id: place for place, post in enumerate(posts)}
-    answers = []
-    for post, name, why in answered:
-        if post.id not in places:
-            places[post.id] = len(posts)
-            posts.append(post)
-        answers.append(active.Answer(active.Pick(places[post.id], why), None if name is None else names.index(name)))
-    return posts, answers
-
-
 def _ask(session: "Session", posts: Sequence[Post], names: Sequence[str], path: Path, notes: Console) -> None:
     """Ask for labels until the user quits or no post is left. Saves after each answer."""
     by_name = {name: number for number, name in enumerate(names)}
@@ -230,12 +223,10 @@ def _ask(session: "Session", posts: Sequence[Post], names: Sequence[str], path: 
             if given in (QUIT, ""):
                 return
             number = keys.get(given, by_name.get(given))
-            if given == SKIP:
-                session.answer(None)
-            elif given == UNDO:
+            if given == UNDO:
                 session.undo()
-            elif number is not None:
-                session.answer(number)
+            elif given == SKIP or number is not None:
+                session.answer(None if given == SKIP else number)
             else:
                 notes.print(Text(f"Unknown key {given!r}. Type one of those above."))
                 continue
@@ -252,9 +243,9 @@ def _save(session: "Session", posts: Sequence[Post], names: Sequence[str], path:
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
-            for pick, number in session.answers:
-                post = posts[pick.place]
-                writer.writerow((post.id, post.title, post.body, "" if number is None else names[number], pick.why))
+            for place, why, number in session.answers:
+                post = posts[place]
+                writer.writerow((post.id, post.title, post.body, "" if number is None else names[number], why))
     except OSError as error:
         raise UserError(f"Cannot write {printable(str(path))}: {error.strerror}.") from None
 
@@ -284,51 +275,27 @@ def _answer() -> str:
     return next((line.strip() for line in sys.stdin if line.strip()), "")
 
 
-def read_answers(path: Path) -> list[AnsweredPost]:
-    """Read the answers, in order; none if there is no file. Raises UserError if the file has another form."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return [
-                AnsweredPost(
-                    Post.parse({name: row[name] or "" for name in COLUMNS[:3]}), row["label"] or None, row["picked"]
-                )
-                for row in csv.DictReader(file, strict=True)
-            ]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError, csv.Error, PostRefused) as error:
-        raise UserError(
-            f"Cannot resume: {printable(str(path))} is not a list of answers of `feedmill label` "
-            f"({printable(str(error))}). Restore it, or give another --out."
-        ) from None
-
-
-def _summary(session: "Session", names: Sequence[str], base: str, seed: int, max_tokens: int) -> dict[str, Any]:
-    counts = [sum(answer.label == number for answer in session.answers) for number in range(len(names))]
+def _summary(session: "Session", names: Sequence[str]) -> dict[str, Any]:
+    given = [answer.label for answer in session.answers]
     last = session.measured
     return {
-        "labels": dict(zip(names, counts, strict=True)),
+        "labels": {name: given.count(number) for number, name in enumerate(names)},
         "labelled": session.labelled,
-        "skipped": len(session.answers) - session.labelled,
+        "skipped": given.count(None),
         "held_back": last.held_back if last else 0,
         "accuracy": last.accuracy if last else None,
         "zero_shot_accuracy": last.zero_shot if last else None,
-        "base": base,
-        "max_tokens": max_tokens,
-        "seed": seed,
     }
 
 
-def _write_model(folder: Path, model: "HeadModel", settings: Settings, summary: Mapping[str, Any]) -> None:
+def _write_model(folder: Path, model: "HeadModel") -> None:
     """Write the model's folder, replacing that of an earlier run once it is complete."""
-    from feedmill.workers.training import head  # noqa: PLC0415 - needs torch, which only workers have
-
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        (temporary / "training.json").write_text(json.dumps(summary, ensure_ascii=False, indent=1) + "\n")
-        head.save(model, temporary, settings)
+        (temporary / "training.json").write_text(json.dumps(model.record, ensure_ascii=False, indent=1) + "\n")
+        model.save(temporary)
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)

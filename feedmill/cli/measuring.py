@@ -1,13 +1,12 @@
 """The `feedmill tune` and `feedmill evaluate` commands: measure a model's speed and accuracy on a file's posts."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,9 +16,9 @@ from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import FileFlags, JsonSummary, Limit, ModelFlags, ModelOption, settings_of
 from feedmill.console import output_console
-from feedmill.local_model import load_model
+from feedmill.local_model import explain_refusals, load_model
 from feedmill.report import plots
-from feedmill.shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
+from feedmill.shared.errors import InputError, UserError, explain_missing, json_line, printable
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
 
@@ -49,8 +48,7 @@ def tune(
     rounds: Annotated[
         int, typer.Option(help="Measurements per batch size and token budget; their median is reported.", min=1)
     ] = 3,
-    csv_file: Annotated[Path, typer.Option("--csv", help="CSV file for the measurements.")] = Path("feedmill-tune.csv"),
-    png: Annotated[Path, typer.Option(help="Image file for the chart.")] = Path("feedmill-tune.png"),
+    png: Annotated[Path | None, typer.Option(help="Image file for the chart.")] = None,
     as_json: JsonSummary = False,
 ) -> None:
     """Measure batch sizes and token budgets on a file's posts.
@@ -58,30 +56,24 @@ def tune(
     Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
     """
     settings = settings_of(model=model, **vars(flags), plain_logs=True)
-    _check_writable(csv_file, png)
-    console, notes = _consoles()
+    _check_writable(png)
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, text_only=True)
     posts = _first(reading, file, limit)
     loaded = load_model(settings)
     # Imported late: needs torch, which only workers have.
-    from feedmill.evaluation.tuning_report import NAMES, TuningReport  # noqa: PLC0415
+    from feedmill.evaluation.report import SIZES, TuningReport  # noqa: PLC0415
     from feedmill.workers.pipeline.calibration import remember  # noqa: PLC0415
     from feedmill.workers.pipeline.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
 
     tuning = Tuning(loaded, [post.text for post in posts], settings, rounds)
     shown = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*shown, console=notes, transient=True) as progress:
+    with Progress(*shown, console=notes, transient=True) as progress, explain_refusals(settings):
         bar = progress.add_task("", total=tuning.steps)
-        try:
-            for done, size in enumerate(tuning.run()):
-                progress.update(bar, completed=done, description=f"{NAMES[size.kind]} {size.value}")
-        except DeviceLost as lost:
-            raise ModelError(
-                f"The device failed: {clause(lost)}. Nothing was stored; check the device and run "
-                "`feedmill tune` again."
-            ) from None
+        for done, size in enumerate(tuning.run()):
+            progress.update(bar, completed=done, description=f"{SIZES[size.kind][0]} {size.value}")
     report = TuningReport(tuning, loaded, len(posts))
-    report.show(console)
+    report.show(output_console())
     curve = report.curves[TOKEN_BUDGET]
     stored = curve.settled and remember(loaded, settings, curve.rates)
     if stored:
@@ -92,12 +84,11 @@ def tune(
         )
     if settings.token_budget:
         typer.echo(f"FEEDMILL_TOKEN_BUDGET is set, so workers use that budget: {settings.token_budget}.")
-    report.write_csv(csv_file)
-    curves = [(NAMES[kind], curve) for kind, curve in report.measured.items()]
-    drawn = plots.save(png, partial(plots.draw_curves, curves=curves, title=report.title), notes)
-    typer.echo(f"Figures: {csv_file}" + (f"; chart: {png}" if drawn else ""))
+    if png:
+        curves = [(SIZES[kind][0], curve) for kind, curve in report.measured.items()]
+        plots.save(png, partial(plots.draw_curves, curves=curves, title=report.title), notes)
     if as_json:
-        typer.echo(json.dumps({"posts": len(posts), "rounds": rounds, **report.summary(), "stored": stored}))
+        typer.echo(json_line({"posts": len(posts), "rounds": rounds, **report.summary(), "stored": stored}))
     _end(reading)
 
 
@@ -112,8 +103,7 @@ def evaluate(
     flags: ModelFlags,
     limit: Limit = None,
     columns: FileFlags,
-    png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix.")] = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="CSV file for each post's prediction.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix of a single model.")] = None,
     as_json: JsonSummary = False,
 ) -> None:
     """Compare a model's labels with the topics of a file's posts.
@@ -122,68 +112,44 @@ def evaluate(
     compare models. Exits 1 if a post failed or a record was malformed.
     """
     each = [settings_of(model=model, **vars(flags), plain_logs=True) for model in models or (None,)]
-    if len(each) > 1 and (png or csv_file):
-        raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
-    _check_writable(csv_file, png)
-    if png:
-        plots.require()
-    console, notes = _consoles()
-    reading = FileReading(
-        file, notes, columns=columns.columns(), encoding=columns.encoding, shows_ids=csv_file is not None
-    )
+    if png and len(each) > 1:
+        raise UserError("--png needs a single model. Give one --model, or leave it out.")
+    _check_writable(png)
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, shows_ids=False)
     posts = _first(reading, file, limit)
     if not any(post.topic for post in posts):
         raise InputError("No post has a topic. Add the true labels in the field `topic`.")
-    if len(each) > 1:
-        compared = _compare(posts, each, console, notes)
-        if as_json:
-            typer.echo(json_line(compared))
-        _end(reading)
-    (settings,) = each
-    loaded = load_model(settings)
-    # Imported late: needs numpy, which comes with torch.
-    from feedmill.evaluation import report as evaluation_report  # noqa: PLC0415
-
-    known = _known(posts, [loaded.label_set(ClassifyOptions()).labels])
-    found = _measured(known, loaded, settings, notes)
-    evaluation = found.evaluation
-    evaluation_report.show(console, evaluation)
-    evaluation_report.show_sureness(found)
-    if len(known) < len(posts):
-        typer.echo(f"Excluded: {len(posts) - len(known):,} posts whose topic is missing or not a label.")
-    if found.failures:
-        typer.echo(
-            f"Excluded: {len(found.failures):,} posts that could not be classified; the first: {found.failures[0]}"
-        )
-    if csv_file:
-        evaluation_report.write_csv(csv_file, found.predictions)
-    if png:
-        title = f"{loaded.weights.name}: accuracy {evaluation.accuracy:.3f}, {evaluation.posts:,} posts"
-        plots.save(png, partial(plots.draw_confusion, found=evaluation, title=title), notes)
-    if as_json:
-        typer.echo(json_line(found.summary(len(posts) - len(known))))
-    _end(reading, bool(found.failures))
-
-
-def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, notes: Console) -> dict[str, Any]:
-    """Evaluate several models on the posts whose topic is a label of each; return the JSON summary."""
-    # Imported late: needs torch, which only workers have.
-    from feedmill.evaluation.report import models_table  # noqa: PLC0415
-    from feedmill.evaluation.run import settings_for_comparison  # noqa: PLC0415
-
-    each = [settings_for_comparison(settings) for settings in each]
+    with explain_missing("Evaluating", "worker"):
+        from feedmill.evaluation import report  # noqa: PLC0415 - needs torch, which only workers have
+        from feedmill.evaluation.run import usable_settings  # noqa: PLC0415
+    if compared := len(each) > 1:
+        each = [usable_settings(settings) for settings in each]
     loaded = [load_model(settings) for settings in each]
     known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
     found = [_measured(known, model, settings, notes) for model, settings in zip(loaded, each, strict=True)]
     left_out = len(posts) - len(known)
-    summaries = [(one.model, one.summary(left_out)) for one in found]
-    best_first = sorted(summaries, key=lambda one: one[1]["accuracy"], reverse=True)
-    console.print(models_table("model", best_first))
-    typer.echo(
-        f"{len(known):,} posts"
-        + (f"; excluded: {left_out:,} whose topic is not a label of every model" * bool(left_out))
-    )
-    return {"posts": len(known), "models": dict(summaries)}
+    summaries = {one.model: one.summary(left_out) for one in found}
+    console, (first, *_) = output_console(), found
+    if compared:
+        best_first = sorted(summaries.items(), key=lambda one: one[1]["accuracy"], reverse=True)
+        console.print(report.models_table("model", best_first))
+        typer.echo(f"{len(known):,} posts.")
+    else:
+        report.show(console, first.evaluation)
+        report.show_sureness(first)
+    if left_out:
+        typer.echo(f"Excluded: {left_out:,} posts whose topic is missing or not a label{' of every model' * compared}.")
+    if first.failures and not compared:
+        typer.echo(
+            f"Excluded: {len(first.failures):,} posts that could not be classified; the first: {first.failures[0]}"
+        )
+    if png:
+        title = f"{first.model}: accuracy {first.evaluation.accuracy:.3f}, {first.evaluation.posts:,} posts"
+        plots.save(png, partial(plots.draw_confusion, found=first.evaluation, title=title), notes)
+    if as_json:
+        typer.echo(json_line({"posts": len(known), "models": summaries} if compared else summaries[first.model]))
+    _end(reading, bool(first.failures) and not compared)
 
 
 def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:
@@ -213,11 +179,6 @@ def _measured(
         return measure(known, loaded, settings, lambda found, count: progress.track(found, total=count))
 
 
-def _consoles() -> tuple[Console, Console]:
-    """Return a console for tables on standard output, and one for notes on standard error."""
-    return output_console(), Console(stderr=True, soft_wrap=True, highlight=False)
-
-
 def _first(reading: FileReading, file: str, limit: int | None) -> list[Post]:
     """Return the first `limit` posts. Raises InputError if the file has none."""
     posts = list(islice(reading.posts(), limit))
@@ -233,11 +194,13 @@ def _end(reading: FileReading, failed: bool = False) -> None:
     raise typer.Exit(1 if failed or reading.skipped > reading.without_text else 0)
 
 
-def _check_writable(*paths: Path | None) -> None:
-    """Check the output files before a long measurement. Raises UserError for one that cannot be written."""
-    for path in paths:
-        if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-            raise UserError(f"Cannot write {path}. Choose a file in an existing folder that you may write to.")
+def _check_writable(png: Path | None) -> None:
+    """Check the chart's file before a long measurement. Raises UserError if it cannot be written or drawn."""
+    if png is None:
+        return
+    plots.require()
+    if png.is_dir() or not os.access(png if png.exists() else png.parent, os.W_OK):
+        raise UserError(f"Cannot write {png}. Choose a file in an existing folder that you may write to.")
 
 
 def _no_truth(posts: Sequence[Post], labels: Sequence[str]) -> str:

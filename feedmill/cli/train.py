@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-#: Packages that a training imports; the extra `train` adds them to a worker's.
-PACKAGES = ("torch", "transformers", "accelerate")
-PACKAGES_OF_A_HEAD = ("torch", "transformers")
+#: Packages that a training imports, and the extras that bring them: of a head, and of all weights.
+PACKAGES_OF_A_HEAD = (("torch", "transformers"), "worker")
+PACKAGES = (("torch", "transformers", "accelerate"), "worker,train")
 
 
 @app.command()
@@ -49,7 +49,7 @@ def train(
     OUT`. See docs/training.md.
     """
     settings = settings_of(device=device, redis_url=redis_url, plain_logs=True)
-    packages, extras = (PACKAGES_OF_A_HEAD, "worker") if options.head else (PACKAGES, "worker,train")
+    packages, extras = PACKAGES_OF_A_HEAD if options.head else PACKAGES
     for package in packages:
         if find_spec(package) is None:
             raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[{extras}]'`.")
@@ -80,125 +80,93 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     report = TrainingReport(notes, as_json, quiet=not first)
     report.data(dataset)
     try:
-        trained = (_fit_head if options.head else _fine_tune)(folder, dataset, options, settings, report)
+        if options.head:
+            from feedmill.workers.training.head import train_head  # noqa: PLC0415
+
+            trained: Any = train_head(dataset, options, settings, report)
+        else:
+            from feedmill.workers.training.finetune import Training  # noqa: PLC0415
+
+            training = Training(dataset, options, settings, report)
+            if first:
+                record_start(folder, options, dataset)
+            trained = training.run()
+        if not first:
+            return
+        trained.save(folder)
+        tested, zero_shot = _tested(folder, options, dataset, settings, report)
     finally:
         report.stop()
-    if not first:
-        return
-    tested, zero_shot = _tested(folder, options, dataset, settings, report)
-    record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
-    if not options.head:
+    record = model_card.write(folder, options, dataset, collected.provenance, trained.record, tested, zero_shot)
+    if record["curve"]:
         title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {record['plan']['effective_batch']}"
-        plots.save(folder / "training.png", partial(plots.draw_training, curve=trained.curve, title=title), notes)
+        plots.save(folder / "training.png", partial(plots.draw_training, curve=record["curve"], title=title), notes)
     report.finished(output_console(), record, folder)
-
-
-def _fit_head(
-    folder: Path, dataset: "Dataset", options: TrainOptions, settings: Settings, report: "TrainingReport"
-) -> Any:
-    from feedmill.workers.training import head  # noqa: PLC0415 - needs torch, which only workers have
-
-    trained = head.train_head(dataset, options, settings, report.phase, report.counting)
-    head.save(trained.model, folder, settings)
-    return trained
-
-
-def _fine_tune(
-    folder: Path, dataset: "Dataset", options: TrainOptions, settings: Settings, report: "TrainingReport"
-) -> Any:
-    from feedmill.workers.training import finetune  # noqa: PLC0415 - needs torch, which only workers have
-
-    first = os.environ.get("RANK", "0") == "0"
-    training = finetune.Training(dataset, options, settings, report.planned, report.progress, report.phase)
-    if first:
-        record_start(folder, options, dataset)
-    trained = training.run()
-    if first:
-        finetune.save(trained, folder)
-    return trained
 
 
 def check_folder(folder: Path, resume: bool) -> None:
     """Create the folder for a model. Raises UserError if it is unusable or does not fit `resume`."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out: {folder} is a file. Choose a folder.")
-    held = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise UserError(f"--out: cannot create the folder {folder}: {error.strerror}. Choose another one.") from None
     if resume and CHECKPOINTS not in held:
         raise UserError(f"{folder} contains no interrupted training. Leave out --resume.")
     if not resume and CHECKPOINTS in held:
         raise UserError(f"{folder} contains an interrupted training. Continue it with --resume, or delete the folder.")
-    if held - {CHECKPOINTS} and not resume:
+    if held and not resume:
         raise UserError(f"{folder} is not empty. Choose a new or empty folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"Cannot create {folder}: {error.strerror}. Set another --out.") from None
 
 
 def record_start(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:
     """Record the options and posts of the checkpoints. Raises UserError on a resume with different ones."""
-    current = {"options": options.model_dump(mode="json", exclude={"resume"}), "digest": dataset.digest}
-    record_file = folder / CHECKPOINTS / BEGUN
-    if options.resume:
-        try:
-            recorded = json.loads(record_file.read_text())
-        except (OSError, ValueError):
-            recorded = {}
-        if recorded != current:
-            what = "other options" if recorded.get("digest") == current["digest"] else "other posts"
-            raise UserError(
-                f"The training in {folder} was started with {what}. Give the same options and posts, or delete the "
-                "folder; if posts still arrive, train on an export."
-            )
-        return
-    record_file.parent.mkdir(exist_ok=True)
-    record_file.write_text(json.dumps(current))
+    started = json.dumps({"options": options.model_dump(mode="json", exclude={"resume"}), "digest": dataset.digest})
+    file = folder / CHECKPOINTS / BEGUN
+    if not options.resume:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(started)
+    elif not file.is_file() or file.read_text() != started:
+        raise UserError(
+            f"The training in {folder} was started with other options or posts. Give the same, or delete the folder; "
+            "if posts still arrive, train on an export."
+        )
 
 
 def _tested(
     folder: Path, options: TrainOptions, dataset: "Dataset", settings: Settings, report: "TrainingReport"
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
-    from feedmill.evaluation.run import measure  # noqa: PLC0415 - needs torch, which only workers have
-    from feedmill.workers.models.classifiers.registry import unused_settings  # noqa: PLC0415
-
     if not dataset.test:
         return None, None
+    from feedmill.evaluation.run import measure, usable_settings  # noqa: PLC0415 - needs torch, which only workers have
+
     known = [(example.post, example.label) for example in dataset.test]
-    kind = "head" if options.head else "sequence"
-    unset = dict.fromkeys(("revision", "labels", "template", *unused_settings(kind)))
-    own = settings.model_copy(update={"model": str(folder), "classifier": kind, **unset})
+    own = settings.model_copy(
+        update={"model": str(folder), "classifier": "head" if options.head else "sequence", "revision": None}
+    )
 
-    def summary(what: str, chosen: Settings | None) -> dict[str, Any] | None:
-        if chosen is None:
-            return None
+    def summary(what: str, chosen: Settings) -> dict[str, Any]:
         report.phase(f"loading {what} and measuring its token budget")
-        try:
-            return measure(known, load_model(chosen), chosen, partial(report.testing, what)).summary(0)
-        finally:
-            report.stop()
+        track = partial(report.counting, f"testing {what} on")
+        return measure(known, load_model(chosen), chosen, track).summary(0)
 
-    return summary("the trained model", own), summary("its base", _zero_shot(options, dataset, settings))
+    base = _zero_shot(options, dataset, settings)
+    return summary("the trained model", usable_settings(own)), summary("its base", base) if base else None
 
 
 def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) -> Settings | None:
     """Return the settings to test the untrained base with, or None if it cannot classify or is not compared."""
-    from feedmill.workers.models.classifiers.registry import (  # noqa: PLC0415 - needs torch, which only workers have
-        WITH_FIXED_LABELS,
-        classifier_kind,
-        unused_settings,
-    )
-    from feedmill.workers.models.weights import locate  # noqa: PLC0415
+    from feedmill.evaluation.run import usable_settings  # noqa: PLC0415 - needs torch, which only workers have
+    from feedmill.workers.models.classifiers.registry import WITH_FIXED_LABELS, kind_of  # noqa: PLC0415
 
-    if not options.compare:
-        return None
+    own = settings.model_copy(update={"model": options.base, "classifier": "auto"})
     try:
-        kind = classifier_kind(locate(options.base, settings.revision, settings.offline, settings.trust_remote_code))
+        kind = kind_of(own)
     except UserError:  # not a classifier without training
         return None
-    if kind in WITH_FIXED_LABELS:
+    if kind in WITH_FIXED_LABELS or not options.compare:
         return None
     described = settings.labels or (DESCRIBED_TOPICS if kind == "similarity" else {})
     labels = {label: described.get(label, (label,)) for label in dataset.labels}
-    own = {"model": options.base, "classifier": kind, "labels": labels}
-    return settings.model_copy(update=dict.fromkeys(unused_settings(kind)) | own)
+    return usable_settings(own.model_copy(update={"labels": labels}))

@@ -1,6 +1,6 @@
 """Draw charts as PNG with matplotlib (the extra `charts`), which is imported only when a chart is drawn."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ from feedmill.shared.errors import explain_missing
 if TYPE_CHECKING:
     from feedmill.evaluation.measures import Evaluation
     from feedmill.workers.pipeline.tuning import Curve
-    from feedmill.workers.training.finetune import Point
 
 #: Colours of the main series and of secondary series.
 MAIN, OTHER = "#c2571a", "#b9bdc4"
@@ -70,18 +69,21 @@ def draw_curves(figure: Any, curves: Sequence[tuple[str, "Curve"]], title: str) 
         axes.spines["top"].set_visible(False)
 
 
-def draw_training(figure: Any, curve: Sequence["Point"], title: str) -> None:
-    """Draw training loss and learning rate over optimization steps, and the validation loss as dots."""
+def draw_training(figure: Any, curve: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draw training loss and learning rate over optimization steps, and the validation loss as dots.
+
+    curve: entries of the Trainer's log.
+    """
     figure.set_size_inches(9, 3.4)
     figure.suptitle(title, x=0.01, ha="left", fontsize=9, parse_math=False)
     losses, rates = figure.subplots(1, 2)
-    for axes, name in ((losses, "loss"), (rates, "rate")):
-        points = [(point.step, value) for point in curve if (value := getattr(point, name)) is not None]
+    for axes, name in ((losses, "loss"), (rates, "learning_rate")):
+        points = [(point["step"], point[name]) for point in curve if name in point]
         axes.plot(*zip(*points, strict=True), color=MAIN, label="training")
         axes.set_xlabel("optimization step")
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
-    held_back = [(point.step, point.validation_loss) for point in curve if point.validation_loss is not None]
+    held_back = [(point["step"], point["eval_loss"]) for point in curve if "eval_loss" in point]
     if held_back:
         losses.plot(*zip(*held_back, strict=True), color="#777777", marker="o", linestyle="", label="held back")
         losses.legend(frameon=False)

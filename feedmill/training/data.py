@@ -16,7 +16,7 @@ from feedmill.producers.exported import Labelled
 from feedmill.producers.records import Columns
 from feedmill.reading.rows import RowReader
 from feedmill.shared.broker import connect, user_errors
-from feedmill.shared.errors import InputError, RedisUnavailable, UserError, printable
+from feedmill.shared.errors import InputError, RedisUnavailable, printable
 from feedmill.shared.messages import Post
 from feedmill.shared.scripts.stream import Place
 from feedmill.shared.settings import Settings
@@ -47,23 +47,14 @@ class Collected(NamedTuple):
 
 def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collected:
     """Read the posts that the options name. Raises UserError."""
-    if options.source == RESULTS and options.test is None:
-        for flag in ("id_column", "title_column", "body_column", "encoding"):
-            if getattr(options, flag) is not None:
-                raise UserError(f"{flag}: the results stream is not a file. Leave out this option, or name a file.")
-    source = _of_results(settings) if options.source == RESULTS else _of_path(options.source, options, notes)
-    found = list(islice(source, options.limit))
     if options.source == RESULTS:
         notes.print(f"The results stream keeps the first {settings.stream_body} characters of each body.")
-    tested = None
-    if options.test is not None:
-        tested = [post for post in islice(_of_path(options.test, options, notes), options.limit) if _post(post).topic]
-        if not tested:
-            raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
-    gone: set[str] | None = set()
-    if options.source != RESULTS:
-        gone = purged_ids((_post(post).id for post in [*found, *(tested or [])]), settings, notes)
-    kept = [post for post in found if not gone or _post(post).id not in gone]
+    source = _of_results(settings) if options.source == RESULTS else _of_path(options.source, options, notes)
+    found = list(islice(source, options.limit))
+    tests = list(islice(_of_path(options.test, options, notes), options.limit)) if options.test else []
+    in_files = [post.post.id for post in (tests if options.source == RESULTS else [*found, *tests])]
+    gone = purged_ids(in_files, settings, notes) if in_files else set()
+    kept = [post for post in found if post.post.id not in (gone or ())]
     labelled_by: Counter[str] = Counter()
     examples = [example for post in kept if (example := _example(post, options, labelled_by))]
     if not examples:
@@ -74,35 +65,29 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
             "with labels from several models gets the label of its oldest result.",
             markup=False,
         )
-    provenance = Provenance(
-        options.source,
-        len(found),
-        len(kept) - len(examples),
-        None if gone is None else len(found) - len(kept),
-        dict(labelled_by),
-    )
-    if tested is not None:
-        topics = options.model_copy(update={"targets": "topic"})
-        known = (_example(post, topics, Counter()) for post in tested if not gone or _post(post).id not in gone)
-        return Collected(examples, [example for example in known if example], provenance)
-    return Collected(examples, None, provenance)
+    purged = None if gone is None else len(found) - len(kept)
+    provenance = Provenance(options.source, len(found), len(kept) - len(examples), purged, dict(labelled_by))
+    if options.test is None:
+        return Collected(examples, None, provenance)
+    by_topic = options.model_copy(update={"targets": "topic"})
+    known = [_example(post, by_topic, Counter()) for post in tests if post.post.id not in (gone or ())]
+    tested = [example for example in known if example]
+    if not tested:
+        raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
+    return Collected(examples, tested, provenance)
 
 
-def _post(found: Post | Labelled) -> Post:
-    return found if isinstance(found, Post) else found.post
-
-
-def _example(found: Post | Labelled, options: TrainOptions, labelled_by: Counter[str]) -> Example | None:
+def _example(found: Labelled, options: TrainOptions, labelled_by: Counter[str]) -> Example | None:
     """Return the training example, or None without a label, with a score below `min_score`, or without a soft label."""
-    post, label, scores = _post(found), _post(found).topic, None
+    label, scores = found.post.topic, None
     if options.targets != "topic":
-        if isinstance(found, Post) or found.scores[found.label] < options.min_score:
+        if not found.scores or found.scores[found.label] < options.min_score:
             return None
         labelled_by[found.model] += 1
         label, scores = found.label, found.scores if options.targets == "soft" else None
-    if not label or not post.text:  # the stream truncates bodies, possibly to nothing
+    if not label or not found.post.text:  # the stream truncates bodies, possibly to nothing
         return None
-    return Example(post, label.strip(), scores)
+    return Example(found.post, label.strip(), scores)
 
 
 def _nothing(posts: int, options: TrainOptions) -> str:
@@ -131,26 +116,19 @@ def _of_results(settings: Settings) -> Iterator[Labelled]:
                 yield Labelled(post, found["label"], found["scores"], found["model"])
 
 
-def _of_path(path: str, options: TrainOptions, notes: Console) -> Iterator[Post | Labelled]:
+def _of_path(path: str, options: TrainOptions, notes: Console) -> Iterator[Labelled]:
     """Yield the posts of a file, or of an export's parts, whose names sort by time. Raises InputError."""
-    folder = Path(path)
-    if not folder.is_dir():
-        yield from _of_file(path, options, notes)
-        return
-    parts = sorted(folder.glob("*/part-*"))
-    if not parts:
+    files = sorted(map(str, Path(path).glob("*/part-*"))) if Path(path).is_dir() else [path]
+    if not files:
         raise InputError(
             f"The folder {printable(path)} contains no parts of an export. Name a file or an export folder."
         )
-    for part in parts:
-        yield from _of_file(str(part), options, notes)
-
-
-def _of_file(path: str, options: TrainOptions, notes: Console) -> Iterator[Post | Labelled]:
     columns = Columns.of(options.id_column, options.title_column, options.body_column)
-    reading = FileReading(path, notes, columns=columns, encoding=options.encoding)
-    yield from reading.labelled()
-    reading.end()
+    for file in files:
+        reading = FileReading(file, notes, columns=columns, encoding=options.encoding)
+        for post in reading.labelled():
+            yield Labelled(post, "", {}, "") if isinstance(post, Post) else post
+        reading.end()
 
 
 def purged_ids(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from feedmill import __version__
 from feedmill.shared.atomic_files import replacing
@@ -19,16 +19,9 @@ from feedmill.training.data import Provenance
 from feedmill.workers.training.examples import Dataset
 from feedmill.workers.training.options import TrainOptions
 
-if TYPE_CHECKING:
-    from feedmill.workers.training.finetune import Trained
-    from feedmill.workers.training.head import TrainedHead
-
 RECORD_FILE = "training.json"
 #: Packages whose versions are recorded.
-LIBRARIES = ("torch", "transformers", "accelerate", "tokenizers")
-#: Those that the training of a head does not import.
-NOT_FOR_HEADS = ("accelerate",)
-
+LIBRARIES = ("torch", "transformers", "tokenizers")
 CARD_TEMPLATE = """\
 ---
 library_name: {library}
@@ -38,15 +31,16 @@ base_model: {base}
 
 # {name}
 
-A post classifier with {count} labels, {trained_how} by Feedmill. Serve it with `feedmill worker --model FOLDER`, or
+A post classifier with {count} labels, trained by Feedmill: {what}. Serve it with `feedmill worker --model FOLDER`, or
 load it with {loaded_by}.
 
-- Source: `{source}`. {posts[read]:,} posts read; {purged}; {posts[unlabelled]:,} had no usable label{left_out}.
-- Labels: {labels_from}.
-- Split: {split}. {record[train]:,} posts for training, {record[validation]:,} for validation (early stopping), \
-{record[test]:,} for testing.
-- Training: {training} in {record[seconds]:.0f} s on {plan[device]} ({plan[precision]}); \
-{record[samples_per_s]:.1f} posts/s; seed {options.seed}; {versions}.
+```
+{command}
+```
+
+- {posts[read]:,} posts read; {purged}; {posts[unlabelled]:,} had no usable label{left_out}.
+- {record[train]:,} posts for training, {record[validation]:,} for validation, {record[test]:,} for testing.
+- {record[seconds]:.0f} s on {plan[device]} ({plan[precision]}); {versions}. training.json has every option and figure.
 - Weights cannot be purged: they keep what they learnt from a post that is deleted later. To remove it, train again
   without the post and delete this folder (docs/training.md).
 
@@ -55,10 +49,6 @@ load it with {loaded_by}.
 | label | training posts | test posts | F1 |
 |---|---|---|---|
 {table}
-
-```
-{command}
-```
 """
 
 
@@ -67,13 +57,14 @@ def write(
     options: TrainOptions,
     dataset: Dataset,
     provenance: Provenance,
-    trained: "Trained | TrainedHead",
+    trained: Mapping[str, Any],
     tested: Mapping[str, Any] | None,
     zero_shot: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Write README.md and training.json; return the record in training.json.
 
-    tested: metrics of the model. zero_shot: metrics of its base model on the same posts. Raises OSError.
+    trained: the training's own part. tested: metrics of the model. zero_shot: metrics of its base model on the same
+    posts. Raises OSError.
     """
     record = {
         "trained_at": time.time(),
@@ -86,84 +77,62 @@ def write(
         "validation": len(dataset.validation),
         "test": len(dataset.test),
         "train_by_label": dataset.counts,
-        **trained.summary(),
+        **trained,
         "metrics": tested,
         "zero_shot": zero_shot,
         "versions": {"feedmill": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in LIBRARIES if not (options.head and name in NOT_FOR_HEADS)},
+        | {name: version(name) for name in LIBRARIES},
     }
-    with replacing(folder / "README.md") as temporary:
-        temporary.write_text(_card(folder, options, dataset, record), encoding="utf-8")
-    with replacing(folder / RECORD_FILE) as temporary:
-        temporary.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    for file, content in (
+        ("README.md", _card(folder, options, record)),
+        (RECORD_FILE, json.dumps(record, ensure_ascii=False, indent=1) + "\n"),
+    ):
+        with replacing(folder / file) as temporary:
+            temporary.write_text(content, encoding="utf-8")
     return record
 
 
-def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping[str, Any]) -> str:
-    posts, plan = record["posts"], record["plan"]
+def _card(folder: Path, options: TrainOptions, record: Mapping[str, Any]) -> str:
+    posts, plan, base = record["posts"], record["plan"], printable(options.base)
     tested = (record["metrics"] or {}).get("labels", {})
     table = []
-    for label, count in dataset.counts.items():
+    for label, count in record["train_by_label"].items():
         figures = f"{tested[label]['support']:,} | {tested[label]['f1']:.3f}" if label in tested else "– | –"
         table.append(f"| {printable(label).replace('|', chr(92) + '|')} | {count:,} | {figures} |")
-    base = printable(options.base)
     if options.head:
-        training = f"a logistic regression with the L2 penalty {plan['penalty']:g}, chosen by cross-validation,"
+        what = f"a logistic regression (L2 penalty {plan['penalty']:g}) on the frozen embeddings of {base}"
         loaded_by = "`sentence_transformers` and `safetensors`: softmax(weight · embedding + bias)"
     else:
-        training = (
-            f"{plan['steps']:,} optimization steps of {plan['effective_batch']} posts ({plan['batch_size']} × "
-            f"{plan['accumulation']} × {plan['devices']} devices), {plan['epochs']:.3g} epochs,"
-        )
-        loaded_by = "`transformers.AutoModelForSequenceClassification`"
+        steps = f"{plan['steps']:,} optimization steps of {plan['effective_batch']} posts"
+        what, loaded_by = f"{base}, fine-tuned in {steps}", "`transformers.AutoModelForSequenceClassification`"
     return CARD_TEMPLATE.format(
         base=base,
         library="sentence-transformers" if options.head else "transformers",
-        trained_how=f"a head on the frozen embeddings of {base}, fitted" if options.head else f"fine-tuned from {base}",
+        what=what,
         loaded_by=loaded_by,
-        training=training,
         name=printable(folder.name),
-        count=len(dataset.labels),
-        source=printable(options.source),
+        count=len(record["labels"]),
         purged="purged posts unknown" if posts["purged"] is None else f"{posts['purged']:,} had been purged",
-        left_out="".join(f"; {count:,} {why}" for why, count in dataset.left_out.items()),
-        labels_from=_labels_from(options, posts["labelled_by"]),
-        split=f"a separate test file, `{printable(options.test)}`" if options.test else _split(options),
+        left_out="".join(f"; {count:,} {why}" for why, count in posts["left_out"].items()),
         table="\n".join(table),
-        result=_result(record["metrics"], record["zero_shot"], options),
+        result=_result(record, options),
         record=record,
         plan=plan,
         posts=posts,
-        options=options,
         command=printable(record["command"]),
         versions=", ".join(f"{name} {number}" for name, number in record["versions"].items()),
     )
 
 
-def _labels_from(options: TrainOptions, labelled_by: Mapping[str, int]) -> str:
-    if options.targets == "topic":
-        return "the posts' topics"
-    models = ", ".join(f"{printable(model)} ({count:,})" for model, count in labelled_by.items())
-    what = "the best label" if options.targets == "zero-shot" else "all scores"
-    return f"{what} of each post whose best score is at least {options.min_score}, by {models}"
-
-
-def _split(options: TrainOptions) -> str:
-    if options.split == "none":
-        return "none, so the model was not tested"
-    how = {"random": "random, by a hash of the ids", "subreddit": "by whole subreddits", "time": "newest posts"}
-    return f"{how[options.split]}, {options.test_share:.0%} for testing"
-
-
-def _result(tested: Mapping[str, Any] | None, zero_shot: Mapping[str, Any] | None, options: TrainOptions) -> str:
-    if tested is None:
+def _result(record: Mapping[str, Any], options: TrainOptions) -> str:
+    if record["metrics"] is None:
         return "Not tested."
-    against = (
-        "the topics" if options.targets == "topic" or options.test else "labels by the models above, which may be wrong"
-    )
-    lines = [f"On {tested['posts']:,} posts outside the training data, compared with {against}:", ""]
+    models = ", ".join(f"{printable(model)} ({count:,})" for model, count in record["posts"]["labelled_by"].items())
+    by_topics = options.targets == "topic" or options.test
+    against = "their topics" if by_topics else f"the labels of {models}, which may be wrong"
+    lines = [f"On {record['metrics']['posts']:,} posts outside the training data, compared with {against}:", ""]
     lines += ["| | accuracy | macro-F1 | calibration error | posts/s |", "|---|---|---|---|---|"]
-    for name, found in (("this model", tested), ("its base, zero-shot", zero_shot)):
+    for name, found in (("this model", record["metrics"]), ("its base, zero-shot", record["zero_shot"])):
         if found:
             figures = " | ".join(f"{found[key]:.3f}" for key in ("accuracy", "macro_f1", "calibration_error"))
             lines.append(f"| {name} | {figures} | {found['posts_per_s']:.1f} |")

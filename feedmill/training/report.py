@@ -5,7 +5,7 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -15,31 +15,29 @@ from rich.progress import Progress as Bar
 
 from feedmill.evaluation.report import models_table
 from feedmill.shared.errors import printable
+from feedmill.workers.training import Report
 from feedmill.workers.training.examples import Dataset
 
-if TYPE_CHECKING:
-    from feedmill.workers.training.finetune import Plan, TrainingProgress
-
-Tested = TypeVar("Tested")
+Counted = TypeVar("Counted")
 
 #: Seconds between progress lines if there is no progress bar.
 PROGRESS_INTERVAL_S = 10.0
 
 
-class TrainingReport:
+class TrainingReport(Report):
     """The output of one training: text or, with as_json, JSON lines with the key `plan`, `progress` or `trained`.
 
     quiet: print nothing; set in every process of a distributed training except the first.
     """
 
-    def __init__(self, notes: Console, as_json: bool, quiet: bool) -> None:
+    def __init__(self, notes: Console, as_json: bool = False, quiet: bool = False) -> None:
         self._json, self._quiet = as_json, quiet
         self._notes = notes
         self._bar: Bar | None = None
-        #: Time of the last progress line, and of the plan, by time.monotonic.
-        self._printed_at = self._planned_at = time.monotonic()
-        #: Steps done before; not 0 in a resumed training.
-        self._before: int | None = None
+        #: Time of the last progress line, and of the first step, by time.monotonic.
+        self._printed_at = self._began = time.monotonic()
+        #: The first step; not 1 in a resumed training.
+        self._first: int | None = None
 
     def data(self, dataset: Dataset) -> None:
         """Print the sizes and labels of the dataset."""
@@ -67,46 +65,40 @@ class TrainingReport:
         self._bar.add_task(printable(what), total=total)
         self._bar.start()
 
-    def planned(self, plan: "Plan") -> None:
+    def planned(self, plan: Mapping[str, Any]) -> None:
         """Print the plan."""
-        self._planned_at, self._before = time.monotonic(), None
+        self._began, self._first = time.monotonic(), None
         if self._json:
-            self._line("plan", plan._asdict() | {"effective_batch": plan.effective_batch})
+            self._line("plan", plan)
             return
         typer.echo(
-            f"Effective batch {plan.effective_batch} = {plan.batch_size} per device × {plan.accumulation} accumulated "
-            f"× {plan.devices} devices; {plan.device} in {plan.precision}"
+            f"Effective batch {plan['effective_batch']} = {plan['batch_size']} per device × {plan['accumulation']} "
+            f"accumulated × {plan['devices']} devices; {plan['device']} in {plan['precision']}"
         )
-        typer.echo(f"{plan.steps:,} optimization steps, {plan.epochs:.3g} epochs")
+        typer.echo(f"{plan['steps']:,} optimization steps, {plan['epochs']:.3g} epochs")
         if self._notes.is_terminal:
-            self.phase("training", plan.steps)
+            self.phase("training", plan["steps"])
 
-    def progress(self, now: "TrainingProgress") -> None:
+    def progress(self, step: int, steps: int, loss: float | None) -> None:
         """Report an optimization step, and the time left at the pace of the steps so far."""
-        if self._before is None:
-            self._before = now.step - 1
-        left = (time.monotonic() - self._planned_at) / (now.step - self._before) * (now.steps - now.step)
-        loss = "" if now.loss is None else f" loss {now.loss:.3f}"
-        remaining = "" if now.step == now.steps else f", about {_duration(left)} left"
+        self._first = self._first or step
+        left = (time.monotonic() - self._began) / (step - self._first + 1) * (steps - step)
+        is_due = step == steps or self._is_due()
+        if self._json and is_due:
+            self._line("progress", {"step": step, "steps": steps, "loss": loss, "seconds_left": left})
+        shown = ("" if loss is None else f" loss {loss:.3f}") + (f", about {_duration(left)} left" if left else "")
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=now.step, description=f"training{loss}{remaining}")
-        elif self._is_due() or now.step == now.steps:
-            if self._json:
-                self._line("progress", now._asdict() | {"seconds_left": left})
-            else:
-                self._notes.print(f"step {now.step:,} of {now.steps:,}, epoch {now.epoch:.2f}{loss}{remaining}")
+            self._bar.update(self._bar.task_ids[0], completed=step, description=f"training{shown}")
+        elif is_due and not self._json:
+            self._notes.print(f"step {step:,} of {steps:,}{shown}")
 
-    def testing(self, what: str, outcomes: Iterable[Tested], total: int) -> Iterator[Tested]:
-        """Yield the outcomes of posts, reporting how many there were. what: the model that classifies them."""
-        return self.counting(f"testing {what} on", outcomes, total)
-
-    def counting(self, what: str, found: Iterable[Tested], total: int) -> Iterator[Tested]:
+    def counting(self, what: str, found: Iterable[Counted], total: int) -> Iterator[Counted]:
         """Yield what was found for each post, reporting for how many. what: what is done with the posts."""
         self.phase(f"{what} {total:,} posts", total)
         for done, each in enumerate(found, 1):
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], completed=done)
-            elif not self._json and self._is_due():
+            elif not (self._json or self._quiet) and self._is_due():
                 self._notes.print(f"{done:,} of {total:,} posts")
             yield each
         self.stop()
@@ -130,36 +122,30 @@ class TrainingReport:
             self._line("trained", {"folder": str(folder), **record})
             return
         typer.echo(f"Trained in {_duration(record['seconds'])}, {record['samples_per_s']:.1f} posts/s")
-        if losses := [point["loss"] for point in record["curve"] if point["loss"] is not None]:
+        if losses := [point["loss"] for point in record["curve"] if "loss" in point]:
             typer.echo(f"loss {losses[0]:.3g} → {losses[-1]:.3g}")
-        if record["metrics"]:
-            measured = ((str(folder), record["metrics"]), ("its base, zero-shot", record["zero_shot"]))
-            console.print(models_table("", measured))
-        if why_not := _drawback(record):
-            typer.echo(why_not)
+        tested, zero_shot = record["metrics"], record["zero_shot"]
+        if tested:
+            console.print(models_table("", ((str(folder), tested), ("its base, zero-shot", zero_shot))))
+        if tested and zero_shot and tested["accuracy"] <= zero_shot["accuracy"]:
+            helps = "more posts (`feedmill label` asks for the most useful ones), or all weights, without --head"
+            typer.echo(
+                f"Do not deploy this model: it is no more accurate ({tested['accuracy']:.3f}) than its base zero-shot "
+                f"({zero_shot['accuracy']:.3f}) on the same {tested['posts']:,} posts. What helps: "
+                + (helps if record["options"]["head"] else "more posts or --epochs")
+            )
             return
-        where = printable(shlex.quote(str(folder)))
-        typer.echo(f"Next, switch running workers to this model:\n  feedmill deploy {where}")
-        typer.echo(f"Or start a worker with it:\n  feedmill worker --model {where}")
+        advise(str(folder))
 
     def _line(self, key: str, value: Mapping[str, Any]) -> None:
         typer.echo(json.dumps({key: value}, ensure_ascii=False))
 
 
-def _drawback(record: Mapping[str, Any]) -> str:
-    """Return why the model should not be deployed and what helps: its base is as accurate without training; or ""."""
-    tested, zero_shot = record["metrics"], record["zero_shot"]
-    if not (tested and zero_shot) or tested["accuracy"] > zero_shot["accuracy"]:
-        return ""
-    helps = (
-        "more posts (`feedmill label` asks for the most useful ones), or fine-tuning all weights, without --head"
-        if record["options"]["head"]
-        else "more posts or --epochs"
-    )
-    return (
-        f"Do not deploy this model: it is no more accurate ({tested['accuracy']:.3f}) than its base zero-shot "
-        f"({zero_shot['accuracy']:.3f}) on the same {tested['posts']:,} posts. What helps: {helps}."
-    )
+def advise(folder: str) -> None:
+    """Print how to serve a model."""
+    where = printable(shlex.quote(folder))
+    typer.echo(f"Next, switch running workers to the model:\n  feedmill deploy {where}")
+    typer.echo(f"Or start a worker with it:\n  feedmill worker --model {where}")
 
 
 def _duration(seconds: float) -> str:

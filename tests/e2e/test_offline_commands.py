@@ -9,7 +9,7 @@ import pytest
 
 from feedmill.shared.topics import DESCRIBED_TOPICS, TOPICS
 from feedmill.workers.pipeline.calibration import CANDIDATES
-from feedmill.workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, SizeMeasurement
+from feedmill.workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET
 from tests.fakes.models import NLI, make_model
 from tests.support import as_jsonl, feedmill, last_json, make_posts
 
@@ -17,27 +17,21 @@ SAMPLES = str(Path(__file__).parent.parent.parent / "feedmill" / "samples.jsonl"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_tune_measures_and_stores_a_token_budget(tmp_path: Path) -> None:
     # Sixteen rows per post fill every budget.
     model = make_model("bert", tmp_path / "model", NLI)
     said = feedmill(
         "tune", SAMPLES, "--model", str(model), "--device", "cpu", "--limit", "40", "--rounds", "1", "--json",
-        cwd=tmp_path,
+        "--png", "tune.png", cwd=tmp_path,
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
     found = last_json(said.stdout)
     assert (found["posts"], found["rounds"], found["stored"]) == (40, 1, True)
-    figures = rows(tmp_path / "feedmill-tune.csv")
-    assert list(figures[0]) == list(SizeMeasurement._fields)
-    sizes = [(BATCH_SIZE, size) for size in BATCH_SIZES] + [(TOKEN_BUDGET, size) for size in CANDIDATES["cpu"]]
-    assert [(line["kind"], int(line["value"])) for line in figures] == sizes
-    assert all(float(line["posts_per_s"]) > 0 for line in figures)
-    assert (tmp_path / "feedmill-tune.png").read_bytes().startswith(PNG)
+    for kind, sizes in ((BATCH_SIZE, BATCH_SIZES), (TOKEN_BUDGET, CANDIDATES["cpu"])):
+        points = found[kind]["points"]
+        assert [point["value"] for point in points] == list(sizes)
+        assert all(point["posts_per_s"] > 0 for point in points)
+    assert (tmp_path / "tune.png").read_bytes().startswith(PNG)
     assert re.search(rf"\b{found['batch_size']['knee']}\b.*2%", said.stdout)
     assert re.search(rf"\b{found['token_budget']['knee']}\b.*2%", said.stdout)
     # The budget that the next worker would use, if the tests' environment did not set one.
@@ -63,17 +57,13 @@ def test_evaluate_writes_measures_and_files(tmp_path: Path) -> None:
     records = [post | {"Key": f"key {number}"} for number, post in enumerate([*samples, *odd])]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     said = feedmill(
-        "evaluate", str(path), "--id-column", "Key", "--csv", "predictions.csv", "--png", "confusion.png", "--json",
-        cwd=tmp_path,
+        "evaluate", str(path), "--id-column", "Key", "--png", "confusion.png", "--json", cwd=tmp_path,
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
     found = last_json(said.stdout)
     assert (found["posts"], found["left_out"], list(found["labels"])) == (32, 2, list(TOPICS))
     assert re.search(r"\b2 posts", said.stdout)
-    predictions = rows(tmp_path / "predictions.csv")
-    assert [line["id"] for line in predictions] == [f"key {number}" for number in range(32)]
-    assert [line["topic"] for line in predictions] == [post["topic"].lower() for post in samples]
-    assert found["accuracy"] == sum(line["topic"] == line["label"] for line in predictions) / 32
+    assert found["accuracy"] == sum(row[place] for place, row in enumerate(found["confusion"])) / 32
     assert found["accuracy"] > 0.5
     assert sum(map(sum, found["confusion"])) == 32
     assert re.search(rf"{found['accuracy']:.3f}.*{found['macro_f1']:.3f}.*\b32 posts", said.stdout)
@@ -93,10 +83,7 @@ def test_evaluate_a_model_with_its_own_labels(tmp_path: Path) -> None:
     [
         (["tune", "/no/such/file"], "/no/such/file"),
         (["tune", "bad.jsonl"], "bad.jsonl"),
-        (
-            ["tune", SAMPLES, "--csv", "no/folder/x.csv"],
-            "x.csv",
-        ),
+        (["tune", SAMPLES, "--png", "no/folder/x.png"], "x.png"),
         (["evaluate", "/no/such/file"], "/no/such/file"),
         (["evaluate", "untold.jsonl"], "topic"),
         (

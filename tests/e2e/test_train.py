@@ -100,7 +100,7 @@ def test_trains_on_results_and_exports(redis: RedisServer, tmp_path: Path, base:
     ResultsStore(redis.client, Settings()).write(results)
     url = {"FEEDMILL_REDIS_URL": redis.url}
     assert feedmill("export", "--format", "parquet", "export", cwd=tmp_path, **url).returncode == 0
-    learning = ("--base", str(base), "--max-steps", "1", "--no-compare", "--device", "cpu", "--json")
+    learning = ("--base", str(base), "--epochs", "0.1", "--no-compare", "--device", "cpu", "--json")
     for flags in (
         ("--from", "results", "--targets", "zero-shot", "--min-score", "0.8", "--out", "one"),
         ("--from", "export", "--targets", "soft", "--split", "time", "--out", "two"),
@@ -118,14 +118,10 @@ def test_trains_on_results_and_exports(redis: RedisServer, tmp_path: Path, base:
         (["--from", "/no/such", "--out", "new"], "/no/such"),
         (["--from", "posts.jsonl", "--out", "full"], "full"),
         (["--from", "posts.jsonl", "--out", "begun"], "--resume"),
-        (
-            ["--from", "posts.jsonl", "--out", "begun", "--resume"],
-            "begun",
-        ),
+        (["--from", "posts.jsonl", "--out", "begun", "--resume"], "begun"),
         (["--from", "posts.jsonl", "--out", "new", "--resume"], "new"),
         (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
         (["--from", "posts.jsonl", "--out", "new", "--targets", "soft"], "soft|targets|posts"),
-        (["--from", "posts.jsonl", "--out", "new", "--precision", "float16"], "float16"),
     ],
 )
 def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, flags: list[str], words: str) -> None:
@@ -144,13 +140,14 @@ def test_two_processes_train_the_same_weights_as_one(tmp_path: Path, base: Path)
     """torchrun starts two processes with the same effective batch size; only the first one prints and writes."""
     write_posts(tmp_path / "posts.jsonl")
     asked = ["train", "--from", "posts.jsonl", "--base", str(base), "--split", "none", "--device", "cpu"]
-    asked += ["--learning-rate", "0.001", "--epochs", "2", "--precision", "float32"]
-    assert feedmill(*asked, "--out", "one", "--batch-size", "16", cwd=tmp_path).returncode == 0
+    asked += ["--learning-rate", "0.001", "--epochs", "2"]
+    one_process = feedmill(*asked, "--out", "one", "--batch-size", "16", cwd=tmp_path, FEEDMILL_DTYPE="float32")
+    assert one_process.returncode == 0
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "feedmill"]
     said = run(
         [sys.executable, *launcher, *asked, "--out", "two", "--batch-size", "8"],
         tmp_path,
-        os.environ | {"OMP_NUM_THREADS": "1"},
+        os.environ | {"OMP_NUM_THREADS": "1", "FEEDMILL_DTYPE": "float32"},
         seconds=240,
     )
     assert said.returncode == 0, said.stderr

@@ -5,15 +5,12 @@ import torch
 from torch.nn.functional import normalize
 
 from feedmill.workers.training.active import (
-    FIRST,
     FIRST_PER_LABEL,
-    PRIOR_POSTS,
     RANDOM,
     RANDOM_EVERY,
     ROUND_POSTS,
     UNCERTAIN,
     Answer,
-    Pick,
     Pool,
     Session,
 )
@@ -34,7 +31,7 @@ def pool(blur: float = 0.35, prior_blur: float = 0.3) -> Pool:
 
 
 def answer(place: int, why: str = RANDOM) -> Answer:
-    return Answer(Pick(place, why), TRUTH[place])
+    return Answer(place, why, TRUTH[place])
 
 
 def accuracy(posts: Pool, answers: list[Answer]) -> float:
@@ -42,7 +39,7 @@ def accuracy(posts: Pool, answers: list[Answer]) -> float:
     return sum(best == truth for best, truth in zip(found, TRUTH, strict=True)) / POSTS
 
 
-def label(session: Session, count: int) -> list[Pick]:
+def label(session: Session, count: int) -> list[Answer]:
     picks = []
     for _ in range(count):
         pick = session.next()
@@ -61,16 +58,9 @@ def test_answers_improve_the_head() -> None:
 def test_the_head_is_a_linear_layer_on_embeddings() -> None:
     vectors = normalize(torch.randn(60, 8, generator=torch.Generator().manual_seed(3)), dim=1)
     posts = Pool(vectors, vectors[:3])
-    answers = [Answer(Pick(place, RANDOM), place % 3) for place in range(20)]
+    answers = [Answer(place, RANDOM, place % 3) for place in range(20)]
     weight, bias = posts.head(answers)
     assert (vectors @ weight.T + bias).argmax(1).tolist() == posts.predict(answers, range(60))
-
-
-def test_first_picks_are_a_random_sample() -> None:
-    posts = pool(blur=0.1)
-    one, other = (posts.pick([], FIRST_ROUND, seed) for seed in (7, 8))
-    assert {TRUTH[pick.place] for pick in one if pick.why == FIRST} == set(range(LABELS))
-    assert {pick.place for pick in one} != {pick.place for pick in other}
 
 
 def test_every_fifth_pick_is_random_and_none_repeats() -> None:
@@ -87,7 +77,7 @@ def test_later_picks_are_uncertain() -> None:
     ends = normalize(torch.eye(2, 8) + 0.01 * torch.randn(80, 2, 8, generator=torch.Generator().manual_seed(3)), dim=2)
     between = normalize(torch.ones(2, 8) * torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0]), dim=1)
     posts = Pool(torch.cat([ends.flatten(0, 1), between]), torch.eye(2, 8))
-    answers = [Answer(Pick(place, RANDOM), place % 2) for place in range(20)]
+    answers = [Answer(place, RANDOM, place % 2) for place in range(20)]
     (pick,) = posts.pick(answers, 1, seed=7)
     assert pick.place >= 160
 
@@ -125,10 +115,8 @@ def test_accuracy_is_that_of_random_posts_that_the_head_has_not_seen() -> None:
     label(session, FIRST_ROUND + ROUND_POSTS)
     session.next()
     assert session.measured
-    assert session.measured.held_back == sum(answer.pick.why == RANDOM for answer in session.answers)
-    wrong = [
-        each._replace(label=(each.label or 0) ^ 1) if each.pick.why == RANDOM else each for each in session.answers
-    ]
+    assert session.measured.held_back == sum(answer.why == RANDOM for answer in session.answers)
+    wrong = [each._replace(label=(each.label or 0) ^ 1) if each.why == RANDOM else each for each in session.answers]
     other = Session(pool(), LABELS, 7, wrong)
     other.next()
     assert other.measured
@@ -144,13 +132,3 @@ def test_measures_zero_shot_on_the_same_posts(shift: int, right: float) -> None:
     session.next()
     assert session.measured
     assert session.measured.zero_shot == right
-
-
-def test_labels_sentences_count_as_some_posts() -> None:
-    """With few answers the sentences decide, with many the answers do: here, all answers contradict them."""
-    vectors = normalize(torch.eye(2, 8).repeat(200, 1) + torch.randn(400, 8) * 0.05, dim=1)
-    posts = Pool(vectors, torch.eye(2, 8))
-    few = [Answer(Pick(place, RANDOM), 1 - place % 2) for place in range(2)]
-    many = [Answer(Pick(place, RANDOM), 1 - place % 2) for place in range(round(60 * PRIOR_POSTS))]
-    assert posts.predict(few, [398, 399]) == [0, 1]
-    assert posts.predict(many, [398, 399]) == [1, 0]

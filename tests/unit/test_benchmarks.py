@@ -62,7 +62,7 @@ def test_cut_fills_the_budget_and_keeps_every_row() -> None:
 def test_stack_passes_every_setting_to_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = {
         "dtype": "float32", "classifier": "nli", "labels": {"a": "one, two", "b": "b"}, "include": "json,math",
-        "compile": True, "token_budget": 77, "template": None, "forward_timeout": 7.5, "models_folder": tmp_path,
+        "token_budget": 77, "template": None, "forward_timeout": 7.5, "models_folder": tmp_path,
     }  # fmt: skip
     monkeypatch.setenv("FEEDMILL_DTYPE", "bfloat16")
     monkeypatch.setenv("FEEDMILL_TEMPLATE", "It is {}.")

@@ -1,6 +1,5 @@
 """feedmill/evaluation/measures.py: figures equal those computed by hand, invariants hold, and tables are printed."""
 
-import csv
 import sys
 from io import StringIO
 from pathlib import Path
@@ -12,7 +11,6 @@ from rich.console import Console
 from feedmill.evaluation import report
 from feedmill.evaluation.measures import Evaluation, LabelFigures, matching_label
 from feedmill.report import plots
-from feedmill.shared.messages import Classification
 from feedmill.shared.topics import TOPICS
 
 LABELS = ("a", "b", "c", "d")
@@ -74,16 +72,6 @@ def test_labels_are_escaped_when_printed() -> None:
     shown = printed(Evaluation.of(["[red]", "b\x1b"], [("[red]", "b\x1b")]), 100)
     assert "[red]" in shown
     assert "b\\x1b" in shown
-
-
-def test_writes_predictions_as_csv(tmp_path: Path) -> None:
-    found = Classification(
-        id="1", label="food", scores={"food": 0.75, "music": 0.25}, model="m", revision=None, weights="",
-        fingerprint="", classified_at=0.0, worker="w", device="cpu", queued_seconds=None,
-    )  # fmt: skip
-    report.write_csv(tmp_path / "p.csv", [("music, or so", found)])
-    with (tmp_path / "p.csv").open(newline="") as file:
-        assert list(csv.reader(file)) == [["id", "topic", "label", "score"], ["1", "music, or so", "food", "0.750000"]]
 
 
 def test_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ BF16 = FP32._replace(dtype=torch.bfloat16)
 ROWS = [Tokens([0, *range(5, 4 + length), 2]) for length in (3, 7, 7, 40)]
 
 
-def engine_of(folder: Path, device: Device, *, compiled: bool = False) -> TorchEngine:
-    return TorchEngine(Weights(folder.name, folder, None, "00"), device, LOGITS, 1, 200, compiled=compiled)
+def engine_of(folder: Path, device: Device) -> TorchEngine:
+    return TorchEngine(Weights(folder.name, folder, None, "00"), device, LOGITS, 1, 200)
 
 
 def layers(engine: TorchEngine, kind: type[torch.nn.Module]) -> int:

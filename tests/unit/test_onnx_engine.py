@@ -4,12 +4,9 @@ import importlib
 import logging
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import onnx
-import onnxruntime
 import pytest
 import torch
 
@@ -22,7 +19,7 @@ from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import Device, select_device
 from feedmill.workers.models.engines import onnx_engine
 from feedmill.workers.models.engines.network import LOGITS
-from feedmill.workers.models.engines.onnx_engine import PROVIDERS, OnnxEngine, exported
+from feedmill.workers.models.engines.onnx_engine import OnnxEngine
 from feedmill.workers.models.shapes import FEW, Shapes
 from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
 from tests.fakes.models import NLI, make_model
@@ -114,24 +111,6 @@ def test_int8_agrees_with_float32_on_most_posts(cache: Path, posts: list[str], e
     assert quantised != exact
 
 
-def test_exports_half_precision_graphs(tmp_path: Path, cache: Path) -> None:
-    """Compare the graph's outputs with float32 on the CPU."""
-    weights = locate(str(make_model("bert", tmp_path, NLI)))
-    settings = Settings(cache_folder=cache)
-    path = exported(weights, torch.float16, LOGITS, 0, settings)
-    kinds = Counter(tensor.data_type for tensor in onnx.load(str(path)).graph.initializer)
-    assert kinds[onnx.TensorProto.FLOAT16] > 20
-    assert kinds[onnx.TensorProto.FLOAT] <= 2
-    whole = exported(weights, torch.float32, LOGITS, 0, settings)
-    ids = torch.randint(5, 60, (3, 20)).numpy()
-    feed = {"input_ids": ids, "mask": torch.ones(3, 20, dtype=torch.long).numpy(), "token_type_ids": ids * 0}
-    half, full = (
-        onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"]).run(None, feed)[0]
-        for graph in (path, whole)
-    )
-    assert abs(half - full).max() < 5e-2 * abs(full).max()
-
-
 def test_failed_export_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("an operator is missing\nand a page of text")
@@ -150,27 +129,8 @@ def test_engine_needs_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module(onnx_engine.__name__)
 
 
-def test_reports_a_damaged_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_model("bert", tmp_path / "model", NLI)
-    broken = tmp_path / "graph" / "model.onnx"
-    broken.parent.mkdir()
-    broken.write_bytes(b"not a graph")
-    monkeypatch.setattr(onnx_engine, "exported", lambda *_: broken)
-    with pytest.raises(ModelError, match=naming(broken.parent)):
-        loaded(folder, tmp_path / "cache", engine="onnx")
-
-
 def test_gpu_without_provider_does_not_fall_back_to_cpu(tmp_path: Path, cache: Path) -> None:
     weights = locate(str(make_model("bert", tmp_path, NLI)))
     gpu = Device(torch.device("cuda:0"), torch.float32, "for a test")
     with pytest.raises(ModelError, match="cuda:0"):
         OnnxEngine(weights, gpu, LOGITS, 0, Settings(cache_folder=cache))
-
-
-def test_tensorrt_comes_first_with_documented_options(tmp_path: Path, cache: Path) -> None:
-    """Check the options only, because TensorRT needs a GPU."""
-    engine = loaded(make_model("bert", tmp_path, NLI), cache, engine="onnx")._engine  # type: ignore[attr-defined]
-    assert PROVIDERS["cuda"][0] == "TensorrtExecutionProvider"
-    options = engine._options("TensorrtExecutionProvider", cache)
-    assert options["trt_engine_cache_enable"]
-    assert options["trt_engine_cache_path"] == str(cache / "tensorrt")

@@ -75,13 +75,6 @@ def test_label_sets_share_a_forward_pass(classifier: Similarity) -> None:
     assert mixed[1] == pytest.approx(scores(classifier, TEXTS[1:2], labels="music,tea,cars")[0], abs=1e-5)
 
 
-def test_description_replaces_the_label_text(classifier: Similarity) -> None:
-    described = scores(classifier, TEXTS[:2], labels={"a": "sports", "b": "food"})
-    plain = scores(classifier, TEXTS[:2], labels="sports,food")
-    assert [list(found) for found in described] == [["a", "b"]] * 2
-    assert [list(found.values()) for found in described] == [list(found.values()) for found in plain]
-
-
 def test_caches_a_bounded_number_of_label_sets(classifier: Similarity) -> None:
     first = classifier.label_set(ClassifyOptions.parse({"labels": "a"}))
     assert classifier.label_set(ClassifyOptions.parse({"labels": "a"})) is first
@@ -106,12 +99,6 @@ def test_truncates_texts_at_the_models_limit(classifier: Similarity) -> None:
     shorter = Similarity(locate(EMBEDDED_MODEL), FP32, Settings(max_tokens=16))
     assert shorter.prepare(["word " * 5000], label_set)[0][0].length == 16
     assert shorter.label_set(ClassifyOptions()).recipe != label_set.recipe
-
-
-def test_half_precision_scores_match(classifier: Similarity) -> None:
-    half = Similarity(locate(EMBEDDED_MODEL), FP32._replace(dtype=torch.bfloat16), Settings())
-    for ours, exact in zip(scores(half, TEXTS), scores(classifier, TEXTS), strict=True):
-        assert ours == pytest.approx(exact, abs=0.05)
 
 
 @pytest.mark.parametrize("way", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
@@ -248,10 +235,8 @@ def test_descriptions_of_a_label_are_averaged(classifier: Similarity) -> None:
 
 
 BROKEN: list[tuple[dict[str, str], str]] = [
-    ({}, r"modules\.json"),
     ({"modules.json": "{"}, r"modules\.json"),
     ({"modules.json": "[]"}, "0 pooling"),
-    ({"modules.json": '{"a": 1}'}, r"modules\.json|list"),
     ({"modules.json": '[{"type": "sentence_transformers.models.LSTM"}]'}, "LSTM"),
     ({"modules.json": '[{"type": "a.Pooling", "path": "p"}]'}, r"p/config\.json"),
     ({"modules.json": '[{"type": "a.Pooling", "path": "p"}]', "p/config.json": '{"pooling_mode": "odd"}'}, "'odd'"),
@@ -277,10 +262,7 @@ def test_rejects_unsupported_dense_layers(tmp_path: Path) -> None:
     path.write_text(json.dumps({"in_features": 32, "out_features": 32, "activation_function": "torch.nn.Softsign"}))
     with pytest.raises(ModelError, match="Softsign"):
         Similarity(Weights("m", folder, None, "00"), FP32, Settings())
-
-
-def test_rejects_a_missing_dense_layer(tmp_path: Path) -> None:
-    folder = make_sentence_model(tmp_path, dense=32)
+    path.write_text(json.dumps({"in_features": 32, "out_features": 32}))
     (folder / "2_Dense" / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match=naming("2_Dense", "model.safetensors")):
         Similarity(Weights("m", folder, None, "00"), FP32, Settings())
@@ -300,10 +282,3 @@ def test_recipe_depends_on_pooling_and_dense_layers(tmp_path: Path) -> None:
         made = Similarity(Weights("m", folder, None, "00"), FP32, Settings())
         recipes.add(made.label_set(ClassifyOptions()).recipe)
     assert len(recipes) == 4
-
-
-def test_rejects_weights_transformers_cannot_load(tmp_path: Path) -> None:
-    folder = make_sentence_model(tmp_path)
-    (folder / "model.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(ModelError, match=str(tmp_path)):
-        Similarity(Weights("m", folder, None, "00"), FP32, Settings())

@@ -127,20 +127,6 @@ def test_model2vec_folders_leave_out_unknown_tokens(tmp_path: Path, make_tokeniz
     assert not torch.allclose(averaged[0], averaged[1], atol=1e-3)
 
 
-def test_scores_are_the_cosines_of_labels(tmp_path: Path) -> None:
-    folder = save_static(tmp_path / "model", models._bert())
-    classifier = load(folder)
-    label_set = classifier.label_set(ClassifyOptions.parse({"labels": "sports,food", "multi_label": True}))
-    rows = [rows[0] for rows in classifier.prepare(TEXTS, label_set)]
-    found = [list(scores.values()) for _, scores in classifier.finish(rows, classifier.forward(rows))]
-    library = SentenceTransformer(str(folder), device="cpu")
-    posts, labels = (
-        library.encode(texts, convert_to_tensor=True, normalize_embeddings=True)
-        for texts in (TEXTS, ["This post is about sports.", "This post is about food."])
-    )
-    assert torch.allclose(torch.tensor(found), posts @ labels.T, atol=1e-5)
-
-
 def test_default_precision_is_float32(tmp_path: Path) -> None:
     folder = save_static(tmp_path / "model", models._bert())
     half = FP32._replace(dtype=torch.bfloat16, automatic=True)

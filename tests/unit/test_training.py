@@ -1,9 +1,8 @@
-"""Training a tiny model gives equal weights with accumulation, after an interruption, and short of memory."""
+"""Training a tiny model gives equal weights with accumulation and after an interruption."""
 
 import json
-import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,12 @@ from transformers import AutoModelForSequenceClassification
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
-from feedmill.workers.training import finetune
+from feedmill.workers.training import Report
 from feedmill.workers.training.examples import Dataset, Example
-from feedmill.workers.training.finetune import (
-    Order,
-    Plan,
-    Trained,
-    Training,
-    TrainingProgress,
-    next_smaller_batch,
-    save,
-)
-from feedmill.workers.training.head import loss_of_rows
+from feedmill.workers.training.finetune import Order, Trained, Training
 from feedmill.workers.training.options import TrainOptions
 from tests.fakes.models import make_model
+from tests.support import naming
 
 LABELS = ("food", "sports", "travel")
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
@@ -72,14 +63,15 @@ def trained(
     base: Path,
     out: Path,
     learnt: int = 100,
-    planned: Callable[[Plan], None] = lambda _: None,
-    progress: Callable[[TrainingProgress], None] = lambda _: None,
+    report: Report | None = None,
     held_back: int = 0,
+    dtype: str = "auto",
     **options: Any,
 ) -> Trained:
     found = examples(learnt + held_back)
     dataset = Dataset(LABELS, found[:learnt], found[learnt:], [], {})
-    return Training(dataset, options_of(base, out, **options), Settings(device="cpu"), planned, progress).run()
+    settings = Settings.model_validate({"device": "cpu", "dtype": dtype})
+    return Training(dataset, options_of(base, out, **options), settings, report).run()
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -94,12 +86,6 @@ def assert_same(one: Any, other: Any, tolerance: float = 2e-5) -> None:
         assert torch.allclose(found[name], value, atol=tolerance, rtol=0), name
 
 
-def distance(one: Any, other: Any) -> float:
-    """Return the Euclidean distance over all weights."""
-    expected = weights(other)
-    return math.sqrt(sum(float((value - expected[name]).square().sum()) for name, value in weights(one).items()))
-
-
 def moved(model: Any, base: Path) -> float:
     before = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3).state_dict()
     return max(
@@ -109,9 +95,10 @@ def moved(model: Any, base: Path) -> float:
 
 def test_accumulated_batches_equal_one_large_batch(still: Path, tmp_path: Path) -> None:
     """The last step is incomplete: 100 posts are three steps of 32 and one of 4."""
-    whole = trained(still, tmp_path / "a", batch_size=32, precision="float32")
-    parts = trained(still, tmp_path / "b", batch_size=8, accumulation=4, precision="float32")
-    assert (whole.plan.steps, parts.plan.steps, parts.plan.effective_batch) == (8, 8, 32)
+    whole = trained(still, tmp_path / "a", batch_size=32, dtype="float32")
+    parts = trained(still, tmp_path / "b", batch_size=8, accumulation=4, dtype="float32")
+    plans = whole.record["plan"], parts.record["plan"]
+    assert [(plan["steps"], plan["effective_batch"]) for plan in plans] == [(8, 32)] * 2
     assert_same(parts.model, whole.model)
     assert moved(whole.model, still) > 1e-3
 
@@ -120,60 +107,32 @@ def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> No
     """The base has dropout, so the random state must be restored, too."""
     straight = trained(base, tmp_path / "straight")
 
-    def stop(now: TrainingProgress) -> None:
-        if now.step == 9:
-            raise KeyboardInterrupt
+    class Steps(Report):
+        def __init__(self, last: int) -> None:
+            self.done: list[int] = []
+            self.last = last
+
+        def progress(self, step: int, steps: int, loss: float | None) -> None:  # noqa: ARG002
+            self.done.append(step)
+            if step == self.last:
+                raise KeyboardInterrupt
 
     out = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        trained(base, out, progress=stop, checkpoint_steps=4)
-    steps: list[int] = []
-    resumed = trained(base, out, progress=lambda now: steps.append(now.step), checkpoint_steps=4, resume=True)
-    assert steps == list(range(9, 15))
+        trained(base, out, report=Steps(9))
+    steps = Steps(99)
+    resumed = trained(base, out, report=steps, resume=True)
+    assert steps.done == list(range(8, 15)), "an epoch has seven steps"
     assert_same(resumed.model, straight.model, tolerance=0.0)
 
 
-def test_out_of_memory_shrinks_batches_and_accumulates(
-    still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Training, "_fit_head", lambda *_: None)
-    expected = trained(still, tmp_path / "a", batch_size=4, accumulation=6)
-    real = loss_of_rows
-
-    def short(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        if len(labels) > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(logits, labels, weights)
-
-    monkeypatch.setattr(finetune, "loss_of_rows", short)
-    plans: list[Plan] = []
-    found = trained(still, tmp_path / "b", batch_size=24, planned=plans.append)
-    assert (plans[-1].batch_size, plans[-1].accumulation) == (4, 6)
-    assert {plan.effective_batch for plan in plans} == {24}
-    assert_same(found.model, expected.model)
-    monkeypatch.setattr(finetune, "loss_of_rows", lambda *_: short(torch.zeros(9), torch.zeros(9)))
-    with pytest.raises(UserError, match="memory"):
-        trained(still, tmp_path / "c")
-
-
-def test_out_of_memory_fails_with_several_processes(
-    still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_names_what_to_set(still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Training, "_train", full)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="--batch-size"):
+    monkeypatch.setattr(Training, "_loss", full)
+    with pytest.raises(UserError, match=naming("--batch-size", 16, "--accumulation")):
         trained(still, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("larger", "expected"),
-    [((32, 1), (16, 2)), ((8, 4), (4, 8)), ((9, 2), (6, 3)), ((7, 1), (1, 7)), ((12, 3), (9, 4))],
-)
-def test_smaller_batch_keeps_the_effective_size(larger: tuple[int, int], expected: tuple[int, int]) -> None:
-    assert next_smaller_batch(*larger) == expected
 
 
 def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:
@@ -236,16 +195,17 @@ def test_class_weights_balance_rare_labels(base: Path, tmp_path: Path) -> None:
 def test_early_stopping_ends_training(base: Path, tmp_path: Path) -> None:
     """The learning rate is so high that the loss only rises after the fit."""
     found = trained(base, tmp_path / "out", held_back=30, patience=1, epochs=30, learning_rate=0.3)
-    losses = [point.validation_loss for point in found.curve if point.validation_loss is not None]
+    losses = [point["eval_loss"] for point in found.record["curve"] if "eval_loss" in point]
     assert len(losses) < 30
     assert losses[-1] >= min(losses)
 
 
 def test_saves_the_trained_model(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    found = trained(base, out, max_steps=3, max_tokens=16, precision="bfloat16", gradient_checkpointing=True)
-    assert (found.plan.steps, [point.step for point in found.curve]) == (3, [1, 2, 3])
-    save(found, out)
+    settings: dict[str, Any] = {"max_tokens": 16, "gradient_checkpointing": True, "epochs": 1}
+    found = trained(base, out, learnt=48, dtype="bfloat16", **settings)
+    assert [point["step"] for point in found.record["curve"]] == [1, 2, 3]
+    found.save(out)
     assert {path.name for path in out.iterdir()} == {
         "config.json",
         "model.safetensors",

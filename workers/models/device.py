@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from feedmill.shared import linux
-from feedmill.shared.errors import SettingsError, UserError
+from feedmill.shared.errors import SettingsError
 from feedmill.workers.models.shapes import EXACT, FEW, Shapes
 
 #: Number of cores that torch uses. OMP_NUM_THREADS overrides the default.
@@ -102,10 +102,9 @@ class Device(NamedTuple):
         needed = _bfloat16_reason(config) if default == torch.float16 else None
         if needed is None:
             return self._replace(dtype=default, dtype_reason=why)
-        if engine == "onnx":
-            return self._replace(dtype=torch.float32, dtype_reason=f"{needed}, which ONNX Runtime lacks")
-        if not has_bfloat16(self.torch):
-            return self._replace(dtype=torch.float32, dtype_reason=f"{needed}, which this GPU lacks")
+        lacks = "ONNX Runtime" if engine == "onnx" else None if has_bfloat16(self.torch) else "this GPU"
+        if lacks:
+            return self._replace(dtype=torch.float32, dtype_reason=f"{needed}, which {lacks} lacks")
         return self._replace(dtype=torch.bfloat16, dtype_reason=needed)
 
     def __str__(self) -> str:
@@ -118,11 +117,13 @@ def select_device(device: str = "auto", dtype: str = "auto", engine: str = "torc
     Raises SettingsError if the machine lacks the device, or the engine does not support the precision.
     """
     found, reason = _device(device)
-    if engine == "onnx":
-        _check_onnx(found, dtype)
-    elif dtype == "int8":
+    possible = ONNX_DTYPES.get(found.type, ()) if engine == "onnx" else ("float32", "bfloat16", "float16")
+    if not possible:
+        raise SettingsError(f"FEEDMILL_ENGINE: onnx does not support {found}. Set torch, or FEEDMILL_DEVICE=cpu.")
+    if dtype not in ("auto", *possible):
         raise SettingsError(
-            "FEEDMILL_DTYPE: int8 requires ONNX Runtime on a CPU. Set FEEDMILL_ENGINE=onnx and FEEDMILL_DEVICE=cpu."
+            f"FEEDMILL_DTYPE: {engine} does not support {dtype} on {found}. Set {' or '.join(possible)}; int8 needs "
+            "FEEDMILL_ENGINE=onnx and FEEDMILL_DEVICE=cpu."
         )
     if dtype == "auto":
         precision, why = _default_precision(found, engine)
@@ -133,11 +134,11 @@ def select_device(device: str = "auto", dtype: str = "auto", engine: str = "torc
 def for_training(device: Device, wanted: str = "auto") -> tuple[torch.dtype, str]:
     """Return the precision of the forward and backward passes, and the reason.
 
-    Weights and their updates are always float32. float16 needs loss scaling, bfloat16 does not. Raises UserError if the
-    device does not support training in the wanted precision.
+    Weights and their updates are always float32. float16 needs loss scaling, bfloat16 does not. wanted: the setting
+    `dtype`. Raises SettingsError if the device does not support training in this precision.
     """
-    if wanted == "float16" and device.torch.type != "cuda":
-        raise UserError(f"--precision: float16 needs a CUDA GPU for loss scaling. Use bfloat16 on {device.name}.")
+    if wanted == "int8" or (wanted == "float16" and device.torch.type != "cuda"):
+        raise SettingsError(f"FEEDMILL_DTYPE: {device.name} does not train in {wanted}. Set auto, bfloat16 or float32.")
     if wanted != "auto":
         return DTYPES[wanted], "precision as set"
     if device.torch.type == "cuda":
@@ -181,18 +182,6 @@ def keep_freed_memory(device: torch.device) -> None:
     if device.type != "cpu" or is_set:
         return
     linux.set_malloc_options(MALLOC_OPTIONS)
-
-
-def _check_onnx(device: torch.device, dtype: str) -> None:
-    possible = ONNX_DTYPES.get(device.type)
-    if possible is None:
-        raise SettingsError(
-            f"FEEDMILL_ENGINE: onnx does not support {device}. Set FEEDMILL_ENGINE=torch, or FEEDMILL_DEVICE=cpu."
-        )
-    if dtype not in ("auto", *possible):
-        raise SettingsError(
-            f"FEEDMILL_DTYPE: ONNX Runtime does not support {dtype} on {device}. Set {' or '.join(possible)}."
-        )
 
 
 def _default_precision(device: torch.device, engine: str) -> tuple[torch.dtype, str]:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from feedmill.shared.errors import ModelError, clause
-from feedmill.workers.models.weights import GLICLASS, Weights, read_config_file
+from feedmill.workers.models.weights import GLICLASS, Weights, loading, read_config_file
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +110,21 @@ class Frame(NamedTuple):
         return Tokens(ids, [*before, *[of_first] * len(first), *between, *[of_second] * len(second), *after])
 
 
+def load_tokenizer(weights: Weights, remote_code: bool = False) -> Any:
+    """Load the tokenizer in a model's folder with transformers. Raises ModelError."""
+    # transformers warns about configurations that it does not know. A tokenizer does not depend on this one.
+    gliclass = read_config_file(weights).get("model_type") == GLICLASS
+    with loading(f"the tokenizer in {weights.folder}"):
+        loaded: Any = AutoTokenizer.from_pretrained(
+            weights.folder,
+            config=PreTrainedConfig() if gliclass else None,
+            local_files_only=True,
+            trust_remote_code=remote_code,
+        )
+        _ = loaded.backend_tokenizer  # a tokenizer in Python has none
+        return loaded
+
+
 class Tokenizer:
     """The tokenizer in a model's folder. Raises ModelError.
 
@@ -118,21 +132,8 @@ class Tokenizer:
     """
 
     def __init__(self, weights: Weights, max_tokens: int, remote_code: bool = False) -> None:
-        # transformers warns about configurations that it does not know. A tokenizer does not depend on this one.
-        gliclass = read_config_file(weights).get("model_type") == GLICLASS
-        try:
-            loaded: Any = AutoTokenizer.from_pretrained(
-                weights.folder,
-                config=PreTrainedConfig() if gliclass else None,
-                local_files_only=True,
-                trust_remote_code=remote_code,
-            )
-            self._rust: Any = loaded.backend_tokenizer
-        except Exception as error:  # broken files raise many kinds of errors
-            raise ModelError(
-                f"Cannot load the tokenizer in {weights.folder}: {clause(error)}. Download the model again, or "
-                "use another one."
-            ) from error
+        loaded = load_tokenizer(weights, remote_code)
+        self._rust: Any = loaded.backend_tokenizer
         own_limit = loaded.model_max_length
         self.max_tokens = min(max_tokens, own_limit) if own_limit < UNSET_LENGTH else max_tokens
         known = (token for token in (loaded.pad_token_id, loaded.eos_token_id) if token is not None)

@@ -143,7 +143,6 @@ def identity(classifier: Classifier, settings: Settings) -> dict[str, str]:
         "lanes": str(classifier.device.lanes),
         "dtype": str(classifier.device.dtype),
         "engine": settings.engine,
-        "compiled": str(settings.compile),
         "classifier": classifier.kind,
         "max_tokens": str(settings.max_tokens),
         "batch_rows": str(settings.batch_rows),

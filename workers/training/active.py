@@ -40,18 +40,15 @@ MIN_UNCERTAINTY = 1e-3
 FIRST, UNCERTAIN, RANDOM = "first", "uncertain", "random"
 
 
-class Pick(NamedTuple):
-    """A post to label: its place in the pool, and why it was picked."""
+class Answer(NamedTuple):
+    """A post that was picked to be labelled: its place in the pool, and why it was picked.
+
+    label: the number of its label; None if there is none yet, or if the post was skipped.
+    """
 
     place: int
     why: str
-
-
-class Answer(NamedTuple):
-    """A labelled post: its pick, and the number of its label; None if it was skipped."""
-
-    pick: Pick
-    label: int | None
+    label: int | None = None
 
 
 class Measured(NamedTuple):
@@ -93,9 +90,8 @@ class Pool:
 
     def _means(self, answers: Sequence[Answer]) -> torch.Tensor:
         """Return the mean of each label: [labels, dimensions]."""
-        labelled = [answer for answer in answers if answer.label is not None]
-        places = torch.tensor([answer.pick.place for answer in labelled], dtype=torch.long)
-        labels = torch.tensor([answer.label for answer in labelled], dtype=torch.long)
+        labelled = [(answer.place, answer.label) for answer in answers if answer.label is not None]
+        places, labels = torch.tensor(labelled, dtype=torch.long).reshape(-1, 2).T
         known = one_hot(labels, len(self._priors)).to(self._points)
         sums = known.T @ self._points[places] + PRIOR_POSTS * self._priors
         counts = known.sum(0) + PRIOR_POSTS
@@ -113,27 +109,22 @@ class Pool:
         """Return the logits of points: [points, labels]."""
         return SHARPNESS * (points @ means.T - means.square().sum(1) / 2)
 
-    def pick(self, answers: Sequence[Answer], count: int, seed: int) -> list[Pick]:
+    def pick(self, answers: Sequence[Answer], count: int, seed: int) -> list[Answer]:
         """Pick at most `count` posts without an answer. The same answers and seed give the same picks."""
         generator = torch.Generator().manual_seed(seed + len(answers))
-        taken = {answer.pick.place for answer in answers}
-        left = torch.tensor([place for place in range(len(self)) if place not in taken], dtype=torch.long)
+        taken = {answer.place for answer in answers}
+        left = [place for place in torch.randperm(len(self), generator=generator).tolist() if place not in taken]
         count = min(count, len(left))
-        if not count:
-            return []
         randoms = count // RANDOM_EVERY
-        left = left[torch.randperm(len(left), generator=generator)]
-        at_random, left = left[:randoms].tolist(), left[randoms:]
-        if answers:
+        at_random, left, why = left[:randoms], left[randoms:], FIRST
+        if answers and left:
             best = self._scores(self._means(answers), self._points[left]).softmax(1).topk(2).values
             uncertainty = (1 - best[:, 0] + best[:, 1]).clamp_min(MIN_UNCERTAINTY)
-            why = UNCERTAIN
-            chosen = left[torch.multinomial(uncertainty, count - randoms, generator=generator)].tolist()
-        else:
-            why, chosen = FIRST, left[: count - randoms].tolist()
-        picks = [Pick(place, why) for place in chosen]
+            chosen = torch.multinomial(uncertainty, count - randoms, generator=generator).tolist()
+            left, why = [left[number] for number in chosen], UNCERTAIN
+        picks = [Answer(place, why) for place in left[: count - randoms]]
         for number, place in enumerate(at_random):
-            picks.insert(number * RANDOM_EVERY + RANDOM_EVERY - 1, Pick(place, RANDOM))
+            picks.insert(number * RANDOM_EVERY + RANDOM_EVERY - 1, Answer(place, RANDOM))
         return picks
 
 
@@ -146,32 +137,31 @@ class Session:
     def __init__(self, pool: Pool, labels: int, seed: int, answers: Sequence[Answer] = ()) -> None:
         self._pool, self._labels, self._seed = pool, labels, seed
         self.answers = list(answers)
-        self._next: list[Pick] = []
+        self._next: list[Answer] = []
         #: The accuracy after the last round; None if no post was held back yet.
         self.measured: Measured | None = None
 
-    def next(self) -> Pick | None:
+    def next(self) -> Answer | None:
         """Return the post to label now; None if there are no more."""
         if not self._next:
             first = max(FIRST_PER_LABEL * self._labels, ROUND_POSTS)
+            taken = {answer.place for answer in self.answers}
             with one_thread():
                 self.measured = self._measure()
                 # A resumed first round goes on with the posts that it had.
                 sample = self._pool.pick((), first, self._seed) if len(self.answers) < first else []
-                taken = {answer.pick.place for answer in self.answers}
                 self._next = [pick for pick in sample if pick.place not in taken]
-                if not self._next:
-                    self._next = self._pool.pick(self.answers, ROUND_POSTS, self._seed)
+                self._next = self._next or self._pool.pick(self.answers, ROUND_POSTS, self._seed)
         return self._next[0] if self._next else None
 
     def answer(self, label: int | None) -> None:
         """Label the post that is next; None skips it."""
-        self.answers.append(Answer(self._next.pop(0), label))
+        self.answers.append(self._next.pop(0)._replace(label=label))
 
     def undo(self) -> None:
         """Take back the last answer, if there is one. Its post is next again."""
         if self.answers:
-            self._next.insert(0, self.answers.pop().pick)
+            self._next.insert(0, self.answers.pop()._replace(label=None))
 
     @property
     def labelled(self) -> int:
@@ -180,13 +170,13 @@ class Session:
 
     def _measure(self) -> Measured | None:
         """Measure the accuracy of the head of all other answers on the posts held back."""
-        held_back = [answer for answer in self.answers if answer.pick.why == RANDOM and answer.label is not None]
+        held_back = [answer for answer in self.answers if answer.why == RANDOM and answer.label is not None]
         if not held_back:
             return None
-        others = [answer for answer in self.answers if answer.pick.why != RANDOM]
-        found = self._pool.predict(others, [answer.pick.place for answer in held_back])
+        others = [answer for answer in self.answers if answer.why != RANDOM]
+        found = self._pool.predict(others, [answer.place for answer in held_back])
         right = sum(best == answer.label for best, answer in zip(found, held_back, strict=True))
-        zero_shot = sum(self._pool.zero_shot[answer.pick.place] == answer.label for answer in held_back)
+        zero_shot = sum(self._pool.zero_shot[answer.place] == answer.label for answer in held_back)
         return Measured(len(held_back), right / len(held_back), zero_shot / len(held_back))
 
     def head(self) -> Fitted:

@@ -6,28 +6,25 @@ as a worker embeds them.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
-from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, clause
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
-from feedmill.workers.models.classifiers import Row
 from feedmill.workers.models.classifiers.fixed_labels import write_head
-from feedmill.workers.models.classifiers.layout import TEXT_CONFIGS, Layout, read_layout
+from feedmill.workers.models.classifiers.layout import TEXT_CONFIGS, Layout, read_layout, read_text_config
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.classifiers.similarity import Similarity
 from feedmill.workers.models.device import select_device
 from feedmill.workers.models.engines import device_errors
 from feedmill.workers.models.weights import HEAD_FILE, Weights, copy_model
+from feedmill.workers.training import Report
 from feedmill.workers.training.examples import Dataset
 from feedmill.workers.training.options import TrainOptions
 
@@ -52,12 +49,8 @@ SHARPNESSES = tuple(2 ** (step / 4) for step in range(-4, 17))
 PROMPT_NAME = "posts"
 
 
-#: Wraps an iteration to show progress. Its other arguments are what is done, and how often.
-Track = Callable[[str, Iterable[int], int], Iterable[int]]
 #: Weight [labels, dimensions] and bias [labels].
 Fitted = tuple[torch.Tensor, torch.Tensor]
-#: Maps logits and targets to a loss per row.
-LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Fit(NamedTuple):
@@ -83,58 +76,57 @@ class HeadModel(NamedTuple):
     #: Float32, on the CPU: [labels, dimensions] and [labels].
     weight: torch.Tensor
     bias: torch.Tensor
+    settings: Settings
+    #: The training's part of training.json.
+    record: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+    def save(self, folder: Path) -> None:
+        """Write the model's folder: a copy of the base, with the head beside it.
+
+        The base's configuration gets the training's token limit, prompt and dimensions, so that workers, and
+        sentence-transformers' `encode`, embed texts as the training did. Raises OSError.
+        """
+        layout = self.layout
+        write_head(folder / HEAD_FILE, self.labels, self.weight, self.bias)
+        config = dict(layout.texts.config)
+        if self.settings.post_prompt is not None:
+            chosen = {PROMPT_NAME: layout.texts.post_prompt} if layout.texts.post_prompt else {}
+            config["prompts"] = (config.get("prompts") or {}) | chosen
+            config["default_prompt_name"] = PROMPT_NAME if chosen else None
+        if layout.truncate_dim:
+            config["truncate_dim"] = layout.truncate_dim
+        if config:
+            _write_json(folder / "config_sentence_transformers.json", config)
+        limit = min(self.max_tokens, layout.texts.max_tokens or self.max_tokens)
+        _write_json(folder / TEXT_CONFIGS[0], read_text_config(self.weights.folder) | {"max_seq_length": limit})
+        copy_model(self.weights, folder, self.settings.trust_remote_code)
 
 
-class TrainedHead(NamedTuple):
-    """Result of the training of a head."""
-
-    model: HeadModel
-    fit: Fit
-    seconds: float
-    #: Examples embedded per second.
-    samples_per_s: float
-    precision: str
-    device: str
-
-    def summary(self) -> dict[str, Any]:
-        """Return the training's part of the record in training.json."""
-        plan = {
-            "penalty": self.fit.penalty,
-            "sharpness": self.fit.sharpness,
-            "accuracies": self.fit.accuracies,
-            "max_tokens": self.model.max_tokens,
-            "precision": self.precision,
-            "device": self.device,
-        }
-        return {"plan": plan, "seconds": self.seconds, "samples_per_s": self.samples_per_s, "curve": []}
-
-
-def train_head(
-    dataset: Dataset,
-    options: TrainOptions,
-    settings: Settings,
-    phase: Callable[[str], None] = lambda _: None,
-    track: Track = lambda _what, found, _count: found,
-) -> TrainedHead:
-    """Embed the training posts and fit a head to them. Raises UserError.
-
-    phase: called with what is done next. track: shows the progress of embedding.
-    """
-    phase(f"loading {options.base}")
+def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, report: Report | None = None) -> HeadModel:
+    """Embed the training posts and fit a head to them. Raises UserError."""
+    report = report or Report()
+    report.phase(f"loading {options.base}")
     classifier, layout = load_embedder(options.base, settings, options.max_tokens)
     began = time.monotonic()
     texts = [example.post.text for example in dataset.train]
-    features = embed_all(classifier, texts, track)
+    features = embed(classifier, texts, report)
     seconds_to_embed = time.monotonic() - began
-    phase("fitting the head")
-    soft = options.targets == "soft"
-    wanted = torch.tensor([dataset.target(example, soft) for example in dataset.train])
+    report.phase("fitting the head")
+    wanted = torch.tensor([dataset.target(example, options.targets == "soft") for example in dataset.train])
     weights = torch.tensor(dataset.label_weights) if options.class_weights else None
     fitted = fit(features, wanted, len(dataset.labels), options.seed, weights)
-    model = HeadModel(classifier.weights, layout, options.max_tokens, dataset.labels, fitted.weight, fitted.bias)
-    precision = f"{classifier.device.precision}: {classifier.device.dtype_reason}"
-    seconds = time.monotonic() - began
-    return TrainedHead(model, fitted, seconds, len(texts) / seconds_to_embed, precision, classifier.device.name)
+    plan = {
+        "penalty": fitted.penalty,
+        "sharpness": fitted.sharpness,
+        "accuracies": fitted.accuracies,
+        "max_tokens": options.max_tokens,
+        "precision": f"{classifier.device.precision}: {classifier.device.dtype_reason}",
+        "device": classifier.device.name,
+    }
+    rate = len(texts) / seconds_to_embed
+    record = {"plan": plan, "seconds": time.monotonic() - began, "samples_per_s": rate, "curve": []}
+    head = (fitted.weight, fitted.bias)
+    return HeadModel(classifier.weights, layout, options.max_tokens, dataset.labels, *head, settings, record)
 
 
 def load_embedder(base: str, settings: Settings, max_tokens: int) -> tuple[Similarity, Layout]:
@@ -147,48 +139,32 @@ def load_embedder(base: str, settings: Settings, max_tokens: int) -> tuple[Simil
     return classifier, read_layout(classifier.weights, chosen)
 
 
-def embed(classifier: Similarity, texts: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Embed texts, yielding micro-batches: the places of their texts, and their unit vectors [texts, dimensions].
+def embed(classifier: Similarity, texts: Sequence[str], report: Report) -> torch.Tensor:
+    """Return the unit vectors of texts: [texts, dimensions], in float32 on the CPU.
 
-    The vectors are in float32 on the CPU. Raises ModelError if the device fails.
+    Raises ModelError if the device fails.
     """
     label_set = classifier.label_set(ClassifyOptions())
-    try:
-        for start in range(0, len(texts), TEXTS_SORTED_TOGETHER):
-            rows = [each for (each,) in classifier.prepare(texts[start : start + TEXTS_SORTED_TOGETHER], label_set)]
-            for places in _batches(rows):
-                with device_errors(), torch.inference_mode():
-                    vectors = classifier.embed([rows[place].tokens for place in places])
-                yield [start + place for place in places], vectors.float().cpu()
-    except (DeviceFull, DeviceLost) as error:
-        raise ModelError(f"The device failed: {clause(error)}. Check the device, or set another --device.") from None
-
-
-def _batches(rows: Sequence[Row]) -> Iterator[list[int]]:
-    """Divide rows into micro-batches of similar lengths; yield the places of each."""
-    batch: list[int] = []
-    for place in sorted(range(len(rows)), key=lambda place: rows[place].length):
-        if batch and rows[place].length * (len(batch) + 1) > BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(place)
-    if batch:
-        yield batch
-
-
-def embed_all(classifier: Similarity, texts: Sequence[str], track: Track) -> torch.Tensor:
-    """Return the unit vectors of texts: [texts, dimensions]. Raises ModelError if the device fails."""
     places: list[int] = []
     vectors: list[torch.Tensor] = []
 
-    def embedded() -> Iterator[int]:
-        for some, found in embed(classifier, texts):
-            places.extend(some)
-            vectors.append(found)
-            yield from some
+    def batches() -> Iterator[int]:
+        for start in range(0, len(texts), TEXTS_SORTED_TOGETHER):
+            rows = [each for (each,) in classifier.prepare(texts[start : start + TEXTS_SORTED_TOGETHER], label_set)]
+            left = sorted(range(len(rows)), key=lambda place: rows[place].length)
+            while left:  # the longest first
+                size = max(1, BATCH_TOKENS // rows[left[-1]].length)
+                batch, left = left[-size:], left[:-size]
+                with device_errors(), torch.inference_mode():
+                    vectors.append(classifier.embed([rows[place].tokens for place in batch]).float().cpu())
+                places.extend(start + place for place in batch)
+                yield from batch
 
-    for _ in track("embedding", embedded(), len(texts)):
-        pass
+    try:
+        for _ in report.counting("embedding", batches(), len(texts)):
+            pass
+    except (DeviceFull, DeviceLost) as error:
+        raise ModelError(f"The device failed: {clause(error)}. Check the device, or set another --device.") from None
     return torch.cat(vectors)[torch.tensor(places).argsort()]
 
 
@@ -197,22 +173,6 @@ def label_vectors(classifier: Similarity, options: ClassifyOptions) -> torch.Ten
     with torch.inference_mode():
         vectors = classifier.label_vectors(classifier.label_set(options)).float().cpu()
     return vectors.clone()  # outside of the block: a tensor as any other
-
-
-def write_vectors(path: Path, vectors: torch.Tensor, key: str) -> None:
-    """Keep embeddings for `read_vectors`. key: digest of all that determines them. Raises OSError."""
-    with replacing(path) as temporary:
-        save_file({"vectors": vectors.contiguous()}, temporary, {"key": key})
-
-
-def read_vectors(path: Path, key: str) -> torch.Tensor | None:
-    """Return the embeddings that were kept with this key; None if there are none."""
-    try:
-        with safe_open(path, "pt") as file:
-            found: torch.Tensor | None = file.get_tensor("vectors") if file.metadata()["key"] == key else None
-    except (OSError, KeyError, TypeError, SafetensorError):
-        return None
-    return found
 
 
 def fit(
@@ -277,30 +237,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def save(model: HeadModel, folder: Path, settings: Settings) -> None:
-    """Write the model's folder: a copy of the base, with the head beside it.
-
-    The base's configuration gets the training's token limit, prompt and dimensions, so that workers, and
-    sentence-transformers' `encode`, embed texts as the training did. Raises OSError.
-    """
-    layout, weights = model.layout, model.weights
-    write_head(folder / HEAD_FILE, model.labels, model.weight, model.bias)
-    config = dict(layout.texts.config)
-    if settings.post_prompt is not None:
-        chosen = {PROMPT_NAME: layout.texts.post_prompt} if layout.texts.post_prompt else {}
-        config["prompts"] = (config.get("prompts") or {}) | chosen
-        config["default_prompt_name"] = PROMPT_NAME if chosen else None
-    if layout.truncate_dim:
-        config["truncate_dim"] = layout.truncate_dim
-    if config:
-        _write_json(folder / "config_sentence_transformers.json", config)
-    text_config = next((path for name in TEXT_CONFIGS if (path := weights.folder / name).is_file()), None)
-    found = json.loads(text_config.read_text()) if text_config else {}
-    limit = min(model.max_tokens, layout.texts.max_tokens or model.max_tokens)
-    _write_json(folder / TEXT_CONFIGS[0], found | {"max_seq_length": limit})
-    copy_model(weights, folder, settings.trust_remote_code)
 
 
 def _write_json(path: Path, content: object) -> None:

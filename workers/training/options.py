@@ -14,8 +14,7 @@ CHECKPOINTS, BEGUN = "checkpoints", "begun.json"
 
 #: Options that have no effect on the training of a head.
 OF_FINE_TUNING = (
-    "epochs", "max_steps", "batch_size", "accumulation", "learning_rate", "patience", "precision",
-    "gradient_checkpointing", "checkpoint_steps", "resume",
+    "epochs", "batch_size", "accumulation", "learning_rate", "patience", "gradient_checkpointing", "resume",
 )  # fmt: skip
 #: Minimum posts per label of a head. Its few weights are penalized, so that few posts suffice.
 MIN_POSTS_OF_A_HEAD = 2
@@ -92,9 +91,6 @@ class TrainOptions(BaseModel):
 
     #: A few hundred posts need several passes; too many passes cause overfitting.
     epochs: float = Field(4.0, gt=0, le=1000, description="Passes over the training posts.")
-    max_steps: int | None = Field(
-        None, ge=1, le=10_000_000, description="Optimization steps (default: those of --epochs)."
-    )
     #: If the device runs out of memory, lower this value and raise `accumulation`.
     batch_size: Size = Field(16, description="Rows per forward pass and device.")
     #: Effective batch size = batch size x accumulation x devices.
@@ -111,20 +107,9 @@ class TrainOptions(BaseModel):
     #: posts.
     patience: int = Field(0, ge=0, le=1000, description="Epochs without progress before stopping; 0 never stops early.")
 
-    # Device.
-
-    #: "auto": bfloat16 if the device supports it in hardware, else float16 with loss scaling on a GPU, else float32.
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Precision: auto, float32, bfloat16 or float16."
-    )
     #: Training takes a third longer and a fraction of the memory. Small models do not need it.
     gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
 
-    # Output.
-
-    checkpoint_steps: Size | None = Field(
-        None, description="Optimization steps between checkpoints (default: one epoch)."
-    )
     #: Requires the posts and options of the interrupted training.
     resume: Annotated[bool, SWITCH] = Field(False, description="Resume from the last checkpoint in OUT.")
 

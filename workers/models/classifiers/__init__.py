@@ -14,8 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
+from feedmill.shared.errors import RequestRefused
 from feedmill.shared.messages import ClassifyOptions, digest
 from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import Engine, TensorOutputs, begin, device_errors
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
 
@@ -98,6 +102,15 @@ class LabelSets:
         return self._known[key]
 
 
+def single_texts(described: Sequence[Sequence[str]], kind: str) -> list[str]:
+    """Return each label's only text. kind: the classifier's name. Raises RequestRefused if a label has several."""
+    if several := [texts for texts in described if len(texts) > 1]:
+        raise RequestRefused(
+            f"labels: a label has {len(several[0])} descriptions, but the worker's {kind} model takes one per label"
+        )
+    return [text for (text,) in described]
+
+
 class Outputs(Protocol):
     """Result of a forward pass, possibly still being copied from the device."""
 
@@ -140,3 +153,33 @@ class Classifier(Protocol):
 
         Raises DeviceLost.
         """
+
+
+class ModelClassifier(Classifier):
+    """A classifier with an engine. Subclasses set `_engine`, `packed` and `_label_sets`, and compute `_outputs`."""
+
+    _engine: Engine
+    _label_sets: LabelSets
+
+    def __init__(self, weights: Weights, device: Device) -> None:
+        self.weights, self.device = weights, device
+
+    def label_set(self, options: ClassifyOptions) -> LabelSet:
+        return self._label_sets.of(options)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
+        with device_errors():
+            began = begin(self._engine.home)
+            return TensorOutputs(self._outputs(rows), began)
+
+    def _outputs(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Run the engine; return what `finish` needs of each row: [rows, …] in float32."""
+        raise NotImplementedError
+
+    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
+        """Return scores. This implementation takes outputs for scores, beyond a row's own labels without meaning."""
+        return [
+            (row, dict(zip(row.label_set.labels, scores, strict=False)))
+            for row, scores in zip(rows, outputs.scores(), strict=True)
+        ]

@@ -13,19 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 
-from feedmill.shared.errors import ModelError, RequestRefused, SettingsError, clause
+from feedmill.shared.errors import ModelError, RequestRefused, SettingsError
 from feedmill.shared.messages import ClassifyOptions, digest
 from feedmill.shared.settings import Settings
-from feedmill.workers.models.classifiers import Classifier, LabelSet, Row, Scores
+from feedmill.workers.models.classifiers import LabelSet, ModelClassifier, Row
 from feedmill.workers.models.classifiers.similarity import Similarity
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import TensorOutputs, device_errors
 from feedmill.workers.models.engines.factory import create_engine
 from feedmill.workers.models.engines.network import LOGITS, read_config
-from feedmill.workers.models.weights import HEAD_FILE, Weights
+from feedmill.workers.models.weights import HEAD_FILE, Weights, loading
 
 #: Limits on a model's labels. Every result stores the scores of all labels, so these bound its size in Redis.
 MAX_LABELS_OF_A_MODEL, MAX_LABEL_CHARACTERS = 1000, 200
@@ -33,7 +32,7 @@ MAX_LABELS_OF_A_MODEL, MAX_LABEL_CHARACTERS = 1000, 200
 LABELS_KEY = "labels"
 
 
-class FixedLabels(Classifier):
+class FixedLabels(ModelClassifier):
     """A classifier whose model brings its labels. Subclasses call `_serve` once in their constructor."""
 
     def _serve(self, label_set: LabelSet, gives_one_label: bool) -> None:
@@ -90,8 +89,7 @@ class SequenceClassifier(FixedLabels):
     kind = "sequence"
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
-        self.weights = weights
-        self.device = device
+        super().__init__(weights, device)
         self._engine, self._tokenizer = create_engine(weights, device, settings, LOGITS, settings.max_tokens)
         self.packed = self._engine.packed
         config = read_config(weights, settings.trust_remote_code)
@@ -105,23 +103,12 @@ class SequenceClassifier(FixedLabels):
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         return [[Row(tokens, label_set)] for tokens in self._tokenizer.encode(texts)]
 
-    @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
+    def _outputs(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return scores: [rows, labels] in float32."""
-        with device_errors():
-            began = self._engine.begin()
-            logits = self._engine.forward([row.tokens for row in rows])
-            if self._meaning == "softmax":
-                logits = logits.softmax(-1)
-            elif self._meaning == "sigmoid":
-                logits = logits.sigmoid()
-            return TensorOutputs(logits, began)
-
-    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
-        labels = self._label_set.labels
-        return [
-            (row, dict(zip(labels, scores, strict=True))) for row, scores in zip(rows, outputs.scores(), strict=True)
-        ]
+        logits = self._engine.forward([row.tokens for row in rows])
+        if self._meaning == "softmax":
+            return logits.softmax(-1)
+        return logits.sigmoid() if self._meaning == "sigmoid" else logits
 
 
 def activation_for(problem: str | None, labels: int) -> str:
@@ -160,16 +147,12 @@ class Head(FixedLabels, Similarity):
 def read_head(weights: Weights) -> tuple[tuple[str, ...], torch.Tensor, torch.Tensor]:
     """Return a head's labels, weight [labels, dimensions] and bias [labels]. Raises ModelError."""
     path = weights.folder / HEAD_FILE
-    try:
+    with loading(f"the head {path}", "Train it again with `feedmill train --head`."):
         with safe_open(path, "pt") as file:
             labels = tuple(str(label) for label in json.loads((file.metadata() or {})[LABELS_KEY]))
             weight, bias = file.get_tensor("weight").float(), file.get_tensor("bias").float()
         if weight.dim() != 2 or weight.shape[0] != len(labels) or bias.shape != (len(labels),):
             raise ValueError(f"{len(labels)} labels, but weights of {[*weight.shape]} and biases of {[*bias.shape]}")
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise ModelError(
-            f"Cannot read the head {path}: {clause(error)}. Train it again with `feedmill train --head`."
-        ) from error
     return labels, weight, bias
 
 

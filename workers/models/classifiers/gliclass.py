@@ -1,17 +1,20 @@
 """Zero-shot classification with GLiClass: one row holds all labels and the post, and gives the scores of all labels.
 
-The row is "<<LABEL>>food<<LABEL>>sports<<SEP>>post", or the post first if the checkpoint was trained so. The encoder
-reads labels and post together; `gliclass_head.py` turns its hidden states into a logit per label. Scores equal those of
-the package gliclass:
+The row is "<<LABEL>>food<<LABEL>>sports<<SEP>>post", or the post first if the checkpoint was trained so. The package
+gliclass loads and runs the model. Rows are assembled here: labels are tokenized once, a long post never displaces a
+label, and markers in a post are left out. Scores equal those of the package's pipeline for a row by itself:
 
 - single-label, several labels: softmax of the logits over the labels;
 - `multi_label`, or only one label: the sigmoid, separately for each label.
+
+The package pools padding with most poolings, so that rows of different lengths would change each other's scores: such
+checkpoints run rows of equal length together.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -19,14 +22,18 @@ from feedmill.shared.errors import ModelError, RequestRefused, SettingsError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.shared.topics import TOPICS
-from feedmill.workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
-from feedmill.workers.models.classifiers.gliclass_head import Head, Spans
+from feedmill.workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores, single_texts
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import TensorOutputs, device_errors, rounded
-from feedmill.workers.models.engines.factory import create_engine
-from feedmill.workers.models.engines.network import GLICLASS_ENCODERS, STATES, read_config
-from feedmill.workers.models.tokenizer import PROBE_TEXTS, Tokens
-from feedmill.workers.models.weights import Weights, read_config_file
+from feedmill.workers.models.engines import TensorOutputs, begin, device_errors, rounded
+from feedmill.workers.models.engines.network import max_row_tokens
+from feedmill.workers.models.engines.torch_engine import (
+    REORDERED_TYPES,
+    can_reorder,
+    reorder_linear_layers,
+    use_attention_without_plans,
+)
+from feedmill.workers.models.tokenizer import PROBE_TEXTS, Tokenizer, Tokens, padded
+from feedmill.workers.models.weights import Weights, loading, read_config_file
 
 #: Markers before each label, and after the last one.
 LABEL, SEPARATOR = "<<LABEL>>", "<<SEP>>"
@@ -34,56 +41,34 @@ LABEL, SEPARATOR = "<<LABEL>>", "<<SEP>>"
 MAX_ROW_TOKENS = 1024
 #: Labels must leave room for at least this many tokens of a post.
 MIN_POST_TOKENS = 16
-#: Options in config.json that change scores, and that the shapes of the weights do not show.
-IDENTITY = (
-    "prompt_first", "use_segment_embeddings", "embed_class_token", "class_token_pooling", "extract_text_features",
-    "pooling_strategy", "normalize_features", "projector_hidden_act", "scorer_type", "scorer_num_heads",
-)  # fmt: skip
-
-
-class Prompt(NamedTuple):
-    """The tokens of a label set: labels with their markers, and the separator, which is the last token."""
-
-    ids: list[int]
-    #: Place of each label's marker, and of the separator.
-    places: list[int]
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class PromptRow(Row):
-    """A row with the place of its prompt's first token."""
-
-    start: int
+#: Poolings that leave padding out, and scorers whose scores depend on the number of labels in the batch.
+MASKED_POOLINGS, SCORERS_BY_COUNT = ("first", "pass"), ("hopfield",)
 
 
 class Gliclass(Classifier):
     """Classify with a GLiClass uni-encoder. Raises ModelError if the folder does not hold one.
 
-    Raises SettingsError for an engine that does not return hidden states.
+    Raises SettingsError for another engine than torch, or without the package.
     """
 
     kind = "gliclass"
+    packed = False
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
-        self.weights = weights
-        self.device = device
-        if settings.engine == "onnx":
-            raise SettingsError(f"{PREFIX}ENGINE=onnx does not run GLiClass models: set {PREFIX}ENGINE=torch.")
-        config = read_config_file(weights)
-        encoder = read_config(weights)
-        if encoder.model_type not in GLICLASS_ENCODERS:
-            raise ModelError(
-                f"{weights.name} has an encoder of type {encoder.model_type}. Use a GLiClass model with one of: "
-                f"{', '.join(GLICLASS_ENCODERS)}."
+        self.weights, self.device = weights, device
+        if settings.engine != "torch":
+            raise SettingsError(
+                f"{PREFIX}ENGINE={settings.engine} does not run GLiClass models: set {PREFIX}ENGINE=torch."
             )
-        head = Head(weights, config, encoder.hidden_size)
-        self._engine, self._tokenizer = create_engine(weights, device, settings, STATES, MAX_ROW_TOKENS)
-        self.packed = self._engine.packed
         with device_errors():
-            self._head = head.to(self._engine.home)
-        self._prompt_first = bool(config.get("prompt_first"))
-        self._has_segments = bool(config.get("use_segment_embeddings"))
-        self._markers = (config.get("class_token_index"), config.get("text_token_index"))
+            self._model = _load(weights, device)
+        config = self._model.config
+        self._by_length = config.pooling_strategy not in MASKED_POOLINGS or config.use_lstm
+        self._by_count = config.scorer_type in SCORERS_BY_COUNT
+        self._prompt_first = bool(config.prompt_first)
+        self._tokenizer = Tokenizer(weights, max_row_tokens(config.encoder_config) or MAX_ROW_TOKENS)
+        self._row_tokens = min(self._tokenizer.max_tokens, MAX_ROW_TOKENS)
+        self._markers = (config.class_token_index, config.text_token_index)
         if (found := self._tokenizer.parts([LABEL, SEPARATOR])) != [[marker] for marker in self._markers]:
             raise ModelError(
                 f"The tokenizer of {weights.name} reads {LABEL} and {SEPARATOR} as {found}, but config.json names the "
@@ -91,9 +76,10 @@ class Gliclass(Classifier):
             )
         self._before, self._after = self._special_tokens()
         self._post_tokens = settings.max_tokens - len(self._before) - len(self._after)
+        written = json.dumps(read_config_file(weights), sort_keys=True)
         self._label_sets = LabelSets(
             self.kind,
-            json.dumps([weights.sha256, self._tokenizer.max_tokens, settings.max_tokens, *map(config.get, IDENTITY)]),
+            json.dumps([weights.sha256, self._row_tokens, settings.max_tokens, written]),
             settings.labels or {topic: (topic,) for topic in TOPICS},
             settings.template or "{}",
             self._prompt,
@@ -117,31 +103,33 @@ class Gliclass(Classifier):
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         return self._label_sets.of(options)
 
-    def _prompt(self, described: Sequence[Sequence[str]]) -> Prompt:
-        """Tokenize the labels. Raises RequestRefused if they leave no room for a post, or a label has several texts."""
-        if several := [texts for texts in described if len(texts) > 1]:
-            raise RequestRefused(
-                f"labels: a label has {len(several[0])} descriptions, but the worker's {self.kind} model takes one per "
-                "label"
-            )
-        (ids,) = self._tokenizer.parts(["".join(f"{LABEL}{text}" for (text,) in described) + SEPARATOR])
-        places = [place for place, token in enumerate(ids) if token in self._markers]
-        if len(places) != len(described) + 1:
+    def _prompt(self, described: Sequence[Sequence[str]]) -> list[int]:
+        """Return the labels' tokens with their markers, the separator last.
+
+        Raises RequestRefused if they leave no room for a post, or a label has several texts.
+        """
+        texts = single_texts(described, self.kind)
+        (ids,) = self._tokenizer.parts(["".join(f"{LABEL}{text}" for text in texts) + SEPARATOR])
+        ends = [place for place, token in enumerate(ids) if token in self._markers][1:]
+        if len(ends) != len(texts):
             raise RequestRefused(f"labels: a label contains {LABEL} or {SEPARATOR}, which separate labels; remove it")
-        room = self._tokenizer.max_tokens - len(self._before) - len(self._after) - MIN_POST_TOKENS
+        room = self._row_tokens - len(self._before) - len(self._after) - MIN_POST_TOKENS
         if len(ids) > room:
-            fitting = sum(end < room for end in places[1:])
             raise RequestRefused(
-                f"labels: {fitting} of the {len(described)} labels fit in the {self._tokenizer.max_tokens:,} tokens "
-                "that the worker's model reads beside a post; send fewer or shorter labels"
+                f"labels: {sum(end < room for end in ends)} of the {len(texts)} labels fit in the "
+                f"{self._row_tokens:,} tokens that the worker's model reads beside a post; send fewer or shorter labels"
             )
-        return Prompt(ids, places)
+        return ids
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
-        prompt: Prompt = label_set.prepared
-        taken = len(self._before) + len(prompt.ids) + len(self._after)
-        room = min(self._post_tokens, self._tokenizer.max_tokens - taken)
-        return [[self._row(self._tokenizer.cut(post, room), prompt, label_set)] for post in self._posts(texts)]
+        prompt: list[int] = label_set.prepared
+        room = min(self._post_tokens, self._row_tokens - len(self._before) - len(prompt) - len(self._after))
+        rows = []
+        for tokens in self._posts(texts):
+            post = self._tokenizer.cut([token for token in tokens if token not in self._markers], room)
+            ids = [*self._before, *(prompt + post if self._prompt_first else post + prompt), *self._after]
+            rows.append([Row(Tokens(ids), label_set)])
+        return rows
 
     def _posts(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize posts as in a row, where a tokenizer may treat a text beside a marker differently."""
@@ -149,35 +137,24 @@ class Gliclass(Classifier):
             return [part[1:] for part in self._tokenizer.parts([SEPARATOR + text for text in texts])]
         return [part[:-1] for part in self._tokenizer.parts([text + LABEL for text in texts])]
 
-    def _row(self, post: list[int], prompt: Prompt, label_set: LabelSet) -> PromptRow:
-        start = len(self._before) + (0 if self._prompt_first else len(post))
-        ids = [*self._before, *(prompt.ids + post if self._prompt_first else post + prompt.ids), *self._after]
-        types = None
-        if self._has_segments:  # 0 up to the separator, 1 from there on
-            text = start + prompt.places[-1]
-            types = [0] * text + [1] * (len(ids) - text)
-        return PromptRow(Tokens(ids, types), label_set, start=start)
-
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
         """Return logits in float32: [rows, labels of the largest label set]."""
         with device_errors():
-            began = self._engine.begin()
-            states = self._engine.forward([row.tokens for row in rows])
-            return TensorOutputs(self._head(states, self._spans(rows)), began)
+            began = begin(self.device.torch)
+            most = max(len(row.label_set.labels) for row in rows)
+            groups = groupby(rows, lambda row: (self._by_length and row.length, self._by_count and _count(row)))
+            logits = torch.cat([self._logits(list(members), most) for _, members in groups])
+            return TensorOutputs(logits, began)
 
-    def _spans(self, rows: Sequence[Row]) -> Spans:
-        """Return where labels and posts are, on the engine's device, copied there at once."""
-        most = max(len(row.label_set.labels) for row in rows)
-        table = []
-        for row in rows:
-            if not isinstance(row, PromptRow):
-                raise TypeError("not a row from prepare()")
-            places = [row.start + place for place in row.label_set.prepared.places]
-            padding = [places[-1]] * (most + 1 - len(places))
-            table.append([*places, *padding, len(places) - 1, places[-1], row.length])
-        on_device = self._engine.to_device(torch.tensor(table))
-        return Spans(on_device[:, :-3], on_device[:, -3], on_device[:, -2], on_device[:, -1])
+    def _logits(self, rows: Sequence[Row], most: int) -> torch.Tensor:
+        """Run rows that do not change each other's logits: [rows, most]."""
+        longest, labels = max(row.length for row in rows), max(map(_count, rows))
+        ids = padded([row.tokens.ids for row in rows], longest, self._tokenizer.pad_id)
+        mask = torch.arange(longest) < torch.tensor([row.length for row in rows]).unsqueeze(1)
+        on_device = {"input_ids": ids.to(self.device.torch), "attention_mask": mask.long().to(self.device.torch)}
+        logits: torch.Tensor = self._model(**on_device, max_num_classes=labels).logits
+        return torch.nn.functional.pad(logits, (0, most - labels))
 
     def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         finished: list[tuple[Row, Scores]] = []
@@ -188,3 +165,43 @@ class Gliclass(Classifier):
             scores = logits.sigmoid() if independent else logits.softmax(0)
             finished.append((row, dict(zip(labels, rounded(scores), strict=True))))
         return finished
+
+
+def _count(row: Row) -> int:
+    return len(row.label_set.labels)
+
+
+def _load(weights: Weights, device: Device) -> Any:
+    """Load the package's model: its encoder in the device's precision, the rest in float32."""
+    if (kind := read_config_file(weights).get("architecture_type") or "uni-encoder") != "uni-encoder":
+        raise ModelError(
+            f"{weights.name} is a GLiClass {kind}, but only a uni-encoder is supported. Use another model."
+        )
+    try:
+        from gliclass import GLiClassModel  # noqa: PLC0415 - optional, and its imports take seconds
+    except ModuleNotFoundError as missing:
+        raise SettingsError(
+            f"{weights.name} is a GLiClass model, which requires the package {missing.name}: run "
+            "`pip install 'feedmill[gliclass]'`."
+        ) from None
+    with loading(f"the GLiClass model {weights.name}"):
+        model, report = GLiClassModel.from_pretrained(
+            weights.folder, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+        if absent := report["missing_keys"]:  # transformers leaves them at random
+            raise ValueError(f"no weights for {', '.join(sorted(absent)[:3])}")
+    use_attention_without_plans(device)
+    encoder = model.model.encoder_model
+    segments = getattr(model.model, "segment_embeddings", None)  # added to the encoder's inputs
+    model.float().to(device.torch).eval().requires_grad_(False)
+    for part in filter(None, (encoder, segments)):
+        part.to(device.dtype)
+    if can_reorder(device) and encoder.config.model_type in REORDERED_TYPES:
+        reorder_linear_layers(encoder)
+    encoder.register_forward_hook(_in_float32)
+    return model
+
+
+def _in_float32(_module: Any, _inputs: Any, outputs: Any) -> Any:
+    outputs.last_hidden_state = outputs.last_hidden_state.float()
+    return outputs

@@ -5,22 +5,19 @@ optional normalisation. The sentence-transformers library is not used, because t
 is unpickled.
 """
 
-import json
 import re
-from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from feedmill.shared.errors import ModelError, SettingsError, clause
+from feedmill.shared.errors import ModelError, SettingsError
 from feedmill.shared.messages import digest
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.engines.network import POOLINGS
-from feedmill.workers.models.weights import CONFIG_FILE, MODULES_FILE, Weights
+from feedmill.workers.models.weights import CONFIG_FILE, MODULES_FILE, WEIGHTS_FILE, Weights, loading, read_json
 
 #: Possible names of the file with the text limits. As in sentence-transformers, the first existing file is read.
 TEXT_CONFIGS = tuple(
@@ -84,58 +81,51 @@ def read_layout(weights: Weights, settings: Settings) -> Layout:
 
     Raises SettingsError if the model lacks a prompt that the settings name.
     """
-    folder = weights.folder
-    modules_file = folder / MODULES_FILE
-    if not modules_file.is_file() and is_model2vec(_json_if_there(folder / CONFIG_FILE)):
-        listed: Any = [{"type": "StaticEmbedding"}]
-    elif not modules_file.is_file():
-        raise ModelError(
-            f"{folder} is not a sentence-transformers model: modules.json is missing. Use such a model, or set another "
-            "FEEDMILL_CLASSIFIER."
-        )
-    else:
-        listed = _json(modules_file)
-    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
-        raise ModelError(f"{modules_file} must contain a list of modules. Download the model again.")
-    modules = [(str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))) for module in listed]
-    if unsupported := [kind for kind, _ in modules if kind not in SUPPORTED_MODULES]:
-        raise ModelError(f"{modules_file} has an unsupported module: {unsupported[0]}. Use a model without it.")
-    poolings = [path for kind, path in modules if kind == "Pooling"]
+    folder, modules = weights.folder, read_modules(weights.folder)
+    if others := [kind for kind, _ in modules if kind not in SUPPORTED_MODULES]:
+        raise unsupported(folder / MODULES_FILE, f"the module {others[0]}")
+    poolings = [folder / path for kind, path in modules if kind == "Pooling"]
     static = [folder / path for kind, path in modules if kind == "StaticEmbedding"]
     if len(poolings) + len(static) != 1:
-        raise ModelError(
-            f"{modules_file} has {len(poolings)} pooling modules and {len(static)} static ones; exactly one of either "
-            "is supported. Use another model."
-        )
-    pooling, with_prompt = _pooling(folder / poolings[0] / "config.json") if poolings else ((), True)
+        number = f"{len(poolings)} pooling modules and {len(static)} static ones, not one of either"
+        raise unsupported(folder / MODULES_FILE, number)
+    pooling, with_prompt = _pooling(poolings[0] / CONFIG_FILE) if poolings else ((), True)
     texts = read_text_settings(weights, settings)
     if (texts.post_prompt or texts.label_prompt) and not with_prompt:
-        raise ModelError(
-            f"{folder} has include_prompt=false in its pooling, which is not supported. Use another model."
-        )
+        raise unsupported(folder, "a prompt, and include_prompt=false in its pooling")
     dense = [_dense(folder / path) for kind, path in modules if kind == "Dense"]
-    truncate_dim = _truncate_dim(texts.config, settings)
+    kept = settings.truncate_dim or texts.config.get("truncate_dim")
+    truncate_dim = kept if isinstance(kept, int) and kept > 0 else None
     parts = [*pooling, str(texts.max_tokens), str(texts.lower_case), texts.post_prompt]
     parts += [written for _, written in dense]
-    # Only where they differ from the defaults, so that they leave the identity of earlier results as it was.
     parts += [f"label_prompt={texts.label_prompt}"] if texts.label_prompt != texts.post_prompt else []
     parts += [f"truncate_dim={truncate_dim}"] if truncate_dim else []
-    return Layout(
-        pooling, next(iter(static), None), tuple(layer for layer, _ in dense), texts, truncate_dim, digest(*parts)
-    )
+    layers = tuple(layer for layer, _ in dense)
+    return Layout(pooling, static[0] if static else None, layers, texts, truncate_dim, digest(*parts))
 
 
-def is_model2vec(config: Mapping[str, Any]) -> bool:
-    """Return whether a model was written by model2vec. config: its config.json."""
-    return MODEL2VEC in (config.get("architectures") or ())
+def unsupported(where: object, what: str) -> ModelError:
+    """Return the error for a model that needs what Feedmill lacks."""
+    return ModelError(f"{where} has {what}, which is not supported. Use another model.")
+
+
+def read_modules(folder: Path) -> list[tuple[str, str]]:
+    """Return the class name, without its package, and the folder of each module; none if it has none.
+
+    Raises ModelError.
+    """
+    if (folder / MODULES_FILE).is_file():
+        modules = read_json(folder / MODULES_FILE, list)
+        with loading(folder / MODULES_FILE):
+            return [(module.get("type", "").rpartition(".")[2], module.get("path", "")) for module in modules]
+    # Older versions of model2vec wrote no modules.json.
+    is_model2vec = MODEL2VEC in (_read_if_there(folder / CONFIG_FILE).get("architectures") or ())
+    return [("StaticEmbedding", "")] if is_model2vec else []
 
 
 def is_static(weights: Weights) -> bool:
     """Return whether a model has static embeddings instead of a transformer. Raises ModelError."""
-    path = weights.folder / MODULES_FILE
-    modules = _json(path) if path.is_file() else None
-    listed = isinstance(modules, list) and any("StaticEmbedding" in str(module) for module in modules)
-    return listed or is_model2vec(_json_if_there(weights.folder / CONFIG_FILE))
+    return any(kind == "StaticEmbedding" for kind, _ in read_modules(weights.folder))
 
 
 def read_text_settings(weights: Weights, settings: Settings) -> TextSettings:
@@ -144,13 +134,18 @@ def read_text_settings(weights: Weights, settings: Settings) -> TextSettings:
     Raises ModelError, or SettingsError if the model lacks a prompt that the settings name.
     """
     folder = weights.folder
-    text_config = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
+    text_config = read_text_config(folder)
     config = read_sentence_config(folder)
     limit = text_config.get("max_seq_length")
     limit = limit if isinstance(limit, int) and limit > 0 else None
     of_posts = _prompt("post_prompt", settings.post_prompt, config)
     of_labels = _prompt("label_prompt", settings.label_prompt, config)
     return TextSettings(limit, bool(text_config.get("do_lower_case")), of_posts, of_labels, config)
+
+
+def read_text_config(folder: Path) -> dict[str, Any]:
+    """Return the content of the first of TEXT_CONFIGS; empty if there is none. Raises ModelError."""
+    return next((_read_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
 
 
 def _prompt(setting: str, chosen: str | None, config: dict[str, Any]) -> str:
@@ -171,63 +166,39 @@ def _prompt(setting: str, chosen: str | None, config: dict[str, Any]) -> str:
     return chosen
 
 
-def _truncate_dim(config: dict[str, Any], settings: Settings) -> int | None:
-    """Return the dimensions to keep: as set, else as in the model's configuration."""
-    found = settings.truncate_dim or config.get("truncate_dim")
-    return found if isinstance(found, int) and found > 0 else None
-
-
 def read_sentence_config(folder: Path) -> dict[str, Any]:
     """Return the content of config_sentence_transformers.json; empty if there is none. Raises ModelError."""
-    return _json_if_there(folder / "config_sentence_transformers.json")
+    return _read_if_there(folder / "config_sentence_transformers.json")
 
 
 def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
     """Return the pooling modes, and whether the prompt's tokens are pooled too."""
-    config = _json(path)
+    config = read_json(path)
     configured = config.get("pooling_mode")
     modes = (configured,) if isinstance(configured, str) else tuple(configured or ())
     modes = modes or tuple(mode for name, mode in LEGACY_POOLING_KEYS.items() if config.get(name)) or ("mean",)
-    if unsupported := [mode for mode in modes if mode not in POOLINGS]:
-        raise ModelError(
-            f"{path} has an unsupported pooling_mode: {unsupported[0]!r}. Use a model with one of: "
-            f"{', '.join(sorted(POOLINGS))}."
-        )
+    if others := [mode for mode in modes if mode not in POOLINGS]:
+        raise unsupported(path, f"pooling_mode={others[0]!r}")
     return modes, bool(config.get("include_prompt", True))
 
 
 def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
     """Return the dense layer with its activation, and a digest of both."""
-    config = _json(folder / "config.json")
+    file, config = folder / WEIGHTS_FILE, read_json(folder / CONFIG_FILE)
     ends = {config.get("module_input_name"), config.get("module_output_name")}
-    if config.get("use_residual") or ends - {None, "sentence_embedding"}:
-        raise ModelError(
-            f"{folder / 'config.json'} has use_residual, or inputs other than sentence_embedding, which is not "
-            "supported. Use another model."
-        )
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
-    if name not in ACTIVATIONS:
-        raise ModelError(f"{folder / 'config.json'} has an unsupported activation_function: {name}. Use another model.")
-    try:
+    if config.get("use_residual") or ends - {None, "sentence_embedding"} or name not in ACTIVATIONS:
+        what = f"use_residual, inputs other than sentence_embedding, or activation_function={name}"
+        raise unsupported(folder / CONFIG_FILE, what)
+    with loading(f"the dense layer in {file}"):
         linear = torch.nn.Linear(config["in_features"], config["out_features"], bool(config.get("bias", True)))
-        tensors = load_file(folder / "model.safetensors")
+        tensors = load_file(file)
         linear.load_state_dict({key.removeprefix("linear."): value.float() for key, value in tensors.items()})
-    except (OSError, KeyError, TypeError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ModelError(
-            f"Cannot read the dense layer in {folder / 'model.safetensors'}: {clause(error)}. Download the model again."
-        ) from error
-    written = sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    return torch.nn.Sequential(linear, getattr(torch.nn, name)()).eval(), f"{written} {name}"
+        layer = torch.nn.Sequential(linear, getattr(torch.nn, name)()).eval()
+        return layer, f"{sha256(file.read_bytes()).hexdigest()} {name}"
 
 
-def _json_if_there(path: Path) -> dict[str, Any]:
-    found = _json(path) if path.is_file() else {}
-    return found if isinstance(found, dict) else {}
-
-
-def _json(path: Path) -> Any:
-    """Parse a JSON file. Raises ModelError."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"Cannot read {path}: {clause(error)}. Download the model again.") from None
+def _read_if_there(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if there is none, or if it is no object. Raises ModelError."""
+    content = read_json(path, object) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}

@@ -27,13 +27,12 @@ import numpy as np
 import torch
 
 from feedmill.shared.errors import ModelError, RequestRefused
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import TOPICS
-from feedmill.workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
+from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row, Scores, single_texts
 from feedmill.workers.models.classifiers.layout import read_text_settings
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import TensorOutputs, device_errors, rounded
+from feedmill.workers.models.engines import TensorOutputs, rounded
 from feedmill.workers.models.engines.factory import create_engine
 from feedmill.workers.models.engines.network import LOGITS, read_config
 from feedmill.workers.models.tokenizer import Tokens
@@ -74,7 +73,7 @@ class PairRow(Row):
     pairs: Pairs
 
 
-class PairClassifier(Classifier):
+class PairClassifier(ModelClassifier):
     """A classifier that computes logits for each pair. Raises ModelError if the folder does not hold one.
 
     Subclasses call `_serve` at the end of their constructor, and turn logits into scores in `_scores`.
@@ -88,8 +87,7 @@ class PairClassifier(Classifier):
     lower_case = False
 
     def __init__(self, weights: Weights, device: Device, settings: Settings, max_tokens: int) -> None:
-        self.weights = weights
-        self.device = device
+        super().__init__(weights, device)
         self._engine, self._tokenizer = create_engine(weights, device, settings, LOGITS, max_tokens)
         self.packed = self._engine.packed
 
@@ -104,17 +102,9 @@ class PairClassifier(Classifier):
             row_each=True,
         )
 
-    def label_set(self, options: ClassifyOptions) -> LabelSet:
-        return self._label_sets.of(options)
-
     def _sentences(self, described: Sequence[Sequence[str]]) -> list[Sentence]:
         """Tokenize the sentences. Raises RequestRefused if one leaves no room for a post, or a label has several."""
-        if several := [texts for texts in described if len(texts) > 1]:
-            raise RequestRefused(
-                f"labels: a label has {len(several[0])} descriptions, but the worker's {self.kind} model takes one per "
-                "label"
-            )
-        texts = self._cased([of_label[0] for of_label in described])
+        texts = self._cased(single_texts(described, self.kind))
         parts = self._tokenizer.parts(texts)
         special = self._tokenizer.pair_size
         for text, part in zip(texts, parts, strict=True):
@@ -146,15 +136,9 @@ class PairClassifier(Classifier):
             for post in tokenizer.parts(texts, room)
         ]
 
-    @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
+    def _outputs(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return the logits that `_scores` needs: [rows, width] in float32."""
-        with device_errors():
-            began = self._engine.begin()
-            return TensorOutputs(self._wanted(self._engine.forward([row.tokens for row in rows])), began)
-
-    def _wanted(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
+        return self._engine.forward([row.tokens for row in rows])
 
     def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         finished: list[tuple[Row, Scores]] = []
@@ -198,7 +182,8 @@ class Entailment(PairClassifier):
         self._contradiction = len(label2id) - 1 if self._entailment == 0 else 0
         self._serve(settings, self._entailment, self._contradiction)
 
-    def _wanted(self, logits: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, rows: Sequence[Row]) -> torch.Tensor:
+        logits = super()._outputs(rows)
         # Slices, since indexing with a list would first copy the list to the device.
         return torch.stack((logits[:, self._contradiction], logits[:, self._entailment]), dim=1)
 

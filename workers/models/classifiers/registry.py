@@ -12,11 +12,11 @@ from functools import partial
 import torch
 
 from feedmill.shared import linux
-from feedmill.shared.errors import DeviceFull, ModelError, RequestRefused, SettingsError, clause
+from feedmill.shared.errors import DeviceFull, ModelError, RequestRefused, SettingsError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.classifiers import Classifier, Scores
-from feedmill.workers.models.classifiers.layout import is_model2vec, is_static, read_sentence_config
+from feedmill.workers.models.classifiers.layout import is_static, read_modules, read_sentence_config
 from feedmill.workers.models.classifiers.pairs import entailment_class, is_reranker
 from feedmill.workers.models.device import Device, has_bfloat16
 from feedmill.workers.models.plugins import load_plugin
@@ -24,10 +24,10 @@ from feedmill.workers.models.weights import (
     CONFIG_FILE,
     GLICLASS,
     HEAD_FILE,
-    MODULES_FILE,
     SETFIT_CONFIG,
     SETFIT_HEAD,
     Weights,
+    loading,
     locate,
     parameters,
     read_config_file,
@@ -73,13 +73,12 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
 
     Raises ModelError or SettingsError.
     """
-    weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
-    kind = classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
+    weights, kind = _located(settings)
     device = device.for_model(read_config_file(weights), settings.engine)
     if device.automatic and is_static(weights):
         device = device._replace(dtype=torch.float32, dtype_reason="half precision does not speed up static embeddings")
     check_size(weights, device)
-    for setting in unused_settings(kind):
+    for setting in _unused(kind):
         if getattr(settings, setting) is not None:
             name = f"{PREFIX}{setting.upper()}"
             raise SettingsError(f"{name} is set, but has no effect on {weights.name}, a {kind} model: unset {name}.")
@@ -108,8 +107,25 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     return classifier
 
 
-def unused_settings(kind: str) -> list[str]:
-    """Return the settings that must be unset for a classifier."""
+def _located(settings: Settings) -> tuple[Weights, str]:
+    """Return the configured model's files and its classifier. Raises ModelError."""
+    weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
+    return weights, classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
+
+
+def kind_of(settings: Settings) -> str:
+    """Return the configured model's classifier. Raises ModelError."""
+    return _located(settings)[1]
+
+
+def unusable(settings: Settings) -> list[str]:
+    """Return the settings that must be unset for the configured model's classifier. Raises ModelError."""
+    kind = kind_of(settings)
+    return [*_unused(kind), *(("labels", "template") if kind in WITH_FIXED_LABELS else ())]
+
+
+def _unused(kind: str) -> list[str]:
+    """Return the settings without effect on a classifier."""
     return [setting for setting, kinds in USED_BY.items() if kind in CLASSIFIERS and kind not in kinds]
 
 
@@ -127,15 +143,11 @@ def classifier_kind(weights: Weights) -> str:
         return "head"
     if any((weights.folder / name).is_file() for name in (SETFIT_HEAD, SETFIT_CONFIG)):
         raise setfit_error(weights.name)
-    try:
+    with loading(weights.folder / CONFIG_FILE):
         names = [str(name) for name in config.get("architectures") or ()]
         labels = {str(name): int(place) for name, place in (config.get("label2id") or {}).items()}
         sentence_config = read_sentence_config(weights.folder)
         reranks = is_reranker(config, sentence_config)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ModelError(
-            f"Cannot read {weights.folder / CONFIG_FILE}: {clause(error)}. Download the model again."
-        ) from None
     if config.get("model_type") == GLICLASS or any(name.startswith(GLICLASS) for name in names):
         return "gliclass"
     if any(name.endswith("ForSequenceClassification") for name in names):
@@ -143,7 +155,7 @@ def classifier_kind(weights: Weights) -> str:
             return "nli"
         return "rerank" if reranks else "sequence"
     embeds = sentence_config.get("model_type", "SentenceTransformer") == "SentenceTransformer"
-    if (embeds and (weights.folder / MODULES_FILE).is_file()) or is_model2vec(config):
+    if embeds and read_modules(weights.folder):
         return "similarity"
     raise ModelError(
         f"{weights.name} is not a classification model: config.json lists {', '.join(names) or 'no architecture'}, "

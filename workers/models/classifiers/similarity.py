@@ -13,13 +13,11 @@ import torch
 from torch.nn.functional import normalize
 
 from feedmill.shared.errors import ModelError
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import DESCRIBED_TOPICS
-from feedmill.workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
+from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row
 from feedmill.workers.models.classifiers.layout import read_layout
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import Engine, TensorOutputs, device_errors
 from feedmill.workers.models.engines.factory import create_engine
 from feedmill.workers.models.engines.static_engine import StaticTokenizer, create_static_engine
 from feedmill.workers.models.tokenizer import Tokenizer, Tokens
@@ -33,18 +31,16 @@ DEFAULT_TEMPLATE = "This post is about {}."
 SENTENCE_BATCH_SIZE = 32
 
 
-class Similarity(Classifier):
+class Similarity(ModelClassifier):
     """Classify with a sentence-transformers model. Raises ModelError if the folder holds none."""
 
     kind = "similarity"
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
-        self.weights = weights
-        self.device = device
+        super().__init__(weights, device)
         self._layout = read_layout(weights, settings)
         self._texts = self._layout.texts
         max_tokens = min(settings.max_tokens, self._texts.max_tokens or settings.max_tokens)
-        self._engine: Engine
         self._tokenizer: Tokenizer | StaticTokenizer
         if self._layout.static is None:
             self._engine, self._tokenizer = create_engine(weights, device, settings, self._layout.pooling, max_tokens)
@@ -62,9 +58,6 @@ class Similarity(Classifier):
             lambda sentences: [self._tokenize(described, self._texts.label_prompt) for described in sentences],
         )
 
-    def label_set(self, options: ClassifyOptions) -> LabelSet:
-        return self._label_sets.of(options)
-
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         return [[Row(tokens, label_set)] for tokens in self._tokenize(texts, self._texts.post_prompt)]
 
@@ -72,23 +65,19 @@ class Similarity(Classifier):
         read = [prompt + text for text in texts]
         return self._tokenizer.encode([text.lower() for text in read] if self._texts.lower_case else read)
 
-    @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
+    def _outputs(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return scores in float32: [rows, labels of the largest label set], zero-padded for smaller label sets."""
-        with device_errors():
-            began = self._engine.begin()
-            embeddings = self.embed([row.tokens for row in rows])
-            by_label_set: dict[LabelSet, list[int]] = {}
-            for index, row in enumerate(rows):
-                by_label_set.setdefault(row.label_set, []).append(index)
-            if len(by_label_set) == 1:
-                scores = self._scores(embeddings, rows[0].label_set)
-            else:
-                scores = embeddings.new_zeros(len(rows), max(len(label_set.labels) for label_set in by_label_set))
-                for label_set, indices in by_label_set.items():
-                    members = self._engine.to_device(torch.tensor(indices))
-                    scores[members, : len(label_set.labels)] = self._scores(embeddings[members], label_set)
-            return TensorOutputs(scores, began)
+        embeddings = self.embed([row.tokens for row in rows])
+        by_label_set: dict[LabelSet, list[int]] = {}
+        for index, row in enumerate(rows):
+            by_label_set.setdefault(row.label_set, []).append(index)
+        if len(by_label_set) == 1:
+            return self._scores(embeddings, rows[0].label_set)
+        scores = embeddings.new_zeros(len(rows), max(len(label_set.labels) for label_set in by_label_set))
+        for label_set, indices in by_label_set.items():
+            members = self._engine.to_device(torch.tensor(indices))
+            scores[members, : len(label_set.labels)] = self._scores(embeddings[members], label_set)
+        return scores
 
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
         """Return the scores of rows that share one label set: [rows, labels]."""
@@ -124,9 +113,3 @@ class Similarity(Classifier):
                 f"FEEDMILL_TRUNCATE_DIM to {dimensions} or less."
             )
         return normalize(vectors[:, :kept], dim=-1)
-
-    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
-        return [
-            (row, dict(zip(row.label_set.labels, scores, strict=False)))
-            for row, scores in zip(rows, outputs.scores(), strict=True)
-        ]

@@ -18,7 +18,7 @@ def create_engine(
 ) -> tuple[Engine, Tokenizer]:
     """Load a model into the configured engine. Return the engine and the model's tokenizer.
 
-    reads: outputs to return, LOGITS, STATES or pooling modes (network.py). most: maximum tokens per row; the model's
+    reads: outputs to return, LOGITS or pooling modes (network.py). most: maximum tokens per row; the model's
     own limit applies if it is lower.
     Raises ModelError, or SettingsError if the engine is not installed.
     """
@@ -40,13 +40,7 @@ def create_engine(
             engine = load_plugin(settings.engine, "engine")(weights, device, reads, tokenizer.pad_id, settings)
         else:
             engine = TorchEngine(
-                weights,
-                device,
-                reads,
-                tokenizer.pad_id,
-                tokenizer.max_tokens,
-                compiled=settings.compile,
-                remote_code=remote_code,
+                weights, device, reads, tokenizer.pad_id, tokenizer.max_tokens, remote_code=remote_code
             )
     except DeviceFull as full:
         raise ModelError(

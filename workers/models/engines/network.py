@@ -1,34 +1,25 @@
 """A transformers model together with the outputs that Feedmill needs from it.
 
-Classifiers return logits; sentence encoders return a vector pooled from the last hidden states; encoders of GLiClass
-models return these states. Differences between architectures belong here (attention masks and workarounds) and in
-packing.py. Batch layout is in torch_engine.py, ONNX Runtime in onnx_engine.py.
+Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Differences between
+architectures belong here (attention masks and workarounds) and in packing.py. Batch layout is in torch_engine.py, ONNX
+Runtime in onnx_engine.py.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from feedmill.shared.errors import ModelError, clause
+from feedmill.shared.errors import ModelError
 from feedmill.workers.models.engines.packing import PACKED, Run, packed_head, packed_states, prepare
-from feedmill.workers.models.weights import GLICLASS, Weights, read_config_file
+from feedmill.workers.models.weights import Weights, loading
 
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
 LOGITS = ("logits",)
-#: Value of `reads` for encoders whose hidden states the classifier pools itself.
-STATES = ("states",)
-#: Prefix of the encoder's weights in a GLiClass checkpoint. The encoder's configuration is under `encoder_config`.
-GLICLASS_ENCODER = "model.encoder_model."
-#: Supported encoders in GLiClass checkpoints, and the classes that load them. Tests compare each with the package.
-GLICLASS_ENCODERS = {"deberta-v2": "DebertaV2Model", "modernbert": "ModernBertModel"}
-#: Weights of GLiClass checkpoints that add a vector to each token: one for labels, another for the text.
-GLICLASS_SEGMENTS = "model.segment_embeddings.weight"
 #: Supported pooling modes for token embeddings, named as in sentence-transformers.
 POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
 #: Architectures whose positions start after the padding token's id instead of at 0.
@@ -83,9 +74,9 @@ def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class Network(torch.nn.Module):
-    """A model that returns logits, pooled embeddings or hidden states. Stays on the CPU until it is moved.
+    """A model that returns logits or pooled embeddings. Stays on the CPU until it is moved.
 
-    reads: LOGITS, STATES, or pooling modes. pad_id: padding token if the model's configuration names none. attention:
+    reads: LOGITS, or pooling modes. pad_id: padding token if the model's configuration names none. attention:
     name of the attention implementation; None selects the library's default.
     Raises ModelError if the folder does not hold such a model.
     """
@@ -100,37 +91,14 @@ class Network(torch.nn.Module):
         remote_code: bool = False,
     ) -> None:
         super().__init__()
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.reads = tuple(reads)
         self.classifies = self.reads == LOGITS
         config = read_config(weights, remote_code)
         self.kind: str = config.model_type
-        if self.kind in PADDING_SENSITIVE_TYPES:
-            raise ModelError(
-                f"{weights.name} has the unsupported model type {self.kind}: its scores depend on padding. "
-                "Use another model."
-            )
         architecture: Any = AutoModelForSequenceClassification if self.classifies else AutoModel
-        source: dict[str, Any] = {"pretrained_model_name_or_path": weights.folder}
-        if self.reads == STATES:
-            architecture = getattr(transformers, GLICLASS_ENCODERS[self.kind])
-            source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": _encoder_tensors(weights)}
-        elif self.kind in ENCODER_CLASSES and not self.classifies:
+        if self.kind in ENCODER_CLASSES and not self.classifies:
             architecture = getattr(transformers, ENCODER_CLASSES[self.kind])
-        try:
-            model, loading = architecture.from_pretrained(
-                **source,
-                dtype=dtype,
-                attn_implementation=attention,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=remote_code,
-                output_loading_info=True,
-            )
-        except Exception as error:  # a broken folder can fail in any way
-            raise ModelError(
-                f"Cannot load the model in {weights.folder}: {clause(error)}. Download it again, or use another model."
-            ) from error
+        model, loading = load_pretrained(architecture, weights, remote_code, dtype=dtype, attn_implementation=attention)
         # transformers initializes missing weights at random, so the model would run but return noise.
         if missing := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
             raise ModelError(
@@ -149,7 +117,6 @@ class Network(torch.nn.Module):
                 layer.forward = MethodType(_bart_layer, layer)
         if attention == PACKED:
             prepare(self.model)
-        self.segments = _segment_embeddings(weights, dtype) if self.reads == STATES else None
         self._extra: dict[str, Any] = {}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             self._extra["use_cache"] = False
@@ -168,7 +135,7 @@ class Network(torch.nn.Module):
         token_type_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return each row's outputs: [rows, …] in float32. For STATES: [rows, tokens, dimensions].
+        """Return each row's outputs: [rows, …] in float32.
 
         input_ids, token_type_ids: [rows, tokens]. mask: [rows, tokens], true for real tokens. attention_mask: the mask
         in the form that the model takes; None if no row is padded.
@@ -176,12 +143,8 @@ class Network(torch.nn.Module):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._extra}
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
-        if self.segments is not None and token_type_ids is not None:
-            embedded = self.model.get_input_embeddings()(inputs.pop("input_ids"))
-            inputs["inputs_embeds"] = embedded + self.segments(inputs.pop("token_type_ids"))
         if not self.classifies:
-            states: torch.Tensor = self.model(**inputs).last_hidden_state
-            return states.float() if self.reads == STATES else pool(states, mask, self.reads)
+            return pool(self.model(**inputs).last_hidden_state, mask, self.reads)
         if self.kind == "bart":
             # transformers' own head looks for the last end-of-sequence token, always a row's last token here, and
             # rejects batches whose rows contain different numbers of them.
@@ -213,48 +176,31 @@ class Network(torch.nn.Module):
         return packed_head(self.model, pooled.to(states.dtype)).float() if self.classifies else pooled
 
 
-def read_config(weights: Weights, remote_code: bool = False) -> Any:
-    """Load the model's configuration; of a GLiClass checkpoint, that of its encoder. Raises ModelError."""
-    try:
-        written = read_config_file(weights)
-        if written.get("model_type") == GLICLASS:
-            encoder = {"model_type": "deberta-v2"} | written["encoder_config"]  # the package's default
-            return AutoConfig.for_model(**encoder | {"vocab_size": written.get("vocab_size") or encoder["vocab_size"]})
-        return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=remote_code)
-    except Exception as error:
+def load_pretrained(architecture: Any, weights: Weights, remote_code: bool, **options: Any) -> tuple[Any, Any]:
+    """Load a model of transformers; return it, and transformers' report of the weights that it lacked.
+
+    options: arguments of `from_pretrained`. Raises ModelError.
+    """
+    if (kind := read_config(weights, remote_code).model_type) in PADDING_SENSITIVE_TYPES:
         raise ModelError(
-            f"Cannot read {weights.folder}/config.json: {clause(error)}. Download the model again, or use another one."
-        ) from error
+            f"{weights.name} has the unsupported model type {kind}: its scores depend on padding. Use another model."
+        )
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with loading(f"the model in {weights.folder}"):
+        return architecture.from_pretrained(  # type: ignore[no-any-return]
+            weights.folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=remote_code,
+            output_loading_info=True,
+            **options,
+        )
 
 
-def read_tensors(weights: Weights, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Read the tensors with wanted names. Raises ModelError."""
-    found: dict[str, torch.Tensor] = {}
-    try:
-        for file in weights.files:
-            with safe_open(file, "pt") as opened:
-                found |= {name: opened.get_tensor(name) for name in filter(wanted, opened.keys())}
-    except Exception as error:
-        raise ModelError(f"Cannot read {file}: {clause(error)}. Download the model again.") from error
-    return found
-
-
-def _encoder_tensors(weights: Weights) -> dict[str, torch.Tensor]:
-    """Return the weights of the encoder in a GLiClass checkpoint. Raises ModelError."""
-    tensors = read_tensors(weights, lambda name: name.startswith(GLICLASS_ENCODER))
-    return {name.removeprefix(GLICLASS_ENCODER): tensor for name, tensor in tensors.items()}
-
-
-def _segment_embeddings(weights: Weights, dtype: torch.dtype) -> torch.nn.Embedding | None:
-    """Return the vectors that a GLiClass checkpoint adds to its tokens; None if it adds none. Raises ModelError."""
-    if not read_config_file(weights).get("use_segment_embeddings"):
-        return None
-    tensors = read_tensors(weights, GLICLASS_SEGMENTS.__eq__)
-    if not tensors:
-        raise ModelError(f"{weights.name} has no weights for {GLICLASS_SEGMENTS}. Download it again.")
-    weight = tensors[GLICLASS_SEGMENTS].to(dtype)
-    rows, size = weight.shape
-    return torch.nn.Embedding(rows, size, _weight=weight, _freeze=True)
+def read_config(weights: Weights, remote_code: bool = False) -> Any:
+    """Load the model's configuration. Raises ModelError."""
+    with loading(f"{weights.folder}/config.json"):
+        return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=remote_code)
 
 
 def padding_token(config: Any, pad_id: int) -> int:

@@ -3,13 +3,9 @@
 The graph is exported once from the torch model, pooling included, and cached by model, precision, opset and library
 versions. For GPUs it is exported in float16; `int8` on a CPU is dynamic quantisation of the float32 graph.
 Micro-batches are padded.
-
-TensorRT is configured as ONNX Runtime documents it; Feedmill has not been tested with TensorRT.
 """
 
-import fcntl
 import logging
-import shutil
 import tempfile
 import time
 import warnings
@@ -21,13 +17,13 @@ from typing import Any
 
 import torch
 
-from feedmill.shared.errors import ModelError, SettingsError, clause
+from feedmill.shared.errors import ModelError, SettingsError
 from feedmill.shared.messages import digest
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import TORCH_THREADS, Device
 from feedmill.workers.models.engines.network import Network, max_row_tokens, padding_token, read_config
 from feedmill.workers.models.tokenizer import Tokens, filled, padded
-from feedmill.workers.models.weights import Weights
+from feedmill.workers.models.weights import Weights, loading
 
 try:
     import onnx
@@ -46,10 +42,7 @@ OPSET = 18
 #: Increase this whenever the export changes: cached graphs of another version are ignored.
 GRAPH_VERSION = 1
 #: Providers by device type, best first.
-PROVIDERS = {
-    "cuda": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
-    "cpu": ("CPUExecutionProvider",),
-}
+PROVIDERS = {"cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"), "cpu": ("CPUExecutionProvider",)}
 #: File name of the graph. Weights of more than 2 GB are in a separate file beside it.
 GRAPH_FILE = "model.onnx"
 
@@ -70,17 +63,10 @@ class OnnxEngine:
         # Lanes run in parallel and share the cores.
         options.intra_op_num_threads = max(1, TORCH_THREADS // device.lanes)
         options.log_severity_level = 3
-        wanted = PROVIDERS[device.torch.type]
-        available = [name for name in wanted if name in onnxruntime.get_available_providers()]
-        try:
-            self._session: Any = onnxruntime.InferenceSession(
-                str(graph), options, providers=[(name, self._options(name, graph.parent)) for name in available]
-            )
-        except Exception as error:
-            raise ModelError(
-                f"ONNX Runtime cannot load {graph}: {clause(error)}. Delete the folder {graph.parent} to export the "
-                "model again."
-            ) from error
+        wanted = [name for name in PROVIDERS[device.torch.type] if name in onnxruntime.get_available_providers()]
+        numbered = [(name, {"device_id": str(device.torch.index or 0)} if "CUDA" in name else {}) for name in wanted]
+        with loading(f"the graph {graph}", f"Delete the folder {graph.parent} to export the model again."):
+            self._session: Any = onnxruntime.InferenceSession(str(graph), options, providers=numbered)
         self.provider: str = self._session.get_providers()[0]
         if device.torch.type == "cuda" and self.provider == "CPUExecutionProvider":
             raise ModelError(
@@ -89,22 +75,6 @@ class OnnxEngine:
             )
         self._takes_types = any(given.name == "token_type_ids" for given in self._session.get_inputs())
         logger.info("using ONNX Runtime %s with %s", onnxruntime.__version__, self.provider)
-
-    def _options(self, provider: str, folder: Path) -> dict[str, Any]:
-        """Return provider options, as documented at https://onnxruntime.ai/docs/execution-providers/."""
-        index = str(self.device.torch.index or 0)
-        if provider == "TensorrtExecutionProvider":
-            return {
-                "device_id": index,
-                "trt_fp16_enable": self.device.dtype == torch.float16,
-                "trt_engine_cache_enable": True,
-                "trt_engine_cache_path": str(folder / "tensorrt"),
-                "trt_timing_cache_enable": True,
-            }
-        return {"device_id": index} if provider == "CUDAExecutionProvider" else {}
-
-    def begin(self) -> float:
-        return time.perf_counter()
 
     def forward(self, given_rows: Sequence[Tokens]) -> torch.Tensor:
         rows = filled(given_rows, self.device.shapes.rows(len(given_rows)))
@@ -154,28 +124,25 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
     folder = settings.cache_folder / "onnx" / digest(*identity)
     if (folder / GRAPH_FILE).is_file():
         return folder / GRAPH_FILE
+    logger.info("exporting %s to ONNX in %s; this takes a while, once per model", weights.name, precision)
+    began = time.monotonic()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another worker on this machine may be exporting
-            if not (folder / GRAPH_FILE).is_file():
-                logger.info("exporting %s to ONNX in %s; this takes a while, once per model", weights.name, precision)
-                began = time.monotonic()
-                for stale in folder.parent.glob(f"{folder.name}?*/"):  # left by an export that was killed
-                    shutil.rmtree(stale, ignore_errors=True)
-                temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
-                try:
-                    _export(weights, dtype, reads, pad_id, temporary, settings.trust_remote_code)
-                    shutil.rmtree(folder, ignore_errors=True)  # an incomplete folder without a graph
-                    temporary.replace(folder)
-                finally:
-                    shutil.rmtree(temporary, ignore_errors=True)
-                logger.info("exported the ONNX graph in %.0f s to %s", time.monotonic() - began, folder)
+        with tempfile.TemporaryDirectory(prefix=folder.name, dir=folder.parent) as temporary:
+            made = Path(temporary) / "graph"
+            made.mkdir()
+            _export(weights, dtype, reads, pad_id, made, settings.trust_remote_code)
+            try:
+                made.rename(folder)
+            except OSError:
+                if not (folder / GRAPH_FILE).is_file():  # else another worker on this machine was faster
+                    raise
     except OSError as error:
         raise ModelError(
             f"Cannot store the ONNX graph of {weights.name} in {folder.parent}: {error}. Set "
             "FEEDMILL_CACHE_FOLDER to a writable folder."
         ) from error
+    logger.info("exported the ONNX graph in %.0f s to %s", time.monotonic() - began, folder)
     return folder / GRAPH_FILE
 
 
@@ -191,26 +158,20 @@ def _export(
         inputs["token_type_ids"] = torch.zeros_like(example)
     rows, tokens = torch.export.Dim("rows"), torch.export.Dim("tokens")
     target = folder / ("float.onnx" if quantised else GRAPH_FILE)
-    try:
-        with torch.inference_mode(), _quiet():
-            torch.onnx.export(
-                _Graph(network).eval(),
-                kwargs=inputs,
-                f=target,
-                dynamo=True,
-                opset_version=OPSET,
-                input_names=list(inputs),
-                output_names=["read"],
-                dynamic_shapes={name: {0: rows, 1: tokens} for name in inputs},
-                verbose=False,
-            )
+    with loading(f"{weights.name} into ONNX", "Set FEEDMILL_ENGINE=torch."), torch.inference_mode(), _quiet():
+        torch.onnx.export(
+            _Graph(network).eval(),
+            kwargs=inputs,
+            f=target,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=list(inputs),
+            output_names=["read"],
+            dynamic_shapes={name: {0: rows, 1: tokens} for name in inputs},
+            verbose=False,
+        )
         if quantised:
             _quantise(target, folder / GRAPH_FILE)
-    except Exception as error:
-        first = str(error).partition("\n")[0]
-        raise ModelError(
-            f"{weights.name} cannot be exported to ONNX ({first:.300}). Set FEEDMILL_ENGINE=torch."
-        ) from error
 
 
 def _quantise(source: Path, target: Path) -> None:
@@ -218,9 +179,8 @@ def _quantise(source: Path, target: Path) -> None:
     graph = onnx.load(source)
     # The exporter records shapes of transposed weights that contradict the quantiser's shape inference.
     del graph.graph.value_info[:]
-    with _quiet():
-        # A scale per channel: a single scale per tensor changed the label of twice as many posts.
-        quantize_dynamic(graph, target, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=True)
+    # A scale per channel: a single scale per tensor changed the label of twice as many posts.
+    quantize_dynamic(graph, target, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=True)
     for path in source.parent.iterdir():
         if not path.name.startswith(target.name):
             path.unlink()

@@ -6,7 +6,6 @@ than a copy to a GPU, so they run on the CPU whatever the worker's device.
 """
 
 import json
-import time
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from pathlib import Path
@@ -14,15 +13,14 @@ from typing import Any
 
 import tokenizers
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn.functional import embedding_bag
 
-from feedmill.shared.errors import ModelError, SettingsError, clause
+from feedmill.shared.errors import ModelError, SettingsError
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.tokenizer import Tokens, encode_starts
-from feedmill.workers.models.weights import WEIGHTS_FILE, Weights
+from feedmill.workers.models.weights import WEIGHTS_FILE, Weights, loading
 
 #: Names of the table in the files of sentence-transformers and of model2vec.
 SENTENCE_TRANSFORMERS, MODEL2VEC = "embedding.weight", "embeddings"
@@ -35,12 +33,8 @@ class StaticTokenizer:
     """
 
     def __init__(self, folder: Path, max_tokens: int, drops_unknown: bool, empty: int) -> None:
-        try:
+        with loading(folder / "tokenizer.json"):
             self._rust: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises no more specific one
-            raise ModelError(
-                f"Cannot read {folder / 'tokenizer.json'}: {clause(error)}. Download the model again."
-            ) from error
         self.max_tokens = max_tokens
         self.size: int = self._rust.get_vocab_size()
         self._rust.no_padding()
@@ -63,13 +57,13 @@ class StaticEngine:
     packed = True
     home = torch.device("cpu")
 
-    def __init__(self, weights: Weights, device: Device, folder: Path) -> None:
+    def __init__(self, device: Device, folder: Path) -> None:
         self.device = device
-        try:
+        with loading(f"static embeddings, {SENTENCE_TRANSFORMERS} or {MODEL2VEC}, in {folder / WEIGHTS_FILE}"):
             tensors = load_file(folder / WEIGHTS_FILE)
             #: True if the folder is model2vec's.
             self.of_model2vec = SENTENCE_TRANSFORMERS not in tensors
-            table = tensors[MODEL2VEC].float() if self.of_model2vec else tensors[SENTENCE_TRANSFORMERS].float()
+            table = tensors[MODEL2VEC if self.of_model2vec else SENTENCE_TRANSFORMERS].float()
             if self.of_model2vec and "mapping" in tensors:  # several tokens share a vector
                 table = table[tensors["mapping"].long()]
             if self.of_model2vec and "weights" in tensors:
@@ -77,15 +71,6 @@ class StaticEngine:
             #: Number of tokens. The row after the last is zero: the embedding of a text without tokens.
             self.size = len(table)
             self._table = torch.cat([table, torch.zeros(1, table.shape[1])]).to(device.dtype)
-        except (OSError, KeyError, IndexError, RuntimeError, SafetensorError) as error:
-            raise ModelError(
-                f"Cannot read the static embeddings of {weights.name} in {folder / WEIGHTS_FILE}: {clause(error)}. "
-                f"They must be named {SENTENCE_TRANSFORMERS} or {MODEL2VEC}. Download the model again."
-            ) from error
-
-    def begin(self) -> float:
-        """Mark the start of a micro-batch."""
-        return time.perf_counter()
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
@@ -108,7 +93,7 @@ def create_static_engine(
             f"FEEDMILL_ENGINE is {settings.engine}, but {weights.name} has static embeddings, which need none: unset "
             "FEEDMILL_ENGINE."
         )
-    engine = StaticEngine(weights, device, folder)
+    engine = StaticEngine(device, folder)
     tokenizer = StaticTokenizer(folder, max_tokens, engine.of_model2vec, engine.size)
     if tokenizer.size > engine.size:
         raise ModelError(

@@ -2,7 +2,7 @@
 
 A micro-batch has one of two layouts:
 
-- padded: [rows, longest row], with a mask. Works on GPUs, with `torch.compile` and for every model. On CUDA, rows and
+- padded: [rows, longest row], with a mask. Works on GPUs and for every model. On CUDA, rows and
   lengths are padded further, to one of a few shapes (shapes.py).
 - packed: the rows concatenated into a single sequence in which each row attends only to itself (packing.py). Nothing is
   computed for padding, and attention needs no mask (on a CPU in half precision, a mask costs a quarter of the forward
@@ -14,10 +14,8 @@ On x86 CPUs in bfloat16, linear layers have their weights in oneDNN's own layout
 """
 
 import platform
-import time
 from collections.abc import Sequence
 from itertools import chain, groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +23,12 @@ from numpy.typing import NDArray
 
 from feedmill.workers.models.device import Device, onednn_has_bfloat16
 from feedmill.workers.models.engines import device_errors
-from feedmill.workers.models.engines.network import STATES, Network, first_position, read_config
+from feedmill.workers.models.engines.network import Network, first_position, read_config
 from feedmill.workers.models.engines.packing import PACKABLE_TYPES, PACKED, Run
 from feedmill.workers.models.shapes import Shapes
 from feedmill.workers.models.tokenizer import Tokens, filled, padded
 from feedmill.workers.models.weights import Weights
 
-#: Compiled models pad lengths to multiples of this, so that few shapes need compiling.
-LENGTH_BUCKET = 32
 #: In bfloat16, packed micro-batches are padded to a multiple of this many tokens: oneDNN prepares each linear layer for
 #: each new number of tokens, which takes 2 to 6 ms.
 TOKEN_STEP = 64
@@ -55,8 +51,8 @@ def use_attention_without_plans(device: Device) -> None:
 class TorchEngine:
     """A transformers model on its device.
 
-    reads: outputs to return, LOGITS, STATES or pooling modes (network.py). pad_id: padding token if the model names
-    none. most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported.
+    reads: outputs to return, LOGITS or pooling modes (network.py). pad_id: padding token if the model names
+    none. most: maximum tokens per row. packed: pack micro-batches where supported.
     reordered: give linear layers weights in oneDNN's layout where supported. remote_code: allow Python code
     that comes with the model. shapes: of padded micro-batches; None selects the device's.
     Raises ModelError if the folder does not hold such a model.
@@ -70,7 +66,6 @@ class TorchEngine:
         pad_id: int,
         most: int,
         *,
-        compiled: bool = False,
         packed: bool = True,
         reordered: bool = True,
         remote_code: bool = False,
@@ -85,27 +80,16 @@ class TorchEngine:
         config = read_config(weights, remote_code)
         # Remote code may claim a known model type and behave differently.
         own = not (remote_code and getattr(config, "auto_map", None))
-        packable = config.model_type in PACKABLE_TYPES and tuple(reads) != STATES
-        self.packed = packed and own and device.torch.type == "cpu" and packable and not compiled
+        self.packed = packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES
         self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else None, remote_code)
         with device_errors():
             self.network.to(device.torch)
-            if reordered and own and not compiled and config.model_type in REORDERED_TYPES and can_reorder(device):
+            if reordered and own and config.model_type in REORDERED_TYPES and can_reorder(device):
                 reorder_linear_layers(self.network)
         self._token_step = TOKEN_STEP if device.dtype == torch.bfloat16 else 1
         self._first_position = first_position(config)
         self._pad_id = self.network.pad_id
         self._most = most
-        self._compiled = compiled
-        self._run = torch.compile(self.network, dynamic=True) if compiled else self.network
-
-    def begin(self) -> Any:
-        """Mark the start of a micro-batch; pass the mark to TensorOutputs."""
-        if not self._cuda:
-            return time.perf_counter()
-        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        began.record(torch.cuda.current_stream(self.device.torch))
-        return began
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
@@ -152,8 +136,8 @@ class TorchEngine:
         lengths = torch.tensor([len(row.ids) for row in rows], pin_memory=self._cuda)
         longest = int(lengths.max())
         # Rows of equal length need no mask; where shapes are few, each has one, so that a shape is a single program.
-        padding = bool(lengths.min() < longest) or self._compiled or self._shapes.few
-        longest = max(longest, min(self._padded_length(longest), self._most))
+        padding = bool(lengths.min() < longest) or self._shapes.few
+        longest = max(longest, min(self._shapes.length(longest), self._most))
         mask = torch.arange(longest, device=self.device.torch) < self.to_device(lengths).unsqueeze(1)
         given = None
         if padding:
@@ -162,11 +146,8 @@ class TorchEngine:
         types = None
         if any(row.types for row in rows):
             types = self.to_device(padded([row.types or () for row in rows], longest, 0, self._cuda))
-        read: torch.Tensor = self._run(ids, mask, types, given)
+        read: torch.Tensor = self.network(ids, mask, types, given)
         return read[: len(given_rows)]
-
-    def _padded_length(self, longest: int) -> int:
-        return -(-longest // LENGTH_BUCKET) * LENGTH_BUCKET if self._compiled else self._shapes.length(longest)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the tensor to the device; on a GPU, on a separate stream that overlaps with computation."""
