@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,15 +20,10 @@ from feedmill.local_model import explain_refusals, load_model
 from feedmill.report import plots
 from feedmill.shared.errors import InputError, UserError, explain_missing, json_line, printable
 from feedmill.shared.messages import ClassifyOptions, Post
-from feedmill.shared.settings import Settings
-
-if TYPE_CHECKING:
-    from feedmill.evaluation.run import ModelMeasurement
-    from feedmill.workers.models.classifiers import Classifier
 
 app = typer.Typer()
 
-#: Topics that an error message names at most.
+#: Topics that an error message names at most, the most frequent ones.
 MAX_TOPICS_NAMED = 10
 
 File = Annotated[
@@ -122,12 +117,17 @@ def evaluate(
         raise InputError("No post has a topic. Add the true labels in the field `topic`.")
     with explain_missing("Evaluating", "worker"):
         from feedmill.evaluation import report  # noqa: PLC0415 - needs torch, which only workers have
-        from feedmill.evaluation.run import usable_settings  # noqa: PLC0415
+        from feedmill.evaluation.run import measure, usable_settings  # noqa: PLC0415
     if compared := len(each) > 1:
         each = [usable_settings(settings) for settings in each]
     loaded = [load_model(settings) for settings in each]
     known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
-    found = [_measured(known, model, settings, notes) for model, settings in zip(loaded, each, strict=True)]
+    shown = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*shown, console=notes, transient=True) as progress:
+        found = [
+            measure(known, model, settings, lambda posts, count: progress.track(posts, total=count))
+            for model, settings in zip(loaded, each, strict=True)
+        ]
     left_out = len(posts) - len(known)
     summaries = {one.model: one.summary(left_out) for one in found}
     console, (first, *_) = output_console(), found
@@ -163,20 +163,13 @@ def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[t
         and all(truth in labels for labels in label_sets)
     ]
     if not known:
+        topics = Counter(post.topic for post in posts if post.topic)
+        named = ", ".join(printable(topic) for topic, _ in topics.most_common(MAX_TOPICS_NAMED))
+        labels = ", ".join(label for label in label_sets[0] if all(label in one for one in label_sets))
         raise InputError(
-            _no_truth(posts, [label for label in label_sets[0] if all(label in one for one in label_sets)])
+            f"No post's topic is one of the labels (topics: {named}; labels: {labels}). Pass the topics as --labels."
         )
     return known
-
-
-def _measured(
-    known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, notes: Console
-) -> "ModelMeasurement":
-    """Classify the posts with a progress bar, and compare the labels with the true ones."""
-    from feedmill.evaluation.run import measure  # noqa: PLC0415 - needs torch, which only workers have
-
-    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=notes, transient=True) as progress:
-        return measure(known, loaded, settings, lambda found, count: progress.track(found, total=count))
 
 
 def _first(reading: FileReading, file: str, limit: int | None) -> list[Post]:
@@ -201,14 +194,3 @@ def _check_writable(png: Path | None) -> None:
     plots.require()
     if png.is_dir() or not os.access(png if png.exists() else png.parent, os.W_OK):
         raise UserError(f"Cannot write {png}. Choose a file in an existing folder that you may write to.")
-
-
-def _no_truth(posts: Sequence[Post], labels: Sequence[str]) -> str:
-    """Return the error message for posts whose topics are not labels."""
-    topics = Counter(post.topic for post in posts if post.topic)
-    named = ", ".join(printable(topic) for topic, _ in topics.most_common(MAX_TOPICS_NAMED))
-    more = f" and {len(topics) - MAX_TOPICS_NAMED} more" if len(topics) > MAX_TOPICS_NAMED else ""
-    return (
-        f"No post's topic is one of the labels (topics: {named}{more}; labels: {', '.join(labels)}). "
-        "Pass the topics as --labels, or use a file whose topics are these labels."
-    )

@@ -115,13 +115,10 @@ def test_trains_on_results_and_exports(redis: RedisServer, tmp_path: Path, base:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--from", "/no/such", "--out", "new"], "/no/such"),
         (["--from", "posts.jsonl", "--out", "full"], "full"),
         (["--from", "posts.jsonl", "--out", "begun"], "--resume"),
         (["--from", "posts.jsonl", "--out", "begun", "--resume"], "begun"),
-        (["--from", "posts.jsonl", "--out", "new", "--resume"], "new"),
         (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
-        (["--from", "posts.jsonl", "--out", "new", "--targets", "soft"], "soft|targets|posts"),
     ],
 )
 def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, flags: list[str], words: str) -> None:

@@ -18,7 +18,6 @@ from feedmill.workers.models.classifiers import Row
 from feedmill.workers.models.classifiers.gliclass import Gliclass
 from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier
 from feedmill.workers.models.weights import locate
-from feedmill.workers.training.finetune import make_model as make_trainable
 from tests.fakes.models import make_gliclass
 from tests.support import naming
 from tests.unit.test_nli import LABELS, TEXTS, fp
@@ -209,11 +208,6 @@ def test_rejects_missing_weights(tmp_path: Path, name: str) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelError, match=naming(folder, name)):
         load_classifier(Settings(model=str(folder)), fp())
-
-
-def test_is_no_base_for_training(folder: Path) -> None:
-    with pytest.raises(ModelError, match=naming(folder, "GLiClass")):
-        make_trainable(locate(str(folder)), ["a", "b"], 0)
 
 
 def test_rejects_an_engine_without_hidden_states(folder: Path) -> None:

@@ -92,7 +92,6 @@ def test_early_stopping_holds_back_posts() -> None:
     ("examples", "options", "named"),
     [
         ([], {}, "train"),
-        ([], {"targets": "soft"}, "train"),
         ([example(1), example(2)], {}, "'a'"),
         ([example(1), example(2), example(3, "b")], {"min_posts": 2}, naming("b (1)", 2)),
         ([example(1), example(2, "b")], {"split": "random", "test_share": 1e-9}, "test"),

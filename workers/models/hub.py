@@ -8,14 +8,13 @@ files to download.
 import logging
 import os
 import re
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from huggingface_hub import constants, get_cached_repo_tree, is_offline_mode, snapshot_download
 from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
-from huggingface_hub.utils import disable_progress_bars, validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.utils import tqdm, validate_repo_id  # type: ignore[attr-defined]
 
 from feedmill.shared.errors import ModelError, printable
 
@@ -44,8 +43,13 @@ _library = logging.getLogger("huggingface_hub")
 _library.handlers = [_Relay()]
 _library.propagate = False
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # the library's HTTP client logs every request
-if not sys.stderr.isatty():  # a log
-    disable_progress_bars()
+
+
+class _Bar(tqdm):
+    """A progress bar, on terminals only."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"disable": None})  # type: ignore[no-untyped-call]
 
 
 def is_name(model: str) -> bool:
@@ -85,6 +89,7 @@ def download(model: str, revision: str | None, offline: bool, patterns: Sequence
                 local_files_only=offline,
                 allow_patterns=list(patterns),
                 ignore_patterns=[OTHER_FOLDERS],
+                tqdm_class=_Bar,
             )
         )
     except Exception as error:  # the library does not wrap every error

@@ -12,8 +12,6 @@ from feedmill.shared.errors import InputError, printable
 from feedmill.shared.messages import Post, digest
 from feedmill.workers.training.options import TrainOptions
 
-#: Labels quoted in an error message.
-MAX_QUOTED_LABELS = 5
 #: Share of the training posts held back for early stopping.
 VALIDATION_SHARE = 0.1
 
@@ -97,10 +95,7 @@ def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, opt
         # A different seed than the test split's: with the same seed, no training post would hash below the share.
         train, validation = split(train, "random", VALIDATION_SHARE, options.seed + 1)
         if not validation:
-            raise InputError(
-                f"--patience needs validation posts, but {len(train):,} posts are too few. Add posts, or leave out "
-                "--patience."
-            )
+            raise InputError(f"--patience: {len(train):,} posts are too few to hold some back. Add posts.")
     return Dataset(labels, train, validation, known, {why: count for why, count in left_out.items() if count})
 
 
@@ -108,15 +103,13 @@ def split(examples: Sequence[Example], how: str, share: float, seed: int) -> tup
     """Return (train, test). share: approximate share of test examples. Raises InputError if posts lack a field."""
     if how == "none":
         return list(examples), []
+    field = {"time": "created_utc", "subreddit": "subreddit"}.get(how)
+    if field and (missing := sum(getattr(example.post, field) is None for example in examples)):
+        raise InputError(f"--split {how} needs {field}, which {missing:,} posts lack. Use another --split.")
     if how == "time":
         dated = sorted(examples, key=lambda example: example.post.created_utc or 0.0)
-        if dated and dated[0].post.created_utc is None:
-            missing = sum(example.post.created_utc is None for example in dated)
-            raise InputError(f"--split time needs created_utc, which {missing:,} posts lack. Use another --split.")
         border = len(dated) - round(len(dated) * share)
         return dated[:border], dated[border:]
-    if how == "subreddit" and (missing := sum(example.post.subreddit is None for example in examples)):
-        raise InputError(f"--split subreddit needs a subreddit, which {missing:,} posts lack. Use another --split.")
     sides: tuple[list[Example], list[Example]] = ([], [])
     for example in examples:
         key = (example.post.subreddit or "").casefold() if how == "subreddit" else example.post.id
@@ -154,24 +147,17 @@ def _keep_common_label_set(examples: Sequence[Example], left_out: Counter[str]) 
 def _labels(train: Sequence[Example], options: TrainOptions) -> tuple[str, ...]:
     """Return the labels in alphabetical order. Raises InputError for too few labels, or too few posts per label."""
     if not train:
-        raise InputError(
-            "No post is left to train on: no post has a label, or all posts are in the test. Add labelled posts, or "
-            "lower --test-share."
-        )
+        raise InputError("No post is left to train on. Add labelled posts, or lower --test-share.")
     counts = Counter(example.label for example in train)
     if options.targets == "soft":
         # Soft labels come from all scores, including labels that are never the best.
         return tuple(sorted(train[0].scores or ()))
     if len(counts) < 2:
-        raise InputError(
-            f"All posts have the label {printable(next(iter(counts)))!r}; training needs at least two. "
-            "Add posts of another label."
-        )
+        raise InputError(f"All posts have the label {printable(next(iter(counts)))!r}. Add posts of another label.")
     if few := sorted((count, label) for label, count in counts.items() if count < options.min_posts):
-        named = ", ".join(f"{printable(label)} ({count})" for count, label in few[:MAX_QUOTED_LABELS])
-        more = f" and {len(few) - MAX_QUOTED_LABELS} more" if len(few) > MAX_QUOTED_LABELS else ""
+        count, label = few[0]
         raise InputError(
-            f"Too few posts have the labels {named}{more}; each label needs {options.min_posts}. Add posts, remove "
-            "these labels, or lower --min-posts."
+            f"{len(few)} labels have fewer than {options.min_posts} posts, such as {printable(label)} ({count}). Add "
+            "posts, remove these labels, or lower --min-posts."
         )
     return tuple(sorted(counts))

@@ -12,14 +12,17 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from feedmill.shared.errors import RequestRefused
 from feedmill.shared.messages import ClassifyOptions, digest
+from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import Engine, TensorOutputs, begin, device_errors
+from feedmill.workers.models.engines import TensorOutputs, begin, device_errors
+from feedmill.workers.models.engines.factory import create_engine
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
 
@@ -156,13 +159,17 @@ class Classifier(Protocol):
 
 
 class ModelClassifier(Classifier):
-    """A classifier with an engine. Subclasses set `_engine`, `packed` and `_label_sets`, and compute `_outputs`."""
+    """A classifier with an engine. Subclasses set `_label_sets`, and compute `_outputs`."""
 
-    _engine: Engine
     _label_sets: LabelSets
 
-    def __init__(self, weights: Weights, device: Device) -> None:
+    def __init__(
+        self, weights: Weights, device: Device, settings: Settings, reads: Sequence[str] | Path, max_tokens: int
+    ) -> None:
+        """Load the engine and the tokenizer: see `create_engine`."""
         self.weights, self.device = weights, device
+        self._engine, self._tokenizer = create_engine(weights, device, settings, reads, max_tokens)
+        self.packed = self._engine.packed
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         return self._label_sets.of(options)

@@ -22,12 +22,11 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import LabelSet, ModelClassifier, Row
 from feedmill.workers.models.classifiers.similarity import Similarity
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines.factory import create_engine
 from feedmill.workers.models.engines.network import LOGITS, read_config
 from feedmill.workers.models.weights import HEAD_FILE, Weights, loading
 
 #: Limits on a model's labels. Every result stores the scores of all labels, so these bound its size in Redis.
-MAX_LABELS_OF_A_MODEL, MAX_LABEL_CHARACTERS = 1000, 200
+MAX_LABELS, MAX_LABEL_CHARACTERS = 1000, 200
 #: Key of the labels, a JSON list, in the metadata of HEAD_FILE.
 LABELS_KEY = "labels"
 
@@ -60,19 +59,12 @@ def check_labels(names: Sequence[str], file: str, weights: Weights, settings: Se
 
     Raises ModelError for unusable labels, SettingsError if `labels` differ from the model's or `template` is set.
     """
-    if "" in names or len(set(names)) < len(names):
+    longest = max(map(len, names), default=0)
+    if "" in names or len(set(names)) < len(names) or len(names) > MAX_LABELS or longest > MAX_LABEL_CHARACTERS:
         raise ModelError(
-            f"{file} of {weights.name} must give each label a distinct name. Correct it, or use another model."
-        )
-    if len(names) > MAX_LABELS_OF_A_MODEL:
-        raise ModelError(
-            f"{weights.name} has {len(names):,} labels; the maximum is {MAX_LABELS_OF_A_MODEL:,}. "
-            "Use a model with fewer labels."
-        )
-    if (longest := max(map(len, names), default=0)) > MAX_LABEL_CHARACTERS:
-        raise ModelError(
-            f"{weights.name} has a label of {longest:,} characters; the maximum is {MAX_LABEL_CHARACTERS}. "
-            f"Shorten it in {file}."
+            f"{file} of {weights.name} names {len(names):,} labels, {len(set(names)):,} of them different, the longest "
+            f"with {longest:,} characters. Up to {MAX_LABELS:,} different names of 1 to {MAX_LABEL_CHARACTERS} "
+            "characters are supported. Correct it, or use another model."
         )
     others = settings.labels and set(settings.labels) != set(names)
     if others or settings.template:
@@ -89,9 +81,7 @@ class SequenceClassifier(FixedLabels):
     kind = "sequence"
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
-        super().__init__(weights, device)
-        self._engine, self._tokenizer = create_engine(weights, device, settings, LOGITS, settings.max_tokens)
-        self.packed = self._engine.packed
+        super().__init__(weights, device, settings, LOGITS, settings.max_tokens)
         config = read_config(weights, settings.trust_remote_code)
         names = tuple(str(config.id2label.get(place, "")) for place in range(config.num_labels))
         check_labels(names, "id2label in config.json", weights, settings)

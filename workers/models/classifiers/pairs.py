@@ -33,7 +33,6 @@ from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassi
 from feedmill.workers.models.classifiers.layout import read_text_settings
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import TensorOutputs, rounded
-from feedmill.workers.models.engines.factory import create_engine
 from feedmill.workers.models.engines.network import LOGITS, read_config
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
@@ -85,11 +84,6 @@ class PairClassifier(ModelClassifier):
     #: Prefix of each post.
     prompt = ""
     lower_case = False
-
-    def __init__(self, weights: Weights, device: Device, settings: Settings, max_tokens: int) -> None:
-        super().__init__(weights, device)
-        self._engine, self._tokenizer = create_engine(weights, device, settings, LOGITS, max_tokens)
-        self.packed = self._engine.packed
 
     def _serve(self, settings: Settings, *identity: object) -> None:
         """Accept label sets. identity: everything else that determines a pair's scores."""
@@ -169,7 +163,7 @@ class Entailment(PairClassifier):
     default_template = "This example is {}."
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
-        super().__init__(weights, device, settings, settings.max_tokens)
+        super().__init__(weights, device, settings, LOGITS, settings.max_tokens)
         label2id = read_config(weights, settings.trust_remote_code).label2id
         self._entailment = entailment_class(label2id)
         if self._entailment is None:
@@ -204,7 +198,8 @@ class Reranker(PairClassifier):
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
         texts = read_text_settings(weights, settings)
-        super().__init__(weights, device, settings, min(settings.max_tokens, texts.max_tokens or settings.max_tokens))
+        limit = min(settings.max_tokens, texts.max_tokens or settings.max_tokens)
+        super().__init__(weights, device, settings, LOGITS, limit)
         config = read_config(weights, settings.trust_remote_code)
         if config.num_labels != 1:
             raise ModelError(

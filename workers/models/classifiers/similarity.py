@@ -18,9 +18,7 @@ from feedmill.shared.topics import DESCRIBED_TOPICS
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row
 from feedmill.workers.models.classifiers.layout import read_layout
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines.factory import create_engine
-from feedmill.workers.models.engines.static_engine import StaticTokenizer, create_static_engine
-from feedmill.workers.models.tokenizer import Tokenizer, Tokens
+from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
 
 #: Cosine multiplier, from the model's training.
@@ -37,18 +35,10 @@ class Similarity(ModelClassifier):
     kind = "similarity"
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
-        super().__init__(weights, device)
         self._layout = read_layout(weights, settings)
         self._texts = self._layout.texts
         max_tokens = min(settings.max_tokens, self._texts.max_tokens or settings.max_tokens)
-        self._tokenizer: Tokenizer | StaticTokenizer
-        if self._layout.static is None:
-            self._engine, self._tokenizer = create_engine(weights, device, settings, self._layout.pooling, max_tokens)
-        else:
-            self._engine, self._tokenizer = create_static_engine(
-                weights, device, settings, self._layout.static, max_tokens
-            )
-        self.packed = self._engine.packed
+        super().__init__(weights, device, settings, self._layout.static or self._layout.pooling, max_tokens)
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
         self._label_sets = LabelSets(
             self.kind,

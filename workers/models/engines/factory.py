@@ -1,12 +1,15 @@
 """Create the configured engine, with its model's tokenizer."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from feedmill.shared.errors import DeviceFull, ModelError
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import Engine
 from feedmill.workers.models.engines.network import max_row_tokens, read_config
+from feedmill.workers.models.engines.static_engine import create_static_engine
 from feedmill.workers.models.engines.torch_engine import TorchEngine
 from feedmill.workers.models.plugins import load_plugin
 from feedmill.workers.models.tokenizer import Tokenizer
@@ -14,14 +17,16 @@ from feedmill.workers.models.weights import Weights
 
 
 def create_engine(
-    weights: Weights, device: Device, settings: Settings, reads: Sequence[str], most: int
-) -> tuple[Engine, Tokenizer]:
+    weights: Weights, device: Device, settings: Settings, reads: Sequence[str] | Path, most: int
+) -> tuple[Engine, Any]:
     """Load a model into the configured engine. Return the engine and the model's tokenizer.
 
-    reads: outputs to return, LOGITS or pooling modes (network.py). most: maximum tokens per row; the model's
-    own limit applies if it is lower.
+    reads: outputs to return, LOGITS or pooling modes (network.py); or the folder of static embeddings. most: maximum
+    tokens per row; the model's own limit applies if it is lower.
     Raises ModelError, or SettingsError if the engine is not installed.
     """
+    if isinstance(reads, Path):
+        return create_static_engine(weights, device, settings, reads, most)
     remote_code = settings.trust_remote_code
     config = read_config(weights, remote_code)
     tokenizer = Tokenizer(weights, min(most, max_row_tokens(config) or most), remote_code)
