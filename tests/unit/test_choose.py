@@ -16,7 +16,7 @@ from feedmill.workers.models.classifiers.pairs import Entailment
 from feedmill.workers.models.classifiers.registry import check_size, classifier_kind, load_classifier
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import factory
-from feedmill.workers.models.weights import EMBEDDED_MODEL, Weights, locate
+from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
 from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
 from tests.support import naming
 
@@ -94,14 +94,6 @@ def test_rejects_a_generative_reranker(tmp_path: Path) -> None:
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
     with pytest.raises(ModelError, match=naming(folder, "Qwen3ForCausalLM", "ForSequenceClassification")):
         load_classifier(Settings(model=str(folder)), FP32)
-
-
-def test_rejects_an_unreadable_config(tmp_path: Path) -> None:
-    folder = make_model("bert", tmp_path, NLI)
-    for content in ("{", "[]", json.dumps({"label2id": {"a": "b"}})):
-        (folder / "config.json").write_text(content)
-        with pytest.raises(ModelError, match=r"config\.json"):
-            classifier_kind(Weights("m", folder, None, "00"))
 
 
 @pytest.mark.parametrize(("kind", "served"), [("bert", True), ("own", False)])

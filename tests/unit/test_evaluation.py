@@ -61,13 +61,6 @@ def test_default_topics_matrix_fits_100_columns(capsys: pytest.CaptureFixture[st
     assert (printed_line.count("0.062"), printed_line.count("255,744")) == (2, 1)
 
 
-def test_leaves_a_wide_matrix_to_the_chart(capsys: pytest.CaptureFixture[str]) -> None:
-    labels = [f"label {number}" for number in range(21)]
-    shown = printed(Evaluation(labels, np.eye(21, dtype=np.int64)), 100)
-    assert shown.count("label 20") == 1, "the table of figures only"
-    assert "--png" in capsys.readouterr().out
-
-
 def test_labels_are_escaped_when_printed() -> None:
     shown = printed(Evaluation.of(["[red]", "b\x1b"], [("[red]", "b\x1b")]), 100)
     assert "[red]" in shown

@@ -268,12 +268,6 @@ def test_rejects_unsupported_dense_layers(tmp_path: Path) -> None:
         Similarity(Weights("m", folder, None, "00"), FP32, Settings())
 
 
-def test_rejects_pooling_without_the_prompt(tmp_path: Path) -> None:
-    folder = make_sentence_model(tmp_path, pooling={"include_prompt": False}, prompt="topic: ")
-    with pytest.raises(ModelError, match="prompt"):
-        Similarity(Weights("m", folder, None, "00"), FP32, Settings())
-
-
 def test_recipe_depends_on_pooling_and_dense_layers(tmp_path: Path) -> None:
     """The models differ only in pooling and dense layers; their transformers have the same weights."""
     recipes = set()
