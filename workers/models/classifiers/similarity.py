@@ -53,7 +53,8 @@ class Similarity(ModelClassifier):
 
     def _tokenize(self, texts: Sequence[str], prompt: str) -> list[Tokens]:
         read = [prompt + text for text in texts]
-        return self._tokenizer.encode([text.lower() for text in read] if self._texts.lower_case else read)
+        rows: list[Tokens] = self._tokenizer.encode([text.lower() for text in read] if self._texts.lower_case else read)
+        return rows
 
     def _outputs(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return scores in float32: [rows, labels of the largest label set], zero-padded for smaller label sets."""
