@@ -54,6 +54,11 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
     tests = list(islice(_of_path(options.test, options, notes), options.limit)) if options.test else []
     in_files = [post.post.id for post in (tests if options.source == RESULTS else [*found, *tests])]
     gone = purged_ids(in_files, settings, notes) if in_files else set()
+    by_topic = options.model_copy(update={"targets": "topic"})
+    known = [_example(post, by_topic, Counter()) for post in tests if post.post.id not in (gone or ())]
+    tested = [example for example in known if example]
+    if options.test and not tested:
+        raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
     kept = [post for post in found if post.post.id not in (gone or ())]
     labelled_by: Counter[str] = Counter()
     examples = [example for post in kept if (example := _example(post, options, labelled_by))]
@@ -67,14 +72,7 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
         )
     purged = None if gone is None else len(found) - len(kept)
     provenance = Provenance(options.source, len(found), len(kept) - len(examples), purged, dict(labelled_by))
-    if options.test is None:
-        return Collected(examples, None, provenance)
-    by_topic = options.model_copy(update={"targets": "topic"})
-    known = [_example(post, by_topic, Counter()) for post in tests if post.post.id not in (gone or ())]
-    tested = [example for example in known if example]
-    if not tested:
-        raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
-    return Collected(examples, tested, provenance)
+    return Collected(examples, tested if options.test else None, provenance)
 
 
 def _example(found: Labelled, options: TrainOptions, labelled_by: Counter[str]) -> Example | None:

@@ -19,7 +19,7 @@ from feedmill.cli import flower, main, measuring, offline, options, train
 from feedmill.cli.main import app
 from feedmill.cli.option_groups import excludes, needs
 from feedmill.shared import logs
-from feedmill.shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
+from feedmill.shared.errors import DeviceLost, FeedmillError, RequestRefused, StackError, UserError
 from feedmill.shared.messages import Classification, Post, PostError
 from feedmill.shared.settings import Settings
 from feedmill.stack import demo
@@ -190,7 +190,7 @@ def test_training_refuses_a_file_as_output(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(UserError, match=naming(tmp_path / "out", "--out")):
         train.check_folder(tmp_path / "out", resume=False)
-    with pytest.raises(UserError, match=r"^Cannot create .*/out/below: Not a directory\..* --out"):
+    with pytest.raises(UserError, match=naming("/out/below", "--out", "Not a directory")):
         train.check_folder(tmp_path / "out" / "below", resume=False)
 
 
@@ -252,7 +252,7 @@ def test_warns_about_a_single_label(
 def test_one_chart_needs_one_model() -> None:
     error = CliRunner().invoke(app, ["evaluate", "x", "--model", "a", "--model", "b", "--png", "x.png"]).exception
     assert isinstance(error, UserError)
-    assert all(flag in str(error) for flag in ("--png", "--csv", "--model"))
+    assert all(flag in str(error) for flag in ("--png", "--model"))
 
 
 @pytest.mark.parametrize(
@@ -272,14 +272,14 @@ def test_tune_reports_a_lost_device(run: Callable[[str], Any], monkeypatch: pyte
     monkeypatch.setattr(tuning.Tuning, "steps", 1)
     monkeypatch.setattr(tuning.Tuning, "run", Mock(side_effect=DeviceLost("CUDA error")))
     error = run("tune")
-    assert isinstance(error, ModelError)
+    assert isinstance(error, UserError)
     assert "CUDA error" in str(error)
 
 
 def test_evaluate_needs_a_classifiable_post(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [(None, PostError(id="a", error="scores that are not finite"))]
     monkeypatch.setattr("feedmill.workers.pipeline.offline.classify", lambda *_: iter(outcomes))
-    monkeypatch.setattr("feedmill.workers.pipeline.calibration.calibrate", lambda *_: None)
+    monkeypatch.setattr("feedmill.evaluation.run.calibrate", lambda *_: None)
     error = run("evaluate")
     assert isinstance(error, FeedmillError)
     assert "scores that are not finite" in str(error)
