@@ -7,7 +7,7 @@ Feedmill never reads or writes pickle.
 import re
 import ssl
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -48,8 +48,7 @@ TRANSPORT_KEYS = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "re
 #: Timeouts in seconds of connections that Celery opens: of a command, and of connecting. Workers have their own
 #: (workers/transport/channel.py).
 APPLICATION_TIMEOUTS = {"socket_timeout": 10, "socket_connect_timeout": 5}
-#: Limits on a message's arguments in events, logs and Flower: arguments shown; items shown per list; characters shown
-#: per item.
+#: Limits on a message's arguments in events, logs and Flower: arguments, ids of posts, and characters of each.
 MAX_SHOWN_ARGUMENTS, MAX_SHOWN_ITEMS, MAX_SHOWN_CHARACTERS = 8, 3, 40
 
 
@@ -304,46 +303,24 @@ def _send(
             )
 
 
-def format_arguments(kwargs: Mapping[str, object]) -> str:
+def format_arguments(arguments: Mapping[str, object]) -> str:
     """Format a message's arguments for events, logs and Flower: short, printable, and without any post's text."""
-    shown = (f"'{_short(name)}': {format_argument(name, value)}" for name, value in kwargs.items())
-    return f"{{{_first(shown, MAX_SHOWN_ARGUMENTS, len(kwargs))}}}"
+    first = islice(arguments.items(), MAX_SHOWN_ARGUMENTS)
+    shown = (f"'{_short(name)}': {_format(name, value)}" for name, value in first)
+    return f"{{{', '.join(shown)}}}"
 
 
-def format_argument(name: object, value: object) -> str:
-    """Format one argument. Values of unknown arguments could contain posts, so only their type is shown."""
-    if value is None or isinstance(value, bool | int | float):
-        return _short(value)
+def _format(name: object, value: object) -> str:
+    """Format one argument. Other values than posts' ids and numbers could contain posts: only their type is shown."""
     if name == "posts" and isinstance(value, list):
-        return _listed(name, (_id_of(post) for post in value), len(value))
-    if name == "labels" and isinstance(value, list | dict):
-        return _listed(name, value, len(value))
-    if name == "template" and isinstance(value, str):
-        return f"'{_short(value)}'"
-    return f"<{type(value).__name__}>"
-
-
-def _id_of(post: object) -> object:
-    return post.get("id") if isinstance(post, dict) else post.id if isinstance(post, Post) else None
-
-
-def _listed(what: str, names: Iterable[object], count: int) -> str:
-    shown = _first((_short(name) if isinstance(name, str | int) else "?" for name in names), MAX_SHOWN_ITEMS, count)
-    counted = f"{count} {what.removesuffix('s') if count == 1 else what}"
-    return f"<{counted}: {shown}>" if shown else f"<{counted}>"
-
-
-def _first(shown: Iterable[str], limit: int, count: int) -> str:
-    first = list(islice(shown, limit))
-    return ", ".join(first if count <= limit else [*first, "…"])
+        ids = (post.get("id") if isinstance(post, dict) else getattr(post, "id", None) for post in value)
+        first = [_short(post_id) for post_id in islice(ids, MAX_SHOWN_ITEMS) if isinstance(post_id, str | int)]
+        return f"<{len(value)} post{'s' * (len(value) != 1)}: {', '.join(first)}>"
+    return _short(value) if value is None or isinstance(value, bool | int | float) else f"<{type(value).__name__}>"
 
 
 def _short(value: object) -> str:
-    try:
-        text = str(value)
-    except ValueError:  # an integer with thousands of digits
-        return "…"
-    return printable(text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 1]}…")
+    return printable(str(value)[:MAX_SHOWN_CHARACTERS])
 
 
 class QueueDepth(NamedTuple):

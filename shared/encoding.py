@@ -78,11 +78,10 @@ def write(body: Any) -> bytes:
     return BODY_ADAPTER.dump_json(body, exclude_defaults=True)
 
 
-def is_too_large(text: str | bytes) -> bool:
-    """Return whether a JSON text is too long, or has too many values, to be decoded safely."""
-    separators = ("{", "[", ",") if isinstance(text, str) else (b"{", b"[", b",")
-    count: Any = text.count
-    return len(text) > MAX_MESSAGE or (len(text) > MAX_SEPARATORS and sum(map(count, separators)) > MAX_SEPARATORS)
+def check_size(text: bytes) -> None:
+    """Raise ValueError for a JSON text that is too long, or has too many values, to be decoded safely."""
+    if len(text) > MAX_MESSAGE or (len(text) > MAX_SEPARATORS and sum(map(text.count, b"{[,")) > MAX_SEPARATORS):
+        raise ValueError(f"{len(text):,} bytes: more than {MAX_MESSAGE:,}, or {MAX_SEPARATORS:,} values")
 
 
 def read(data: Any) -> Any:
@@ -90,10 +89,9 @@ def read(data: Any) -> Any:
 
     Raises ValueError for JSON that is malformed or too large.
     """
-    raw = data if isinstance(data, str) else bytes(data)
-    if is_too_large(raw):
-        raise ValueError(f"the body has more than {MAX_MESSAGE:,} characters or {MAX_SEPARATORS:,} values")
-    text = raw if isinstance(raw, str) else raw.decode()
+    raw = data.encode() if isinstance(data, str) else bytes(data)
+    check_size(raw)
+    text = raw.decode()
     return loads(text, object_hook=_typed) if '"__type__"' in text else json.loads(text)
 
 

@@ -7,13 +7,12 @@ feedmill:workers contains the workers that should answer, until they deregister.
 """
 
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from redis import Redis
@@ -22,11 +21,9 @@ from redis.client import NEVER_DECODE
 from feedmill.shared.broker import queue_depth
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.keys import MODELS, REQUESTED_MODELS, WORKERS
-from feedmill.shared.linux import process_namespace
 from feedmill.shared.messages import MAX_LABELS, ClassifyOptions
 from feedmill.shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings, is_folder_locked
 
-T = TypeVar("T")
 #: Seconds between two announcements of a worker.
 ANNOUNCE_INTERVAL_S = 60.0
 #: Intervals after which an announcement says nothing about live workers any more.
@@ -38,7 +35,7 @@ QUEUE_TTL_S = 30 * DAY_S
 #: Maximum number of known queues. The most recently announced ones are kept.
 MAX_QUEUES = 100
 #: Seconds for which a worker is expected to answer after it stopped registering without deregistering.
-EXPECTED_S = 3600
+EXPECTED_S = 600
 
 
 @dataclass(frozen=True)
@@ -60,17 +57,6 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Registration:
-    """A worker's latest registration."""
-
-    #: Time of the registration, in seconds since 1970, by Redis' clock.
-    seen: FiniteFloat
-    #: Identifies the boot and PID namespace in which `pid` is valid; "" if unknown.
-    place: str
-    pid: int
-
-
-@dataclass(frozen=True)
 class RequestedModel:
     """The model requested for a queue by `feedmill deploy`."""
 
@@ -86,7 +72,6 @@ class Stage(StrEnum):
     """Progress of a worker with a requested model."""
 
     LOADING = "loads"
-    TRYING = "tries"
     SWITCHING = "switches"
     DONE = "done"
     FAILED = "failed"
@@ -125,19 +110,15 @@ def announce(
 
 
 def register(redis: Redis, node: str) -> None:
-    """Record that this worker process is alive, and remove registrations of workers that are gone.
+    """Record that this worker is alive, and remove registrations of workers that were silent for EXPECTED_S.
 
-    A worker is gone if it was silent for EXPECTED_S, or if its process on this machine was killed. Uses Redis' clock,
-    because hosts' clocks differ. Raises redis.exceptions.RedisError.
+    Uses Redis' clock, because hosts' clocks differ. Raises redis.exceptions.RedisError.
     """
     now, found = _registered(redis)
-    stale = [
-        other for other, each in found.items() if other != node and (now - each.seen > EXPECTED_S or _is_gone(each))
-    ]
     pipe: Any = redis.pipeline(transaction=False)
-    pipe.hset(WORKERS, node, json.dumps({"seen": round(now), "place": process_namespace(), "pid": os.getpid()}))
+    pipe.hset(WORKERS, node, round(now))
     pipe.expire(WORKERS, EXPECTED_S)
-    if stale:
+    if stale := [other for other, seen in found.items() if other != node and now - seen > EXPECTED_S]:
         pipe.hdel(WORKERS, *stale)
     pipe.execute()
 
@@ -153,18 +134,18 @@ def expected_workers(redis: Redis) -> dict[str, float]:
     Includes workers that registered within EXPECTED_S and have not deregistered. Raises redis.exceptions.RedisError.
     """
     now, found = _registered(redis)
-    ages = {node: max(0.0, now - each.seen) for node, each in found.items()}
+    ages = {node: max(0.0, now - seen) for node, seen in found.items()}
     return {node: age for node, age in ages.items() if age <= EXPECTED_S}
 
 
-def _registered(redis: Redis) -> tuple[float, dict[str, Registration]]:
-    """Return Redis' time, and the latest registration of each worker."""
-    found = _fields(redis, WORKERS, Registration)
+def _registered(redis: Redis) -> tuple[float, dict[str, float]]:
+    """Return Redis' time, and the time of each worker's latest registration by that clock."""
+    found: dict[str, float] = _fields(redis, WORKERS, FiniteFloat)
     seconds, microseconds = redis.time()
     return seconds + microseconds / 1e6, found
 
 
-def _fields(redis: Redis, key: str, kind: type[T]) -> dict[str, T]:
+def _fields(redis: Redis, key: str, kind: Any) -> dict[str, Any]:
     """Return the parsed fields of a hash, sorted. Skips invalid fields, so that they cannot stop a worker."""
     client: Any = redis
     found: dict[bytes, bytes] = client.execute_command("HGETALL", key, **{NEVER_DECODE: True})
@@ -173,19 +154,6 @@ def _fields(redis: Redis, key: str, kind: type[T]) -> dict[str, T]:
         with suppress(ValueError):
             readable[name.decode()] = TypeAdapter(kind).validate_json(text)
     return readable
-
-
-def _is_gone(registration: Registration) -> bool:
-    """Return whether the process is known to have ended: it ran in this PID namespace, and its PID is free."""
-    if not registration.place or registration.place != process_namespace() or registration.pid <= 0:
-        return False
-    try:
-        os.kill(registration.pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except PermissionError:
-        pass
-    return False
 
 
 def known_queues(redis: Redis) -> dict[str, ServedModel]:

@@ -12,7 +12,7 @@ from feedmill.shared.scripts import SHRINKS, Script, as_text
 
 #:   KEYS[1]  reserved          KEYS[2]  reserved_index     KEYS[3+] lists, in order of delivery
 #:   ARGV[1]  prefix of tags    ARGV[2]  maximum messages   ARGV[3]  bytes after which to stop
-#:   ARGV[4+] length of a lease in seconds, one per list; 0 takes messages without a lease
+#:   ARGV[4]  length of a lease in seconds
 #:
 #: Returns a flat array (list number, message count, list number, message count, …) of the lists that had messages, and
 #: the messages.
@@ -27,17 +27,15 @@ local now = time[1] + time[2] / 1000000
 local left, room = tonumber(ARGV[2]), tonumber(ARGV[3])
 local runs, messages = {}, {}
 for number = 3, #KEYS do
-    local list, seconds, before = KEYS[number], tonumber(ARGV[number + 1]), #messages
+    local list, before = KEYS[number], #messages
     while left > 0 and room > 0 do
         local message = redis.call('RPOP', list)
         if not message then break end
         messages[#messages + 1] = message
         left, room = left - 1, room - #message
-        if seconds > 0 then
-            local tag = string.format('%s-%04d %s', ARGV[1], #messages, list)
-            redis.call('HSET', KEYS[1], tag, message)
-            redis.call('ZADD', KEYS[2], now + seconds, tag)
-        end
+        local tag = string.format('%s-%04d %s', ARGV[1], #messages, list)
+        redis.call('HSET', KEYS[1], tag, message)
+        redis.call('ZADD', KEYS[2], now + ARGV[4], tag)
     end
     if #messages > before then
         runs[#runs + 1] = number - 3
@@ -140,8 +138,8 @@ class Reservation(NamedTuple):
     #: Prefix of the messages' tags.
     prefix: str
     lists: Sequence[str]
-    #: Seconds of a lease, one per list; 0 takes messages without a lease.
-    leases_s: Sequence[float]
+    #: Seconds of a lease.
+    lease_s: float
     limit: int
     #: Bytes of messages after which the reservation ends.
     max_bytes: int
@@ -149,7 +147,7 @@ class Reservation(NamedTuple):
     def _parts(self) -> tuple[list[str], list[Any]]:
         """Return the script's keys and arguments."""
         keys = [self.reserved, self.reserved_index, *self.lists]
-        return keys, [self.prefix, self.limit, self.max_bytes, *self.leases_s]
+        return keys, [self.prefix, self.limit, self.max_bytes, self.lease_s]
 
     def command(self) -> tuple[Any, ...]:
         """Return the command, to be sent with others."""

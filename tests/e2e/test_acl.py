@@ -138,7 +138,7 @@ def test_worker_user_may_return_messages_of_a_killed_worker(guarded: Guarded) ->
     """A worker runs other commands for expired leases than it runs for its own."""
     guarded.client.lpush("feedmill-killed", "x")
     keys = (TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"])
-    reservation = Reservation(*keys, f"{uuid4().hex}-000000000000", ["feedmill-killed"], [0.05], 1, 10**6)
+    reservation = Reservation(*keys, f"{uuid4().hex}-000000000000", ["feedmill-killed"], 0.05, 1, 10**6)
     assert len(reservation.reserve(guarded.client)) == 1
     wait_until(lambda: guarded.refused() or guarded.client.llen("feedmill-killed"), "the message is back in its list")
     assert guarded.refused() == []

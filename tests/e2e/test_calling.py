@@ -208,13 +208,13 @@ for thread in threads: thread.join()
 
 def test_changed_settings_do_not_interrupt_other_threads(here: Caller) -> None:
     here.run("""
-from feedmill.workers.runtime.in_process import InProcessPipeline
+from feedmill.workers.runtime import in_process
 found = []
 def ask(): found.append(len(feedmill.classify_task([{"id": str(at), "title": f"{at} goals"} for at in range(600)])))
 asking = threading.Thread(target=ask)
 feedmill.classify_task(POSTS)
 asking.start()
-while not InProcessPipeline._latest._users: pass
+while not in_process._latest[1]._callers.calls: pass
 os.environ["FEEDMILL_LABELS"] = "tea, football"
 other = labels(feedmill.classify_task(POSTS))
 asking.join()

@@ -144,8 +144,7 @@ def test_health_queries_registered_workers_by_name(
     assert asked == [None, ["a@host", "b@host"]]
     assert re.search(r"a@host \(last report \d+ s ago\), b@host \(last report \d+ s ago\)", said)
     deregister(server.client, "a@host")
-    silent = {"seen": time.time() - EXPECTED_S - 60, "place": "", "pid": 0}
-    server.client.hset(WORKERS, "b@host", json.dumps(silent))
+    server.client.hset(WORKERS, "b@host", time.time() - EXPECTED_S - 60)
     assert "`feedmill worker`" in watch.check_health(settings, (HealthPart.WORKERS,))[0].said
     register(server.client, "c@host")
     assert server.client.hkeys(WORKERS) == ["c@host"]

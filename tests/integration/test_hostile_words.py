@@ -92,7 +92,7 @@ def filled(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, words: str) -> N
     redis.client.lpush(UNDECODABLE, words)
     redis.client.hset(MODELS, words, json.dumps({"model": words, "seen": 2e9}))
     redis.client.hset(REQUESTED_MODELS, words, json.dumps({"model": words, "weights": words, "at": 1.0}))
-    redis.client.hset(WORKERS, words, json.dumps({"seen": 2_000_000_000, "place": "", "pid": 0}))
+    redis.client.hset(WORKERS, words, 2_000_000_000)
     redis.client.hset(REDDIT_GAPS, words, json.dumps([words, 1.0, 2.0, 3.0]))
     told = {
         "subreddits": 1, "topics": 1, "sent": 1, "paused": False, "held": 0, "failing": [words], "gaps": 1,

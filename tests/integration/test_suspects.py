@@ -21,8 +21,7 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Row
 from feedmill.workers.models.device import Device
 from feedmill.workers.pipeline.message import Message
-from feedmill.workers.pipeline.poison import MAX_DEATHS, IsolationQueue, PoisonTracker
-from feedmill.workers.pipeline.recording import MAX_UNWRITTEN_BATCHES
+from feedmill.workers.pipeline.poison import MAX_DEATHS, PoisonTracker
 from tests.support import RedisServer, wait_until
 from tests.unit.test_pipeline import Owner, StandIn
 
@@ -169,23 +168,6 @@ def test_counts_any_message_id(client: Redis) -> None:
         assert PoisonTracker(client).deaths(message) == {0: 1}
 
 
-class Length(int):
-    @property
-    def length(self) -> int:
-        return int(self)
-
-
-def test_isolates_each_suspect_post() -> None:
-    quarantine: IsolationQueue[Length] = IsolationQueue()
-    for rows in ([Length(5)], [Length(6), Length(6)], [Length(5)]):
-        quarantine.add(rows)
-    assert len(quarantine) == 4
-    batches = []
-    while quarantine:
-        batches.append(quarantine.take(1000, 1000))
-    assert batches == [[5], [6, 6], [5]]
-
-
 class TwoLanes(Device):
     lanes = 2  # a CPU with two cores
 
@@ -257,16 +239,16 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     client: Redis, make_owner: Callable[[], Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results may wait for Redis for long. If the worker is killed then, no forward pass and no post is to blame."""
-    monkeypatch.setattr("feedmill.workers.pipeline.recording.MAX_UNWRITTEN_POSTS", 0)
+    monkeypatch.setattr("feedmill.workers.pipeline.recording.MAX_UNWRITTEN_ROWS", 4)
     monkeypatch.setattr("feedmill.workers.pipeline.recording.POSTS_TOGETHER", 1)
     for _ in range(2):
-        note(PoisonTracker(client), 0, [("the message", post) for post in range(MAX_UNWRITTEN_BATCHES + 8)])
+        note(PoisonTracker(client), 0, [("the message", post) for post in range(12)])
         PoisonTracker(client).deaths("the message")
     owner = make_owner()
     owner.store.refusals = 1_000_000
-    posts = [{"id": str(number), "title": "x"} for number in range(MAX_UNWRITTEN_BATCHES + 8)]
+    posts = [{"id": str(number), "title": "x"} for number in range(12)]
     owner.pipeline.submit(Message({"posts": posts}, None, "the message", redelivered=True))
-    alone = (str(MAX_UNWRITTEN_BATCHES + 1),)  # the writer holds one result, and its queue the others
+    alone = (str(4 + 1),)  # the writer holds one result, and its queue the others
     wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits")  # type: ignore[attr-defined]
     wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "the pass has ended")
     assert set(PoisonTracker(client).deaths("the message").values()) == {2}

@@ -17,15 +17,13 @@ from uuid import uuid4
 
 import pytest
 from kombu import Connection, Consumer, Exchange, Message, Producer, Queue
-from redis import Redis, RedisError, SSLConnection
+from redis import Redis, RedisError
 
 from feedmill.shared import encoding
 from feedmill.shared.scripts.leases import LeaseScripts, Reservation
 from feedmill.stack.processes import Child
 from feedmill.workers.transport import channel, leases
-from feedmill.workers.transport.decoding import count_delivery
-from feedmill.workers.transport.leases import claim, end_isolation, unclaim
-from feedmill.workers.transport.redis_transport import settings_for
+from feedmill.workers.transport.leases import admit, claim, count_delivery, end_isolation, postpone, unclaim
 from tests.support import PASSWORD, RedisServer, free_port, wait_until
 
 pytestmark = pytest.mark.each_redis
@@ -48,15 +46,18 @@ class Consuming:
         self.channel = channel
         self.got: list[Message] = []
         self.claiming = False
+        #: Messages that may not be handled yet.
+        self.refused: list[Message] = []
         self.consumer = Consumer(
             self.channel, queues, on_message=self._take, accept=["json"], no_ack=no_ack, auto_declare=True
         )
         self.consumer.consume()
 
     def _take(self, message: Message) -> None:
-        if self.claiming:
-            claim(message)
-        self.got.append(message)
+        if self.claiming and not claim(message):
+            self.refused.append(message)
+        else:
+            self.got.append(message)
 
     def until(self, count: int) -> list[Message]:
         """Drain events until `count` messages have been received in total."""
@@ -64,6 +65,9 @@ class Consuming:
         return self.got
 
     def drain(self) -> bool:
+        refused, self.refused = self.refused, []
+        for message in refused:
+            self._take(message)
         with suppress(TimeoutError):
             self.connection.drain_events(timeout=0.05)
         return True
@@ -123,7 +127,7 @@ def waiting(server: RedisServer) -> int:
 def reserve_and_die(server: RedisServer, count: int = 64, seconds: float = 0.05) -> int:
     """Reserve messages, like a worker that is killed before it acknowledges any. Return their number."""
     prefix = f"{uuid4().hex}-000000000000"
-    reservation = Reservation("reserved", "reserved_index", prefix, LISTS, [seconds] * 4, count, 10**6)
+    reservation = Reservation("reserved", "reserved_index", prefix, LISTS, seconds, count, 10**6)
     return len(reservation.reserve(server.client))
 
 
@@ -198,38 +202,37 @@ def test_prefetch_of_zero_reserves_one_message_at_a_time(redis: RedisServer) -> 
 def test_reserves_no_more_bytes_than_the_consumer_has_room_for(redis: RedisServer) -> None:
     publish(redis, *("x" * 1000 for _ in range(10)))
     with consuming(redis) as consumer:
-        consumer.channel.room_bytes = lambda: 1500
+        consumer.channel.consumer_room = lambda: (64, 1500)
         assert len(consumer.until(2)) == 2
         assert waiting(redis) == 8
         consumer.acknowledge()
 
 
-def test_reservation_stops_at_the_byte_budget(redis: RedisServer) -> None:
+def test_reservation_stops_at_the_byte_budget(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "RESERVE_BYTES", 2000)
     publish(redis, *["x" * 1000] * 5)
-    with consuming(redis, options={"reserve_bytes": 2000}) as consumer:
+    with consuming(redis) as consumer:
         consumer.until(1)
         assert len(consumer.got) == 2
         assert len(consumer.until(5)) == 5
         consumer.acknowledge()
 
 
-def test_no_ack_messages_are_not_leased(redis: RedisServer) -> None:
+def test_no_ack_messages_are_acknowledged_at_once(redis: RedisServer) -> None:
     publish(redis, 1, 2)
     with consuming(redis, no_ack=True) as consumer:
         assert bodies(consumer.until(2)) == [1, 2]
         assert held(redis) == (0, 0)
 
 
-def test_basic_get_reserves_a_single_message(redis: RedisServer) -> None:
-    publish(redis, 1, 2)
+def test_basic_get_needs_no_acknowledgement(redis: RedisServer) -> None:
+    publish(redis, 1)
     with Connection(redis.url, transport=OURS) as connection:
         queue = QUEUE(connection.channel())
-        message = queue.get(accept=["json"])
-        assert message is not None
-        assert (message.payload, held(redis)) == (1, (1, 1))
-        message.ack()
-        assert (second := queue.get(no_ack=True, accept=["json"])) is not None
-        assert (second.payload, held(redis), queue.get()) == (2, (0, 0), None)
+        with pytest.raises(NotImplementedError):
+            queue.get(accept=["json"])
+        assert (message := queue.get(no_ack=True, accept=["json"])) is not None
+        assert (message.payload, held(redis), queue.get(no_ack=True)) == (1, (0, 0), None)
 
 
 def test_applies_the_global_key_prefix(redis: RedisServer) -> None:
@@ -246,7 +249,7 @@ def test_applies_the_global_key_prefix(redis: RedisServer) -> None:
         assert redis.client.hlen("mine:reserved") == 0
 
 
-def test_moves_undecodable_messages_aside(redis: RedisServer) -> None:
+def test_moves_undecodable_messages_aside(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = '"properties": {"delivery_info": {}, "body_encoding": "base64"}'
     broken = [
         b"\xff",
@@ -256,18 +259,17 @@ def test_moves_undecodable_messages_aside(redis: RedisServer) -> None:
         f'{{"body": "a", {properties}}}'.encode(),
         f'{{"body": [], {properties}}}'.encode(),
         f'{{"body": "", "headers": [], {properties}}}'.encode(),
-        f'{{"body": "", "content-type": {{}}, {properties}}}'.encode(),
         f'{{"body": "", "x": {{"__type__": "decimal", "__value__": "x"}}, {properties}}}'.encode(),
     ]
     publish(redis, 1)
     binary = Redis.from_url(redis.url)
     binary.rpush("posts", *broken)
     publish(redis, 2)
-    with consuming(redis, options={"undecodable_limit": 8}) as consumer:
+    monkeypatch.setattr(leases, "MAX_UNDECODABLE", 7)
+    with consuming(redis) as consumer:
         assert bodies(consumer.until(2)) == [1, 2]
         assert held(redis) == (2, 2)
-        newest = [broken[4], *broken[:4], *broken[5:]]
-        assert binary.lrange("undecodable", 0, -1) == newest[:8], "bodies are decoded after all envelopes"
+        assert binary.lrange("undecodable", 0, -1) == broken[:7]
         consumer.acknowledge()
     binary.close()
 
@@ -283,43 +285,30 @@ def test_moves_oversized_messages_aside_truncated_and_unread(
         assert bodies(consumer.until(1)) == [2]
         assert len(redis.client.lindex("undecodable", 0) or "") == 100
         consumer.acknowledge()
-    assert "67,108,864" in caplog.text
+    assert "10,000" in caplog.text
     assert "xxx" not in caplog.text
 
 
-def test_delivery_pauses_at_the_memory_limit_for_held_messages(redis: RedisServer) -> None:
+def test_reserves_no_more_while_claimed_messages_fill_the_memory_limit(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "HELD_BYTES", 9000)
+    monkeypatch.setattr(channel, "RESERVE_BYTES", 6000)
     publish(redis, *(list(range(1000)) for _ in range(10)))
-    with consuming(redis, options={"held_bytes": 9000}) as consumer:
+    with consuming(redis) as consumer:
         consumer.claiming = True
-        got = len(consumer.until(2))
+        consumer.until(2)
         consumer.drain()
-        assert (len(consumer.got), waiting(redis), held(redis)) == (got, 0, (10, 10))
-        tag = consumer.channel._buffer[-1][1]
-        first = ends(redis, tag)
-        wait_until(lambda: ends(redis, tag) > first, "the leases of reserved, undelivered messages are renewed")
+        assert (len(consumer.got), waiting(redis), held(redis)) == (2, 8, (2, 2))
         consumer.acknowledge()
-        assert len(consumer.until(got)) == got
-        assert not any(message.delivery_info.get("redelivered") for message in consumer.got)
+        consumer.until(2)
         for message in consumer.got:
             unclaim(message)
-    assert (waiting(redis), held(redis)) == (10 - got, (0, 0))
+    assert (waiting(redis), held(redis)) == (8, (0, 0))
     with consuming(redis) as consumer:
-        again = [message.delivery_info.get("delivery_count", 0) for message in consumer.until(10 - got)]
-        assert sorted(again) == [0] * (10 - 2 * got) + [1] * got, "only delivered messages count a delivery"
+        again = [message.delivery_info.get("delivery_count", 0) for message in consumer.until(8)]
+        assert sorted(again) == [0] * 6 + [1] * 2
         consumer.acknowledge()
-
-
-def test_moves_envelopes_with_too_many_objects_aside(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "MAX_SEPARATORS", 1500)
-    publish(redis, "good")
-    message = json.loads(str(redis.client.rpop("posts")))
-    for count in (0, 1000):
-        redis.client.lpush("posts", json.dumps(message | {"headers": {"odd": [{}] * count}}))
-    with consuming(redis) as consumer:
-        assert bodies(consumer.until(1)) == ["good"]
-        consumer.acknowledge()
-        wait_until(lambda: consumer.drain() and redis.client.llen("undecodable") == 1, "the second message is moved")
-        assert held(redis) == (0, 0)
 
 
 # Redelivery.
@@ -375,7 +364,7 @@ def test_leases_end_soon_after_the_clock_is_set_back(redis: RedisServer) -> None
 
 
 def reserve_and_die_with_tag(server: RedisServer, prefix: str, seconds: float) -> list[str]:
-    Reservation("reserved", "reserved_index", prefix, LISTS, [seconds] * 4, 64, 10**6).reserve(server.client)
+    Reservation("reserved", "reserved_index", prefix, LISTS, seconds, 64, 10**6).reserve(server.client)
     return [str(tag) for tag in server.client.hkeys("reserved")]
 
 
@@ -390,29 +379,30 @@ def lapse(server: RedisServer, times: int) -> None:
             wait_until(lambda: held(server) == (0, 0), "the messages are back in the queue")
 
 
-def test_messages_with_lost_workers_are_delivered_in_isolation(redis: RedisServer) -> None:
+def test_messages_with_lost_workers_are_handled_in_isolation(redis: RedisServer) -> None:
     publish(redis, "a", "b")
     lapse(redis, 2)
     publish(redis, "new")
     with consuming(redis, options=SHORT) as consumer:
         consumer.claiming = True
-        assert bodies(consumer.until(1)) == ["a"]
-        consumer.drain()
-        assert bodies(consumer.got) == ["a"]
-        consumer.acknowledge()
-        assert bodies(consumer.until(1)) == ["b"]
-        consumer.drain()
-        assert bodies(consumer.got) == ["b"]
-        consumer.acknowledge()
-        assert bodies(consumer.until(1)) == ["new"]
+        for body in ("a", "b", "new"):
+            assert bodies(consumer.until(1)) == [body]
+            consumer.drain()
+            assert bodies(consumer.got) == [body]
+            if body != "new":
+                consumer.acknowledge()
         publish(redis, "c")
         lapsed_once = count_delivery(str(redis.client.lindex("posts", 0)).encode(), lapse=True)
         lapsed_twice = count_delivery(str(lapsed_once).encode(), lapse=True)
         redis.client.lset("posts", 0, str(lapsed_twice))
-        wait_until(lambda: consumer.drain() and consumer.channel._buffer, "it waits for the other message")
-        assert bodies(consumer.got) == ["new"]
+        wait_until(lambda: consumer.drain() and consumer.refused, "it waits for the other message")
+        publish(redis, "later")
+        consumer.drain()
+        assert (bodies(consumer.got), waiting(redis)) == (["new"], 1), "nothing is reserved meanwhile"
         consumer.acknowledge()
         assert bodies(consumer.until(1)) == ["c"]
+        consumer.acknowledge()
+        assert bodies(consumer.until(1)) == ["later"]
         consumer.acknowledge()
 
 
@@ -432,46 +422,26 @@ def test_counts_workers_lost_with_an_isolated_message(redis: RedisServer) -> Non
         consumer.acknowledge()
 
 
-def test_message_stays_buffered_if_marking_its_isolation_fails(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(redis, "a")
-    lapse(redis, 2)
-    with consuming(redis, options=SHORT) as consumer:
-        scripts, faults = consumer.channel.leases.scripts, [RedisError("no answer")]
-        replace = scripts.replace
-
-        def fail_once(*args: Any) -> None:
-            if faults:
-                raise faults.pop()
-            replace(*args)
-
-        monkeypatch.setattr(scripts, "replace", fail_once)
-        with pytest.raises(RedisError, match="no answer"):
-            consumer.until(1)
-        assert bodies(consumer.until(1)) == ["a"]
-        consumer.acknowledge()
-
-
-def test_postponed_message_is_claimed_once_it_is_the_only_one(redis: RedisServer) -> None:
+def test_postponed_message_is_isolated_once_it_starts(redis: RedisServer) -> None:
     publish(redis, "later", "other")
     lapse(redis, 2)
     with consuming(redis, options=SHORT) as consumer:
-        (later,) = consumer.until(2)[:1]
-        other = consumer.got[1]
-        assert claim(other)
-        publish(redis, "new")
+        later, other = consumer.until(2)
+
+        def is_alone() -> bool:
+            noted = json.loads(str(redis.client.hget("reserved", later.delivery_tag or "")))
+            return bool(noted["properties"]["delivery_info"].get("alone"))
+
+        assert admit(later)
+        assert is_alone()
+        postpone(later)
+        assert not is_alone()
+        assert claim(other), "it may start while the first one is postponed"
         assert not claim(later)
-        consumer.drain()
-        assert len(consumer.got) == 2, "nothing is delivered while a message waits for isolation"
         other.ack()
         assert claim(later)
-        noted = json.loads(str(redis.client.hget("reserved", later.delivery_tag or "")))
-        assert noted["properties"]["delivery_info"]["alone"]
+        assert is_alone()
         later.ack()
-        consumer.got.clear()
-        assert bodies(consumer.until(1)) == ["new"]
-        consumer.acknowledge()
 
 
 def test_renews_leases_while_the_consumer_is_busy(redis: RedisServer) -> None:
@@ -596,7 +566,7 @@ def sentinel(redis: RedisServer, redis_path: str, tmp_path: Path) -> Iterator[in
 def test_connects_to_the_master_through_sentinel(redis: RedisServer, sentinel: int) -> None:
     publish(redis, 1)
     url = f"sentinel://:{PASSWORD}@127.0.0.1:{sentinel}/0"
-    through = settings_for(url)["broker_transport"]
+    through = OURS.replace("Transport", "SentinelTransport")
     options = {"master_name": "posts"}
     with Connection(url, transport=through, transport_options=options) as connection:
         consumer = Consuming(connection, [QUEUE], 64, False)
@@ -680,34 +650,6 @@ def test_no_sweep_right_after_redis_was_unreachable(redis: RedisServer) -> None:
 
     assert ended(1) == ["one that ended"]
     assert ended(5) == []
-
-
-# URLs.
-
-
-def test_maps_broker_urls_to_transports_or_rejects_them() -> None:
-    assert settings_for("redis://h:1/0") == {"broker_url": "redis://h:1/0", "broker_transport": OURS}
-    secured = settings_for("rediss://h:1/0?ssl_ca_certs=ca.pem")
-    assert secured["broker_use_ssl"]["ssl_ca_certs"] == "ca.pem"
-    with Connection(
-        secured["broker_url"], transport=secured["broker_transport"], ssl=secured["broker_use_ssl"]
-    ) as connection:
-        unopened = object.__new__(channel.Channel)
-        unopened.connection = connection.transport
-        assert unopened._connparams()["ssl_cert_reqs"].name == "CERT_REQUIRED"
-        assert issubclass(unopened._connparams()["connection_class"], SSLConnection)
-    for url, words in (
-        ("rediss://h?ssl_cert_reqs=none", "ssl_ca_certs"),
-        ("redis://a;redis://b", "sentinel"),
-        ("amqp://a", "amqp"),
-        ("redis://a;rediss://b", "rediss?, rediss?$"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            settings_for(url)
-    with pytest.raises(ValueError, match="ssl_ca_certs"):
-        settings_for("rediss://h", {"ssl_cert_reqs": "none"})
-    with pytest.raises(ValueError, match="sentinel"):
-        _ = Connection("redis://a;redis://b", transport=OURS).transport
 
 
 # Dependencies on kombu's internals.

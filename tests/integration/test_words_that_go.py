@@ -91,7 +91,7 @@ def fill(kept: Kept) -> None:
     announce(redis, "feedmill-other", "another model")
     # A worker holds some of the messages.
     keys = TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"]
-    Reservation(*keys, "worker-0", queue_lists("feedmill"), [60] * 4, 4, 10**7).reserve(redis)
+    Reservation(*keys, "worker-0", queue_lists("feedmill"), 60, 4, 10**7).reserve(redis)
     assert redis.hlen(TRANSPORT_KEYS["reserved_key"]) == 4
     ours.close()
     theirs.close()

@@ -148,10 +148,9 @@ def test_missing_dates_of_pandas_decode_to_none() -> None:
     assert encoding.read(json.dumps({"created_utc": missing})) == {"created_utc": None}
 
 
-@pytest.mark.parametrize("item", ["{}", "[]", '"a"', "0"])
-def test_refuses_json_with_too_many_values(item: str) -> None:
+def test_refuses_json_with_too_many_values() -> None:
     encoding.limit_bodies()
-    body = f"[{','.join([item] * (encoding.MAX_SEPARATORS + 1))}]".encode()
+    body = f"[{','.join(['{}'] * (encoding.MAX_SEPARATORS // 2 + 1))}]".encode()
     with pytest.raises(DecodeError, match="4,194,304 values"):
         serialization.loads(body, *encoding.JSON)
     assert serialization.loads(b"[]", *encoding.JSON) == []

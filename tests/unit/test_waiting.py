@@ -56,7 +56,7 @@ class SimulatedWorker:
 
     def fetch(self, queue: deque[Sequence[int]]) -> None:
         """Take as many messages as the pool has room for and Celery allows."""
-        room = DevicePool.room(SimpleNamespace(pipeline=self.pipeline))  # type: ignore[arg-type]
+        room, _ = DevicePool.room(SimpleNamespace(pipeline=self.pipeline, _post_bytes=1.0))  # type: ignore[arg-type]
         while room > 0 and queue and self.messages < MAX_MESSAGES:
             given = queue.popleft()
             message = SimpleNamespace(state=State.STARTED, waiting=len(given))

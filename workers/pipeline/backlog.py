@@ -19,7 +19,6 @@ from feedmill.workers.models.classifiers import Classifier, Row
 from feedmill.workers.pipeline.calibration import TokenBudget
 from feedmill.workers.pipeline.context import Context
 from feedmill.workers.pipeline.message import Message, State
-from feedmill.workers.pipeline.poison import IsolationQueue
 from feedmill.workers.pipeline.window import Window
 
 #: Rows added per acquisition of the lock. Lanes that wait for the lock run in between.
@@ -37,7 +36,8 @@ class Loaded:
         #: Called on the writer thread once all results of the previous model are stored.
         self.on_active = on_active
         self.window: Window[Row] = Window(time.monotonic, classifier.device.shapes)
-        self.isolated: IsolationQueue[Row] = IsolationQueue(classifier.device.shapes)
+        #: The rows of each suspected poison post that waits, sorted by length.
+        self.isolated: deque[Sequence[Row]] = deque()
         label_set = classifier.label_set(ClassifyOptions())
         #: A row that belongs to no message. Computing it shows that the device works.
         self.proof = classifier.prepare(["A first post."], label_set)[0]
@@ -45,8 +45,18 @@ class Loaded:
         self.rows_each = label_set.rows
 
     def __len__(self) -> int:
-        """Return the number of waiting rows."""
+        """Return the number of waiting rows; a suspected poison post counts as one."""
         return len(self.window) + len(self.isolated)
+
+    def take(self, batch_rows: int) -> Sequence[Row]:
+        """Take the next micro-batch, which is part of a single post while suspected poison posts wait."""
+        if not self.isolated:
+            return self.window.take(self.budget.tokens, batch_rows)
+        rows = self.isolated.popleft()
+        fit = self.classifier.device.shapes.fit(rows[-1].length, self.budget.tokens, batch_rows)
+        if rows[fit:]:
+            self.isolated.appendleft(rows[fit:])
+        return rows[:fit]
 
 
 class Batch(NamedTuple):
@@ -144,7 +154,7 @@ class Backlog:
     def add_isolated(self, loaded: Loaded, rows: Sequence[Row]) -> None:
         """Add the rows of one suspected poison post. They wait until every lane is idle."""
         with self._ready:
-            loaded.isolated.add(rows)
+            loaded.isolated.append(sorted(rows, key=lambda row: row.length))
             self._ready.notify_all()
 
     def run(self, job: Job) -> None:
@@ -214,38 +224,34 @@ class Backlog:
         """Return whether the active model has a successor and no rows left."""
         return len(self._models) > 1 and not self.active
 
-    def _take(self) -> list[Row]:
+    def _take(self) -> Sequence[Row]:
         """Return the rows of the next micro-batch. Suspected poison posts go first."""
         while self._is_replaced():
             self._models = self._models[1:]
             self._on_replaced(self.active)
-        active = self.active
-        self._isolating = bool(active.isolated)
-        return (active.isolated or active.window).take(active.budget.tokens, self._batch_rows)
+        self._isolating = bool(self.active.isolated)
+        return self.active.take(self._batch_rows)
 
     def _starts(self, message: Message) -> bool:
         """Start a message if it is still wanted, else drop it. Return True if this call started it."""
         if message.state is not State.WAITING:
             return False
         admitted = self._owner.admit(message)
-        message.enter(State.STARTED if admitted else State.DROPPED)
+        message.enter(State.STARTED if admitted else State.ENDED)
         return admitted
 
     # Ending messages.
 
     def drop(self, message: Message) -> bool:
-        """Stop computing a message. Return False if it is already finished or dropped."""
+        """Stop computing a message. Return False if it has ended."""
         with self._ready:
-            return message.enter(State.DROPPED)
+            return message.enter(State.ENDED)
 
     def finish(self, message: Message) -> bool:
-        """Mark a message that has all its outcomes as finished.
-
-        Return False if it was dropped or is no longer wanted.
-        """
+        """End a message that has all its outcomes. Return False if it was dropped or is no longer wanted."""
         with self._ready:
             starting = self._starts(message)  # only for a message that needed no forward pass
-            if not message.enter(State.FINISHED):
+            if not message.enter(State.ENDED):
                 return False
         if starting:
             self._owner.started(message)

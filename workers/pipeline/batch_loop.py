@@ -1,13 +1,12 @@
 """The batch loop: take the next micro-batch, run the forward pass, hand over the outputs.
 
 The loop runs on the device threads, called lanes, which must never wait: all other work runs on other threads. A GPU
-has one lane and gets its next micro-batch while the previous one still runs. A CPU has one lane per core, at most four.
-The lanes' forward passes run in parallel, and a micro-batch that finds all other lanes idle gets all cores. A
-micro-batch that fails is split in half, repeatedly, until the failing post is found.
+has one lane and gets its next micro-batch while the previous one still runs; if that one hangs, so does its scoring. A
+CPU has one lane per core, at most four. The lanes' forward passes run in parallel, and a micro-batch that finds all
+other lanes idle gets all cores. A micro-batch that fails is split in half, repeatedly, until the failing post is found.
 """
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -43,10 +42,8 @@ class BatchLoop:
         self._device = device
         self._context = context
         self._hand_over = hand_over
-        #: By lane: start of its latest forward pass, by the watch's clock, and the pass's outputs. Read by the watcher
-        #: thread.
-        self._computing: list[tuple[float, Outputs | None] | None] = [None] * device.lanes
-        #: By lane: the posts of that pass, kept for `_note`.
+        #: By lane: the outputs of its latest forward pass, and the pass's posts.
+        self._latest: list[Outputs | None] = [None] * device.lanes
         self._noted: list[list[tuple[str | None, int]]] = [[] for _ in range(device.lanes)]
 
     def loop(self, lane: int) -> None:
@@ -59,17 +56,8 @@ class BatchLoop:
             self._backlog.done()
             del batch  # drop the reference before waiting, so that a replaced model can be freed
 
-    def hanging(self, seconds: float) -> int | None:
-        """Return a lane whose forward pass has run for more than `seconds`, or None. For the watcher thread."""
-        for lane, computing in enumerate(self._computing):
-            began, outputs = computing or (math.inf, None)
-            if self._context.watch.now() - began > seconds and not (outputs and outputs.ready()):
-                return lane
-        return None
-
     def _forward(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> list[Part]:
         """Return the rows' outputs. If the pass raises, split the rows until only failing rows have an error."""
-        shared = loaded.budget.shared
         try:
             return [(rows, self._compute(loaded, rows, lane))]
         except DeviceLost:
@@ -80,8 +68,6 @@ class BatchLoop:
         except Exception as error:
             fault = error
         full = isinstance(fault, DeviceFull)
-        # A second model that was loaded or unloaded during the pass may have taken the memory.
-        shared = shared or loaded.budget.shared
         if full and len(rows) == 1:
             # The post is not at fault: any other row would fail as well.
             raise DeviceLost(
@@ -93,33 +79,28 @@ class BatchLoop:
         middle = len(rows) // 2
         halves = self._forward(loaded, rows[:middle], lane) + self._forward(loaded, rows[middle:], lane)
         if full:  # but both halves fit
-            loaded.budget.lower(len(rows) * max(row.length for row in rows) // 2, shared)
+            loaded.budget.lower(len(rows) * max(row.length for row in rows) // 2)
         return halves
 
     def _compute(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> Outputs:
         self._note(rows, lane)
-        began = self._context.watch.now()
-        self._computing[lane] = began, None
-        try:
-            outputs = loaded.classifier.forward(rows)
-        except BaseException:
-            self._computing[lane] = None
-            raise
-        self._computing[lane] = began, outputs
+        self._latest[lane] = None
+        with self._context.watch.step("a forward pass", self._context.timeout):
+            outputs = self._latest[lane] = loaded.classifier.forward(rows)
         return outputs
 
     def _note(self, rows: Sequence[Row], lane: int) -> None:
         """Record the posts in flight, so that a crash can be attributed to them."""
         if self._context.poison:
-            latest = self._computing[lane]
-            running = self._noted[lane] if latest and latest[1] and not latest[1].ready() else []
+            latest = self._latest[lane]
+            running = self._noted[lane] if latest and not latest.ready() else []
             self._noted[lane] = [(row.owner.message.task_id, row.owner.index) for row in rows if row.owner]
             self._context.poison.note(lane, (*running, *self._noted[lane]))
 
     def _isolated(self, batch: Batch, lane: int) -> list[Part]:
         """Run `_forward` on suspected poison posts while nothing else is on the device."""
-        if (computing := self._computing[lane]) and computing[1]:
-            self._wait_for(computing[1])
+        if latest := self._latest[lane]:
+            self._wait_for(latest)
         # Check that the device works at all, before a failure counts against the posts.
         self._wait_for(self._compute(batch.loaded, batch.loaded.proof, lane))
         parts = self._forward(batch.loaded, batch.rows, lane)
@@ -130,5 +111,6 @@ class BatchLoop:
         return parts
 
     def _wait_for(self, outputs: Outputs) -> None:
-        while not outputs.ready() and not self._context.stopping.wait(0.001):
-            pass
+        with self._context.watch.step("a forward pass", self._context.timeout):
+            while not outputs.ready() and not self._context.stopping.wait(0.001):
+                pass

@@ -5,11 +5,9 @@ model, the precision and the libraries. So the first start tries several budgets
 to a file. If any of these changes, the next start measures again. The setting `token_budget` overrides the result.
 """
 
-import fcntl
 import json
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -46,79 +44,36 @@ WINDOW_ROWS = 1024
 
 
 class TokenBudget:
-    """Maximum tokens of a micro-batch: its longest row times its number of rows.
+    """Maximum tokens of a micro-batch: its longest row times its number of rows."""
 
-    The budget is shared while a second model is loaded on the device. Lowering a shared budget is temporary.
-    file, key: where to remember a lowered budget; None remembers nothing.
-    """
-
-    def __init__(self, tokens: int, file: Path | None = None, key: str = "") -> None:
+    def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        #: The budget without the second model; None while there is no second model.
-        self._alone: int | None = None
-        self._file, self._key = file, key
-        self._lock = threading.Lock()
 
-    @property
-    def shared(self) -> bool:
-        """True while a second model is loaded on the device."""
-        return self._alone is not None
-
-    @property
-    def unshared(self) -> int:
-        """The budget without a second model on the device."""
-        return self.tokens if self._alone is None else self._alone
-
-    def share(self, tokens: int) -> None:
-        """Limit micro-batches to `tokens` and make `lower` temporary, until `end_sharing`."""
-        with self._lock:
-            self._alone, self.tokens = self.unshared, tokens
-
-    def end_sharing(self) -> None:
-        """Restore the budget that applies without a second model."""
-        with self._lock:
-            self._alone, self.tokens = None, self.unshared
-
-    def lower(self, tokens: int, shared: bool = False) -> None:
-        """Lower the budget to `tokens`, after the device ran out of memory with twice as many.
-
-        shared: whether the budget was shared at that time. If it no longer is, do nothing.
-        """
-        with self._lock:
-            if shared and not self.shared:
-                return
-            self.tokens = max(1, min(tokens, self.tokens))
-            where = "beside a second model" if shared else "now"
-            logger.warning("device out of memory: micro-batches hold at most %d tokens %s", self.tokens, where)
-            if shared:
-                return
-            if self._alone is not None:
-                self._alone = max(1, min(tokens, self._alone))
-            if self._file is not None:
-                lowered = {"token_budget": self.unshared, "lowered": "the device was out of memory"}
-                _write(self._file, self._key, _entry(self._file, self._key) | lowered)
+    def lower(self, tokens: int) -> None:
+        """Lower the budget to `tokens`, after the device ran out of memory with twice as many."""
+        self.tokens = max(1, min(tokens, self.tokens))
+        logger.warning("device out of memory: micro-batches hold at most %d tokens now", self.tokens)
 
 
-def known_budget(classifier: Classifier, settings: Settings) -> TokenBudget | None:
-    """Return the configured budget, else the remembered one, else None."""
+def known_budget(classifier: Classifier, settings: Settings) -> int | None:
+    """Return the configured budget in tokens, else the remembered one, else None."""
     if settings.token_budget:
-        return TokenBudget(settings.token_budget)
+        return settings.token_budget
     file, key = _place(classifier, settings)
-    known = _entry(file, key).get("token_budget")
-    if isinstance(known, int) and known > 0:
-        return TokenBudget(known, file, key)
-    return None
+    entry = _remembered(file).get(key)
+    known = entry.get("token_budget") if isinstance(entry, dict) else None
+    return known if isinstance(known, int) and known > 0 else None
 
 
 def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
     """Return the configured budget, else the remembered one, else measure the best, which takes several seconds."""
     if known := known_budget(classifier, settings):
-        return known
+        return TokenBudget(known)
     logger.info("measuring the token budget for this device and model; later starts reuse the result")
     classifier.device.take_share(classifier.device.lanes)
     rates = sweep(classifier, settings.batch_rows, _clock(classifier, settings))
     remember(classifier, settings, rates)
-    return TokenBudget(best(rates), *_place(classifier, settings))
+    return TokenBudget(best(rates))
 
 
 def _clock(classifier: Classifier, settings: Settings) -> Callable[[], float]:
@@ -228,19 +183,12 @@ def _remembered(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _entry(file: Path, key: str) -> dict[str, Any]:
-    found = _remembered(file).get(key)
-    return found if isinstance(found, dict) else {}
-
-
 def _write(file: Path, key: str, entry: dict[str, Any]) -> bool:
-    """Update the calibration file atomically, one writer at a time. Return False if it cannot be written."""
+    """Update the calibration file atomically. Return False if it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with replacing(file) as temporary:
-                temporary.write_text(json.dumps(_remembered(file) | {key: entry}, indent=1) + "\n")
+        with replacing(file) as temporary:
+            temporary.write_text(json.dumps(_remembered(file) | {key: entry}, indent=1) + "\n")
     except OSError as error:
         logger.warning("cannot write %s (%s); the next start measures again", file, error)
         return False

@@ -7,7 +7,7 @@ needs to reply in `pending`.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from traceback import format_tb
 from typing import Any
 
@@ -37,28 +37,15 @@ MAX_TIMESTAMP_S = 1e11
 MAX_FRAMES, MAX_CHAINED_ERRORS = 20, 4
 
 
-class State(Enum):
-    """A message's state. `TRANSITIONS` lists the states that may follow each."""
+class State(IntEnum):
+    """A message's state. A message never returns to an earlier one."""
 
     #: None of the message's rows has entered a forward pass.
     WAITING = auto()
     #: One of the message's rows has entered a forward pass, or none needs to.
     STARTED = auto()
-    #: All of the message's outcomes were reported to the owner.
-    FINISHED = auto()
-    #: The message's waiting rows are not computed, because it was withdrawn or exceeded a time limit.
-    DROPPED = auto()
-    #: The message's task was retried as a new message. Failed posts do not become dead letters yet.
-    SENT_AGAIN = auto()
-
-
-TRANSITIONS = {
-    State.WAITING: {State.STARTED, State.DROPPED},
-    State.STARTED: {State.FINISHED, State.DROPPED},
-    State.FINISHED: {State.SENT_AGAIN},
-    State.DROPPED: {State.SENT_AGAIN},
-    State.SENT_AGAIN: set(),
-}
+    #: The message has all of its outcomes, was withdrawn, or exceeded a time limit.
+    ENDED = auto()
 
 
 class Message:
@@ -107,12 +94,14 @@ class Message:
         self.refused: RequestRefused | None = None
         #: Reason why a valid message fails as a whole, such as a timeout.
         self.fault: Exception | None = None
-        #: Guarded by the backlog's lock until the message is finished or dropped. Then used only on the writer thread.
+        #: True if its task was retried as a new message: failed posts do not become dead letters yet.
+        self.sent_again = False
+        #: Guarded by the backlog's lock.
         self.state = State.WAITING
 
     def enter(self, state: State) -> bool:
-        """Enter a state. Return False if the current one does not allow it."""
-        if state not in TRANSITIONS[self.state]:
+        """Enter a later state. Return False if the message has reached it already."""
+        if state <= self.state:
             return False
         self.state = state
         return True
@@ -155,7 +144,7 @@ class Message:
         A message with too many posts gets a single letter without a post, because its size is unbounded. A message
         whose posts are not a list gets a single letter with the value that was sent.
         """
-        if self.state is State.SENT_AGAIN or not self.has_failed():
+        if self.sent_again or not self.has_failed():
             return []
         failures = self._failures()
         bare = [

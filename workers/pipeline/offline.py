@@ -4,9 +4,10 @@ Posts come from an iterator instead of Celery, and outcomes go to an iterator in
 worker's, so results and measurements apply to a worker as well.
 """
 
-import logging
+import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
@@ -20,8 +21,6 @@ from feedmill.workers.pipeline.calibration import TokenBudget
 from feedmill.workers.pipeline.context import Owner, Store
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.pipeline import Pipeline
-
-logger = logging.getLogger(__name__)
 
 #: Seconds to wait for the end of a forward pass when the caller stops early. A process that exits during one aborts.
 MAX_STOP_S = 60.0
@@ -65,7 +64,7 @@ class NullStore:
 
 
 class OfflinePipeline:
-    """A running pipeline without a queue. Several threads may classify with it at once."""
+    """A running pipeline without a queue, until `stop` or garbage collection. Several threads may use it at once."""
 
     def __init__(
         self,
@@ -80,6 +79,7 @@ class OfflinePipeline:
         self._submitting = threading.Lock()
         self._pipeline = Pipeline(classifier, store or NullStore(), settings, budget, worker, self._callers)
         self._pipeline.start()
+        weakref.finalize(self, _stop, self._pipeline, os.getpid()).atexit = False
 
     @property
     def failure(self) -> BaseException | None:
@@ -169,6 +169,11 @@ def classify(
         yield from pipeline.classify(posts, options)
     finally:
         pipeline.stop()
+
+
+def _stop(pipeline: Pipeline, process: int) -> None:
+    if process == os.getpid():  # a forked child has none of the threads, and maybe a lock that one of them held
+        pipeline.stop(MAX_STOP_S)
 
 
 def pipeline_error(pipeline: Pipeline) -> ModelError:

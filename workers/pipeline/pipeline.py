@@ -56,7 +56,7 @@ class Pipeline:
         self._lanes = classifier.device.lanes
         self._stopping = threading.Event()
         self._watch_interval = min(1.0, self._forward_timeout / 4)
-        self._watch = Watch(2 * self._watch_interval)
+        self._watch = Watch()
         self.failure: BaseException | None = None
         self.statistics = Statistics(settings.statistics_interval, time.monotonic(), classifier.device.shapes)
         context = Context(
@@ -191,29 +191,22 @@ class Pipeline:
 
     def _watcher_loop(self) -> None:
         """Log statistics periodically, and end the worker when a forward pass or another step hangs."""
-        warned_of = 0.0
+        warned_of = None
         while not self._stopping.wait(self._watch_interval):
-            self._watch.tick()
             if rates := self.statistics.next_interval(time.monotonic()):
                 logger.info("%s; oldest row waiting for %.1f s", rates, self.oldest_age())
-            if (lane := self._batch_loop.hanging(self._forward_timeout)) is not None:
-                what = f"a forward pass has hung for {self._forward_timeout:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
-                self._fail_as_hanging(self._threads[_lane_name(lane)].ident, what)
-                return
             for step in self._watch.longer_than(self._forward_timeout):
-                if step.limit is not None and self._watch.now() - step.began > step.limit:
-                    what = f"{step.what} has hung for {step.limit:.4g} s, longer than its time limit"
-                    if step.limit == self._forward_timeout:
-                        what = f"{step.what} has hung for {step.limit:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
-                    self._fail_as_hanging(step.thread, what)
+                if step.limit is not None and time.monotonic() - step.began > step.limit:
+                    limit = "FEEDMILL_FORWARD_TIMEOUT" if step.limit == self._forward_timeout else "its time limit"
+                    self._fail_as_hanging(step.thread, f"{step.what} has hung for {step.limit:.4g} s ({limit})")
                     return
-                if step.began != warned_of:
-                    warned_of = step.began
+                if step is not warned_of:
+                    warned_of = step
                     logger.warning(
                         "%s has occupied the device thread for %.0f s. If it hangs, the task's time_limit ends this "
                         "worker; without one, restart the worker",
                         step.what,
-                        self._watch.now() - step.began,
+                        self._forward_timeout,
                     )
 
     def _fail_as_hanging(self, thread: int | None, what: str) -> None:

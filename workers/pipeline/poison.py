@@ -11,10 +11,9 @@ Records outlive their worker. A leftover record does not affect a finished post,
 
 import json
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Generic
+from typing import Any
 from uuid import uuid4
 
 from redis import Redis
@@ -26,8 +25,6 @@ from feedmill.shared.messages import digest
 from feedmill.shared.redis_errors import is_replica
 from feedmill.shared.scripts import load_functions
 from feedmill.shared.scripts import poison as scripts
-from feedmill.workers.models.shapes import EXACT, Shapes
-from feedmill.workers.pipeline.window import R, Window
 
 #: Number of deaths after which a post is not computed again. In all passes but the first it ran in isolation.
 MAX_DEATHS = 3
@@ -141,36 +138,3 @@ class _Notes:
             self._connection.disconnect()
             self._pool.release(self._connection)
         self._connection, self._unanswered = None, 0
-
-
-class IsolationQueue(Generic[R]):
-    """Rows of suspected poison posts that wait for the device. Only the queue's length is thread-safe.
-
-    shapes: see Window.
-    """
-
-    def __init__(self, shapes: Shapes = EXACT) -> None:
-        #: The rows of each waiting post.
-        self._posts: deque[Sequence[R]] = deque()
-        #: The rows of the post that is computed now.
-        self._current: Window[R] = Window(time.monotonic, shapes)
-        #: A separate count, as in Window.
-        self._rows = 0
-
-    def __len__(self) -> int:
-        """Return the number of rows. Needs no lock."""
-        return self._rows
-
-    def add(self, rows: Sequence[R]) -> None:
-        """Add the rows of one post."""
-        self._posts.append(rows)
-        self._rows += len(rows)
-
-    def take(self, token_budget: int, row_limit: int) -> list[R]:
-        """Return rows of a single post, within the token budget and row limit; see Window.take."""
-        if not self._current:
-            for row in self._posts.popleft():
-                self._current.add(row)
-        taken = self._current.take(token_budget, row_limit)
-        self._rows -= len(taken)
-        return taken

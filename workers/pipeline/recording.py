@@ -30,9 +30,9 @@ from feedmill.workers.pipeline.message import Message, PendingPost, traceback_of
 
 logger = logging.getLogger(__name__)
 
-#: Micro-batches that may wait for the writer thread, and posts, if the micro-batches are small; beyond both, the device
-#: waits too. Limits memory while Redis is unreachable, and covers slow writes easily.
-MAX_UNWRITTEN_BATCHES, MAX_UNWRITTEN_POSTS = 4, 256
+#: Rows that may wait for the writer thread; beyond them, and one micro-batch more, the device waits too. Limits memory
+#: while Redis is unreachable, and covers slow writes easily.
+MAX_UNWRITTEN_ROWS = 1024
 #: Maximum posts of several micro-batches that one script stores. A larger micro-batch is stored alone.
 POSTS_TOGETHER = 256
 #: Seconds without work after which results that Redis may have lost are written again.
@@ -51,9 +51,9 @@ class Recording:
         self._context = context
         #: Work for the writer thread. A message appears by itself if it needed no forward pass.
         self._finished: Inbox[Computed | Message | Callable[[], None]] = Inbox(_posts_of)
-        #: Micro-batches and messages handed over and not taken by the writer thread, and their posts.
-        self._unwritten = self._unwritten_posts = 0
-        #: Guards both counts.
+        #: Rows of the micro-batches handed over and not taken by the writer thread, and posts of such messages.
+        self._unwritten = 0
+        #: Guards that count.
         self._room = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -64,14 +64,10 @@ class Recording:
         size = _posts_of(finished) or 0
         with self._room:
             while not self._context.stopping.is_set():
-                if self._room.wait_for(self._has_room, timeout=1):
-                    self._unwritten += 1
-                    self._unwritten_posts += size
+                if self._room.wait_for(lambda: self._unwritten < MAX_UNWRITTEN_ROWS, timeout=1):
+                    self._unwritten += size
                     self._finished.put(finished)
                     return
-
-    def _has_room(self) -> bool:
-        return self._unwritten < MAX_UNWRITTEN_BATCHES or self._unwritten_posts < MAX_UNWRITTEN_POSTS
 
     def run(self, job: Callable[[], None]) -> None:
         """Run a job that uses Redis before any work handed over later. On the writer thread, run it at once."""
@@ -110,8 +106,7 @@ class Recording:
 
     def _make_room(self, taken: Sequence[Computed | Message]) -> None:
         with self._room:
-            self._unwritten -= len(taken)
-            self._unwritten_posts -= sum(_posts_of(each) or 0 for each in taken)
+            self._unwritten -= sum(_posts_of(each) or 0 for each in taken)
             self._room.notify_all()
 
     def _record_together(self, finished: Sequence[Computed | Message]) -> None:

@@ -4,8 +4,6 @@ A message that no task can process becomes a dead letter. Celery alone would dis
 
 Relies on these internals of Celery 5.7 and kombu 5.7:
 
-- `QoS.room` and `Channel.room_bytes` decide how much the transport fetches (channel.py); `can_consume` decides
-  whether it fetches at all. Celery's worker_disable_prefetch also replaces `can_consume`.
 - `Consumer`'s first argument passes each request to the pool, after any delay. It raises the result backend's errors if
   the request was revoked or has expired.
 - `Consumer.ensure_connected` waits for the broker. The two `on_connection_error_…` methods receive each error that a
@@ -18,7 +16,7 @@ Relies on these internals of Celery 5.7 and kombu 5.7:
 - The `info` of a bootstep goes into `inspect stats` and overrides that of earlier steps (celery/bootsteps.py).
 - `EventDispatcher` calls `on_send_buffered` for each event that waits to be sent, and kombu's `Channel._create_client`
   creates the Redis client of each command.
-- `Autoscaler` calls `maybe_scale` at each message, and `update` on the remote command (celery/worker/autoscale.py).
+- `Autoscaler` calls `maybe_scale` at each message (celery/worker/autoscale.py).
 """
 
 import logging
@@ -50,19 +48,18 @@ from feedmill.shared.redis_errors import is_denied
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import PREFIX
 from feedmill.workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
-from feedmill.workers.runtime import incoming
 from feedmill.workers.runtime.in_flight import BACKEND_ERRORS
-from feedmill.workers.runtime.incoming import (
+from feedmill.workers.runtime.pool import DevicePool
+from feedmill.workers.runtime.request import (
     MAX_DELIVERIES,
+    check,
     delivery_count,
     isolated_death_count,
     read_arguments,
     read_task_id,
     source_queue,
 )
-from feedmill.workers.runtime.pool import DevicePool
-from feedmill.workers.transport.decoding import EXPIRIES_BEFORE_ISOLATION
-from feedmill.workers.transport.leases import claim, is_held, unclaim
+from feedmill.workers.transport.leases import EXPIRIES_BEFORE_ISOLATION, admit, claim, is_held, postpone, unclaim
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +89,7 @@ class Consumer(consumer.Consumer):
 
     #: Seconds between connection attempts, initial and maximum. Celery's own delay grows to 30 s after each error.
     RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.5, 2.0
-    #: Retry interval, in seconds, for delivering a message with an ETA in isolation.
+    #: Retry interval, in seconds, for messages that are not admitted.
     ALONE_INTERVAL_S = 0.1
 
     def __init__(self, on_task_request: Callable[[Any], None], *args: Any, **kwargs: Any) -> None:
@@ -179,6 +176,8 @@ class Consumer(consumer.Consumer):
         except BACKEND_ERRORS as fault:
             again = partial(self._hand_over, on_task_request, request)
             self._retry_later(str(request), fault, request.message, again)
+        except MALFORMED_ERRORS as error:
+            self.on_invalid_task(None, request.message, error)
         except BaseException:
             unclaim(request.message)
             raise
@@ -196,11 +195,16 @@ class Consumer(consumer.Consumer):
         handle = super().create_task_handler(*args, **kwargs)
 
         def on_task_received(message: Any) -> Any:
+            if not is_held(message):
+                return None  # the message returned to the queue while it waited to be admitted
+            if not admit(message):
+                return self.timer.call_after(self.ALONE_INTERVAL_S, on_task_received, (message,))
             try:
                 if EXPIRIES_BEFORE_ISOLATION + isolated_death_count(message) >= MAX_DELIVERIES:
                     return self._refuse_fatal(message)
-                incoming.check(message)
+                check(message)
                 handle(message)
+                postpone(message)
             except (InvalidTaskError, *MALFORMED_ERRORS) as error:
                 return self.on_invalid_task(None, message, error)
             except BACKEND_ERRORS as fault:
@@ -333,12 +337,7 @@ class ConsumerFit(bootsteps.StartStopStep):
     def start(self, parent: Any) -> None:
         if not isinstance(parent.pool, DevicePool):
             return  # the command line selects another pool
-        channel = parent.task_consumer.channel
-        credit, most = channel.qos.room, channel.room_bytes
-        channel.qos.room = lambda: (
-            min(parent.pool.room(), room) if (room := credit()) is not None else parent.pool.room()
-        )
-        channel.room_bytes = lambda: min(parent.pool.room_bytes(), most())
+        parent.task_consumer.channel.consumer_room = parent.pool.room
         with suppress(ResponseError):  # Redis is full; after a lost connection, this step runs again
             parent._store.catch_up()
         with suppress(ResponseError):
@@ -369,22 +368,9 @@ def feedmill_deploy(state: Any) -> dict[str, Any]:
 
 
 class Scaler(Autoscaler):
-    """Celery's autoscaler, disabled for DevicePool, which always has one slot."""
+    """Celery's autoscaler, without effect: a worker has one device."""
 
-    def __init__(self, pool: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(pool, *args, **kwargs)
-        self._fixed = isinstance(pool, DevicePool)
-        if self._fixed:
-            logger.warning("ignoring --autoscale: a worker has one device")
-
-    def maybe_scale(self, req: Any = None) -> None:
-        if not self._fixed:
-            super().maybe_scale(req)
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        if self._fixed:
-            raise NotImplementedError("the pool is one device and cannot be scaled: start a worker for another device")
-        return super().update(*args, **kwargs)
+    def maybe_scale(self, req: Any = None) -> None: ...
 
 
 class EventBatches:

@@ -2,8 +2,9 @@
 
 `feedmill deploy` stores a folder and the hash of its weights in Redis (model_routing.py) and tells the workers to
 check. The command carries no data: workers read the deployment from Redis. They also check every minute and at each
-connection, in case they missed the command. A worker loads the new model beside the active one, on a separate thread,
-and tests it. The pipeline then switches between two micro-batches. After any failure, the active model stays in place.
+connection, in case they missed the command. A worker loads the new model beside the active one, on a separate thread;
+loading scores canary posts. The pipeline then switches between two micro-batches. After any failure, the active model
+stays in place.
 
 A deployment can only select a folder on this machine, below `models_folder` if that is set, with safetensors of that
 hash. Code in the folder never runs. Independent of Celery.
@@ -11,25 +12,22 @@ hash. Code in the folder never runs. Independent of Celery.
 
 import gc
 import logging
-import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from functools import partial
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from redis import Redis
 from redis.exceptions import RedisError
 
-from feedmill.shared.errors import DeviceFull, ModelError, SettingsError, UserError, printable
-from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.errors import ModelError, SettingsError, UserError, printable
 from feedmill.shared.model_routing import DeploymentReport, RequestedModel, Stage, requested_model
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models import device as devices
-from feedmill.workers.models.classifiers import Classifier, Row
+from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import Device
 from feedmill.workers.pipeline.calibration import TokenBudget, calibrate, known_budget
@@ -38,10 +36,6 @@ from feedmill.workers.pipeline.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-#: A post beyond every truncation length, for building the largest possible micro-batch.
-LONG_POST = "post " * 10_000
 #: Seconds that `stop` waits for the thread.
 JOIN_TIMEOUT_S = 5.0
 
@@ -82,7 +76,9 @@ def load(settings: Settings, redis: Redis) -> LoadedModel:
     devices.limit_memory(selected.torch, settings.device_memory)
     devices.keep_freed_memory(selected.torch)
     began = time.monotonic()
-    asked = _wanted(settings, redis)
+    asked = None
+    with suppress(RedisError):  # a later check finds it
+        asked = requested_model(redis, settings.queue)
     classifier = load_wanted(asked, settings, selected)
     logger.info("device %s", classifier.device)
     budget = calibrate(classifier, settings)
@@ -94,14 +90,6 @@ def load(settings: Settings, redis: Redis) -> LoadedModel:
         budget.tokens,
     )
     return LoadedModel(classifier, budget, asked)
-
-
-def _wanted(settings: Settings, redis: Redis) -> RequestedModel | None:
-    """Return the queue's deployment, if any; None if Redis is unreachable, until a later check. Raises UserError."""
-    try:
-        return requested_model(redis, settings.queue)
-    except RedisError:
-        return None
 
 
 def _folder(model: str, settings: Settings) -> Path:
@@ -165,11 +153,11 @@ class Deployer:
             self._wake.clear()
             asked = self._read_wanted()
             if asked and asked not in (self._active, self._tried) and not self._stopped:
-                self._tried = asked
-                self._pipeline.budget.share(self._pipeline.budget.tokens)
-                self._deploy(asked)
+                self._tried, before = asked, self._pipeline.budget.tokens
+                self._deploy(asked, before)
                 freeze_heap(self._pipeline.classifier.device)  # by now, no reference to the dropped model is left
-                self._pipeline.budget.end_sharing()  # applies to the active model, old or new
+                # Restore what was lowered while two models shared the memory.
+                self._pipeline.budget.tokens = known_budget(self._pipeline.classifier, self._settings) or before
 
     def _read_wanted(self) -> RequestedModel | None:
         """Return the wanted model. While Redis is unreachable, return the last known one."""
@@ -181,7 +169,8 @@ class Deployer:
             logger.error("%s", error)
         return self._latest
 
-    def _deploy(self, asked: RequestedModel) -> None:
+    def _deploy(self, asked: RequestedModel, tokens: int) -> None:
+        """Load a model and activate it. tokens: its token budget, unless one was configured or measured."""
         device, before = self._pipeline.classifier.device, self._pipeline.classifier.weights.name
         name = printable(asked.model or self._settings.model)
         began = time.monotonic()
@@ -189,21 +178,19 @@ class Deployer:
             self._report(asked, Stage.LOADING, f"{name} beside {before}")
             device.take_share(device.lanes)
             classifier = load_wanted(asked, self._settings, device)
-            took = time.monotonic() - began
-            self._report(asked, Stage.TRYING, f"{name}, loaded in {took:.1f} s on {classifier.device}")
-            budget = self._fit(classifier)
             if self._read_wanted() != asked:
                 self._wake.set()
                 raise UserError("another model was deployed meanwhile.")
             self._report(asked, Stage.SWITCHING, f"to {name}, once earlier messages are finished")
-            replaced: Future[None] = Future()
-            self._pipeline.replace(classifier, budget, partial(replaced.set_result, None))
-            del classifier
-            self._wait(replaced)
+            replaced = threading.Event()
+            # A measurement would block the device for ten seconds, and is left to the next start.
+            budget = TokenBudget(known_budget(classifier, self._settings) or tokens)
+            self._pipeline.replace(classifier, budget, replaced.set)
+            while not replaced.wait(1):
+                if self._stopped or self._pipeline.failure:
+                    return
         except UserError as error:
             self._report(asked, Stage.FAILED, f"{before} stays active: {error}", logging.ERROR)
-        except _Stopping:
-            return
         except BaseException as error:  # a model's files can raise anything; a Rust panic is not an Exception
             logger.error("cannot activate %s:\n%s", name, traceback_of(error))
             why = f"{type(error).__name__}: {printable(str(error)):.300}"
@@ -213,70 +200,9 @@ class Deployer:
             self._report(asked, Stage.DONE, f"{name} is active after {time.monotonic() - began:.1f} s")
             self._on_replaced()
 
-    def _fit(self, classifier: Classifier) -> TokenBudget:
-        """Run the largest micro-batch between those of the active model, and return the token budget.
-
-        The budget is the configured or previously measured one, else the active model's: a measurement would
-        block the device for ten seconds and is left to the next start. The returned budget is shared (see
-        TokenBudget.share), and lowered until both models fit in memory. Raises ModelError.
-
-        Loading has tested the scores.
-        """
-        name = classifier.weights.name
-        budget = known_budget(classifier, self._settings) or TokenBudget(self._pipeline.budget.unshared)
-        tokens = budget.tokens
-        while True:
-            rows = self._largest(classifier, tokens)
-            try:
-                self._compute(classifier, rows)
-                break
-            except DeviceFull:
-                if len(rows) == 1:
-                    raise ModelError(
-                        f"{classifier.device.name} has too little memory for {name} beside the active model. "
-                        "Restart the worker to load the new model only."
-                    ) from None
-                tokens = len(rows) * rows[0].length // 2
-                logger.warning("micro-batches of %s hold at most %d tokens beside the active model", name, tokens)
-        budget.share(tokens)
-        return budget
-
-    def _largest(self, classifier: Classifier, tokens: int) -> list[Row]:
-        """Return the rows of the largest micro-batch that fits the budget `tokens`."""
-        label_set = classifier.label_set(ClassifyOptions())
-        length = classifier.prepare([LONG_POST], label_set)[0][0].length
-        count = classifier.device.shapes.fit(length, tokens, self._settings.batch_rows)
-        posts = classifier.prepare([LONG_POST] * math.ceil(count / label_set.rows), label_set)
-        return [row for of_post in posts for row in of_post][:count]
-
-    def _compute(self, classifier: Classifier, rows: Sequence[Row]) -> None:
-        """Run a micro-batch on the device thread."""
-        computed: Future[None] = Future()
-
-        def compute() -> None:
-            try:
-                classifier.finish(rows, classifier.forward(rows))
-                computed.set_result(None)
-            except BaseException as error:  # raised again on the waiting thread
-                computed.set_exception(error)
-
-        what = f"the test of {classifier.weights.name}"
-        self._pipeline.run_on_device_thread(compute, what, self._settings.forward_timeout)
-        self._wait(computed)
-
-    def _wait(self, future: Future[T]) -> T:
-        while not wait([future], timeout=1).done:
-            if self._stopped or self._pipeline.failure:
-                raise _Stopping
-        return future.result()
-
     def _report(self, asked: RequestedModel, stage: Stage, said: str, level: int = logging.INFO) -> None:
         self.report = DeploymentReport(asked.at, stage, said)
         logger.log(level, "deploy: %s: %s", stage, said)
-
-
-class _Stopping(Exception):  # noqa: N818 - not an error
-    """Signal to abandon a deployment, because the worker stops."""
 
 
 def freeze_heap(device: Device) -> None:

@@ -38,10 +38,9 @@ from redis.exceptions import DataError, RedisError
 from feedmill.shared.broker import SENT_AT, Application
 from feedmill.shared.redis_errors import WRONG_TYPE, is_replica
 from feedmill.workers.pipeline.context import Owner
-from feedmill.workers.pipeline.message import Message, State
+from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.pipeline import Pipeline
-from feedmill.workers.runtime.incoming import MAX_DELIVERIES, delivery_count, source_queue
-from feedmill.workers.runtime.request import announce_withdrawn, withdrawn
+from feedmill.workers.runtime.request import MAX_DELIVERIES, announce_withdrawn, delivery_count, source_queue, withdrawn
 from feedmill.workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
 from feedmill.workers.transport.leases import end_isolation, unclaim
 
@@ -122,7 +121,7 @@ class PendingTask:
             if failed and isinstance(value.exception, ExceptionWithTraceback):
                 value.exception = value.exception.exc  # as from a child process; Celery logs it as the reason to retry
             if self.message and failed and _is_sent_again(value.exception):
-                self.message.enter(State.SENT_AGAIN)
+                self.message.sent_again = True
             self.ending = partial(request.on_success, outcome)
 
         trace = fast_trace_task if request.app.use_fast_trace_task else trace_task_ret
@@ -197,13 +196,14 @@ class InFlight(Owner):
     def run(self, request: Any) -> Message | None:
         """Start a request: submit its posts to the pipeline, or queue a task that is not micro-batched as a job.
 
-        Returns the submitted message; None for a job.
+        Returns the submitted message; None for a job. Raises an error for malformed fields that other threads read.
         """
         pending = PendingTask(request)
+        withdrawn(request)
+        limits = list(pending.limits(*self._limits))
         self._held.add(pending)
         if not isinstance(request.task, ClassifyTask):
             job = partial(self._run_whole, pending)
-            limits = pending.limits(*self._limits)
             hard = [limit + GRACE_S for limit, fault in limits if isinstance(fault, TimeLimitExceeded)]
             self.pipeline.run_on_device_thread(job, f"task {request.type}[{request.id}]", next(iter(hard), None))
             return None

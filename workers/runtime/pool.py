@@ -184,19 +184,16 @@ class DevicePool(BasePool):
         if posts and size:
             self._post_bytes += min(1.0, posts / POSTS_TO_LEARN) * (size / posts - self._post_bytes)
 
-    def room(self) -> int:
-        """Return how many messages of one post to prefetch; 0 while less than a quarter of the maximum is free."""
+    def room(self) -> tuple[int, int]:
+        """Return how many messages of one post to prefetch, and their bytes; 0 until a quarter of the maximum is free.
+
+        A message may hold many posts and is only decoded after it is fetched, so the bytes are a limit, too. The
+        transport may exceed it by one message.
+        """
         most = self.pipeline.max_waiting()
         free = most - self.pipeline.waiting()
-        return max(1, int(free / self.pipeline.rows_per_post())) if 4 * free >= most else 0
-
-    def room_bytes(self) -> int:
-        """Return how many bytes to prefetch. The transport may exceed this by one message.
-
-        A message may hold many posts and is only decoded after it is fetched, so the number of posts from `room` is
-        converted to bytes.
-        """
-        return max(1, int(self.room() * self._post_bytes))
+        posts = max(1, int(free / self.pipeline.rows_per_post())) if 4 * free >= most else 0
+        return posts, max(1, int(posts * self._post_bytes))
 
     def adopt(self, eventer: Any) -> None:
         """Move the requests in flight to a new connection.

@@ -1,25 +1,95 @@
-"""Celery's Request for Feedmill's tasks: hides posts from events, `inspect` and the log, and measures the runtime.
+"""Celery's requests for Feedmill's tasks, and what the worker reads of the messages that they come from.
 
 Celery shows a message's arguments as described by its sender. Most senders include the start of the arguments, which is
 a user's post, and `inspect reserved`, shown on Flower's worker page, does not even shorten them. The runtime that
 Celery reports is the tracer's, which starts only when the device is done. A task selects this class by `Task.Request`.
 
-Relies on these internals of Celery 5.7: Celery shows `_argsrepr`, `_kwargsrepr` and the headers of the same names, and
-sends every event but task-received with `send_event` (celery/worker/request.py, celery/worker/strategy.py).
-`Request.revoked` both checks for a revocation and announces it. Here `withdrawn` only checks, by the same rules, and
-`announce_withdrawn` announces.
+Relies on these internals of Celery 5.7 and kombu 5.7:
+
+- Celery shows `_argsrepr`, `_kwargsrepr` and the headers of the same names, and sends every event but task-received
+  with `send_event` (celery/worker/request.py, celery/worker/strategy.py).
+- `Request.revoked` both checks for a revocation and announces it. Here `withdrawn` only checks, by the same rules, and
+  `announce_withdrawn` announces.
+- A message's `payload` decodes the body once and caches it, and `delivery_tag` comes from the transport.
+- A message whose ETA cannot be converted to local time is deleted (celery/worker/strategy.py).
 """
 
 import time
 from datetime import UTC, datetime
 from typing import Any
 
+from celery.exceptions import InvalidTaskError
 from celery.utils.functional import maybe_list
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery.worker import state
 from celery.worker.request import Request
 
-from feedmill.shared.broker import format_argument, format_arguments
-from feedmill.workers.runtime.task import ARGUMENT_NAMES
+from feedmill.shared.broker import PRIORITY_MARK, format_arguments
+from feedmill.workers.runtime.task import arguments_by_name
+from feedmill.workers.transport.leases import delivery_counter
+
+#: Deliveries after which a message becomes a dead letter, if its worker vanished each time. From the third delivery on,
+#: the message is delivered in isolation. Crashes during a forward pass are detected earlier (poison.py).
+MAX_DELIVERIES = 5
+#: Prefix of Feedmill's own keys. A link must not use such a key as a queue.
+OWN_KEYS = "feedmill:"
+
+
+def check(message: Any) -> None:
+    """Raise an error for a message that Celery would delete, or whose links would write to Feedmill's own keys.
+
+    Other malformed messages raise errors later. Celery itself reports those that name no task or cannot be decoded.
+    """
+    try:
+        body = message.payload
+    except Exception:  # a serializer may raise anything
+        return
+    links = body if isinstance(body, dict) else body[2] if isinstance(body, list | tuple) and len(body) == 3 else {}
+    fields = message.headers if "task" in message.headers else links
+    if eta := fields.get("eta"):
+        maybe_make_aware(maybe_iso8601(eta)).astimezone()  # type: ignore[arg-type]  # an odd value raises an error
+    chord = links.get("chord")
+    for name in ("callbacks", "errbacks", "chain"):
+        for link in [*(links.get(name) or ()), *([chord] if chord else ())]:
+            if any(str(value).startswith(OWN_KEYS) for value in (link.get("options") or {}).values()):
+                raise InvalidTaskError(f"{name} uses the prefix {OWN_KEYS}, which is reserved for Feedmill's keys")
+
+
+def read_arguments(message: Any) -> dict[str, Any]:
+    """Return a message's arguments by name; positional arguments get the names of `feedmill.classify`'s parameters.
+
+    Empty if the arguments cannot be read.
+    """
+    try:
+        found = message.payload
+        args, kwargs = (found["args"], found["kwargs"]) if isinstance(found, dict) else found[:2]
+        return arguments_by_name(args, kwargs)
+    except Exception:  # a serializer may raise anything
+        return {}
+
+
+def read_task_id(message: Any) -> str | None:
+    """Return the task id that the message names, or None."""
+    for found in (message.headers, message.properties):
+        for name in ("id", "correlation_id"):
+            if isinstance(found, dict) and isinstance(found.get(name), str):
+                return str(found[name])[:128]
+    return None
+
+
+def delivery_count(message: Any) -> int:
+    """Return how often a kombu message was delivered, including this one, as counted by the transport (leases.py)."""
+    return 1 + delivery_counter(message.delivery_info, "delivery_count")
+
+
+def isolated_death_count(message: Any) -> int:
+    """Return how many workers died while they handled this message in isolation, as counted by the transport."""
+    return delivery_counter(message.delivery_info, "alone_lapse_count")
+
+
+def source_queue(message: Any) -> str | None:
+    """Return the queue that a message came from, or None. Read from the transport's tag, not from the sender's data."""
+    return str(message.delivery_tag).partition(" ")[2].partition(PRIORITY_MARK)[0] or None
 
 
 def withdrawn(request: Request) -> bool:
@@ -52,9 +122,9 @@ class ClassifyRequest(Request):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._argsrepr = self.request_dict["argsrepr"] = _positional(self.args)
-        named = format_arguments(self.kwargs) if isinstance(self.kwargs, dict) else f"<{type(self.kwargs).__name__}>"
-        self._kwargsrepr = self.request_dict["kwargsrepr"] = named
+        shown = format_arguments(arguments_by_name(self.args, self.kwargs))
+        self._argsrepr = self.request_dict["argsrepr"] = "()"
+        self._kwargsrepr = self.request_dict["kwargsrepr"] = shown
 
     def info(self, safe: bool = False) -> Any:  # noqa: ARG002 - Celery passes False to include the arguments
         """Return the request's description, always without its arguments."""
@@ -68,10 +138,3 @@ class ClassifyRequest(Request):
         if type in ("task-succeeded", "task-failed") and self._began is not None:
             fields["runtime"] = time.monotonic() - self._began
         super().send_event(type, **fields)
-
-
-def _positional(args: Any) -> str:
-    if not isinstance(args, list | tuple):
-        return f"<{type(args).__name__}>"
-    shown = [format_argument(name, value) for name, value in zip(ARGUMENT_NAMES, args, strict=False)]
-    return f"({', '.join(shown)}{',' * (len(shown) == 1)})"

@@ -106,7 +106,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         """Classify in this process. On a stock worker, also store the results, as a Feedmill worker does."""
         request = self.request
         try:
-            from feedmill.workers.runtime.in_process import InProcessPipeline  # noqa: PLC0415 - torch is optional
+            from feedmill.workers.runtime import in_process  # noqa: PLC0415 - torch is optional
         except ImportError as missing:
             name = "feedmill.classify_task" if self.name == CLASSIFY_TASK else self.name
             raise UserError(
@@ -117,7 +117,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         by_worker = not (request.called_directly or request.is_eager)
         queue = settings.queue if by_worker else None
         message = Message(arguments, request.get(SENT_AT), task_id=request.id, queue=queue)
-        InProcessPipeline.classify(message, settings, worker=request.hostname if by_worker else None)
+        in_process.classify(message, settings, worker=request.hostname if by_worker else None)
         return message
 
 

@@ -1,12 +1,12 @@
 """kombu's channel to Redis, which reserves messages in batches under leases, with the options in redis_transport.py.
 
-A channel sends reservations and acknowledgements, reads the replies, and delivers messages from a buffer. It tolerates
-a Redis at its memory limit.
+A channel sends reservations and acknowledgements, reads the replies, and delivers the messages. It tolerates a Redis at
+its memory limit.
 """
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from queue import Empty
@@ -20,15 +20,18 @@ from redis.exceptions import RedisError, ResponseError
 
 from feedmill.shared.redis_errors import is_full
 from feedmill.shared.scripts import is_missing, load_functions
-from feedmill.shared.scripts.leases import Reservation, Taken, list_of
-from feedmill.workers.transport.decoding import UndecodableError, decoded, needs_isolation
-from feedmill.workers.transport.leases import Leases, leases_of
+from feedmill.shared.scripts.leases import Reservation, Taken
+from feedmill.workers.transport.leases import Leases, UndecodableError, decoded, leases_of
 
 logger = logging.getLogger(__name__)
 
 #: Typed as Any: kombu's stubs cover few internals.
 kombu_redis: Any = _kombu_redis
 
+#: Messages per reservation, and bytes at which a reservation ends; its last message may exceed them.
+RESERVE_LIMIT, RESERVE_BYTES = 64, 2**20
+#: Bytes of claimed messages, as in their lists, at which a worker reserves no more.
+HELD_BYTES = 2**25
 #: Seconds after which a wait is restarted, in case a notification was lost.
 REARM_AFTER_S = 5.0
 VirtualQoS: Any = _VirtualQoS
@@ -47,10 +50,10 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
         if not self.can_consume():
             return 0
         free: int | None = self.can_consume_max_estimate()
-        return free if free is None or free >= min(self.channel.reserve_limit, self.prefetch_count // 4) else 0
+        return free if free is None or free >= min(RESERVE_LIMIT, self.prefetch_count // 4) else 0
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        self.channel.leases.deliver(delivery_tag, len(message.body or b""))
+        self.channel.leases.deliver(delivery_tag)
         VirtualQoS.append(self, message, delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
@@ -96,7 +99,6 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
     reserved_key = "reserved"
     reserved_index_key = "reserved_index"
     undecodable_key = "undecodable"
-    undecodable_limit = 1000
     visibility_timeout = 6
     unacked_restore_interval = 2
     #: Timeout of a command in seconds. Without it, an unresponsive Redis would block the worker forever.
@@ -108,15 +110,10 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         "reserved_key",
         "reserved_index_key",
         "undecodable_key",
-        "undecodable_limit",
-        "reserve_limit",
-        "reserve_bytes",
-        "held_bytes",
     )
-    reserve_limit = 64
-    reserve_bytes = 1024 * 1024
-    held_bytes = 128 * 1024 * 1024
 
+    #: The consumer's own limits on a reservation, in messages and bytes.
+    consumer_room: Callable[[], tuple[int, int]] | None = None
     #: False if Redis does not support notifications; its lists are then polled every second.
     _tracking = True
     #: Start of the current wait for a notification, by the monotonic clock; None while not waiting.
@@ -136,9 +133,8 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         #: Pending replies, in order: kind, and the data needed to handle the reply.
         self._expected: deque[tuple[str, Any]] = deque()
-        #: Reservation buffer: queue, tag, raw message and decoded message.
-        self._buffer: deque[tuple[str, str, bytes, dict[str, Any]]] = deque()
-        self._unleased: set[str] = set()
+        #: Queues whose messages need no acknowledgement.
+        self._unacknowledged: set[str] = set()
         super().__init__(*args, **kwargs)
 
     @cached_property
@@ -169,36 +165,20 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             REARM_AFTER_S if self._tracking else self.brpop_timeout
         ):
             self._wake()
-        return bool(self.leases.acknowledged or self._may_deliver() or (not self._in_poll and self._room()))
+        return bool(self.leases.acknowledged or (not self._in_poll and self._room()[0]))
 
-    def _room(self) -> int:
+    def _room(self) -> tuple[int, int]:
+        """Return the limits of the next reservation, in messages and bytes; 0 messages while there is no room."""
         free: int | None = self.qos.room()
-        if free != 0 and (self._buffer or self._is_full()):
-            return 0
+        if free == 0 or self.leases.is_isolating() or self.leases.bytes_claimed >= HELD_BYTES:
+            return 0, 0
         if free is None:  # no prefetch limit; without an event loop, consumers expect one message at a time
-            return self.reserve_limit if self.connection.cycle.evented else 1
-        return min(free, self.reserve_limit)
-
-    def _is_full(self) -> bool:
-        """Return whether delivery must pause: claimed messages fill the memory limit, or one needs isolation."""
-        leases = self.leases
-        return leases.is_isolating() or bool(leases.waiting_for_isolation) or leases.bytes_claimed >= self.held_bytes
-
-    def room_bytes(self) -> int:
-        """Return the bytes at which a reservation ends. The last message may exceed them."""
-        return self.reserve_bytes
-
-    def _reservation(self, queues: Sequence[str], limit: int, max_bytes: int) -> tuple[Reservation, list[str]]:
-        """Return a reservation over the lists of all priorities, in order of delivery, and the queue of each list."""
-        leases, queue_of_list = self.leases, [queue for _ in self.priority_steps for queue in queues]
-        lists = [self.global_keyprefix + self._q_for_pri(q, step) for step in self.priority_steps for q in queues]
-        seconds = [0 if queue in self._unleased else leases.seconds for queue in queue_of_list]
-        prefix = leases.prefix()
-        return Reservation(leases.reserved, leases.index, prefix, lists, seconds, limit, max_bytes), queue_of_list
+            free = RESERVE_LIMIT if self.connection.cycle.evented else 1
+        messages, size = self.consumer_room() if self.consumer_room else (free, RESERVE_BYTES)
+        return min(free, messages, RESERVE_LIMIT), min(size, RESERVE_BYTES)
 
     def _brpop_start(self, *_: Any) -> None:
-        """Deliver buffered messages, then send in one packet: acknowledgements, and a reservation if there is room."""
-        self._deliver_buffer()
+        """Send in one packet: acknowledgements, and a reservation if there is room."""
         connection, leases = self.client.connection, self.leases
         commands: list[tuple[Any, ...]] = []
         if not self._expected:
@@ -210,9 +190,9 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         if acknowledged := leases.take_acknowledged():
             self._expect(commands, "acknowledged", None, "HDEL", leases.reserved, *acknowledged)
             self._expect(commands, "acknowledged", acknowledged, "ZREM", leases.index, *acknowledged)
-        if not self._in_poll and (room := self._room()):
-            queues = self._queue_cycle.consume(len(self.active_queues))
-            reservation, queue_of_list = self._reservation(queues, room, self.room_bytes())
+        messages, size = (0, 0) if self._in_poll else self._room()
+        if messages:
+            reservation, queue_of_list = self._reservation(messages, size)
             self._expect(commands, "reserved", (reservation, queue_of_list), *reservation.command())
             self._in_poll = connection
             if not self._last_was_full:
@@ -221,6 +201,16 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
                     self._expect(commands, "waiting", number == len(reservation.lists), "LLEN", name)
         if commands:
             connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+
+    def _reservation(self, limit: int, max_bytes: int) -> tuple[Reservation, list[str]]:
+        """Return a reservation over the lists of all priorities, in order of delivery, and the queue of each list."""
+        leases, queues = self.leases, self._queue_cycle.consume(len(self.active_queues))
+        lists = [self.global_keyprefix + self._q_for_pri(q, step) for step in self.priority_steps for q in queues]
+        queue_of_list = [queue for _ in self.priority_steps for queue in queues]
+        prefix = leases.prefix()
+        return Reservation(
+            leases.reserved, leases.index, prefix, lists, leases.seconds, limit, max_bytes
+        ), queue_of_list
 
     def _expect(self, commands: list[tuple[Any, ...]], kind: str, detail: Any, *command: Any) -> None:
         commands.append(command)
@@ -292,90 +282,47 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             raise error
 
     def _reserved(self, reply: Any, reservation: Reservation, queue_of_list: Sequence[str]) -> bool:
+        """Deliver reserved messages; return those of cancelled consumers. Return whether any was delivered."""
         self._reservation_answered()
         taken = reservation.taken(reply)
         size = sum(len(each.message) for each in taken)
         self._last_was_full = len(taken) == reservation.limit or size >= reservation.max_bytes
         for queue in dict.fromkeys(queue_of_list[each.list_number] for each in taken):
             self._queue_cycle.rotate(queue)
-        unleased = []
         for each in taken:
-            queue = queue_of_list[each.list_number]
-            if queue in self._unleased:
-                unleased.append((queue, each))
-            else:
-                self._add_to_buffer(queue, each)
-        delivered = self._deliver_unleased(unleased)
-        return self._deliver_buffer() or delivered
+            self.leases.hold(each.tag, each.message)
+        delivered, undelivered = False, []
+        left = deque(taken)
+        try:
+            while left:
+                each = left.popleft()
+                queue = queue_of_list[each.list_number]
+                if self._closing or queue not in self.connection._callbacks:
+                    undelivered.append(each.tag)
+                else:
+                    delivered = True
+                    self._deliver(queue, each)
+        finally:  # a callback may raise, to end the worker for example
+            undelivered += [each.tag for each in left]
+            self.leases.return_unclaimed(reversed(undelivered))
+        return delivered
 
     def _reservation_answered(self) -> None:
         """Allow the next reservation, unless list lengths are still pending."""
         if not (self._expected and self._expected[0][0] == "waiting"):
             self._in_poll = None
 
-    def _add_to_buffer(self, queue: str, taken: Taken) -> None:
-        with suppress(RedisError, OSError):  # on failure, its lease expires and it is redelivered
-            if found := self._decoded(taken):
-                self.leases.hold(taken.tag, taken.message)
-                self._buffer.append((queue, taken.tag, taken.message, found))
-
-    def _deliver(self, queue: str, tag: str, message: bytes, found: dict[str, Any]) -> None:
-        found["properties"]["delivery_tag"] = tag
+    def _deliver(self, queue: str, taken: Taken) -> None:
+        """Deliver a message, or set it aside if it cannot be decoded."""
         try:
+            found = decoded(taken.message)
+            found["properties"]["delivery_tag"] = taken.tag
             self.connection._deliver(found, queue)
+            if queue in self._unacknowledged:
+                self._acknowledge(taken.tag)
         except UndecodableError as error:
-            self.leases.set_aside(tag, message, str(error))
-        except BaseException:
-            if (held := self.leases.held.get(tag)) and not held.delivered:
-                self.leases.return_unclaimed([tag])
-            raise
-
-    def _may_deliver(self) -> bool:
-        """Return whether the first buffered message may be delivered now."""
-        if not self._buffer or self._is_full():
-            return False
-        return not (needs_isolation(self._buffer[0][3]["properties"]["delivery_info"]) and self.leases.are_claimed())
-
-    def _deliver_buffer(self) -> bool:
-        """Deliver buffered messages as far as possible. Return whether any was delivered."""
-        delivered = False
-        while not self._closing and self._may_deliver():
-            queue, tag, message, found = self._buffer[0]
-            alone = queue in self.connection._callbacks and needs_isolation(found["properties"]["delivery_info"])
-            if alone:
-                self.leases.begin_isolation(tag, message)  # may raise; the message then stays buffered
-            self._buffer.popleft()
-            if queue not in self.connection._callbacks:  # the consumer was cancelled
-                self.leases.return_unclaimed([tag])
-                continue
-            delivered = True
-            self._deliver(queue, tag, message, found)
-            if alone and not self.leases.is_isolating():  # decoding it was harmless, and it is not started yet
-                self.leases.end_isolation(tag)
-        return delivered
-
-    def _deliver_unleased(self, messages: Sequence[tuple[str, Taken]]) -> bool:
-        """Deliver messages without a lease; return those of cancelled consumers. Return whether any was delivered."""
-        delivered, undelivered = False, []
-        for queue, each in messages:
-            if self._closing or queue not in self.connection._callbacks:
-                undelivered.append(each)
-                continue
-            delivered = True
-            if found := self._decoded(each):
-                self._deliver(queue, each.tag, each.message, found)
-        with suppress(RedisError, OSError):
-            for each in reversed(undelivered):
-                self.leases.client.rpush(list_of(each.tag), each.message)
-        return delivered
-
-    def _decoded(self, taken: Taken) -> dict[str, Any] | None:
-        """Decode a message; set it aside and return None if that is impossible."""
-        try:
-            return decoded(taken.message)
-        except UndecodableError as error:
-            self.leases.set_aside(taken.tag, taken.message, str(error))
-            return None
+            with suppress(RedisError, OSError):  # on failure, its lease expires and it is redelivered
+                self.leases.set_aside(taken.tag, taken.message, str(error))
 
     # Closing.
 
@@ -401,8 +348,6 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             if self._is_connected():  # otherwise the next connection sends them, after repeating lost writes
                 with suppress(RedisError, OSError):
                     leases.flush()
-            leases.return_unclaimed([tag for _, tag, _, _ in reversed(self._buffer)])
-            self._buffer.clear()
             leases.channels.discard(self)
         self._in_poll = None
         super().close()
@@ -415,27 +360,13 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
 
     def basic_consume(self, queue: str, no_ack: bool, *args: Any, **kwargs: Any) -> Any:
         self.leases.start(self)
-        (self._unleased.add if no_ack or not self.ack_emulation else self._unleased.discard)(queue)
+        (self._unacknowledged.add if no_ack or not self.ack_emulation else self._unacknowledged.discard)(queue)
         return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
-        message = super().basic_get(queue, no_ack, **kwargs)
-        if message is not None and no_ack:
-            self._acknowledge(message.delivery_tag)
-        return message
-
-    def _get(self, queue: str) -> dict[str, Any]:
-        self.leases.start(self)
-        while True:
-            reservation, _ = self._reservation([queue], 1, 1)
-            taken = reservation.reserve(self.leases.client)
-            with self.conn_or_acquire() as client:
-                self._maybe_update_queues_expire(client, queue)
-            if not taken:
-                raise Empty
-            if message := self._decoded(taken[0]):
-                message["properties"]["delivery_tag"] = taken[0].tag
-                return message
+        if not no_ack:
+            raise NotImplementedError("without a consumer, a message has no lease: consume it, or set no_ack")
+        return super().basic_get(queue, no_ack, **kwargs)
 
     def _acknowledge(self, tag: str) -> None:
         self.leases.acknowledge(tag)

@@ -16,8 +16,7 @@ that claims a message must acknowledge it, reject it or drop the claim: garbage 
 
 A returned message is the next to be delivered from its list. Its `delivery_info` then contains `redelivered`, as in
 kombu; `delivery_count`, the number of earlier deliveries; `lapse_count`, the deliveries whose lease expired because the
-process vanished or stalled; and `alone_lapse_count`, the deliveries in isolation among those
-(workers/transport/redis_transport.py).
+process vanished or stalled; and `alone_lapse_count`, the deliveries in isolation among those (`admit`).
 
 Channels must provide the options listed in workers/transport/redis_transport.py.
 """
@@ -28,7 +27,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -37,30 +36,87 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 
+from kombu.utils.json import loads
 from redis import Redis
 from redis.exceptions import RedisError
 
+from feedmill.shared import encoding
 from feedmill.shared.redis_errors import is_replica
 from feedmill.shared.scripts.leases import LeaseScripts, list_of
-from feedmill.workers.transport.decoding import count_delivery, needs_isolation
 
 logger = logging.getLogger(__name__)
 
 #: Limits per Redis call, which keep each one to a few milliseconds: leases renewed; expired leases returned; bytes of
 #: messages returned, which the last message may exceed.
 RENEWALS_PER_CALL, EXPIRED_PER_CALL, EXPIRED_BYTES = 1000, 100, 2**20
-#: Maximum bytes kept of an undecodable message: 64 MiB for all of them with the default `undecodable_limit`.
+#: Maximum bytes kept of an undecodable message: 64 MiB for all of them.
 MAX_UNDECODABLE_BYTES = 2**16
+#: Maximum messages kept of those.
+MAX_UNDECODABLE = 1000
+
+
+#: Expired leases after which a message is delivered in isolation. One proves nothing: a vanished worker held many
+#: messages.
+EXPIRIES_BEFORE_ISOLATION = 2
+
+
+class UndecodableError(ValueError):
+    """A message in a queue cannot be decoded. The text gives the reason."""
+
+
+def decoded(message: bytes) -> dict[str, Any]:
+    """Parse a message. Raises UndecodableError. Uses kombu's slow parser only for messages with kombu's JSON types."""
+    try:
+        encoding.check_size(message)
+        text = message.decode()
+        found = loads(text) if '"__type__"' in text else json.loads(text)
+        body, delivery = found["body"], found["properties"]["delivery_info"]
+    except Exception as error:  # kombu's JSON types raise more types of errors than JSON does
+        why = str(error) if type(error) is ValueError else type(error).__name__  # other texts quote the message
+        raise UndecodableError(f"malformed message ({why})") from error
+    if not (isinstance(body, str) and isinstance(delivery, dict) and isinstance(found.get("headers"), dict | None)):
+        raise UndecodableError("body must be a string, delivery_info and headers objects")
+    delivery.pop("consumer_tag", None)  # a sender's tag of a no-ack consumer would disable acknowledgement
+    return found  # type: ignore[no-any-return]  # the sender controls its content
+
+
+def needs_isolation(delivery_info: Mapping[str, Any]) -> bool:
+    """Return whether a message must be delivered in isolation: workers that held it vanished repeatedly."""
+    return delivery_counter(delivery_info, "lapse_count") >= EXPIRIES_BEFORE_ISOLATION
+
+
+def count_delivery(message: bytes, *, lapse: bool = False) -> bytes | str:
+    """Mark a message as redelivered and increment its counters. Undecodable messages are returned unchanged.
+
+    lapse: its lease expired because its process vanished or stalled.
+    """
+    try:
+        encoding.check_size(message)
+        found = json.loads(message)
+        info = found["properties"]["delivery_info"]
+        info["redelivered"] = True
+        if isinstance(found.get("headers"), dict):
+            found["headers"]["redelivered"] = True
+        alone = info.pop("alone", None) is True
+        counts = {"delivery_count": True, "lapse_count": lapse, "alone_lapse_count": lapse and alone}
+        info |= {name: delivery_counter(info, name) + 1 for name, applies in counts.items() if applies}
+        return json.dumps(found)
+    except Exception:  # malformed input can raise any error; raising would block the return of all other messages
+        return message
+
+
+def delivery_counter(delivery_info: Mapping[str, Any], name: str) -> int:
+    """Return a counter written by `count_delivery`; 0 if the sender put an invalid value there."""
+    found = delivery_info.get(name)
+    return found if type(found) is int and 0 < found < 2**31 else 0
 
 
 @dataclass(slots=True)
 class Held:
     """A message that this process holds."""
 
-    #: Bytes of the message in its list; 0 if it was fetched with `basic_get`.
-    queued: int = 0
-    #: Bytes of the decompressed body, once the message is delivered.
-    size: int = 0
+    #: Bytes of the message in its list.
+    size: int
     delivered: bool = False
     #: True if the message stays held when its connection ends.
     claimed: bool = False
@@ -76,7 +132,6 @@ class Leases:
         )
         self.seconds = float(channel.visibility_timeout)
         self._interval_s = min(float(channel.unacked_restore_interval), self.seconds / 3)
-        self._undecodable_limit = channel.undecodable_limit
         pool = channel._get_pool()
         #: Timeout of a command, in seconds. Waiting longer would let leases expire.
         self.timeout_s = self._interval_s
@@ -86,12 +141,12 @@ class Leases:
         self.scripts = LeaseScripts(self.client, self.reserved, self.index)
         #: Messages by tag.
         self.held: dict[str, Held] = {}
-        #: Bytes of the bodies of claimed messages.
+        #: Bytes of claimed messages.
         self.bytes_claimed = 0
-        #: The message delivered in isolation: its tag, and its bytes as received.
-        self._isolated: tuple[str, bytes] | None = None
-        #: Tags of delivered messages that wait for isolation. No other message is delivered meanwhile.
-        self.waiting_for_isolation: set[str] = set()
+        #: The message handled in isolation: its tag, and its bytes as received.
+        self._isolated: tuple[str, Any] | None = None
+        #: Tags of delivered messages that wait for isolation. No other message is reserved meanwhile.
+        self._waiting_for_isolation: set[str] = set()
         #: Messages to return as soon as Redis answers: their tags, and the command that returns them.
         self._pending_returns: deque[tuple[list[str], str]] = deque()
         #: Tags whose acknowledgements have not been sent yet.
@@ -120,11 +175,11 @@ class Leases:
         with self._lock:
             self.held[tag] = Held(len(message))
 
-    def deliver(self, tag: str, size: int) -> None:
-        """Record the delivery of a message. size: bytes of its body."""
+    def deliver(self, tag: str) -> None:
+        """Record the delivery of a message."""
         with self._lock:
-            message = self.held.setdefault(tag, Held())
-            message.size, message.delivered = size, True
+            if message := self.held.get(tag):
+                message.delivered = True
 
     def claim(self, tag: str) -> None:
         """Hold a message until it is acknowledged or returned, even if its connection ends."""
@@ -144,50 +199,58 @@ class Leases:
             message.claimed = False
             self.bytes_claimed -= message.size
 
-    def are_claimed(self) -> bool:
-        """Return whether any message is claimed."""
-        with self._lock:
-            return any(found.claimed for found in self.held.values())
-
     def _forget(self, tag: str) -> None:
         with self._lock:
             if message := self.held.pop(tag, None):
                 self._drop_claim(message)
             if self._isolated and self._isolated[0] == tag:
                 self._isolated = None
-            self.waiting_for_isolation.discard(tag)
+            self._waiting_for_isolation.discard(tag)
 
-    # Delivery in isolation.
+    # Isolation.
 
-    def begin_isolation(self, tag: str, message: bytes) -> None:
-        """Record in Redis that this message is delivered in isolation, so that a crash counts against it."""
-        self._isolated = tag, message
-        noted = json.loads(message)
-        noted["properties"]["delivery_info"]["alone"] = True
-        self.scripts.replace(tag, json.dumps(noted))
+    def admit(self, tag: str, suspicious: bool) -> bool:
+        """Return whether a message may be handled now: not while another one is isolated, or waits for that.
 
-    def record_isolation(self, tag: str) -> None:
-        """Record isolation for a message that was delivered earlier and starts now."""
-        if tag in self.held and not self.is_isolated(tag):
-            held: Any = self.client.hget(self.reserved, tag)
-            if held:
-                self.begin_isolation(tag, held)
+        suspicious: handle it alone. Records that in Redis, so that a crash counts against it.
+        """
+        if self._isolated and self._isolated[0] == tag:
+            return True
+        if self._is_claimed_alone():
+            return False
+        if suspicious:
+            if self._are_claimed():
+                self._waiting_for_isolation.add(tag)
+                return False
+            self._waiting_for_isolation.discard(tag)
+            if message := self.client.hget(self.reserved, tag):
+                self._isolated = tag, message
+                noted = json.loads(message)
+                noted["properties"]["delivery_info"]["alone"] = True
+                self.scripts.replace(tag, json.dumps(noted))
+        return True
 
     def end_isolation(self, tag: str) -> None:
-        """Remove the record of isolation: the message proved harmless, or its next step is tracked elsewhere."""
-        alone = self._isolated
-        if alone and alone[0] == tag:
-            self.scripts.replace(tag, alone[1])
+        """Remove the record of isolation: the message proved harmless, or its next step is tracked elsewhere.
 
-    def is_isolated(self, tag: str) -> bool:
-        alone = self._isolated
-        return bool(alone and alone[0] == tag)
+        It stays alone if it is claimed.
+        """
+        if self._isolated and self._isolated[0] == tag:
+            self.scripts.replace(tag, self._isolated[1])
+            if not self._is_claimed_alone():
+                self._isolated = None
 
     def is_isolating(self) -> bool:
-        """Return whether a message delivered in isolation is being processed."""
-        alone = self._isolated
-        found = self.held.get(alone[0]) if alone else None
-        return bool(found and found.claimed)
+        """Return whether a message is handled in isolation, or waits for that."""
+        return bool(self._waiting_for_isolation) or self._is_claimed_alone()
+
+    def _is_claimed_alone(self) -> bool:
+        message = self.held.get(self._isolated[0]) if self._isolated else None
+        return bool(message and message.claimed)
+
+    def _are_claimed(self) -> bool:
+        with self._lock:
+            return any(message.claimed for message in self.held.values())
 
     # Acknowledging and returning messages.
 
@@ -254,7 +317,7 @@ class Leases:
         logger.error("undecodable message in %r (%s): moved to %r", list_of(tag), reason, self.undecodable)
         self._forget(tag)
         kept = message[:MAX_UNDECODABLE_BYTES]
-        if gone := self.scripts.set_aside(tag, kept, self.undecodable, self._undecodable_limit):
+        if gone := self.scripts.set_aside(tag, kept, self.undecodable, MAX_UNDECODABLE):
             logger.warning("dropped the %d oldest undecodable messages: %r is full", gone, self.undecodable)
 
     # The lease thread.
@@ -349,23 +412,31 @@ def _leases(message: Any) -> Leases | None:
     return getattr(message.channel, "leases", None)
 
 
-def claim(message: Any) -> bool:
-    """Hold a delivered message until it is acknowledged, rejected or unclaimed, even if its connection ends.
-
-    Returns False if the message needs isolation and another message is claimed; the caller tries again later.
+def admit(message: Any) -> bool:
+    """Return whether a delivered message may be handled now. If not, try again later: another one is isolated, or this
+    one needs isolation. Raises redis-py's errors.
     """
     leases, tag = _leases(message), message.delivery_tag
-    if leases is None or tag not in leases.held:
-        return True
-    suspicious = needs_isolation(message.delivery_info) and not leases.is_isolated(tag)
-    if suspicious and leases.are_claimed():
-        leases.waiting_for_isolation.add(tag)
-        return False
-    leases.waiting_for_isolation.discard(tag)
-    leases.claim(tag)
-    if suspicious:
-        leases.record_isolation(tag)
-    return True
+    return leases is None or tag not in leases.held or leases.admit(tag, needs_isolation(message.delivery_info))
+
+
+def claim(message: Any) -> bool:
+    """Hold an admitted message until it is acknowledged, rejected or unclaimed, even if its connection ends.
+
+    Returns False, and does nothing, if `admit` does. Raises redis-py's errors.
+    """
+    admitted = admit(message)
+    if admitted and (leases := _leases(message)):
+        leases.claim(message.delivery_tag)
+    return admitted
+
+
+def postpone(message: Any) -> None:
+    """End the isolation of a message that was admitted and not claimed: it starts later, and others may start now."""
+    leases, tag = _leases(message), message.delivery_tag
+    if leases and (held := leases.held.get(tag)) and not held.claimed:
+        with suppress(RedisError):  # a crash meanwhile counts against the message, although it may not be the cause
+            leases.end_isolation(tag)
 
 
 def unclaim(message: Any) -> None:
@@ -381,7 +452,7 @@ def is_held(message: Any) -> bool:
 
 
 def end_isolation(message: Any) -> None:
-    """Record that a message delivered in isolation proved harmless; do nothing for others. Raises redis-py's errors."""
+    """Record that an isolated message proved harmless; do nothing for others. Raises redis-py's errors."""
     if leases := _leases(message):
         leases.end_isolation(message.delivery_tag)
 
@@ -390,4 +461,4 @@ def queued_size(message: Any) -> int:
     """Return the bytes of a held message in its list; 0 if unknown."""
     leases = _leases(message)
     held = leases and leases.held.get(message.delivery_tag)
-    return held.queued if held else 0
+    return held.size if held else 0

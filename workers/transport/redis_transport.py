@@ -8,22 +8,17 @@ queues' lists to a hash and gives each a *lease*. `Leases` (workers/transport/le
 Waiting removes nothing from a queue: with CLIENT TRACKING, Redis notifies the worker when a list changes.
 Acknowledgements are sent with the next reservation, in one packet per turn of the event loop.
 
-Reserved messages stay in a *reservation buffer* until they are delivered. Delivery pauses while the bodies of claimed
-messages take `held_bytes` of memory. A message whose lease
-has expired twice because its worker vanished is delivered in *isolation*: while no other message is claimed, and with
-no further delivery until it is finished. If that worker vanishes too, the message caused it.
-
-A consumer that keeps working on messages after their connection ends must claim each one (`claim` in leases.py).
-Unclaimed messages return to their queue.
+No more is reserved while claimed messages take HELD_BYTES. A message whose lease has expired twice because its worker
+vanished is handled in *isolation*: while no other message is claimed, and no other is started until it is finished. If
+that worker vanishes too, the message caused it. A consumer asks `admit` before it decodes a message, and claims
+(`claim`) each one that it keeps working on after its connection ends. Unclaimed messages return to their queue.
 
 This module contains the transports and the poller; channel.py the channel; leases.py the messages that the process
-holds; decoding.py the parser of messages.
+holds, and their parser.
 
-Additional options in `broker_transport_options`: the names of the three keys (`reserved_key`, …), `undecodable_limit`,
-`reserve_limit` (messages per reservation), `reserve_bytes` (a reservation ends with the message that reaches it) and
-`held_bytes` (see above). `visibility_timeout` is the length of a lease in seconds, `unacked_restore_interval` the
-interval between searches for expired leases. Leases can be short, because a thread renews them even while the event
-loop is busy.
+Options in `broker_transport_options`: the names of the three keys (`reserved_key`, …); `visibility_timeout`, the length
+of a lease in seconds; `unacked_restore_interval`, the seconds between searches for expired leases. Leases can be short,
+because a thread renews them even while the event loop is busy.
 
 The overrides rely on kombu's internals; tests/integration/test_transport.py fails if kombu changes. Beyond reserving
 and leases, they
@@ -36,11 +31,8 @@ and leases, they
   rejects writes as unreachable, so that Celery waits before it reconnects.
 """
 
-import ssl
-from collections.abc import Mapping
 from typing import Any
 
-from kombu.utils.url import parse_url
 from redis.exceptions import ResponseError
 
 from feedmill.shared import broker
@@ -76,8 +68,6 @@ class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu
         return delivered
 
     def get(self, callback: Any, timeout: float | None = None) -> Any:
-        if any(channel._deliver_buffer() for channel in tuple(self._channels) if channel.active_queues):
-            return None
         try:
             return super().get(callback, 1 if timeout is None else min(timeout, 1))
         finally:
@@ -87,7 +77,10 @@ class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu
 
 
 class Transport(kombu_redis.Transport):  # type: ignore[misc]  # see kombu_redis
-    """Transport for redis:// and rediss:// URLs. Configure it with `settings_for`."""
+    """Transport for redis:// and rediss:// URLs.
+
+    kombu ignores the URL's scheme if the transport is set by class path: rediss:// needs `broker_use_ssl`, too.
+    """
 
     Channel = Channel
 
@@ -96,12 +89,6 @@ class Transport(kombu_redis.Transport):  # type: ignore[misc]  # see kombu_redis
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)
         self.cycle = Poller()
-        self._check_alternatives()
-
-    def _check_alternatives(self) -> None:
-        """Reject several URLs: kombu would switch to the next one with its own transport."""
-        if len(self.client.alt) > 1:
-            raise ValueError("several redis:// URLs are not supported: use sentinel:// with master_name for failover")
 
     def establish_connection(self) -> Any:
         connection = super().establish_connection()
@@ -129,42 +116,18 @@ class SentinelTransport(Transport):
     default_port = kombu_redis.SentinelTransport.default_port
     Channel = SentinelChannel
 
-    def _check_alternatives(self) -> None:
-        """Do nothing but disable kombu's cycle of URLs: every connection tries all Sentinels."""
-        self.client.cycle = None
-
-
-def settings_for(url: str, tls: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the Celery settings that use this transport for a broker URL.
-
-    kombu ignores the URL's scheme if the transport is set by class path: `rediss` would silently connect without TLS.
-    tls: arguments of redis-py's SSLConnection, such as `ssl_ca_certs`. Raises ValueError with a message for users.
-    """
-    schemes = {each.partition("://")[0] for each in url.split(";")}
-    if len(schemes) != 1 or not schemes <= {"redis", "rediss", "sentinel"}:
-        raise ValueError(f"a broker URL must begin with redis://, rediss:// or sentinel://, not {', '.join(schemes)}")
-    scheme = schemes.pop()
-    if scheme != "sentinel" and ";" in url:
-        raise ValueError(f"several {scheme}:// URLs are not supported: use sentinel:// with master_name for failover")
-    settings = {
-        "broker_url": url,
-        "broker_transport": f"{__name__}:{'SentinelTransport' if scheme == 'sentinel' else 'Transport'}",
-    }
-    if scheme != "rediss" and tls is None:
-        return settings
-    given: dict[str, Any] = dict(tls or {}) | parse_url(url.partition(";")[0]).get("ssl", {})
-    given.setdefault("ssl_cert_reqs", ssl.CERT_REQUIRED)
-    if given["ssl_cert_reqs"] not in (ssl.CERT_REQUIRED, "required") or given.get("ssl_check_hostname") is False:
-        raise ValueError("rediss:// requires certificate verification: set ssl_ca_certs instead of disabling it")
-    return settings | {"broker_url": url.partition("?")[0], "broker_use_ssl": given}
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)
+        client.cycle = None  # kombu would switch to the next URL; here, every connection tries all Sentinels
 
 
 def use_leases(app: broker.Application) -> None:
     """Make the application receive messages under leases. Call in workers only."""
     settings = app.settings
     limit_bodies()
+    kind = "SentinelTransport" if settings.redis.scheme == "sentinel" else "Transport"
     app.conf.update(
-        settings_for(settings.broker_url, broker.tls(settings)),
+        broker_transport=f"{__name__}:{kind}",
         broker_transport_options={
             **broker.sentinel_options(settings),
             **broker.TRANSPORT_KEYS,
