@@ -148,7 +148,6 @@ def test_celery_multi_starts_classifies_and_stops(
         )
         wait_until(lambda: log.exists() and " ready." in log.read_text(), "the worker is ready")
         assert classifies(redis)["max-concurrency"] == 1
-        assert "--autoscale" in log.read_text()
         is_stopped_while_it_works(redis, settings, lambda: multi("stopwait"))
         assert not pid.exists()
         wait_until(lambda: not processes_in(tmp_path), "the process is gone")

@@ -8,14 +8,12 @@ Relies on these internals of Celery 5.7 and kombu 5.7:
   the request was revoked or has expired.
 - `Consumer.ensure_connected` waits for the broker. The two `on_connection_error_…` methods receive each error that a
   new connection may solve. `create_task_handler` returns the callback for incoming messages. `on_decode_error`,
-  `on_unknown_message`, `on_unknown_task` and `on_invalid_task` receive each message that Celery discards, and log it in
-  a format such as UNKNOWN_FORMAT (celery/worker/consumer/consumer.py).
+  `on_unknown_message`, `on_unknown_task` and `on_invalid_task` receive each message that Celery would log, with the
+  start of its body, and discard (celery/worker/consumer/consumer.py).
 - `call_soon_ack` calls what acknowledges or rejects a message.
 - `Mingle.send_hello` asks every other worker for its state, and drops the answer under its own node name. Before
   Control has started, such an answer comes from another worker (celery/worker/consumer/mingle.py).
 - The `info` of a bootstep goes into `inspect stats` and overrides that of earlier steps (celery/bootsteps.py).
-- `EventDispatcher` calls `on_send_buffered` for each event that waits to be sent, and kombu's `Channel._create_client`
-  creates the Redis client of each command.
 - `Autoscaler` calls `maybe_scale` at each message (celery/worker/autoscale.py).
 """
 
@@ -29,12 +27,11 @@ from typing import Any
 
 from celery import bootsteps
 from celery.app.task import Context
-from celery.exceptions import CPendingDeprecationWarning, InvalidTaskError, WorkerShutdown
+from celery.exceptions import CPendingDeprecationWarning, InvalidTaskError, NotRegistered, WorkerShutdown
 from celery.platforms import EX_FAILURE
 from celery.states import FAILURE
 from celery.worker import consumer, state
 from celery.worker.autoscale import Autoscaler
-from celery.worker.consumer import consumer as _celery_consumer
 from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command
 from celery.worker.state import maybe_shutdown
@@ -66,18 +63,9 @@ logger = logging.getLogger(__name__)
 #: Fields of kombu's connection info that contain passwords: Redis' own, those in Sentinel addresses, and the
 #: Sentinels' own.
 FIELDS_WITH_PASSWORDS = frozenset({"password", "alternates", "transport_options"})
-#: The type stubs cover little of this module.
-celery_consumer: Any = _celery_consumer
 
 #: Errors that a malformed message causes in Celery, as opposed to errors of Redis or its connection.
 MALFORMED_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-#: Celery's log formats for discarded messages. Each quotes the start of the body, which is a user's post.
-FORMATS_THAT_QUOTE_BODIES = (
-    celery_consumer.UNKNOWN_FORMAT,
-    celery_consumer.UNKNOWN_TASK_ERROR,
-    celery_consumer.INVALID_TASK_ERROR,
-    celery_consumer.MESSAGE_DECODE_ERROR,
-)
 #: Maximum characters of an error's text, or of a task's name, quoted in a dead letter.
 MAX_QUOTE_CHARS = 200
 
@@ -96,7 +84,6 @@ class Consumer(consumer.Consumer):
         super().__init__(partial(self._hand_over, on_task_request), *args, **kwargs)
         # Uses a client with short timeouts, because the event loop waits for it.
         self._store = ResultsStore(connect_for_monitoring(self.app.settings), self.app.settings)
-        celery_consumer.logger.addFilter(_quotes_no_body)
         for step in self.steps:  # type: ignore[attr-defined]  # not in the stub
             if isinstance(step, Mingle):
                 step.send_hello = self._greet_workers  # type: ignore[method-assign, assignment]  # the stub's returns nothing
@@ -219,49 +206,35 @@ class Consumer(consumer.Consumer):
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         what = f"cannot decode the body as {_quoted(f'{message.content_type} in {message.content_encoding}')}"
-        self._refuse(message, what, message.ack, exc)
+        self._refuse(message, what, exc)
 
-    def on_unknown_message(self, body: Any, message: Any) -> None:
-        what = "not a Celery message: neither its headers nor its body name a task"
-        self._refuse(message, what, partial(super().on_unknown_message, body, message))
+    def on_unknown_message(self, body: Any, message: Any) -> None:  # noqa: ARG002 - Celery's arguments
+        self._refuse(message, "not a Celery message: neither its headers nor its body name a task")
 
-    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
+    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002
         what = f"this worker has no task {_quoted(exc)}; set {PREFIX}INCLUDE to load your own tasks"
-        self._refuse(message, what, partial(super().on_unknown_task, body, message, exc))
+        self._refuse(message, what, told=NotRegistered(_quoted(exc)))
 
-    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
-        def discard() -> None:
-            super(Consumer, self).on_invalid_task(body, message, exc)
-            task_id, properties = message.headers.get("id"), message.properties
-            if isinstance(task_id, str) and not message.headers.get("ignore_result"):  # as for an unknown task
-                asked = Context(reply_to=properties.get("reply_to"), correlation_id=properties.get("correlation_id"))
-                self.app.backend.store_result(task_id, exc, FAILURE, request=asked)
-
-        self._refuse(message, "invalid Celery message", discard, exc)
+    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002
+        self._refuse(message, "invalid Celery message", exc)
 
     def _refuse_fatal(self, message: Any) -> None:
         """Write a dead letter, without decoding the body, for a message that killed several workers."""
         fatal = f"{isolated_death_count(message)} workers died while handling the message in isolation"
-        what = f"delivered {delivery_count(message) - 1} times; {fatal}"
-        self._refuse(message, what, partial(self._tell_failed, message, what), unread=True)
-
-    def _tell_failed(self, message: Any, what: str) -> None:
-        task_id = read_task_id(message)
-        if task_id and not message.headers.get("ignore_result"):
-            self.app.backend.mark_as_failure(task_id, RequestRefused(what))
+        self._refuse(message, f"delivered {delivery_count(message) - 1} times; {fatal}", unread=True)
 
     def _refuse(
         self,
         message: Any,
         what: str,
-        discard: Callable[[], None],
         error: Exception | None = None,
+        told: Exception | None = None,
         unread: bool = False,
     ) -> None:
-        """Write a message's dead letters, have Celery notify its sender, and acknowledge it.
+        """Write a message's dead letters, store its failure for its sender, and acknowledge it.
 
         what: the reason. The error's own text may quote a post and stays out of the log.
-        discard: Celery's handler for such a message.
+        told: the sender's result, if not `error` or the reason.
         unread: do not decode the body, because decoding may be what ended other workers.
 
         While Redis takes no writes, the worker keeps the message and retries. If the connection is lost meanwhile, the
@@ -274,17 +247,24 @@ class Consumer(consumer.Consumer):
         except RedisError as fault:
             self._end_if_denied(fault)
             logger.warning("cannot write a dead letter (%s); retrying in %.1f s", fault, self.MAX_RETRY_DELAY_S)
-            self.timer.call_after(self.MAX_RETRY_DELAY_S, self._refuse, (message, what, discard, error, unread))
+            self.timer.call_after(self.MAX_RETRY_DELAY_S, self._refuse, (message, what, error, told, unread))
             return
-        logger.error("message %s is a dead letter: %s", _quoted(read_task_id(message)), what)
+        named = _quoted(read_task_id(message))
+        logger.error("message %s is a dead letter: %s", named, what)
         try:
-            discard()
+            self._tell_failed(message, told or error or RequestRefused(what))
         # The reply address is missing or malformed, or Redis is full.
         except (*MALFORMED_ERRORS, *BACKEND_ERRORS) as fault:
-            named = _quoted(read_task_id(message))
             logger.warning("cannot notify the sender of message %s (%s)", named, type(fault).__name__)
-        if not message.acknowledged:
-            message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub
+        message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub
+
+    def _tell_failed(self, message: Any, error: Exception) -> None:
+        task_id, properties = read_task_id(message), message.properties
+        if task_id and not message.headers.get("ignore_result"):
+            asked = Context(reply_to=properties.get("reply_to"), correlation_id=properties.get("correlation_id"))
+            self.app.backend.store_result(task_id, error, FAILURE, request=asked)
+        eventer: Any = self.event_dispatcher  # type: ignore[attr-defined]  # not in the stub
+        eventer.send("task-failed", uuid=task_id, exception=type(error).__name__)
 
     def catch_up(self) -> None:
         """Rewrite recent dead letters that Redis may have lost, and forget those that are safe."""
@@ -296,10 +276,6 @@ class Consumer(consumer.Consumer):
         if is_denied(error):
             logger.critical("%s", user_message(error, self.app.settings))
             raise WorkerShutdown(EX_FAILURE) from None
-
-
-def _quotes_no_body(record: logging.LogRecord) -> bool:
-    return record.msg not in FORMATS_THAT_QUOTE_BODIES
 
 
 def _letters(message: Any, what: str, error: Exception | None, worker: str, unread: bool) -> Sequence[DeadLetter]:
@@ -343,9 +319,6 @@ class ConsumerFit(bootsteps.StartStopStep):
         with suppress(ResponseError):
             parent.pool.adopt(parent.event_dispatcher)
         parent.pool.catch_up = parent.catch_up
-        if parent.event_dispatcher.enabled:
-            keep_client(parent.event_dispatcher.producer.channel)
-        parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush
 
     def info(self, parent: Any) -> Any:
         """Return how Redis is reached, for `inspect stats` and Flower. Celery masks only two of the three passwords."""
@@ -355,7 +328,7 @@ class ConsumerFit(bootsteps.StartStopStep):
         return {"broker": {name: value for name, value in connection_info.items() if name not in FIELDS_WITH_PASSWORDS}}
 
     def stop(self, parent: Any) -> None:
-        """Flush pending events to the dispatcher, which passes unsent events to its successor."""
+        """Flush buffered events to the dispatcher, which passes unsent events to its successor."""
         if isinstance(parent.pool, DevicePool):
             parent.pool.flush_events()
 
@@ -371,37 +344,3 @@ class Scaler(Autoscaler):
     """Celery's autoscaler, without effect: a worker has one device."""
 
     def maybe_scale(self, req: Any = None) -> None: ...
-
-
-class EventBatches:
-    """Send task events in batches. Celery alone sends one or two at each iteration of its event loop."""
-
-    #: Maximum seconds that an event waits for other events. Flower shows whole seconds.
-    FLUSH_DELAY_S = 0.1
-    #: Number of waiting events that triggers an immediate send.
-    BATCH_LIMIT = 256
-
-    def __init__(self, dispatcher: Any, hub: Any) -> None:
-        self._dispatcher = dispatcher
-        self._hub = hub
-        self._due = False
-        dispatcher.buffer_limit = self.BATCH_LIMIT
-        if hub is not None:
-            dispatcher.on_send_buffered = self._buffered
-
-    def _buffered(self) -> None:
-        if not self._due:
-            self._due = True
-            self._hub.call_later(self.FLUSH_DELAY_S, self.flush)
-
-    def flush(self) -> None:
-        """Send all waiting events."""
-        self._due = False
-        if self._dispatcher.enabled:
-            self._dispatcher.flush()
-
-
-def keep_client(channel: Any) -> None:
-    """Use one client for all commands of a channel. kombu creates one per command, which took 8% of a worker's time."""
-    client, make_client = channel._create_client(), channel._create_client
-    channel._create_client = lambda asynchronous=False: make_client(True) if asynchronous else client

@@ -73,8 +73,8 @@ class DevicePool(BasePool):
         self._timers: list[Any] = []
         #: Average bytes of a post in a compressed message, over recent messages. Used only on the consumer's thread.
         self._post_bytes = FIRST_POST_BYTES
-        #: Sends waiting task events. Set by workers/runtime/consumer.py for each connection.
-        self.flush_events: Callable[[], None] = lambda: None
+        #: Celery's sender of events, of the current connection.
+        self._eventer: Any = None
         #: Rewrites dead letters that Redis may have lost. Set by workers/runtime/consumer.py.
         self.catch_up: Callable[[], None] = lambda: None
         #: Number of signals received that request a shutdown.
@@ -200,8 +200,14 @@ class DevicePool(BasePool):
 
         Rewrites results that Redis may have lost, before acknowledgements are sent. Raises redis' errors.
         """
+        self._eventer = eventer
         self._in_flight.adopt(eventer)
         self._store.catch_up()
+
+    def flush_events(self) -> None:
+        """Send buffered events now: the event loop, which sends them, may have ended."""
+        if self._eventer and self._eventer.enabled:
+            self._eventer.flush()
 
     def _on_shutting_down(self, **_: Any) -> None:
         self._shutdown_signals += 1
