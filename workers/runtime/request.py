@@ -44,7 +44,9 @@ def check(message: Any) -> None:
         body = message.payload
     except Exception:  # a serializer may raise anything
         return
-    links = body if isinstance(body, dict) else body[2] if isinstance(body, list | tuple) and len(body) == 3 else {}
+    links = (body[2] or {}) if isinstance(body, list | tuple) and len(body) == 3 else body
+    if "task" not in message.headers and not isinstance(links, dict):
+        return
     fields = message.headers if "task" in message.headers else links
     if eta := fields.get("eta"):
         maybe_make_aware(maybe_iso8601(eta)).astimezone()  # type: ignore[arg-type]  # an odd value raises an error

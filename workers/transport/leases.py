@@ -53,11 +53,11 @@ RENEWALS_PER_CALL, EXPIRED_PER_CALL, EXPIRED_BYTES = 1000, 100, 2**20
 MAX_UNDECODABLE_BYTES = 2**16
 #: Maximum messages kept of those.
 MAX_UNDECODABLE = 1000
-
-
 #: Expired leases after which a message is delivered in isolation. One proves nothing: a vanished worker held many
 #: messages.
 EXPIRIES_BEFORE_ISOLATION = 2
+#: Optional parts of a message, and the types that kombu assumes without checking.
+PART_TYPES = {"headers": dict, "content-type": str, "content-encoding": str}
 
 
 class UndecodableError(ValueError):
@@ -74,8 +74,10 @@ def decoded(message: bytes) -> dict[str, Any]:
     except Exception as error:  # kombu's JSON types raise more types of errors than JSON does
         why = str(error) if type(error) is ValueError else type(error).__name__  # other texts quote the message
         raise UndecodableError(f"malformed message ({why})") from error
-    if not (isinstance(body, str) and isinstance(delivery, dict) and isinstance(found.get("headers"), dict | None)):
-        raise UndecodableError("body must be a string, delivery_info and headers objects")
+    if not (isinstance(body, str) and isinstance(delivery, dict)):
+        raise UndecodableError("body must be a string, and delivery_info an object")
+    if not all(isinstance(found.get(name), kind | None) for name, kind in PART_TYPES.items()):
+        raise UndecodableError(f"{', '.join(PART_TYPES)}: wrong type")
     delivery.pop("consumer_tag", None)  # a sender's tag of a no-ack consumer would disable acknowledgement
     return found  # type: ignore[no-any-return]  # the sender controls its content
 
