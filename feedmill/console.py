@@ -1,8 +1,11 @@
-"""The console of tables on standard output."""
+"""The console of tables on standard output, and the bar of long commands on standard error."""
 
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 #: Columns of a console that writes to a pipe or file: wide enough for whole cells.
 PIPE_WIDTH = 10_000
@@ -22,3 +25,31 @@ class _PipeConsole(Console):
             super().print(*objects, **options)
         self.file.write("\n".join(line.rstrip(" ") for line in captured.get().split("\n")))
         self.file.flush()
+
+
+class LiveBar(Progress):
+    """Progress on a terminal, which asks for its figures at each redraw, several times a second.
+
+    figures: given the seconds so far, returns a description, how much is done, and of how much; None if unknown.
+    """
+
+    def __init__(self, notes: Console, figures: Callable[[float], tuple[str, float, float | None]]) -> None:
+        self._figures = figures
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+        ends = (TimeElapsedColumn(), TimeRemainingColumn())
+        super().__init__(*columns, *ends, console=notes, transient=True, disable=not notes.is_terminal)
+        self.add_task("", total=None)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:
+            description, done, total = self._figures(task.elapsed or 0.0)
+            self.update(task.id, description=description, completed=done, total=total)
+        return super().get_renderables()
+
+
+def format_rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def format_duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))

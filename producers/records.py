@@ -3,14 +3,15 @@
 Recognizes common field names, and those of Reddit's API, which dumps (Pushshift, Arctic Shift) also use.
 """
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from feedmill.shared.errors import PostRefused, printable
+from feedmill.shared.errors import InputError, PostRefused, printable, similar_name
 from feedmill.shared.messages import MAX_BODY, MAX_TITLE, REMOVED_BODIES, Post, digest, is_missing
 
 #: Post field -> names it may have in a record, in order of preference.
@@ -32,6 +33,8 @@ FIELD_ALIASES: dict[str, tuple[str, ...]] = {
 }
 #: All recognized names.
 FIELD_NAMES = frozenset(name for names in FIELD_ALIASES.values() for name in names)
+#: Names of the fields that make up a post's text.
+TEXT_NAMES = FIELD_ALIASES["title"] + FIELD_ALIASES["body"]
 #: A post's fullname on Reddit.
 REDDIT_FULLNAME = re.compile(r"t3_[a-z0-9]+")
 #: Keys that hold a post's fullname in dumps. In other files they hold other names, shared by many posts.
@@ -68,7 +71,7 @@ PLAIN_KEYS: set[str] = set()
 #: Limits of that cache: number of keys, and length of a key. Records may contain arbitrary keys.
 MAX_PLAIN_KEYS, MAX_KEY = 10_000, 100
 #: Subreddit names in a lower-case line of a dump: the post's own, and those of posts nested within it.
-SUBREDDIT_IN_LINE = re.compile(rb'subreddit(?:[ _]name)?\s*"\s*:\s*"([^"]*)"')
+SUBREDDIT_IN_LINE = re.compile(r'subreddit(?:[ _]name)?\s*"\s*:\s*"([^"]*)"')
 
 
 class BadRecord(NamedTuple):
@@ -126,17 +129,50 @@ class Columns(NamedTuple):
         return cls(id, title, body, date_format, tuple((normalize_column(name), name) for name in keep))
 
     @property
-    def detection(self) -> tuple[str | None, ...]:
-        """All but the kept columns."""
-        return self[:4]
-
-    @property
     def text(self) -> dict[str, str | None]:
         """The keys of title and body, if any was chosen."""
         return {} if self.title is None and self.body is None else {"title": self.title, "body": self.body}
 
+    def texts_among(self, keys: Iterable[str]) -> list[str]:
+        """Return the keys that may hold a title or a body."""
+        return [key for key in keys if key in (self.text.values() or TEXT_NAMES)]
+
 
 DETECTED = Columns()
+
+
+def check_columns(
+    table: str, names: Sequence[Any], columns: Columns, needs_text: bool = True, flag: str = "--{}-column"
+) -> None:
+    """Raise InputError if a chosen column is missing, a column to read occurs twice, or none has text.
+
+    table: name of the table in errors. names: its columns. needs_text: false for an object of JSON, which may lack the
+    title, the body or both. flag: how a column is chosen.
+    """
+    keys, shown = [normalize_column(str(name)) for name in names], f"Its columns: {listed(names)}."
+    has_text = bool(columns.texts_among(keys))
+    chosen = {"id": columns.id} | (columns.text if needs_text or not has_text else {})
+    flags = [(key, flag.format(field)) for field, key in chosen.items() if key]
+    for key, given in [*flags, *((key, "--keep") for key, _ in columns.keep)]:
+        if key not in keys:
+            similar = similar_name(key.replace("_", " "), [str(name) for name in names])
+            hint = "" if similar is None else f" Did you mean {printable(similar):.80}?"
+            raise InputError(f"{table} has no column {printable(key)} ({given}).{hint} {shown}")
+    read = {*(columns.text.values() or TEXT_NAMES), *([columns.id] if columns.id else FIELD_ALIASES["id"])}
+    read.update(key for key, _ in columns.keep)
+    if twice := next((key for key in keys if key in read and keys.count(key) > 1), None):
+        raise InputError(f"{table} has {keys.count(twice)} columns {printable(twice)}. Rename all but one of them.")
+    if needs_text and not has_text:
+        raise InputError(
+            f"{table} has no column that is known to hold text ({', '.join(TEXT_NAMES)}). Name it with "
+            f"{flag.format('body')}; a file without a header needs one. {shown}"
+        )
+
+
+def listed(names: Sequence[Any]) -> str:
+    """Return columns for a message, names with commas in quotes."""
+    quoted = (json.dumps(name, ensure_ascii=False) if "," in name else name for name in map(str, names))
+    return f"{printable(', '.join(quoted)):.200}"
 
 
 class Filters(NamedTuple):
@@ -166,17 +202,15 @@ class Filters(NamedTuple):
             and (self.until is None or created < self.until)
         )
 
-    def reject_line(self, line: bytes) -> bool:
+    def reject_line(self, line: str) -> bool:
         """Return true if a line of JSON cannot pass. Several times cheaper than parsing the line.
 
         Rejects only objects that name at least one subreddit and none of those wanted, counting nested posts.
         """
-        if not self.subreddits or not line.startswith(b"{") or not line.rstrip().endswith(b"}"):
+        if not self.subreddits or not line.startswith("{") or not line.rstrip().endswith("}"):
             return False
         named = set(SUBREDDIT_IN_LINE.findall(line.lower()))
-        return bool(named) and not any(
-            b"\\" in name or subreddit_name(name.decode(errors="replace")) in self.subreddits for name in named
-        )
+        return bool(named) and not any("\\" in name or subreddit_name(name) in self.subreddits for name in named)
 
 
 NO_FILTERS = Filters()
@@ -231,11 +265,6 @@ def removal_of(record: Mapping[str, Any]) -> Removal:
     if isinstance(text, str) and text.strip() in REMOVED_BODIES:
         return "removed" if text.strip() == "[removed]" else "deleted"
     return ""
-
-
-def is_removed(record: Mapping[str, Any]) -> bool:
-    """Return true if the post was deleted or removed on Reddit."""
-    return bool(removal_of(record))
 
 
 def reddit_body(record: Mapping[str, Any]) -> str:
@@ -329,7 +358,7 @@ def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) ->
 
     row: the post's id.
     """
-    if is_removed(record):
+    if removal_of(record):
         return REMOVED
     if _is_comment(record):
         return COMMENT

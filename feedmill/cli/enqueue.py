@@ -11,14 +11,14 @@ from typing import Annotated
 
 import typer
 from redis import Redis
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console
 
 from feedmill.cli.dates import check_date_format, parse_period
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import excludes, with_groups
 from feedmill.cli.options import FileFlags, Limit, MessageFlags, RedisUrl
 from feedmill.cli.run_progress import wait_for_run
+from feedmill.console import LiveBar
 from feedmill.export.columns import COLUMNS
 from feedmill.producers.clear import messages_cleared
 from feedmill.producers.files import is_file
@@ -128,7 +128,7 @@ def enqueue(
         try:
             if name and kept:
                 pusher.retry_until_memory(partial(runs.keep_columns, redis, name, kept, settings.sent_ttl))
-            with _EnqueueBar(reading, pusher, notes):
+            with _bar(reading, pusher, notes):
                 if position:
                     _push(reading, pusher, position, settings.posts_per_message)
                 else:
@@ -236,7 +236,7 @@ def _position(
         return None
     filtered = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}")
     try:
-        return Position(redis, file, *way, *filtered, *columns.detection, encoding)
+        return Position(redis, file, *way, *filtered, *columns[:4], encoding)
     except OSError:
         return None
 
@@ -283,28 +283,14 @@ def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
     return ", ".join(counts)
 
 
-class _EnqueueBar(Progress):
-    """Progress of reading and sending. Reads the counts at each redraw, so it stays current while the queue is full."""
+def _bar(reading: FileReading, pusher: Pusher, notes: Console) -> LiveBar:
+    """Return a bar of the bytes read. It stays current while the queue is full."""
+    start = reading.records
 
-    def __init__(self, reading: FileReading, pusher: Pusher, notes: Console) -> None:
-        self._reading, self._pusher = reading, pusher
-        self._start = reading.records
-        size = reading.source.size
-        ends = (TimeElapsedColumn(),) if size is None else (TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *ends)
-        super().__init__(*columns, console=notes, transient=True, disable=not notes.is_terminal)
-        self.add_task("reading", total=size)
+    def figures(seconds: float) -> tuple[str, float, float | None]:
+        records = reading.records
+        rate = f", {(records - start) / seconds:,.0f}/s" if seconds else ""
+        waiting = f"; {pusher.waiting}, waiting" if pusher.waiting else ""
+        return f"{records:,} read{rate}, {pusher.sent:,} sent{waiting}", reading.source.done, reading.source.size
 
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Update the task before each redraw; rich calls this several times a second."""
-        for task in self.tasks:
-            self.update(task.id, completed=self._reading.source.done, description=self._described(task.elapsed))
-        return super().get_renderables()
-
-    def _described(self, seconds: float | None) -> str:
-        records = self._reading.records
-        if not records:
-            return "reading"
-        rate = f", {(records - self._start) / seconds:,.0f}/s" if seconds else ""
-        waiting = f"; {self._pusher.waiting}, waiting" if self._pusher.waiting else ""
-        return f"{records:,} read{rate}, {self._pusher.sent:,} sent{waiting}"
+    return LiveBar(notes, figures)

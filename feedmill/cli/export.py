@@ -20,8 +20,9 @@ from rich.console import Console
 from feedmill.cli.dates import parse_period
 from feedmill.cli.option_groups import excludes, needs, refuse
 from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
+from feedmill.console import format_rows
 from feedmill.export.columns import COLUMNS, ExportFilter, choose
-from feedmill.export.run import ExportRun, format_rows, stop_on_signal
+from feedmill.export.run import ExportRun, stop_on_signal
 from feedmill.reading.names import check_run, unknown_run
 from feedmill.reading.rows import RowReader
 from feedmill.shared.broker import connect, user_errors

@@ -1,13 +1,13 @@
 """Read the posts of a file; print and count its bad records."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
 from feedmill.producers.exported import Labelled
-from feedmill.producers.files import Source, listed
+from feedmill.producers.files import Source
 from feedmill.producers.records import (
     DETECTED,
     FIELD_ALIASES,
@@ -19,6 +19,7 @@ from feedmill.producers.records import (
     Filters,
     Item,
     LeftOut,
+    listed,
 )
 from feedmill.shared.errors import InputError, printable
 from feedmill.shared.messages import Post
@@ -55,7 +56,6 @@ class FileReading:
         self._notes = notes
         self._id_column = columns.id
         self._shows_ids = self._counts_ids = shows_ids
-        self._shows_header = True
         #: Hashes of the posts' ids, and of each id with its text.
         self._seen: set[int] = set()
         self._text_only = text_only
@@ -123,9 +123,6 @@ class FileReading:
         """Yield each record's post, or None for a record without one."""
         try:
             for item in items:
-                if self._shows_header and self.source.header_warning:
-                    self._shows_header = False
-                    self._notes.print(escape(self.source.header_warning))
                 if self._shows_ids and self.source.columns_to_choose is not None:
                     self._shows_ids = False
                     self._note_missing_ids(self.source.columns_to_choose)
@@ -151,7 +148,7 @@ class FileReading:
         if len(self._seen) < 2 * MAX_COMPARED:
             self._seen.update((identity, whole))
 
-    def _note_missing_ids(self, columns: list[str]) -> None:
+    def _note_missing_ids(self, columns: Sequence[str]) -> None:
         note = f"{self.source.name}: no id column ({', '.join(FIELD_ALIASES['id'])}), so ids are derived from the text"
         if columns:
             note += f"; set --id-column to one of: {listed(columns)}"

@@ -15,17 +15,18 @@ from rich.table import Table
 
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.labelling import Labelling, OutFlags
-from feedmill.cli.option_groups import with_groups
+from feedmill.cli.option_groups import needs, with_groups
 from feedmill.cli.options import AsJson, FileFlags, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
 from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
 from feedmill.console import output_console
-from feedmill.labelling.rows import Classify
 from feedmill.local_model import explain_refusals, load_calibrated
-from feedmill.producers.files import Place, Source
+from feedmill.producers.files import Source
 from feedmill.producers.records import cut
+from feedmill.producers.tables import Place
 from feedmill.shared.errors import InputError, PostRefused, UserError, json_line, printable
 from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from feedmill.shared.settings import Settings
+from feedmill.tables.labels import Classify
 
 app = typer.Typer()
 
@@ -38,6 +39,8 @@ BAR_WIDTH = 30
 
 
 @app.command()
+@needs("--scores", "--out")
+@needs("--prefix", "--out")
 @with_groups
 def classify(
     *,
@@ -63,7 +66,6 @@ def classify(
     """
     settings = settings_of(model=model, **vars(flags), plain_logs=True)
     options = ClassifyOptions(multi_label=multi_label)
-    output.check()
     is_file = what == "-" or _is_file(what)
     if output.out is not None:
         if not is_file:
@@ -120,13 +122,12 @@ def _label_file(
     if as_json and output.out == "-":
         raise UserError("--json and --out - both print to standard output. Omit --json, or give --out a file.")
     labelling = Labelling(
-        lambda name: Source(name, columns=file.columns(), encoding=file.encoding), path, output, limit,
-        alone=options.multi_label,
-    )  # fmt: skip
+        lambda: Source(path, columns=file.columns(), encoding=file.encoding), path, output, limit, options.multi_label
+    )
     with explain_refusals(settings):
         labelling.run(load)
     if as_json:
-        typer.echo(labelling.as_json())
+        typer.echo(labelling.tally.as_json())
     raise typer.Exit(1 if labelling.tally.has_failures else 0)
 
 

@@ -5,12 +5,11 @@ from itertools import accumulate, chain
 from typing import Any
 
 import pyarrow as pa
-from pydantic_core import to_json
 
 from feedmill.export.columns import COLUMNS, POST_FIELDS, RESULT_COLUMNS, label_set_of
 from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.rows import ResultRow
-from feedmill.tables.writing import JSON
+from feedmill.tables.writing import JSON, json_column
 
 TEXT, NUMBER, TIME = pa.string(), pa.float64(), pa.timestamp("us", tz="UTC")
 SCORES = pa.map_(TEXT, NUMBER)
@@ -37,8 +36,7 @@ def _array(rows: Sequence[ResultRow], field: pa.Field) -> pa.Array:
         labels, numbers = chain.from_iterable(values), chain.from_iterable(map(dict.values, values))
         return pa.MapArray.from_arrays(offsets, pa.array(labels, TEXT), pa.array(numbers, NUMBER))
     if field.type == JSON:
-        texts = [None if value is None else to_json(value).decode() for value in values]
-        return pa.ExtensionArray.from_storage(JSON, pa.array(texts, TEXT))
+        return json_column(values)
     if field.type == TIME:
         values = [None if seconds is None else round(seconds * 1_000_000) for seconds in values]
     return pa.array(values, field.type)

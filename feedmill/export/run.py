@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from feedmill.console import LiveBar, format_rows
 from feedmill.export.columns import ExportFilter
 from feedmill.reading.names import unknown_label
 from feedmill.reading.rows import Chunk, RowReader
@@ -79,6 +79,12 @@ class ExportRun:
         self._missed: int | None = 0
         self._any_missed = False
         self._complete = False
+        #: Rows exported, rows read, and rows to read, if known.
+        self._rows = self._read = 0
+        self._total: int | None = None
+
+    def _figures(self, seconds: float) -> tuple[str, float, float | None]:
+        return f"{self._rows:,} rows, {self._rows / max(seconds, 0.001):,.0f}/s", self._read, self._total
 
     def all(self) -> None:
         """Export to the end of the stream, or with `--follow` until a signal. While following, reconnect.
@@ -87,23 +93,23 @@ class ExportRun:
         """
         if self._target.resumed:
             self._notes.print("resuming where the last run stopped")
-        with _Bar(self._notes) as bar:
+        with LiveBar(self._notes, self._figures):
             while not (self._stop or self._complete):
                 try:
                     if self._failures:
                         self._place = self._target.resume()  # type: ignore[union-attr]  # a single file follows nothing
-                    self._read_to_end(bar)
+                    self._read_to_end()
                     if self._follow and not self._stop:
                         self._reader.wait(self._place, ENTRY_WAIT_S)
                 except (RedisError, DatabaseUnavailable) as fault:
                     self._wait_after(fault)
-            if self._complete and not (self._target.resumed or bar.rows):
+            if self._complete and not (self._target.resumed or self._rows):
                 self._check_label()
             if not self._failures and (self._complete or self._target.can_resume):
                 self._target.close(self._place)
         self._complete |= self._follow
 
-    def _read_to_end(self, bar: "_Bar") -> None:
+    def _read_to_end(self) -> None:
         """Export the entries that the stream holds now, or stop after a chunk when a signal arrives."""
         for chunk in self._reader.chunks(self._place):
             if chunk.lost:
@@ -115,7 +121,9 @@ class ExportRun:
                 self._report_missed(chunk)
             if rows:
                 self._target.add(rows, self._place)
-            bar.move(len(rows), chunk)
+            self._rows += len(rows)
+            self._read += len(chunk.rows)
+            self._total = None if chunk.left is None else self._read + chunk.left
             if self._is_due():
                 self._target.close(self._place)
             if self._failures:
@@ -196,25 +204,3 @@ class ExportRun:
             return 128 + self._stop[0]
         nothing = not (self._target.written or self._target.resumed or self._follow)
         return int(nothing or self._any_missed or not self._complete or self._target.refused > 0)
-
-
-def format_rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"
-
-
-class _Bar(Progress):
-    """Progress of an export; without a total where the stream's remaining length is unknown."""
-
-    def __init__(self, notes: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        super().__init__(*columns, console=notes, transient=True, disable=not notes.is_terminal)
-        self._task = self.add_task("reading", total=None)
-        self.rows = self._read = 0
-        self._began = time.monotonic()
-
-    def move(self, rows: int, chunk: Chunk) -> None:
-        self.rows += rows
-        self._read += len(chunk.rows)
-        rate = self.rows / max(time.monotonic() - self._began, 0.001)
-        total = None if chunk.left is None else self._read + chunk.left
-        self.update(self._task, description=f"{self.rows:,} rows, {rate:,.0f}/s", completed=self._read, total=total)

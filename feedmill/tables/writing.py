@@ -7,15 +7,16 @@ The ending of the name sets the format. Text formats can be compressed. In every
 values of any kind: CSV and Parquet get a string as it is and other values as JSON, JSONL gets the value itself.
 """
 
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic_core import from_json, to_json
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from feedmill.producers.exported import escape_formula
 from feedmill.shared.atomic_files import replacing
@@ -70,7 +71,12 @@ def open_writer(path: Path, schema: pa.Schema, escaped: Collection[str] = ()) ->
 
 
 def writer_to(
-    file: BinaryIO, form: str, schema: pa.Schema, escaped: Collection[str] = (), compression: str = ""
+    file: BinaryIO,
+    form: str,
+    schema: pa.Schema,
+    escaped: Collection[str] = (),
+    compression: str = "",
+    layout: "CsvLayout | None" = None,
 ) -> "Writer":
     """Return a writer of a format to an open file, which stays open. compression: ".gz", ".zst" or none."""
     if form == "parquet":
@@ -82,7 +88,16 @@ def writer_to(
         stream = pa.CompressedOutputStream(open(file.fileno(), "wb", closefd=False), "zstd")  # noqa: SIM115
     if form == "jsonl":
         return JsonlWriter(stream, schema, stream is not file)
-    return CsvWriter(stream, schema, stream is not file, escaped, "\t" if form == "tsv" else ",")
+    delimiter = "\t" if form == "tsv" else ","
+    return CsvWriter(stream, schema, stream is not file, escaped, layout or CsvLayout(delimiter))
+
+
+class CsvLayout(NamedTuple):
+    """Layout of CSV. has_mark: begin with a byte order mark, by which Excel recognizes UTF-8."""
+
+    delimiter: str = ","
+    line_end: str = "\r\n"
+    has_mark: bool = False
 
 
 class ParquetWriter:
@@ -118,17 +133,15 @@ class _TextWriter:
     closes: close the file at the end.
     """
 
-    line_end: str
-
-    def __init__(self, file: BinaryIO, closes: bool = False) -> None:
-        self._file, self._closes = file, closes
+    def __init__(self, file: BinaryIO, closes: bool = False, line_end: str = "\n") -> None:
+        self._file, self._closes, self._line_end = file, closes, line_end
 
     def write(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
             lines = self._lines(batch)
-            joined = pc.binary_join(pa.ListArray.from_arrays([0, len(lines)], lines), self.line_end)
+            joined = pc.binary_join(pa.ListArray.from_arrays([0, len(lines)], lines), self._line_end)
             self._file.write(joined[0].as_buffer())
-            self._file.write(self.line_end.encode())
+            self._file.write(self._line_end.encode())
 
     def _lines(self, batch: pa.RecordBatch) -> pa.Array:
         raise NotImplementedError
@@ -140,8 +153,6 @@ class _TextWriter:
 
 class JsonlWriter(_TextWriter):
     """JSON Lines: one object per row, with null for missing and infinite values."""
-
-    line_end = "\n"
 
     def __init__(self, file: BinaryIO, schema: pa.Schema, closes: bool = False) -> None:
         super().__init__(file, closes)
@@ -158,23 +169,16 @@ class CsvWriter(_TextWriter):
     escaped: columns whose formulas get an apostrophe; and if there are some, the header.
     """
 
-    line_end = "\r\n"
-
     def __init__(
-        self,
-        file: BinaryIO,
-        schema: pa.Schema,
-        closes: bool = False,
-        escaped: Collection[str] = (),
-        delimiter: str = ",",
+        self, file: BinaryIO, schema: pa.Schema, closes: bool, escaped: Collection[str], layout: CsvLayout
     ) -> None:
-        super().__init__(file, closes)
-        self._delimiter, self._quoted = delimiter, f'[{delimiter}"\r\n]'
+        super().__init__(file, closes, layout.line_end)
+        self._delimiter, self._quoted = layout.delimiter, f'[{layout.delimiter}"\r\n]'
+        if layout.has_mark:
+            file.write("\ufeff".encode())
         self._escaped = [False] * len(schema)
-        header = pa.RecordBatch.from_pydict(
-            {name: [escape_formula(name) if escaped else name] for name in schema.names}
-        )
-        self.write(header)
+        header = [pa.array([escape_formula(name) if escaped else name]) for name in schema.names]
+        self.write(pa.RecordBatch.from_arrays(header, schema.names))
         self._escaped = [name in escaped for name in schema.names]
 
     def _lines(self, batch: pa.RecordBatch) -> pa.Array:
@@ -201,6 +205,19 @@ def plain_text(column: pa.Array) -> pa.Array:
         return column
     texts = column.storage.to_pylist()
     return pa.array([from_json(text) if text and text[0] == '"' else text for text in texts], pa.string())
+
+
+def json_column(values: Iterable[Any]) -> pa.Array:
+    """Return a column of JSON texts; null for None."""
+    texts = [None if value is None else _json_text(value) for value in values]
+    return pa.ExtensionArray.from_storage(JSON, pa.array(texts, pa.string()))
+
+
+def _json_text(value: Any) -> str:
+    try:
+        return to_json(value).decode()
+    except PydanticSerializationError:  # lone surrogates
+        return json.dumps(value, ensure_ascii=False).encode(errors="replace").decode()
 
 
 def _text(column: pa.Array) -> pa.Array:

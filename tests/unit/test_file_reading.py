@@ -45,13 +45,6 @@ def test_counts_records_by_outcome(mixed: Path) -> None:
     assert "(kept" in second
 
 
-def test_warns_once_of_a_header_that_may_be_a_text(tmp_path: Path) -> None:
-    (tmp_path / "reviews.csv").write_text("great\nbad\nawful\n")
-    read, shown = reading(tmp_path / "reviews.csv")
-    assert [post.body for post in read.posts()] == ["bad", "awful"]
-    assert shown.getvalue().count("the first line ('great') was read as the header") == 1
-
-
 def test_deleted_texts_are_counted_apart(tmp_path: Path) -> None:
     path = tmp_path / "posts.jsonl"
     path.write_text('{"id": 1, "text": "[deleted]"}\n{"id": 2, "text": " "}\n')

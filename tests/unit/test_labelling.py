@@ -1,4 +1,4 @@
-"""feedmill/labelling and `feedmill classify FILE --out OUT`, with a stand-in for the model."""
+"""`feedmill classify FILE --out OUT`, with a stand-in for the model."""
 
 import csv
 import gzip
@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import threading
 from collections.abc import Generator, Iterable
 from datetime import date, datetime
 from decimal import Decimal
@@ -21,14 +20,13 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from feedmill.cli.labelling import Labelling, OutFlags
-from feedmill.labelling import parquet
-from feedmill.labelling.rows import Tally
-from feedmill.producers import files
-from feedmill.producers.files import Row, Source
+from feedmill.cli.labelling import Labelling, OutFlags, Tally
+from feedmill.producers import tables
+from feedmill.producers.files import Source
 from feedmill.producers.records import Columns
 from feedmill.shared.errors import InputError, UserError
 from feedmill.shared.messages import Classification, Outcome, Post, PostError
+from feedmill.tables import writing
 
 LABELS = ("good", "bad")
 LONG_ID = "x" * 200
@@ -59,8 +57,8 @@ def label_file(path: Path | str, out: Path | str, limit: int | None = None, **fl
     options = {name: flags.pop(name) for name in ("scores", "prefix") if name in flags}
     encoding = flags.pop("encoding", None)
     labelling = Labelling(
-        lambda name: Source(name, columns=Columns.of(None, *flags.pop("text", ())), encoding=encoding),
-        str(path), OutFlags(str(out), **options), limit, alone=flags.pop("alone", False),
+        lambda: Source(str(path), columns=Columns.of(None, *flags.pop("text", ())), encoding=encoding),
+        str(path), OutFlags(str(out), **options), limit, alone=False,
     )  # fmt: skip
     labelling.run(lambda: (LABELS, classify))
     return labelling.tally
@@ -78,26 +76,26 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
 @pytest.mark.parametrize(
     ("data", "labelled"),
     [
-        ("id,title\n1,good,\n,,,\n", "id,title,label,label_score\n1,good,good,0.900000\n,,,\n"),
-        ("id,title\n1,good\n2,no\n", "id,title,label,label_score\n1,good,good,0.900000\n2,no,bad,0.900000\n"),
+        ("id,title\n1,good,\n,,,\n", "id,title,label,label_score\n1,good,good,0.9\n,,,\n"),
+        ("id,title\n1,good\n2,no\n", "id,title,label,label_score\n1,good,good,0.9\n2,no,bad,0.9\n"),
         (
             "Nr;Text\r\n1;\"good; \"\"very\"\"\nso\"\r\n;\r\n\r\n3;x\r\n",
-            'Nr;Text;label;label_score\r\n1;"good; ""very""\nso";good;0.900000\r\n;;;\r\n3;x;bad;0.900000\r\n',
+            'Nr;Text;label;label_score\r\n1;"good; ""very""\nso";good;0.9\r\n;;;\r\n3;x;bad;0.9\r\n',
         ),
-        ("sep=;\r\nText;a\r\ngood;1\r\n", "sep=;\r\nText;a;label;label_score\r\ngood;1;good;0.900000\r\n"),
-        ("\ufeffsep=;\nText;a\ngood;1\n", "\ufeffText;a;label;label_score\ngood;1;good;0.900000\n"),
-        (",n,n,text\n0,1,x,good\n1\n", ",n,n,text,label,label_score\n0,1,x,good,good,0.900000\n1,,,,,\n"),
-        ("\ufeffTITLE\tBody\rgood\tx\r", "\ufeffTITLE\tBody\tlabel\tlabel_score\ngood\tx\tgood\t0.900000\n"),
-        ("text\n=1+1 good\n-1\n", "text,label,label_score\n=1+1 good,good,0.900000\n-1,bad,0.900000\n"),
-        ('text\n"a\rb\r\nc good"\n', 'text,label,label_score\n"a\rb\r\nc good",good,0.900000\n'),
+        ("sep=;\r\nText;a\r\ngood;1\r\n", "Text;a;label;label_score\r\ngood;1;good;0.9\r\n"),
+        ("\ufeffsep=;\nText;a\ngood;1\n", "\ufeffText;a;label;label_score\ngood;1;good;0.9\n"),
+        (",n,n,text\n0,1,x,good\n1\n", ",n,n,text,label,label_score\n0,1,x,good,good,0.9\n1,,,,,\n"),
+        ("\ufeffTITLE\tBody\rgood\tx\r", "\ufeffTITLE\tBody\tlabel\tlabel_score\ngood\tx\tgood\t0.9\n"),
+        ("text\n=1+1 good\n-1\n", "text,label,label_score\n=1+1 good,good,0.9\n-1,bad,0.9\n"),
+        ('text\n"a\rb\r\nc good"\n', 'text,label,label_score\n"a\rb\r\nc good",good,0.9\n'),
         (
             "title,score,date\ngood,4.5 stars,3.4.2024\n",
-            "title,score,date,label,label_score\ngood,4.5 stars,3.4.2024,good,0.900000\n",
+            "title,score,date,label,label_score\ngood,4.5 stars,3.4.2024,good,0.9\n",
         ),
-        ("id,title\nx,[removed]\ny,good\n", "id,title,label,label_score\nx,[removed],,\ny,good,good,0.900000\n"),
+        ("id,title\nx,[removed]\ny,good\n", "id,title,label,label_score\nx,[removed],,\ny,good,good,0.9\n"),
         (
             f"id,title\n,good\n{LONG_ID},no\n",
-            f"id,title,label,label_score\n,good,good,0.900000\n{LONG_ID},no,bad,0.900000\n",
+            f"id,title,label,label_score\n,good,good,0.9\n{LONG_ID},no,bad,0.9\n",
         ),
     ],
     ids=["empty cells beyond the header",
@@ -122,7 +120,9 @@ def test_counts_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = tmp_path / "in.csv"
     path.write_text("id,text\n1,good\n2,unsure\n3,\n4,poison\n5,a,b\n6,no\n,\n")
     tally = label_file(path, tmp_path / "out.csv")
-    assert tally.summary() == {
+    counts = json.loads(tally.as_json())
+    assert counts.pop("seconds") >= 0
+    assert counts == {
         "rows": 7,
         "labels": {"bad": 2, "good": 1},
         "uncertain": 1,
@@ -138,37 +138,16 @@ def test_counts_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"^left out: 1 row, first in line 6: 3 fields", shown, re.MULTILINE)
 
 
-def test_warns_of_a_header_that_may_be_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "reviews.csv").write_text("great\nbad\n")
-    assert label_file(tmp_path / "reviews.csv", tmp_path / "out.csv").rows == 1
-    assert "the first line ('great') was read as the header" in capsys.readouterr().err
-
-
 def test_rows_without_text_are_no_failure(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text("id,text\n1,good\n2,\n3,[deleted]\n")
     assert not label_file(path, tmp_path / "out.csv").has_failures
 
 
-@pytest.mark.parametrize(
-    ("alone", "scores", "uncertain"),
-    [
-        (False, {"a": 0.5, "b": 0.45}, 1),
-        (False, {"a": 0.3, "b": 0.1}, 0),
-        (False, {"a": 0.4}, 0),
-        (True, {"a": 0.9, "b": 0.89}, 0),
-    ],
-)
-def test_counts_uncertain_labels(alone: bool, scores: dict[str, float], uncertain: int) -> None:
-    tally = Tally(alone)
-    tally.add(Row(1, [], "x"), classification("good", 0.9).model_copy(update={"label": "a", "scores": scores}))
-    assert tally.uncertain == uncertain
-
-
 def test_adds_a_column_for_each_label(tmp_path: Path) -> None:
     first, second, third = csv.reader(io.StringIO(written(tmp_path, 'text\ngood\n""\n', scores=True)))
     assert first == ["text", "label", "label_score", "score_good", "score_bad"]
-    assert second == ["good", "good", "0.900000", "0.900000", "0.100000"]
+    assert second == ["good", "good", "0.9", "0.9", "0.1"]
     assert third == [""] * 5
 
 
@@ -183,8 +162,8 @@ def test_json_keys_become_columns(tmp_path: Path) -> None:
     header, *rows = csv.reader(io.StringIO(written(tmp_path, RECORDS)))
     assert header == ["title", "n", "ok", "mixed", "big", "x", "deep", "only", "label", "label_score"]
     assert rows == [
-        ["good", "1", "true", "1", "99999999999999999999", "", "", "", "good", "0.900000"],
-        ["'=1+1", "2.5", "", "a", "", "", '{"k": ["ä"]}', "", "bad", "0.900000"],
+        ["good", "1", "true", "1", "99999999999999999999", "", "", "", "good", "0.9"],
+        ["'=1+1", "2.5", "", "a", "", "", '{"k":["ä"]}', "", "bad", "0.9"],
         [""] * 10,
     ]
 
@@ -201,7 +180,7 @@ def test_json_with_lone_surrogates_is_written(tmp_path: Path) -> None:
     data = '{"title": "good \\ud83d", "n": 1}\n'
     (line,) = written(tmp_path, data, "out.jsonl").splitlines()
     assert json.loads(line)["title"] == "good \ud83d"
-    assert written(tmp_path, data, "out.csv").splitlines()[1] == "good ?,1,good,0.900000"
+    assert written(tmp_path, data, "out.csv").splitlines()[1] == "good ?,1,good,0.9"
     written(tmp_path, data, "out.parquet")
     assert pq.read_table(tmp_path / "out.parquet").to_pylist()[0]["title"] == "good ?"
 
@@ -209,7 +188,7 @@ def test_json_with_lone_surrogates_is_written(tmp_path: Path) -> None:
 def test_csv_cells_become_strings(tmp_path: Path) -> None:
     data = ",text,a,a\n007,good,,x\n8\n"
     first, second = (json.loads(line) for line in written(tmp_path, data, "out.jsonl").splitlines())
-    assert first == {"column_1": "007", "text": "good", "a": "", "a_2": "x", "label": "good", "label_score": 0.9}
+    assert first == {"column_1": "007", "text": "good", "a": "", "a_4": "x", "label": "good", "label_score": 0.9}
     assert list(second.values()) == ["8", "", "", "", None, None]
 
 
@@ -221,20 +200,6 @@ def test_parquet_keeps_the_types_of_json(tmp_path: Path) -> None:
     assert table.column("n").to_pylist() == [1.0, 2.5, None]
     assert table.column("label").to_pylist() == ["good", "bad", None]
     assert table.column("score_bad").to_pylist() == [pytest.approx(0.1), 0.9, None]
-
-
-def test_parquet_has_strings_and_nulls_for_csv(tmp_path: Path) -> None:
-    written(tmp_path, "n,text\n007,good\n,\n8\n", "out.parquet")
-    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    assert [(row["n"], row["text"], row["label"]) for row in rows] == [
-        ("007", "good", "good"), (None, None, None), ("8", None, None)
-    ]  # fmt: skip
-
-
-def test_parquet_writes_several_row_groups(tmp_path: Path) -> None:
-    written(tmp_path, "text\n" + "good\n" * 45_000, "out.parquet")
-    file = pq.ParquetFile(tmp_path / "out.parquet")
-    assert (file.num_row_groups, file.metadata.num_rows) == (3, 45_000)
 
 
 @pytest.fixture
@@ -263,8 +228,8 @@ def typed(tmp_path: Path) -> Path:
 def test_parquet_copies_types_index_and_metadata(
     typed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, group: int
 ) -> None:
-    monkeypatch.setattr(parquet, "GROUP_ROWS", group)
-    monkeypatch.setattr(parquet, "PARQUET_ROWS", 2)
+    monkeypatch.setattr(writing, "GROUP_ROWS", group)
+    monkeypatch.setattr(tables, "PARQUET_ROWS", 2)
     label_file(typed, tmp_path / "out.parquet", limit, scores=True)
     given, copied = pq.read_table(typed).slice(0, limit), pq.read_table(tmp_path / "out.parquet")
     added = ["label", "label_score", "score_good", "score_bad"]
@@ -278,24 +243,10 @@ def test_parquet_copies_types_index_and_metadata(
     assert (pq.ParquetFile(tmp_path / "out.parquet").num_row_groups > 1) == (group == 1)
 
 
-def test_messages_about_parquet_count_rows(typed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    label_file(typed, tmp_path / "out.csv")
-    assert "no label: 3 rows, first in row 2" in capsys.readouterr().err
-
-
-def test_parquet_without_a_new_name_is_refused(typed: Path, tmp_path: Path) -> None:
-    label_file(typed, tmp_path / "out.parquet")
-    with pytest.raises(UserError, match="already has a column label"):
-        label_file(tmp_path / "out.parquet", tmp_path / "again.parquet")
-    label_file(tmp_path / "out.parquet", tmp_path / "again.parquet", prefix="new_")
-    assert pq.read_schema(tmp_path / "again.parquet").names[-2:] == ["new_label", "new_label_score"]
-
-
 def test_damaged_parquet_keeps_the_rows_before_the_damage(
     typed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (files, parquet):
-        monkeypatch.setattr(module, "PARQUET_ROWS", 2)
+    monkeypatch.setattr(tables, "PARQUET_ROWS", 2)
     data, metadata = bytearray(typed.read_bytes()), pq.read_metadata(typed)
     column = metadata.row_group(1).column(0)
     start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
@@ -306,10 +257,6 @@ def test_damaged_parquet_keeps_the_rows_before_the_damage(
     assert pq.read_table(tmp_path / "out.parquet")["label"].to_pylist() == ["good", None, "bad", "good"]
 
 
-def test_tsv_has_tabs(tmp_path: Path) -> None:
-    assert written(tmp_path, "text,b\ngood,x\n", "out.tsv") == "text\tb\tlabel\tlabel_score\ngood\tx\tgood\t0.900000\n"
-
-
 def test_utf16_input_is_marked_as_utf8(tmp_path: Path) -> None:
     assert written(tmp_path, "text\ngood\n".encode("utf-16")).startswith("\ufefftext,")
 
@@ -317,7 +264,7 @@ def test_utf16_input_is_marked_as_utf8(tmp_path: Path) -> None:
 def test_reads_chosen_columns_in_any_case(tmp_path: Path) -> None:
     data = 'Title,"My Comment\n(free)"\ngood,no\n'
     found = written(tmp_path, data, text=(None, "my comment (FREE)"))
-    assert found.splitlines()[2] == "good,no,bad,0.900000"
+    assert found.splitlines()[2] == "good,no,bad,0.9"
 
 
 @pytest.mark.parametrize("name", ["label", "Label", " label_score", "score_bad"])
@@ -332,16 +279,15 @@ def test_never_replaces_a_column(tmp_path: Path, name: str, form: str) -> None:
     assert row[:3] == ["good", "mine", "good"]
 
 
-def test_keeps_bytes_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_marks_bytes_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The row has no label, and the user is told at once, because most rows of the file may be affected."""
     data = "id,text\n1,good\n2,K\udce4se\n3,good\n".encode("utf-8", "surrogateescape")
-    assert written(tmp_path, data).splitlines()[2] == "2,K\udce4se,,"
+    assert written(tmp_path, data).splitlines()[2] == "2,K\ufffdse,,"
     assert re.search(rf"^{tmp_path}/in:3: not UTF-8.*--encoding", capsys.readouterr().err, re.MULTILINE)
     assert json.loads(written(tmp_path, data, "out.jsonl").splitlines()[1])["text"] == "K\ufffdse"
     with pytest.raises(InputError, match="--encoding"):
         written(tmp_path, "text,Gr\udcf6ße\ngood,1\n".encode("utf-8", "surrogateescape"))
     assert written(tmp_path, "text,Größe\ngood,1\n".encode("cp1252"), encoding="cp1252").startswith("\ufefftext,Größe,")
-    assert written(tmp_path, b"sep=;\ntext\ngood\n", encoding="utf-8").startswith("sep=;\n")
 
 
 def test_limits_the_rows(tmp_path: Path) -> None:
@@ -357,7 +303,7 @@ def test_writes_the_rows_before_damage(tmp_path: Path, kept: str) -> None:
     )
     path = tmp_path / "in.gz"
     path.write_bytes(gzip.compress(lines.encode())[:-1000])
-    with pytest.raises(InputError, match=f"Cannot read {path} to the end"):
+    with pytest.raises(InputError, match=f"Cannot read {path}: "):
         label_file(path, tmp_path / "out.csv")
     assert len((tmp_path / "out.csv").read_text().splitlines()) > 1000
 
@@ -379,7 +325,7 @@ def test_an_interrupt_leaves_the_output_unchanged(tmp_path: Path, capsys: pytest
         yield from islice(classify(posts), 20)
         raise KeyboardInterrupt
 
-    labelling = Labelling(Source, str(path), OutFlags(str(out)), None, alone=False)
+    labelling = Labelling(lambda: Source(str(path)), str(path), OutFlags(str(out)), None, alone=False)
     with pytest.raises(SystemExit, match="130"):
         labelling.run(lambda: (LABELS, interrupted))
     assert out.read_text() == "before"
@@ -402,7 +348,7 @@ def test_a_closed_pipe_stops_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     with os.fdopen(write, "wb", buffering=0) as pipe:
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=pipe))
-        labelling = Labelling(Source, str(path), OutFlags("-"), None, alone=False)
+        labelling = Labelling(lambda: Source(str(path)), str(path), OutFlags("-"), None, alone=False)
         try:
             labelling.run(lambda: ([], watched))
         except BrokenPipeError as error:
@@ -415,10 +361,9 @@ def test_a_closed_pipe_stops_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path
     ("out", "named"),
     [
         ("out", ".parquet"),
-        ("out.csv.gz", ".parquet"),
         ("out.xlsx", ".parquet"),
-        ("no/out.csv", "The folder .*no does not exist"),
-        ("folder.csv", "folder.csv is a folder"),
+        ("no/out.csv", "Cannot write .*no/out.csv"),
+        ("folder.csv", "Cannot write .*folder.csv"),
         ("in.csv", "in.csv is the input"),
         ("link.csv", "link.csv is the input"),
     ],
@@ -433,15 +378,6 @@ def test_refuses_an_output_that_cannot_be_written(tmp_path: Path, out: str, name
     assert path.read_text() == "text\ngood\n"
 
 
-@pytest.mark.parametrize(
-    ("flags", "flag"),
-    [(OutFlags(scores=True), "scores"), (OutFlags(prefix="x"), "prefix")],
-)
-def test_flags_of_the_output_need_one(flags: OutFlags, flag: str) -> None:
-    with pytest.raises(UserError, match=f"--{flag}.*--out"):
-        flags.check()
-
-
 class Stdin:
     def __init__(self, data: bytes) -> None:
         self.buffer = io.BufferedReader(io.BytesIO(data))
@@ -450,7 +386,7 @@ class Stdin:
 @pytest.mark.parametrize(
     ("data", "shown"),
     [
-        ("text\ngood\n", "text,label,label_score\ngood,good,0.900000\n"),
+        ("text\ngood\n", "text,label,label_score\ngood,good,0.9\n"),
         ('[{"text": "good"}]', '{"text":"good","label":"good","label_score":0.9}\n'),
         ("a good line\n", '{"text":"a good line","label":"good","label_score":0.9}\n'),
     ],
@@ -463,23 +399,3 @@ def test_pipes_have_the_format_of_the_input(
     captured = capfdbinary.readouterr()
     assert captured.out.decode() == shown
     assert b"1 row of stdin" in captured.err
-
-
-@pytest.mark.parametrize("kind", ["stdin", "fifo"])
-def test_keys_of_a_pipe_become_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
-    path = "-"
-    if kind == "stdin":
-        monkeypatch.setattr(sys, "stdin", Stdin(RECORDS.encode()))
-    else:
-        os.mkfifo(path := str(tmp_path / "pipe"))
-        threading.Thread(target=Path(path).write_text, args=(RECORDS,), daemon=True).start()
-    label_file(path, tmp_path / "out.csv")
-    header, *rows = csv.reader(io.StringIO((tmp_path / "out.csv").read_text()))
-    assert (len(header), len(rows)) == (10, 3)
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_a_late_key_of_a_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", Stdin(b'{"text": "good"}\n{"text": "good", "label": "mine"}\n'))
-    with pytest.raises(UserError, match=r"label.*--prefix"):
-        label_file("-", "-")

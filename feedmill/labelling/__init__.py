@@ -1,1 +1,0 @@
-"""Copy a file's rows with a label for each."""
