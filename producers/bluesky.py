@@ -16,7 +16,7 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from feedmill.producers.live.clock import Clock
-from feedmill.producers.live.source import Event, SourceFailed
+from feedmill.producers.live.source import Event, Source, SourceFailed
 from feedmill.shared.errors import clause
 from feedmill.shared.settings import Settings
 
@@ -38,7 +38,7 @@ NSFW_LABELS = frozenset({"porn", "sexual", "nudity", "graphic-media"})
 MAX_URL = 4096
 
 
-class BlueskySource:
+class BlueskySource(Source):
     """New, edited and deleted posts of Bluesky. See `Source`."""
 
     name = "bluesky"

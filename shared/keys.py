@@ -48,43 +48,25 @@ REQUESTED_MODELS = "feedmill:wanted"
 #: Celery results that an application waits for. Feedmill's hold one outcome per post, as JSON.
 CELERY_RESULTS = "celery-task-meta-*"
 
-#: Subreddit -> its watermark: the time up to which all posts have been processed.
-REDDIT_WATERMARKS = "feedmill:reddit:watermarks"
-#: Subreddit -> creation time of the oldest post that the daemon guarantees to send.
-REDDIT_BEGINNINGS = "feedmill:reddit:beginnings"
-#: Topic -> when its listings were last read to the end.
-REDDIT_FULL_READS = "feedmill:reddit:deep"
-#: Subreddit and start of a gap -> the gap: a period whose posts could not be read, as JSON.
-REDDIT_GAPS = "feedmill:reddit:gaps"
-#: Subreddit -> why it is not read, and its substitute, as JSON.
+#: Topic -> its subreddits that are not read, the reasons, and their substitutes, as JSON.
 REDDIT_SUBSTITUTES = "feedmill:reddit:replaced"
 #: Posts to recheck, scored by due time.
-REDDIT_RECHECKS = "feedmill:reddit:looks"
-#: Status of the Reddit daemon, as JSON.
-REDDIT_STATUS = "feedmill:reddit:status"
+REDDIT_RECHECKS = "feedmill:reddit:rechecks"
 
 #: Live source -> the latest status of its daemon, with the time by Redis' clock, as JSON.
 LIVE_STATUS = "feedmill:live:status"
+#: Source, subreddit and start of a gap -> the gap: a period whose posts could not be read, as JSON.
+LIVE_GAPS = "feedmill:live:gaps"
 
 
-def reddit_known_key(subreddit: str) -> str:
-    """Processed posts of a subreddit: fullname, scored by creation time."""
-    return f"feedmill:reddit:known:{subreddit}"
-
-
-def reddit_texts_key(subreddit: str) -> str:
-    """Processed posts of a subreddit: fullname -> digest of the text that was sent; "gone" if it was removed."""
-    return f"feedmill:reddit:texts:{subreddit}"
+def reddit_track_key(subreddit: str) -> str:
+    """State of a subreddit: `beginning`, `watermark`, `full` (seconds since 1970); known post -> time, text digest."""
+    return f"feedmill:reddit:track:{subreddit}"
 
 
 def live_position_key(source: str) -> str:
     """Position in a live source up to which everything is sent: `cursor`, and its time (`at`, seconds since 1970)."""
     return f"feedmill:live:position:{source}"
-
-
-def live_gaps_key(source: str) -> str:
-    """Position before a gap -> the gap: a period whose events could not be read, as JSON."""
-    return f"feedmill:live:gaps:{source}"
 
 
 def live_deleted_key(source: str) -> str:
@@ -181,23 +163,17 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl 30 days"),
     Key(MARKS, "string", "producers/push.py", "one number; ttl sent_ttl"),
     Key("feedmill:sent-marks:*", "string", "producers/push.py", "4,096 records; ttl sent_ttl"),
-    Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
-    Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
-    Key(REDDIT_FULL_READS, "hash", "producers/reddit/state.py", "one field per topic of the topics file"),
-    Key(REDDIT_GAPS, "hash", "producers/reddit/state.py", "MAX_GAPS fields"),
-    Key(REDDIT_SUBSTITUTES, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
+    Key(REDDIT_SUBSTITUTES, "hash", "producers/reddit/state.py", "one field per topic of the topics file"),
     Key(
         REDDIT_RECHECKS,
         "zset",
         "producers/reddit/state.py",
         "ttl RECHECKS_TTL; one member per post, until its last recheck",
     ),
-    Key(REDDIT_STATUS, "string", "producers/reddit/state.py", "ttl STATUS_TTL while the daemon runs; then one word"),
-    Key("feedmill:reddit:known:*", "zset", "producers/reddit/state.py", "MAX_KNOWN_POSTS members; ttl KNOWN_TTL"),
-    Key("feedmill:reddit:texts:*", "hash", "producers/reddit/state.py", "MAX_KNOWN_POSTS fields; ttl KNOWN_TTL"),
+    Key("feedmill:reddit:track:*", "hash", "producers/reddit/state.py", "MAX_KNOWN_POSTS + 3 fields; ttl TRACK_TTL"),
     Key(LIVE_STATUS, "hash", "producers/live/state.py", "one field per source"),
+    Key(LIVE_GAPS, "hash", "producers/live/state.py", "MAX_GAPS fields"),
     Key("feedmill:live:position:*", "hash", "producers/live/state.py", "two fields"),
-    Key("feedmill:live:gaps:*", "hash", "producers/live/state.py", "MAX_GAPS fields"),
     Key("feedmill:live:deleted:*", "set", "producers/live/purges.py", "emptied every PURGE_INTERVAL_S seconds"),
     Key("feedmill:live:authors:*", "zset", "producers/live/purges.py", "one member per account, for AUTHOR_KEPT_S"),
     Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the end of the file"),

@@ -20,7 +20,6 @@ from typer.main import get_command
 
 from feedmill.cli.main import app
 from feedmill.producers.live import metrics as live_metrics
-from feedmill.producers.reddit import metrics as reddit_metrics
 from feedmill.shared import errors, keys, schema
 from feedmill.shared.metrics import REDIS_METRICS
 from feedmill.shared.settings import DAY_S, PREFIX, Settings
@@ -43,8 +42,7 @@ FOLDERS = {
 FIGURES = {
     "Every process that serves metrics (read from Redis)": REDIS_METRICS,
     "Workers": worker_metrics.METRICS,
-    "The Reddit daemon": reddit_metrics.METRICS,
-    "Daemons of live sources, such as Bluesky": live_metrics.METRICS,
+    "Daemons of `feedmill ingest`": live_metrics.METRICS,
 }
 #: The values that a setting of each type takes.
 TYPES = {

@@ -23,7 +23,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from feedmill.producers.live.state import all_gaps
+from feedmill.producers.live.state import Gaps
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.scripts.queue import known
 from tests.fakes.jetstream import Jetstream
@@ -150,7 +150,7 @@ class Soak:
             "missing": len(remaining - set(stored)),
             "duplicated": sum(count - 1 for count in stored.values()),
             "deleted_stored": len(set(stored) & self._deleted),
-            "gaps": len(all_gaps(server.client)),
+            "gaps": len(Gaps(server.client).all()),
             "connections": len(self._jetstream.queries),
             "faults": self._jetstream.fault_counts.total(),
             "kills": self._kills,

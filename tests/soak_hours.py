@@ -29,12 +29,11 @@ from zlib import crc32
 from feedmill.producers import bluesky
 from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.live.source import Source
 from feedmill.producers.push import Pusher
-from feedmill.producers.reddit.archive_daemon import ArchiveDaemon
 from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
 from feedmill.producers.reddit.client import RedditClient
-from feedmill.producers.reddit.daemon import Daemon
-from feedmill.producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S
+from feedmill.producers.reddit.source import ArchiveSource, RedditSource
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.messages import ClassifyOptions
@@ -175,27 +174,22 @@ SERVERS: dict[str, Callable[[ExitStack, Any], Server]] = {
 }  # fmt: skip
 
 
-def make_daemon(source: str, settings: Settings, clock: SharedClock) -> Daemon | LiveDaemon:
-    redis = connect(settings)
-    pusher = Pusher(make_app(settings), redis, settings, ClassifyOptions(), wait=clock.wait)
+def make_source(name: str, settings: Settings, clock: SharedClock) -> Source:
     topics = Topics(active=1, topics=TOPICS)
-    if source == "reddit":
+    redis = connect(settings)
+    if name == "reddit":
         budget = RequestBudget(clock, settings.reddit_requests_per_minute)
-        reddit = RedditClient(settings, budget, topics.topic_of)
-        return Daemon(reddit, budget, redis, pusher, topics, settings, clock, depth=1000)
-    if source == "arctic-shift":
+        return RedditSource(RedditClient(settings, budget, topics.topic_of), redis, topics, settings, clock, depth=1000)
+    if name == "arctic-shift":
         budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
         archive = ArcticShiftClient(settings, budget, topics.topic_of)
-        return ArchiveDaemon(
-            archive, budget, redis, pusher, topics, settings, clock, depth=1000,
-            recheck_delays=ARCHIVE_RECHECK_DELAYS_S,
-        )  # fmt: skip
-    if source == "bluesky":
+        return ArchiveSource(archive, redis, topics, settings, clock, 1000)
+    if name == "bluesky":
         bluesky.IDLE_S = 0.02  # real time
-        return LiveDaemon(bluesky.BlueskySource(settings, clock), redis, pusher, settings, clock)
+        return bluesky.BlueskySource(settings, clock)
     sys.path.insert(0, str(EXAMPLES))
-    source_class = import_module("hacker_news").HackerNews
-    return LiveDaemon(source_class(settings, clock), redis, pusher, settings, clock)
+    source: Source = import_module("hacker_news").HackerNews(settings, clock)
+    return source
 
 
 def follow(
@@ -203,13 +197,15 @@ def follow(
 ) -> None:
     """Run the daemon in this process. Send its memory and status at the end of each hour, and its final status."""
     clock = SharedClock(shared, published)
-    daemon = make_daemon(source, Settings.model_validate(settings), clock)
+    validated = Settings.model_validate(settings)
+    redis = connect(validated)
+    pusher = Pusher(make_app(validated), redis, validated, ClassifyOptions(), wait=clock.wait)
+    daemon = LiveDaemon(make_source(source, validated, clock), redis, pusher, validated, clock)
+    shortest = BATCH_S if source in ("bluesky", "hacker-news") else 0.0
 
     def run(until: float) -> None:
         while (left := until - clock.monotonic()) > 0:
-            pause = daemon.step()
-            if isinstance(daemon, LiveDaemon):
-                pause = pause or BATCH_S
+            pause = max(daemon.step(), shortest)
             clock.wait(min(pause, left, TICK_S))
             clock.waits.clear()
 
@@ -221,8 +217,7 @@ def follow(
     connection.recv()  # all posts have been published by now
     run(clock.monotonic() + REST_S)
     connection.send(daemon.status())
-    if isinstance(daemon, LiveDaemon):
-        daemon.close()
+    daemon.close()
 
 
 def _resident() -> int:

@@ -24,7 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from feedmill.producers.reddit.state import Gap, State
+from feedmill.producers.live.state import Gap
+from feedmill.producers.reddit.state import State
 from feedmill.shared.keys import RESULTS_STREAM
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
@@ -101,7 +102,7 @@ class Soak:
             _tell(f"{len(reachable):,} posts published; waiting until all are stored")
             self._wait_for_results(server, reachable)
             if self._heal:
-                wait_until(lambda: not State(server.client).open_gaps(), "no gap is open", 300)
+                wait_until(lambda: not State(server.client).gaps.open(), "no gap is open", 300)
             return self._judge(server, reachable)
 
     def _let_reddit_fail(self) -> None:
@@ -156,7 +157,7 @@ class Soak:
             self._reddit.faults.always("cut", where=".")
         else:
             self._kill()
-        gaps = len(state.gaps())
+        gaps = len(state.gaps.all())
         # Reddit's times are whole seconds: the first unreachable post must be later than the last one read.
         time.sleep(1.1)
         begins = int(time.time())
@@ -172,7 +173,7 @@ class Soak:
         else:
             self._start(server)
         wait_until(
-            lambda: len(state.gaps()) > gaps and burst[-1] in _known(server, name), f"r/{name} is read again", 240
+            lambda: len(state.gaps.all()) > gaps and burst[-1] in _known(server, name), f"r/{name} is read again", 240
         )
 
     def _start(self, server: RedisServer) -> None:
@@ -206,7 +207,7 @@ class Soak:
 
     def _judge(self, server: RedisServer, reachable: set[str]) -> dict[str, Any]:
         stored = _stored(server)
-        gaps = State(server.client).gaps()
+        gaps = State(server.client).gaps.all()
         found = [(gap.subreddit, gap.until) for gap in gaps]
         _tell(f"faults: {dict(self._reddit.ledger.faults)}")
         published = self._reddit.ledger.published

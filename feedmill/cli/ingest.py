@@ -2,61 +2,43 @@
 
 import json
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import typer
+from redis import Redis
 from redis.exceptions import RedisError
-from rich.console import Console
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.text import Text
 
 from feedmill.cli.dates import utc
 from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import (
-    AsJson,
-    MessageFlags,
-    MetricsPort,
-    RedisUrl,
-    settings_of,
-)
+from feedmill.cli.options import AsJson, MessageFlags, MetricsPort, RedisUrl, settings_of
 from feedmill.monitoring.capacity import span
 from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.clock import Clock, Stopped
-from feedmill.producers.live.daemon import LiveDaemon
-from feedmill.producers.live.metrics import DaemonMetrics, LiveMetrics
-from feedmill.producers.live.source import Source
-from feedmill.producers.live.state import LiveGap, LiveState, all_gaps
+from feedmill.producers.live.daemon import LiveDaemon, send_events
+from feedmill.producers.live.metrics import LiveMetrics
+from feedmill.producers.live.source import RequestFailed, Source, SourceFailed
+from feedmill.producers.live.state import Gap, Gaps
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit import topics as topics_file
-from feedmill.producers.reddit.listing import ListingItem, Outage, RedditFault, RequestFailed
-from feedmill.producers.reddit.metrics import Metrics
-from feedmill.producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S, Gap, State
+from feedmill.producers.reddit.state import State
 from feedmill.shared.broker import connect, make_app, user_errors
-from feedmill.shared.errors import UserError, convert_errors, printable
-from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.errors import UserError, printable
 from feedmill.shared.settings import Settings
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from feedmill.workers.models.plugins import load_plugin
-
-if TYPE_CHECKING:  # needs PRAW, an optional package
-    pass
 
 logger = logging.getLogger(__name__)
 
 #: Posts per topic that are read by default.
 DEFAULT_LIMIT = 100
-#: Seconds between two status lines: redrawn on a terminal, and appended to a log.
-REFRESH_INTERVAL_S, LOG_INTERVAL_S = 1.0, 60.0
-#: Seconds until the first status line in a log.
-FIRST_LOG_DELAY_S = 10.0
+#: Seconds between two status lines in a log, and until the first one.
+LOG_INTERVAL_S, FIRST_LOG_DELAY_S = 60.0, 10.0
 
 app = typer.Typer(
     name="ingest",
@@ -64,12 +46,13 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-
 #: Reddit listings, and periods of the listing `top`.
 ListingKind = Literal["hot", "new", "top", "rising"]
 Period = Literal["hour", "day", "week", "month", "year", "all"]
 #: Sources of Reddit's posts.
-RedditSource = Literal["reddit", "arctic-shift"]
+RedditSite = Literal["reddit", "arctic-shift"]
+#: Makes a source from the settings, the clock and a Redis client.
+MakeSource = Callable[[Settings, Clock, Redis], Source]
 
 TopicsFile = Annotated[Path | None, typer.Option(help="Topics file in TOML (default: built in).")]
 
@@ -87,7 +70,7 @@ def reddit(
     ] = DEFAULT_LIMIT,
     period: Annotated[Period, typer.Option(help="Period for --listing top.")] = "all",
     source: Annotated[
-        RedditSource,
+        RedditSite,
         typer.Option(help="Reddit's API, or arctic-shift: an archive that needs no credentials."),
     ] = "reddit",
     topics: TopicsFile = None,
@@ -108,70 +91,32 @@ def reddit(
     if once and source != "reddit":
         raise UserError(f"--once reads Reddit's listings, which {source} does not have. Leave out --once or --source.")
     settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics, metrics_port=metrics_port)
-    options = flags.options(settings)
-    _require_packages()
-    clock = Clock()
-    with _stopping_on_signals(clock, is_service=not once), user_errors(settings):
-        redis = connect(settings)
-        redis.ping()  # fail before the first request to Reddit
-        settings = flags.select_queue(settings, redis)
-        if once:
-            _one_pass(settings, options, clock, listing or "hot", limit, period)
-        else:
-            _keep_reading(settings, options, clock, limit, source)
+    _require("praw", "reddit")
+    if once:
+        _one_pass(settings, flags, listing or "hot", limit, period)
+    else:
+        _follow(partial(_reddit_source, limit, source), settings, flags)
 
 
-@contextmanager
-def _stopping_on_signals(clock: Clock, is_service: bool = True) -> Iterator[None]:
-    """Leave the block as soon as SIGTERM, SIGHUP or Ctrl-C arrives, also during a wait.
-
-    is_service: signals are the normal end. Otherwise the command exits with status 128 + the signal's number.
-    """
-    received: list[int] = []
-
-    def stop(number: int, _: object) -> None:
-        received.append(number)
-        clock.stop()
-
-    with handle_signals(stop, *not_ignored(*EXIT_SIGNALS)):
-        try:
-            yield
-        except Stopped:
-            logger.info("stopped; posts that were read but not sent will be read again")
-            if not is_service:
-                raise SystemExit(128 + received[0]) from None
+def _require(package: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise UserError(f"This source requires the package {package}: run `pip install 'feedmill[{extra}]'`.")
 
 
-def _require_packages() -> None:
-    if find_spec("praw") is None or find_spec("requests") is None:
-        raise UserError("Reading Reddit requires the package praw: run `pip install 'feedmill[reddit]'`.")
-
-
-def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int, source: RedditSource) -> None:
-    """Run the daemon until a signal raises Stopped."""
+def _reddit_source(limit: int, site: RedditSite, settings: Settings, clock: Clock, redis: Redis) -> Source:
     # Imported late: these need optional packages.
-    from feedmill.producers.reddit.archive_daemon import ArchiveDaemon  # noqa: PLC0415
     from feedmill.producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
     from feedmill.producers.reddit.client import RedditClient  # noqa: PLC0415
-    from feedmill.producers.reddit.daemon import Daemon  # noqa: PLC0415
+    from feedmill.producers.reddit.source import ArchiveSource, RedditSource  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
-    redis = connect(settings)
-    pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
-    archive_budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
-    archive = ArcticShiftClient(settings, archive_budget, topics.topic_of)
-    daemon: Daemon
-    if source == "reddit":
-        budget = RequestBudget(clock, settings.reddit_requests_per_minute)
-        reddit = RedditClient(settings, budget, topics.topic_of)
-        filling = (archive, archive_budget) if settings.reddit_fill_gaps else None
-        daemon = Daemon(reddit, budget, redis, pusher, topics, settings, clock, limit, archive=filling)
-    else:
-        daemon = ArchiveDaemon(
-            archive, archive_budget, redis, pusher, topics, settings, clock, limit,
-            recheck_delays=ARCHIVE_RECHECK_DELAYS_S,
-        )  # fmt: skip
-    _run(daemon, Metrics(settings), format_daemon_status, settings, clock)
+    budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
+    archive = ArcticShiftClient(settings, budget, topics.topic_of)
+    if site == "arctic-shift":
+        return ArchiveSource(archive, redis, topics, settings, clock, limit)
+    budget = RequestBudget(clock, settings.reddit_requests_per_minute)
+    client = RedditClient(settings, budget, topics.topic_of)
+    return RedditSource(client, redis, topics, settings, clock, limit, archive if settings.reddit_fill_gaps else None)
 
 
 @app.command()
@@ -197,11 +142,10 @@ def bluesky(
         redis_url=redis_url, bluesky_languages=languages, bluesky_min_characters=min_characters,
         metrics_port=metrics_port,
     )  # fmt: skip
-    if find_spec("websockets") is None:
-        raise UserError("Reading Bluesky requires the package websockets: run `pip install 'feedmill[bluesky]'`.")
+    _require("websockets", "bluesky")
     from feedmill.producers.bluesky import BlueskySource  # noqa: PLC0415 - needs websockets, an optional package
 
-    _follow(BlueskySource, settings, flags)
+    _follow(lambda settings, clock, _: BlueskySource(settings, clock), settings, flags)
 
 
 @app.command()
@@ -219,182 +163,119 @@ def live(
     settings = flags.settings_of(redis_url=redis_url, live_source=live_source, metrics_port=metrics_port)
     if settings.live_source is None:
         raise UserError("No source is given. Name its class with --live-source MODULE:CLASS.")
-    _follow(load_plugin(settings.live_source, "live_source"), settings, flags)
-
-
-def _follow(make: Callable[[Settings, Clock], Source], settings: Settings, flags: MessageFlags) -> None:
-    """Run the daemon of a live source until a signal arrives."""
-    options = flags.options(settings)
-    clock = Clock()
-    with _stopping_on_signals(clock), user_errors(settings):
-        redis = connect(settings)
-        redis.ping()
-        settings = flags.select_queue(settings, redis)
-        source = make(settings, clock)
-        pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
-        with closing(LiveDaemon(source, redis, pusher, settings, clock)) as daemon:
-            _run(daemon, LiveMetrics(settings, source.name), format_live_status, settings, clock)
-
-
-class _Steps(Protocol):
-    """A daemon, as far as its loop needs to know it."""
-
-    def step(self) -> float: ...
-
-    def status(self) -> dict[str, Any]: ...
-
-    def report_end(self) -> None: ...
-
-
-def _run(
-    daemon: _Steps,
-    metrics: DaemonMetrics,
-    describe: Callable[[dict[str, Any]], str],
-    settings: Settings,
-    clock: Clock,
-) -> None:
-    """Run a daemon with its status line, and with metrics if a port is set, until a signal raises Stopped."""
-    if settings.metrics_port:
-        metrics.serve()
-    with _status_line(describe) as show:
-        try:
-            while True:
-                pause = daemon.step()
-                show(daemon)
-                metrics.update(daemon.status())
-                clock.wait(min(pause, REFRESH_INTERVAL_S))
-        except Stopped:
-            with suppress(RedisError):  # `feedmill health` then takes the daemon for lost
-                daemon.report_end()
-            raise
+    make = load_plugin(settings.live_source, "live_source")
+    _follow(lambda settings, clock, _: make(settings, clock), settings, flags)
 
 
 @contextmanager
-def _status_line(describe: Callable[[dict[str, Any]], str]) -> Iterator[Callable[[_Steps], None]]:
-    """Yield a function that shows the daemon's status, in a line redrawn on a terminal, else in the log."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        logged_at = time.monotonic() - LOG_INTERVAL_S + FIRST_LOG_DELAY_S
+def _connected(
+    settings: Settings, flags: MessageFlags, clock: Clock, is_service: bool = True
+) -> Iterator[tuple[Settings, Redis, Pusher]]:
+    """Yield the settings of the selected queue, and a pusher to it. Leave the block on SIGTERM, SIGHUP or Ctrl-C.
 
-        def log(daemon: _Steps) -> None:
-            nonlocal logged_at
-            if time.monotonic() - logged_at >= LOG_INTERVAL_S:
-                logged_at = time.monotonic()
-                logger.info("%s", describe(daemon.status()))
+    is_service: signals are the normal end. Otherwise the command exits with status 128 + the signal's number.
+    """
+    received: list[int] = []
 
-        yield log
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler):
-                handler.setStream(sys.stderr)  # the stream of Live, which writes above its line
-        shown = 0.0
+    def stop(number: int, _: object) -> None:
+        received.append(number)
+        clock.stop()
 
-        def draw(daemon: _Steps) -> None:
-            nonlocal shown
-            if time.monotonic() - shown >= REFRESH_INTERVAL_S:
-                shown = time.monotonic()
-                live.update(Text(describe(daemon.status()), no_wrap=True, overflow="ellipsis"), refresh=True)
-
-        yield draw
-
-
-def format_daemon_status(status: dict[str, Any]) -> str:
-    """Format the daemon's status as one line."""
-    parts = [f"{status['subreddits']} subreddits of {status['topics']} topics", f"{status['sent']:,} sent"]
-    if status["paused"]:
-        parts.append(f"PAUSED: the queue is full, {status['held']:,} posts held")
-    elif status["held"]:
-        parts.append(f"{status['held']:,} posts held")
-    if status["hindrance"]:
-        parts.append(status["hindrance"])
-    if status["failing"]:
-        parts.append(f"{len(status['failing'])} subreddits failing")
-    if status["gaps"]:
-        parts.append(f"{status['gaps']} gaps" + (f", {status['filled']} filled" if status.get("filled") else ""))
-    if status["purged"]:
-        parts.append(f"{status['purged']:,} purged")
-    parts.append(f"{status['requests']:,} requests")
-    if status["budget"] is not None:
-        parts.append(f"{status['budget']:.0f} left")
-    return " · ".join(parts)
+    options = flags.options(settings)
+    with handle_signals(stop, *not_ignored(*EXIT_SIGNALS)), user_errors(settings):
+        try:
+            redis = connect(settings)
+            redis.ping()  # fail before the first request to the source
+            settings = flags.select_queue(settings, redis)
+            yield settings, redis, Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
+        except SourceFailed as fault:
+            raise UserError(f"{fault}. Posts sent so far are in the queue; run the command again later.") from fault
+        except Stopped:
+            logger.info("stopped; posts that were read but not sent will be read again")
+            if not is_service:
+                raise SystemExit(128 + received[0]) from None
 
 
-def format_live_status(status: dict[str, Any]) -> str:
-    """Format the status of a live source's daemon as one line."""
-    parts = [f"{status['sent']:,} sent"]
-    if status["filtered"]:
-        parts.append(f"{status['filtered']:,} filtered")
+def _follow(make: MakeSource, settings: Settings, flags: MessageFlags) -> None:
+    """Run the daemon of a source until a signal arrives."""
+    clock = Clock()
+    with _connected(settings, flags, clock) as (selected, redis, pusher):
+        source = make(selected, clock, redis)
+        metrics = LiveMetrics(selected, source.name)
+        if settings.metrics_port:
+            metrics.serve()
+        log_at = time.monotonic() + FIRST_LOG_DELAY_S
+        with closing(LiveDaemon(source, redis, pusher, selected, clock)) as daemon:
+            try:
+                while True:
+                    pause = daemon.step()
+                    metrics.update(daemon.status())
+                    if time.monotonic() >= log_at:
+                        log_at = time.monotonic() + LOG_INTERVAL_S
+                        logger.info("%s", format_status(daemon.status()))
+                    clock.wait(min(pause, 1.0))
+            except Stopped:
+                with suppress(RedisError):  # `feedmill health` then takes the daemon for lost
+                    daemon.report_end()
+                raise
+
+
+#: Counts in the status line, in this order, each shown unless it is 0 or missing.
+COUNTS = {
+    "filtered": "filtered", "purged": "purged", "failing": "subreddits failing", "gaps": "gaps",
+    "filled": "gaps filled", "ahead": "from the future", "unreadable": "unreadable", "requests": "requests",
+    "budget": "requests left",
+}  # fmt: skip
+
+
+def format_status(status: dict[str, Any]) -> str:
+    """Format the status of a source's daemon as one line."""
+    parts = [f"{status['subreddits']} subreddits of {status['topics']} topics"] if "topics" in status else []
+    parts.append(f"{status['sent']:,} sent")
     if status["paused"]:
         parts.append("PAUSED: the queue is full")
     if status["hindrance"]:
         parts.append(status["hindrance"])
     if status["delay"] is not None:
         parts.append(f"newest event {span(status['delay'])} old")
-    if status["gaps"]:
-        parts.append(f"{status['gaps']} gap{'s' if status['gaps'] > 1 else ''}")
-    if status["purged"]:
-        parts.append(f"{status['purged']:,} purged")
-    if status["ahead"]:
-        parts.append(f"{status['ahead']:,} from the future")
-    if status["unreadable"]:
-        parts.append(f"{status['unreadable']:,} unreadable")
-    return " · ".join(parts)
+    counts = {words: status.get(key) for key, words in COUNTS.items()}
+    numbers = {words: len(count) if isinstance(count, list) else count for words, count in counts.items()}
+    return " · ".join(parts + [f"{number:,.0f} {words}" for words, number in numbers.items() if number])
 
 
-def _one_pass(
-    settings: Settings, options: ClassifyOptions, clock: Clock, kind: ListingKind, limit: int, period: Period
-) -> None:
+def _one_pass(settings: Settings, flags: MessageFlags, kind: ListingKind, limit: int, period: Period) -> None:
     """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
     # Imported late: needs PRAW, an optional package.
-    from feedmill.producers.reddit.client import RedditClient, outage_error  # noqa: PLC0415
+    from feedmill.producers.reddit.client import RedditClient  # noqa: PLC0415
     from feedmill.producers.reddit.rechecks import Rechecker  # noqa: PLC0415
-    from feedmill.producers.reddit.snapshot import Listing, SnapshotCounts, SnapshotReader, with_retries  # noqa: PLC0415
+    from feedmill.producers.reddit.snapshot import Listing, Snapshot, with_retries  # noqa: PLC0415
     from feedmill.producers.reddit.subreddits import Roster  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
+    clock = Clock()
     reddit = RedditClient(settings, RequestBudget(clock, settings.reddit_requests_per_minute), topics.topic_of)
-    redis = connect(settings)
-    state = State(redis)
-    pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
-    roster = Roster(reddit, topics, state, clock)
-    snapshot = SnapshotReader(reddit, pusher, state, clock)
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
     listing = Listing(kind, limit, period if kind == "top" else "")
-    columns = (
-        TextColumn("{task.description:<16}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-    )
-    problems = 0
-    with convert_errors(partial(outage_error, settings), Outage), Progress(*columns, console=notes) as progress:
+    with _connected(settings, flags, clock, is_service=False) as (selected, redis, pusher):
+        state = State(redis, clock)
+        roster, snapshot = Roster(reddit, topics, state, clock), Snapshot(reddit, state, clock)
         for topic in topics.topics:
-            bar = progress.add_task(topic, total=limit, note="checking subreddits")
             try:
                 with_retries(partial(roster.check, topic), clock)
             except RequestFailed as fault:
-                notes.print(
-                    f"cannot check the subreddits of topic {topic} ({fault}); keeping the previous selection",
-                    markup=False,
+                logger.warning(
+                    "cannot check the subreddits of topic %s (%s); keeping the previous selection", topic, fault
                 )
-            reading = SnapshotCounts()
-            for reading in snapshot.read(roster.active[topic], listing):
-                note = f"{reading.sent:,} sent, {reading.skipped:,} already sent"
-                progress.update(
-                    bar, completed=reading.read, note=f"{note}; {reading.problem}" if reading.problem else note
-                )
-            progress.update(bar, total=max(reading.read, 1) if not reading.problem else limit)
-            problems += bool(reading.problem)
-        rechecks = Rechecker(reddit, redis, state, settings, clock, snapshot.send)
+            read, problems = snapshot.read, len(snapshot.problems)
+            send_events(snapshot.events(roster.active[topic], listing), pusher)
+            reasons = "; ".join(["", *snapshot.problems[problems:]])
+            typer.echo(printable(f"{topic:<16} {snapshot.read - read} of {limit}{reasons}"), err=True)
         try:
-            while not with_retries(rechecks.run, clock):
-                pass
-        except RedditFault as fault:
-            notes.print(f"recheck of earlier posts failed ({fault}); the next run repeats it", markup=False)
+            send_events(Rechecker(reddit, redis, state, selected, clock).run_all(), pusher)
+        except RequestFailed as fault:
+            logger.warning("recheck of earlier posts failed (%s); the next run repeats it", fault)
     sent = f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})"
     typer.echo(f"{sent}, {pusher.skipped:,} already sent")
-    raise typer.Exit(1 if problems else 0)
+    raise typer.Exit(1 if snapshot.problems else 0)
 
 
 @app.command()
@@ -417,37 +298,22 @@ def gaps(
     --until`, then clear the list.
     """
     settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics)
+    if fill:
+        _require("praw", "reddit")
+        _fill_gaps(settings, flags)
     with user_errors(settings):
-        redis = connect(settings)
-        state = State(redis)
-        if fill:
-            options = flags.options(settings)
-            _require_packages()
-            clock = Clock()
-            with _stopping_on_signals(clock):
-                _fill_gaps(flags.select_queue(settings, redis), options, clock)
-        found, live = state.gaps(), all_gaps(redis)
+        known = Gaps(connect(settings))
+        found = known.all()
         if clear:
-            state.forget_gaps()
-            for name in {gap.source for gap in live}:
-                LiveState(redis, name).forget_gaps()
-    _print_live_gaps(live, as_json)
+            known.clear()
     for gap in found:
-        if as_json:
-            typer.echo(json.dumps(gap._asdict()))
-        else:
-            times = f"{utc(gap.since)} to {utc(gap.until)}, recorded {utc(gap.noted)}"
-            typer.echo(f"r/{printable(gap.subreddit):<22} {times}; {_gap_state(gap)}")
-    if not found and not live and not as_json:
-        typer.echo("No gaps.")
-    if fill and any(not gap.filled for gap in found):
-        raise typer.Exit(1)
-
-
-def _print_live_gaps(gaps: Sequence[LiveGap], as_json: bool) -> None:
-    for gap in gaps:
+        name = printable(f"r/{gap.subreddit}" if gap.subreddit else gap.source)
         times = f"{utc(gap.since)} to {utc(gap.until)}, recorded {utc(gap.noted)}"
-        typer.echo(json.dumps(gap._asdict()) if as_json else f"{gap.source:<24} {times}")
+        typer.echo(json.dumps(gap._asdict()) if as_json else f"{name:<24} {times}; {_gap_state(gap)}")
+    if not found and not as_json:
+        typer.echo("No gaps.")
+    if fill and any(gap.subreddit and not gap.filled for gap in found):
+        raise typer.Exit(1)
 
 
 def _gap_state(gap: Gap) -> str:
@@ -457,28 +323,21 @@ def _gap_state(gap: Gap) -> str:
     return f"open: {printable(gap.problem)}" if gap.problem else "open"
 
 
-def _fill_gaps(settings: Settings, options: ClassifyOptions, clock: Clock) -> None:
+def _fill_gaps(settings: Settings, flags: MessageFlags) -> None:
     """Fill all open gaps from Arctic Shift. Failures are stored with the gaps."""
     # Imported late: these need optional packages.
     from feedmill.producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
     from feedmill.producers.reddit.gap_filler import GapFiller  # noqa: PLC0415
 
+    clock = Clock()
     topics = topics_file.read(settings.reddit_topics)
-    redis = connect(settings)
-    state = State(redis)
-    pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
-    budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
-
-    def send(items: Sequence[ListingItem], end: Callable[[], None]) -> None:
-        present = [item for item in items if item.post and not item.gone]
-        pusher.push(item.post for item in present if item.post)
-        state.commit((), present, clock.time())
-        end()
-
-    filler = GapFiller(ArcticShiftClient(settings, budget, topics.topic_of), budget, state, clock, send)
-    for number, gap in enumerate(state.open_gaps(), 1):
-        filler.fill(gap)
-        logger.info("gap %d: %d posts found so far, %d sent", number, filler.found, pusher.sent)
+    with _connected(settings, flags, clock, is_service=False) as (_, redis, pusher):
+        budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
+        state = State(redis, clock)
+        filler = GapFiller(ArcticShiftClient(settings, budget, topics.topic_of), state, clock)
+        for number, gap in enumerate(state.gaps.open("reddit"), 1):
+            send_events(filler.fill(gap), pusher)
+            logger.info("gap %d: %d posts found so far, %d sent", number, filler.found, pusher.sent)
 
 
 @app.command()
@@ -493,7 +352,7 @@ def subreddits(
     with user_errors(settings):
         replaced = State(connect(settings)).replaced()
     for topic, names in listed.topics.items():
-        out = [replaced[name.lower()] for name in names if name.lower() in replaced]
+        out = [entry for entry in replaced.get(topic, ()) if entry.subreddit in names]
         if as_json:
             typer.echo(
                 json.dumps({"topic": topic, "subreddits": names, "replaced": [entry._asdict() for entry in out]})

@@ -231,10 +231,8 @@ def _facts(seen: StatusWithRates, settings: Settings) -> Iterator[tuple[str, lis
     yield "dead letters", [_dead_letters(found)]
     has_worker, has_messages = bool(found.workers) or not found.asked, bool(found.queue.waiting or found.queue.held)
     yield "runs", [run_progress.line(run, time.time(), has_worker, has_messages) for run in found.runs]
-    if found.reddit:
-        yield "reddit", [ingest.format_daemon_status(found.reddit)]
     for name, report in found.live.items():
-        yield name, [ingest.format_live_status(report)]
+        yield name, [ingest.format_status(report)]
     yield "gaps", [f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0"]
     yield "memory", _memory(found)
     yield "worker", [_missing(node, age) for node, age in found.missing.items()]

@@ -18,12 +18,10 @@ from redis.exceptions import ResponseError
 
 from feedmill.monitoring import capacity
 from feedmill.monitoring.capacity import CRITICAL_S, WARNING_S, Memory
-from feedmill.producers.live.state import LiveStatus, all_gaps, statuses
-from feedmill.producers.reddit.state import STATUS_TTL, State
+from feedmill.producers.live.state import Gaps, LiveStatus, statuses
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
 from feedmill.shared.errors import RedisUnavailable
-from feedmill.shared.keys import REDDIT_BEGINNINGS
 from feedmill.shared.metrics import connect_for_monitoring, oldest_seconds
 from feedmill.shared.model_routing import expected_workers, known_queues
 from feedmill.shared.redis_errors import rejects_writes
@@ -65,8 +63,6 @@ class Status(NamedTuple):
     #: Statistics of `DevicePool` by node name.
     workers: dict[str, dict[str, Any]]
     results: Counters
-    #: Status report of the Reddit daemon; None if it does not run.
-    reddit: dict[str, Any] | None
     #: Status report of the daemon of each live source that runs, by the source's name.
     live: dict[str, dict[str, Any]]
     #: Age of the oldest waiting message over all queues in seconds; None if all are empty.
@@ -113,12 +109,9 @@ def _look(redis: Redis, app: Celery | None, settings: Settings) -> Status:
     depth, queues = _queues(redis, settings)
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
     memory, kept = capacity.estimate_memory(redis, settings, _rate(workers))
-    gaps = len(State(redis).open_gaps()) + len(all_gaps(redis))
-    reddit = State(redis).load_status()
+    gaps = len(Gaps(redis).open())
     live = {name: found.report for name, found in statuses(redis).items() if found.running}
-    return Status(
-        depth, queues, workers or {}, results, reddit, live, oldest, gaps, dead, asked, missing, memory, kept, runs
-    )
+    return Status(depth, queues, workers or {}, results, live, oldest, gaps, dead, asked, missing, memory, kept, runs)
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
@@ -254,7 +247,6 @@ class HealthPart(StrEnum):
     QUEUE = "queue"
     WORKERS = "workers"
     ROWS = "rows"
-    REDDIT = "reddit"
     LIVE = "live"
 
 
@@ -273,8 +265,7 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> list[Find
     try:
         with user_errors(settings):
             seen = _look(redis, make_app(settings) if asks else None, settings)
-            live, daemon = statuses(redis), State(redis)
-            reddit = _reddit(seen.reddit, bool(redis.exists(REDDIT_BEGINNINGS)), daemon.has_ended())
+            live = statuses(redis)
     except RedisUnavailable as error:
         return [Finding(HealthPart.REDIS, False, str(error))]
     found = {
@@ -283,7 +274,6 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> list[Find
         HealthPart.QUEUE: _full(seen, settings),
         HealthPart.WORKERS: _workers(seen),
         HealthPart.ROWS: _rows(seen, settings),
-        HealthPart.REDDIT: reddit,
         HealthPart.LIVE: _live(live),
     }
     return [Finding(part, *found[part]) for part in HealthPart if part in parts]
@@ -344,19 +334,6 @@ def _rows(seen: Status, settings: Settings) -> tuple[bool, str]:
     return True, f"oldest row has waited {max(ages.values()):.1f} s" if ages else "no rows are waiting in workers"
 
 
-def _reddit(report: dict[str, Any] | None, has_run: bool, has_ended: bool) -> tuple[bool, str]:
-    """Check that the Reddit daemon reports its status, if it has ever run and was not stopped."""
-    if report is not None:
-        return True, f"the daemon reads {report['subreddits']} subreddits" + (
-            f", but: {report['hindrance']}" if report["hindrance"] else ""
-        )
-    if has_ended:
-        return True, "the daemon was stopped; `feedmill ingest reddit` starts it"
-    if has_run:
-        return False, f"no report from the daemon for {STATUS_TTL} s: start it with `feedmill ingest reddit`"
-    return True, "not in use; `feedmill ingest reddit` starts the daemon"
-
-
 def _live(known: dict[str, LiveStatus]) -> tuple[bool, str]:
     """Check the daemons of live sources that ran in the last week.
 
@@ -371,7 +348,7 @@ def _live(known: dict[str, LiveStatus]) -> tuple[bool, str]:
     if silent:
         return False, f"no report from the daemon of {', '.join(silent)}: start it again with `feedmill ingest`"
     if not known:
-        return True, "not in use; `feedmill ingest bluesky` starts a daemon"
+        return True, "not in use; `feedmill ingest` starts a daemon"
     running = {name: found.report for name, found in known.items() if found.running}
     parts = {
         "reading ": [name for name, report in running.items() if report["read"]],

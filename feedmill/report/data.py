@@ -12,7 +12,7 @@ from statistics import quantiles
 from redis import Redis
 
 from feedmill.export.columns import LABEL_SEPARATOR, label_set_of
-from feedmill.producers.reddit.state import Gap, State
+from feedmill.producers.live.state import Gap, Gaps
 from feedmill.reading.entry_ids import id_before, seconds_of
 from feedmill.reading.rows import ResultRow, RowReader
 from feedmill.shared import keys
@@ -162,7 +162,7 @@ def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None,
     if run is None and labels is None:
         _count_trimmed(report, ResultsStore(redis, settings).labels(hours), first)
     if run is None:
-        report.gaps = [gap for gap in State(redis).open_gaps() if gap.until >= first * HOUR_S]
+        report.gaps = [gap for gap in Gaps(redis).open("reddit") if gap.until >= first * HOUR_S]
     for _, fields in newest_first(redis, keys.DEAD_LETTERS, since=id_before(first * HOUR_S)):
         letter = DeadLetter.model_validate_json(fields["letter"])
         if letter.failed_at >= first * HOUR_S and (run is None or letter.run == run):

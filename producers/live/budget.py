@@ -10,7 +10,7 @@ BURST_REQUESTS = 30
 #: Requests of Reddit's stated budget that stay unused: for a restarted process, which does not know the previous one's
 #: requests, and for other users of the same credentials.
 RESERVED_REQUESTS = 5
-#: Maximum wait in seconds that Reddit's headers can impose. Its rate-limit windows last ten minutes.
+#: Maximum wait in seconds that a server can impose. Reddit's rate-limit windows last ten minutes.
 MAX_WAIT_S = 3600.0
 #: Smallest value of a reset that is a time, in seconds since 1970, instead of a duration.
 MIN_RESET_TIME = 1e9

@@ -1,4 +1,4 @@
-"""The daemon that follows a live source: read a batch of events, send its posts, store the position.
+"""The daemon that follows a source: read a batch of events, send its posts, store the position.
 
 The position is stored last. A daemon that is killed reads the events after it again, and skips the posts that it has
 sent (producers/push.py). After any failure, the daemon drops the unfinished batch and resumes from the stored position.
@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from kombu.exceptions import OperationalError
@@ -20,12 +20,13 @@ from redis import Redis
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
 
+from feedmill.producers.live.budget import MAX_WAIT_S
 from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.purges import Purges, author_of
-from feedmill.producers.live.source import Event, Source, SourceFailed
-from feedmill.producers.live.state import LiveState, Position
+from feedmill.producers.live.source import Event, Pause, Source, SourceFailed
+from feedmill.producers.live.state import Gap, Gaps, LiveState, Position
 from feedmill.producers.push import FULL_QUEUE_POLL_S, Pusher
-from feedmill.shared.errors import PostRefused, clause, printable
+from feedmill.shared.errors import PostRefused, UserError, clause, printable
 from feedmill.shared.messages import MAX_DEAD_POST_BYTES, DeadLetter, Post, digest
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
@@ -39,8 +40,8 @@ MAX_BATCH_EVENTS = 4_096
 #: Maximum seconds that an event's time may be ahead of this machine's clock to become a position, once that time has
 #: come; and maximum number of such events to remember, one per batch.
 MAX_AHEAD_S, MAX_UPCOMING = 600.0, 4_096
-#: Seconds after which events that could not be read are read again, and how many of them may wait for that.
-REREAD_S, MAX_WAITING = 5.0, 1_000
+#: Seconds after which events that could not be read are read again.
+REREAD_S = 5.0
 #: Maximum failures of events to remember.
 MAX_FAILURES_SEEN = 10_000
 #: Limit of a position, and of the characters of a deleted post's or account's id.
@@ -61,25 +62,26 @@ class LiveDaemon:
         self._redis_address = settings.redis_address
         self._clock = clock
         self._state = LiveState(redis, source.name)
+        self._gaps = Gaps(redis)
         self._store = ResultsStore(redis, settings)
-        self._purges = Purges(redis, settings, self._state, clock)
+        self._purges = Purges(redis, settings, source.name, clock)
         #: Events of the open connection; None while it is closed.
         self._events: Generator[Any] | None = None
         #: The position from which the connection was opened, until its first event has arrived; then None.
         self._resumed: Position | None = None
         #: Position up to which everything is sent.
         self._position: Position | None = None
-        #: The last event of each batch that was slightly ahead of the clock: positions once their time has come.
-        self._upcoming: list[Event] = []
+        #: The last position of each batch that was slightly ahead of the clock, until its time has come.
+        self._upcoming: list[Position] = []
         #: Failure that ended the events of the latest batch, to be handled after it.
         self._failure: SourceFailed | None = None
         #: Events before this position are repetitions.
         self._floor = 0
         #: Position of the event that was read last from the open connection; -1 before the first.
         self._reached = -1
-        #: Events that could not be read and wait to be read again, and when that is due (monotonic seconds). Meanwhile
-        #: others are sent, and the position stays.
-        self._waiting, self._reread_at = 0, math.inf
+        #: Time at which events that could not be read are read again (monotonic seconds); infinite if there are none.
+        #: Until then others are sent, and the position stays.
+        self._reread_at = math.inf
         #: Places and digests of events that failed once, and digests of dead letters: the overlap repeats them.
         self._failures_seen = set[tuple[str, int | str]]()
         self._failures = 0
@@ -88,14 +90,17 @@ class LiveDaemon:
         #: Counts since the start: events, filtered and refused posts, events in the future, dead letters, connections,
         #: gaps; and failures by kind.
         self.read = self.filtered = self.refused = self.ahead = self.unreadable = self.connections = self.gaps = 0
-        #: Gaps in the list, those of earlier processes included, at the latest status update.
+        #: Open gaps in the list, those of earlier processes included, at the latest status update.
         self._gaps_recorded = 0
         self.faults: Counter[str] = Counter()
         #: Current failure of the source or of Redis, for display; "" if there is none.
         self.hindrance = ""
 
     def step(self) -> float:
-        """Read and send one batch if it is time; return the seconds until the next one. Raises Stopped."""
+        """Read and send one batch if it is time; return the seconds until the next one.
+
+        Raises Stopped, and UserError for a failure that only the user can correct.
+        """
         try:
             self._store_status()
             if (pause := self._due - self._clock.monotonic()) <= 0:
@@ -104,6 +109,8 @@ class LiveDaemon:
             pause = self._failed("source", f"{self._source.name}: {fault}", SOURCE_BACKOFF, fault.retry_after)
         except (RedisError, OperationalError) as error:
             pause = self._failed("redis", f"Redis at {self._redis_address} failed ({clause(error)})", REDIS_BACKOFF)
+        except UserError:
+            raise
         except Exception:
             logger.exception("unexpected error; resuming from the stored position")
             pause = self._failed("unexpected", "unexpected error, see the log", SOURCE_BACKOFF)
@@ -128,7 +135,7 @@ class LiveDaemon:
             if self.hindrance:
                 logger.info("%s can be read again", self._source.name)
             self._failures, self.hindrance = 0, ""
-        return 0.0
+        return max(0.0, self._due - self._clock.monotonic())
 
     def _failed(self, kind: str, reason: str, backoff: EqualJitterBackoff, at_least: float = 0.0) -> float:
         """Close the connection after a failure, and return the seconds until the next attempt."""
@@ -136,11 +143,12 @@ class LiveDaemon:
         if not self.hindrance and kind != "redis":
             self._status_due = self._clock.monotonic()  # report the first failure at once
         self.close()
-        pause = max(backoff.compute(self._failures), at_least)
+        pause = max(backoff.compute(self._failures), min(at_least, MAX_WAIT_S))
         self._failures += 1
         self._due = self._clock.monotonic() + pause
+        is_repeated = kind == "redis" and self.hindrance == printable(reason)
         self.hindrance = printable(reason)
-        logger.warning("%s; retrying in %.0f s", self.hindrance, pause)
+        logger.log(logging.DEBUG if is_repeated else logging.WARNING, "%s; retrying in %.0f s", self.hindrance, pause)
         return pause
 
     # Reading.
@@ -152,7 +160,7 @@ class LiveDaemon:
             raise failure
         if self._clock.monotonic() >= self._reread_at:
             self._reread_at = math.inf
-            raise SourceFailed(f"{self._waiting} events could not be read; reading them again")
+            raise SourceFailed("some events could not be read; reading them again")
         events = self._events or self._open()
         batch: list[Event] = []
         posts = 0
@@ -167,26 +175,30 @@ class LiveDaemon:
                 # Send what was read: else a source that often fails would never get beyond it.
                 self._failure = failure
                 break
-            if event is None:
+            if not isinstance(event, Event):
+                self._due = self._clock.monotonic() + (event.seconds if event else 0.0)
                 break
             self._note_gap(event)
-            if event.cursor >= self._floor:
+            if event.cursor is None or event.cursor >= self._floor:
                 batch.append(event)
                 posts += event.post is not None
         return batch
 
-    def _next(self, events: Generator[Any]) -> Event | None:
-        """Return the next event that can be read; None if nothing arrives. Raises StopIteration and SourceFailed."""
-        while (raw := next(events)) is not None:
+    def _next(self, events: Generator[Any]) -> Event | Pause | None:
+        """Return the next event that can be read; None or a pause if there is none now.
+
+        Raises StopIteration and SourceFailed.
+        """
+        while (raw := next(events)) is not None and not isinstance(raw, Pause):
             try:
                 event = _checked(self._source.parse(raw))
             except Exception as error:
                 if not self._waits_for_rereading(raw):
                     self._set_aside(raw, error)
             else:
-                self._reached = event.cursor
+                self._reached = event.cursor or self._reached
                 return event
-        return None
+        return raw
 
     def _open(self) -> Generator[Any]:
         self._resumed = self._position = stored = self._state.position()
@@ -195,8 +207,7 @@ class LiveDaemon:
         # Servers may repeat far more than asked for. Everything before the overlap has been sent.
         self._floor = self._position.cursor - self._source.overlap if self._position else 0
         self._events = _generate(self._source, self._floor if self._position else None)
-        self._reached, self._upcoming = -1, []
-        self._waiting, self._reread_at = 0, math.inf
+        self._reached, self._upcoming, self._reread_at = -1, [], math.inf
         self.connections += 1
         return self._events
 
@@ -221,12 +232,12 @@ class LiveDaemon:
 
     def _note_gap(self, event: Event) -> None:
         """Record a gap if a connection's first event is later than the stored position, whose event must come again."""
-        if self._is_ahead(event.at):
+        if event.cursor is None or self._is_ahead(event.at):
             return
         before, self._resumed = self._resumed, None
         if before is None or event.cursor <= before.cursor:
             return
-        self._state.record_gap(before, event.at, self._clock.time())
+        self._gaps.record(Gap(self._source.name, "", before.at, event.at, self._clock.time()))
         self.gaps += 1
         logger.error(
             "gap in %s: the events of %.0f minutes are missing, because the source no longer has them; `feedmill "
@@ -249,9 +260,10 @@ class LiveDaemon:
                     self._send([event])
                 return
             (event,) = batch
-            if self._is_new_failure("unsent", event.cursor):
+            text = _text_of(event._asdict())
+            if self._is_new_failure("unsent", digest(text) if event.cursor is None else event.cursor):
                 raise
-            self._set_aside(event._asdict(), error)
+            self._set_aside(text, error)
             self._advance(batch)
 
     def _deliver(self, batch: list[Event]) -> None:
@@ -275,14 +287,14 @@ class LiveDaemon:
         """Store the position after a batch, which is never ahead of the clock, and count the batch's events."""
         now = self._clock.time()
         plausible = [event for event in batch if not self._is_ahead(event.at)]
-        if soon := [event for event in plausible if event.at > now]:
-            self._upcoming.append(max(soon, key=_cursor))
-        due = [event for event in (*plausible, *self._upcoming) if event.at <= now]
-        self._upcoming = [event for event in self._upcoming if event.at > now][-MAX_UPCOMING:]
-        last = max(due, key=_cursor, default=None)
-        if last and (self._position is None or (last.cursor > self._position.cursor and not self._waiting)):
-            self._position = Position(last.cursor, last.at)
-            self._state.advance(self._position)
+        places = [Position(event.cursor, event.at) for event in plausible if event.cursor is not None]
+        if soon := [place for place in places if place.at > now]:
+            self._upcoming.append(max(soon))
+        last = max((place for place in (*places, *self._upcoming) if place.at <= now), default=None)
+        self._upcoming = [place for place in self._upcoming if place.at > now][-MAX_UPCOMING:]
+        if last and (self._position is None or (last > self._position and math.isinf(self._reread_at))):
+            self._position = last
+            self._state.advance(last)
         if len(plausible) < len(batch) and not self.ahead:
             logger.warning(
                 "%s sends events from the future. They are processed, but reading resumes before them. If all events "
@@ -297,11 +309,9 @@ class LiveDaemon:
         # Both are noted: the next connection may repeat the event at another place, or cut it elsewhere.
         is_new_place = self._is_new_failure("unreadable after", self._reached)
         is_new = self._is_new_failure("unreadable", digest(_text_of(raw))) and is_new_place
-        if not is_new or self._waiting >= MAX_WAITING:
-            return False
-        self._waiting += 1
-        self._reread_at = min(self._reread_at, self._clock.monotonic() + REREAD_S)
-        return True
+        if is_new:
+            self._reread_at = min(self._reread_at, self._clock.monotonic() + REREAD_S)
+        return is_new
 
     def _is_new_failure(self, kind: str, place: int | str) -> bool:
         """Remember a failure, and return whether this is its first time."""
@@ -327,7 +337,7 @@ class LiveDaemon:
 
     def _parse(self, fields: Any) -> Post | None:
         try:
-            return Post.parse(dict(fields))
+            return fields if isinstance(fields, Post) else Post.parse(dict(fields))
         except PostRefused as refused:
             self.refused += 1
             logger.warning("skipped a post of %s: %s", self._source.name, refused)
@@ -339,11 +349,12 @@ class LiveDaemon:
         now = self._clock.monotonic()
         if now >= self._status_due:
             self._status_due = now + STATUS_INTERVAL_S
-            self._gaps_recorded = len(self._state.gaps())
+            self._gaps_recorded = len(self._gaps.open(self._source.name))
             self._state.store_status(self.status())
 
     def status(self) -> dict[str, Any]:
         """Return counters and state, for `feedmill status` and metrics. delay: age of the newest event in seconds."""
+        of_source = self._source.status()
         return {
             "source": self._source.name,
             "read": self.read,
@@ -357,10 +368,11 @@ class LiveDaemon:
             "gaps": self.gaps,
             "gaps_recorded": self._gaps_recorded,
             "connections": self.connections,
-            "faults": dict(self.faults),
             "paused": self._pusher.gate.closed,
             "delay": max(0.0, self._clock.time() - self._position.at) if self._position else None,
             "hindrance": self.hindrance,
+            **of_source,
+            "faults": dict(self.faults + Counter(of_source.get("faults"))),
         }
 
 
@@ -374,13 +386,20 @@ def _text_of(raw: Any) -> str:
     return raw if isinstance(raw, str) else json.dumps(raw, default=repr)
 
 
-def _cursor(event: Event) -> int:
-    return event.cursor
+def send_events(events: Iterable[Any], pusher: Pusher) -> None:
+    """Send the posts of a source's events until they end. Raises what `events` and `Pusher.push` raise."""
+    posts: list[Post] = []
+    for event in events:
+        if isinstance(event, Event):
+            posts += [event.post] if isinstance(event.post, Post) else ()
+        else:
+            pusher.push(posts)
+            posts = []
 
 
 def _checked(event: Event) -> Event:
     """Return the event. Raises ValueError for a value that Redis cannot store."""
-    if not 0 <= event.cursor < MAX_CURSOR or not math.isfinite(event.at):
+    if not 0 <= (event.cursor or 0) < MAX_CURSOR or not math.isfinite(event.at):
         raise ValueError("the position or the time is out of range")
     for text in (event.deleted, event.deleted_author):
         if text is not None and len(text.encode()) > MAX_DELETED:  # a lone surrogate cannot be encoded

@@ -10,13 +10,11 @@ search is repeated for a day, because it can miss posts that move from one place
 import logging
 from collections.abc import Collection
 from itertools import chain
-
-from redis import Redis
+from typing import Any
 
 from feedmill.producers.live.clock import Clock
-from feedmill.producers.live.state import LiveState
 from feedmill.shared import model_routing, queue_redaction
-from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, live_authors_key, live_deleted_key
 from feedmill.shared.purge import IDS_AT_ONCE, SWEEP_BYTES, purge
 from feedmill.shared.results import stored_ids
 from feedmill.shared.scripts import purge as purge_scripts
@@ -37,10 +35,11 @@ MAX_SHARE = 0.1
 class Purges:
     """Collect deletions and purge the posts. `purged`: number of posts since the start."""
 
-    def __init__(self, redis: Redis, settings: Settings, state: LiveState, clock: Clock) -> None:
+    def __init__(self, redis: Any, settings: Settings, source: str, clock: Clock) -> None:
         self._redis = redis
         self._settings = settings
-        self._state = state
+        #: Keys of the posts that are not purged yet, and of the accounts, scored by the time of deletion.
+        self._deleted, self._authors = live_deleted_key(source), live_authors_key(source)
         self._clock = clock
         self._due = self._authors_due = clock.monotonic()  # a killed daemon may have left some
         self.purged = 0
@@ -50,9 +49,12 @@ class Purges:
 
         authors: deleted accounts. writers: accounts that have written since; their new posts stay.
         """
-        self._state.add_deletions(queue_scripts.known(self._redis, sorted(ids)))
-        self._state.forget_authors(writers)
-        self._state.add_authors(authors, self._clock.time())
+        if ids and (known := queue_scripts.known(self._redis, sorted(ids))):
+            self._redis.sadd(self._deleted, *known)
+        if writers:
+            self._redis.zrem(self._authors, *writers)
+        if authors:
+            self._redis.zadd(self._authors, dict.fromkeys(authors, self._clock.time()))
 
     def run_if_due(self) -> None:
         """Purge what has been collected, if it is time. Raises redis.exceptions.RedisError; nothing is lost then."""
@@ -64,7 +66,7 @@ class Purges:
             self._due = min(self._due, self._clock.monotonic())
         began = self._clock.monotonic()
         if began >= self._due:
-            self._purge(sorted(self._state.deleted()))
+            self._purge(sorted(self._redis.smembers(self._deleted)))
             took = self._clock.monotonic() - began
             self._due = began + max(PURGE_INTERVAL_S, took / MAX_SHARE)
 
@@ -72,14 +74,14 @@ class Purges:
         for start in range(0, len(ids), IDS_AT_ONCE):
             batch = ids[start : start + IDS_AT_ONCE]
             purge(self._redis, self._settings, batch)
-            self._state.forget_deleted(batch)
+            self._redis.srem(self._deleted, *batch)
             self.purged += len(batch)
             logger.info("purged %d posts that were deleted at their source", len(batch))
 
     def _find_posts_of_authors(self) -> None:
         """Add all posts of deleted accounts to the posts to purge."""
-        self._state.forget_authors_before(self._clock.time() - AUTHOR_KEPT_S)
-        if not (authors := self._state.deleted_authors()):
+        self._redis.zremrangebyscore(self._authors, "-inf", f"({self._clock.time() - AUTHOR_KEPT_S}")
+        if not (authors := set(self._redis.zrange(self._authors, 0, -1))):
             return
         # Messages first: their posts move to the results.
         queues = model_routing.queues(self._redis, self._settings)
@@ -87,7 +89,8 @@ class Purges:
         found = {post_id for post_id in ids if author_of(post_id) in authors}
         for stream in (RESULTS_STREAM, DEAD_LETTERS):
             found |= purge_scripts.find_authors(self._redis, stream, authors, SWEEP_BYTES)
-        self._state.add_deletions(found)
+        if found:
+            self._redis.sadd(self._deleted, *found)
 
 
 def author_of(post_id: str) -> str:

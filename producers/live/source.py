@@ -1,7 +1,9 @@
 """What a live source implements: a stream of events, each with a position from which reading can be resumed."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+from feedmill.shared.messages import Post
 
 
 class SourceFailed(Exception):  # noqa: N818 - named after the event
@@ -12,31 +14,41 @@ class SourceFailed(Exception):  # noqa: N818 - named after the event
         self.retry_after = retry_after
 
 
+class RequestFailed(SourceFailed):
+    """One request failed, or its result is not available. Other requests may succeed."""
+
+
 class Event(NamedTuple):
     """A change at the source: a new or edited post, a deletion, or only progress.
 
-    cursor: the event's position; positions increase and are below 2**63. at: its time at the source, in seconds since
-    1970.
-    post: fields of the post (`feedmill.shared.messages.Post`); its id must be the same whenever the event is repeated.
+    cursor: the event's position; positions increase and are below 2**63. None if the source stores its own positions.
+    at: its time at the source, in seconds since 1970.
+    post: a `feedmill.shared.messages.Post` or its fields; its id must be the same whenever the event is repeated.
     deleted: id of a post that was deleted. deleted_author: beginning of the ids of all posts of a deleted account, up
     to and including the last slash. filtered: true if a filter left the event's post out.
     """
 
-    cursor: int
+    cursor: int | None
     at: float
-    post: Mapping[str, object] | None = None
+    post: Post | Mapping[str, object] | None = None
     deleted: str | None = None
     deleted_author: str | None = None
     filtered: bool = False
 
 
-class Source(Protocol):
-    """A live source."""
+class Pause(NamedTuple):
+    """What a source yields if nothing is expected for some seconds."""
+
+    seconds: float
+
+
+class Source:
+    """A live source. A subclass has a `name` and implements `events`, and `parse` unless it yields `Event`s."""
 
     #: Name in commands, keys and metrics: lower-case letters, digits and underscores.
     name: str
     #: Distance before the stored position from which reading resumes, for events that arrive out of order.
-    overlap: int
+    overlap = 0
 
     def events(self, cursor: int | None) -> Iterator[Any]:
         """Yield events from this position on, including it, oldest first; only new events if it is None.
@@ -44,9 +56,11 @@ class Source(Protocol):
         Events are as the source sent them: `parse` reads them.
 
         The first event may be earlier. If it is later than the position stored last, the daemon records a gap, because
-        the event at that position was not repeated. If nothing arrives, yield None about once a second, so that the
-        daemon sends what it has. Raises SourceFailed; the daemon then pauses and calls this method again.
+        the event at that position was not repeated. If nothing arrives, yield None about once a second, or a Pause
+        until the next poll: the daemon then sends what it has, and continues the generator once that is in the queue.
+        Raises SourceFailed; the daemon then pauses and calls this method again.
         """
+        raise NotImplementedError
 
     def parse(self, raw: Any) -> Event:
         """Read one of the events that `events` yielded.
@@ -54,3 +68,9 @@ class Source(Protocol):
         May raise any exception. The daemon then goes on, and reads the event once more within seconds, in case it was
         cut. If it cannot be read again, it becomes a dead letter.
         """
+        event: Event = raw
+        return event
+
+    def status(self) -> Mapping[str, Any]:
+        """Return counters and state that the daemon adds to its own, or that replace them. `faults` are added up."""
+        return {}

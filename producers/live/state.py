@@ -1,18 +1,18 @@
-"""The persistent state of a live source in Redis: position, gaps, deletions to purge, status.
+"""The persistent state of live sources in Redis: positions, gaps, status.
 
 Every method may be repeated after a crash during it. All raise redis.exceptions.RedisError.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.shared.keys import LIVE_STATUS, live_authors_key, live_deleted_key, live_gaps_key, live_position_key
+from feedmill.shared.keys import LIVE_GAPS, LIVE_STATUS, live_position_key
 
 #: Maximum number of stored gaps; the oldest are deleted first.
-MAX_GAPS = 1_000
+MAX_GAPS = 10_000
 #: Seconds after which a status is out of date: its daemon no longer runs.
 STATUS_TTL = 120
 #: Seconds after which a daemon that does not report is no longer expected to run.
@@ -26,14 +26,53 @@ class Position(NamedTuple):
     at: float
 
 
-class LiveGap(NamedTuple):
-    """A period, in seconds since 1970, whose events could not be read."""
+class Gap(NamedTuple):
+    """A period, in seconds since 1970, whose posts could not be read. subreddit: "" for sources without subreddits."""
 
     source: str
+    subreddit: str
     since: float
     until: float
     #: Time of detection.
     noted: float
+    #: Time up to which the gap has been filled so far; 0 at first.
+    reached: float = 0.0
+    #: Number of posts found there.
+    found: int = 0
+    #: Time at which the gap was filled; 0 while it is open.
+    filled: float = 0.0
+    #: Reason why the latest attempt to fill it failed.
+    problem: str = ""
+
+    @property
+    def field(self) -> str:
+        return f"{self.source} {self.subreddit} {self.since}"
+
+
+class Gaps:
+    """The list of gaps of all sources."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    def record(self, gap: Gap) -> None:
+        """Add a gap, or replace the one that begins there."""
+        self._redis.hset(LIVE_GAPS, gap.field, json.dumps(gap))
+        if int(self._redis.hlen(LIVE_GAPS)) > MAX_GAPS:
+            oldest = sorted(self.all(), key=lambda gap: gap.noted)[:-MAX_GAPS]
+            self._redis.hdel(LIVE_GAPS, *(gap.field for gap in oldest))
+
+    def all(self) -> list[Gap]:
+        """Return the gaps, oldest first."""
+        values: Any = self._redis.hvals(LIVE_GAPS)
+        return sorted((Gap(*json.loads(value)) for value in values), key=lambda gap: gap.since)
+
+    def open(self, source: str | None = None) -> list[Gap]:
+        """Return the gaps that are not filled, of one source or of all, oldest first."""
+        return [gap for gap in self.all() if not gap.filled and source in (None, gap.source)]
+
+    def clear(self) -> None:
+        self._redis.delete(LIVE_GAPS)
 
 
 class LiveStatus(NamedTuple):
@@ -70,53 +109,6 @@ class LiveState:
         values: dict[Any, Any] = {"cursor": position.cursor, "at": position.at, "stored": _now(self._redis)}
         self._redis.hset(live_position_key(self._source), mapping=values)
 
-    def record_gap(self, before: Position, until: float, noted: float) -> None:
-        """Record that the events between a position and a time could not be read. Replaces a gap that begins there."""
-        key = live_gaps_key(self._source)
-        self._redis.hset(key, str(before.cursor), json.dumps([before.at, until, noted]))
-        if self._redis.hlen(key) > MAX_GAPS:
-            cursors: Any = self._redis.hkeys(key)
-            self._redis.hdel(key, *sorted(cursors, key=int)[:-MAX_GAPS])
-
-    def gaps(self) -> list[LiveGap]:
-        """Return the gaps, oldest first."""
-        found: Any = self._redis.hvals(live_gaps_key(self._source))
-        return sorted(LiveGap(self._source, *json.loads(value)) for value in found)
-
-    def forget_gaps(self) -> None:
-        self._redis.delete(live_gaps_key(self._source))
-
-    def add_deletions(self, ids: Collection[str]) -> None:
-        """Remember deleted posts until they are purged."""
-        if ids:
-            self._redis.sadd(live_deleted_key(self._source), *ids)
-
-    def add_authors(self, authors: Collection[str], at: float) -> None:
-        """Remember accounts that were deleted at this time, in seconds since 1970."""
-        if authors:
-            self._redis.zadd(live_authors_key(self._source), dict.fromkeys(authors, at))
-
-    def deleted(self) -> set[str]:
-        """Return the deleted posts that are not purged yet."""
-        found: Any = self._redis.smembers(live_deleted_key(self._source))
-        return set(found)
-
-    def deleted_authors(self) -> set[str]:
-        """Return the beginnings of the ids of deleted accounts' posts."""
-        found: Any = self._redis.zrange(live_authors_key(self._source), 0, -1)
-        return set(found)
-
-    def forget_deleted(self, ids: Iterable[str]) -> None:
-        self._redis.srem(live_deleted_key(self._source), *ids)
-
-    def forget_authors(self, authors: Collection[str]) -> None:
-        if authors:
-            self._redis.zrem(live_authors_key(self._source), *authors)
-
-    def forget_authors_before(self, at: float) -> None:
-        """Forget accounts that were deleted before this time, in seconds since 1970."""
-        self._redis.zremrangebyscore(live_authors_key(self._source), "-inf", f"({at}")
-
     def store_status(self, report: Mapping[str, Any], ended: bool = False) -> None:
         """Store the daemon's status for `feedmill status`. ended: the daemon stops on request, and is not missed."""
         status = {**report, "at": _now(self._redis), "ended": ended}
@@ -133,12 +125,6 @@ def statuses(redis: Redis) -> dict[str, LiveStatus]:
         for name, report in sorted(reports.items())
     }
     return {name: status for name, status in known.items() if status.age <= EXPECTED_S}
-
-
-def all_gaps(redis: Redis) -> list[LiveGap]:
-    """Return the gaps of every source that has reported a status."""
-    names: Any = redis.hkeys(LIVE_STATUS)
-    return [gap for name in sorted(names) for gap in LiveState(redis, name).gaps()]
 
 
 def _now(redis: Redis) -> int:

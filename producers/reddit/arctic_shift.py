@@ -5,25 +5,16 @@ no gap. Its documentation does not say whether bounds are inclusive: requests ov
 that they are, and items outside the bounds are dropped.
 """
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import requests
 
 from feedmill.producers.live.budget import RequestBudget
-from feedmill.producers.reddit.http import TEMPORARY_STATUSES, fetch, retry_after
-from feedmill.producers.reddit.items import parse_items
-from feedmill.producers.reddit.listing import (
-    PAGE_SIZE,
-    ListingItem,
-    ListingPage,
-    RequestFailed,
-    SubredditInfo,
-    TooManyRequests,
-)
+from feedmill.producers.live.http import HttpClient
+from feedmill.producers.live.source import RequestFailed
+from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, parse_items
 from feedmill.shared.errors import printable
 from feedmill.shared.settings import Settings
 
@@ -47,13 +38,12 @@ class Span(NamedTuple):
 
 
 class ArcticShiftClient:
-    """A client for Arctic Shift's API. Not thread-safe. Every method raises only RedditFault.
+    """A client for Arctic Shift's API. Not thread-safe. Methods raise SourceFailed; RequestFailed for one request.
 
     topic_of: topic by the subreddit's name in lower case.
     """
 
     name = "Arctic Shift"
-    refused = ""
 
     def __init__(
         self,
@@ -62,11 +52,10 @@ class ArcticShiftClient:
         topic_of: Mapping[str, str],
         session: requests.Session | None = None,
     ) -> None:
-        self._session = session or requests.Session()
-        self._session.headers["User-Agent"] = settings.reddit_user_agent or "feedmill"
+        self.budget = budget
+        self._http = HttpClient(self.name, budget, settings.reddit_timeout, session)
+        self._http.session.headers["User-Agent"] = settings.reddit_user_agent or "feedmill"
         self._url = settings.arctic_shift_url.rstrip("/")
-        self._timeout = settings.reddit_timeout
-        self._budget = budget
         self._topic_of = topic_of
         #: Subreddits whose latest search timed out: they are asked for fewer posts.
         self._slow: set[str] = set()
@@ -74,7 +63,7 @@ class ArcticShiftClient:
         self._inclusive = False
 
     def close(self) -> None:
-        self._session.close()
+        self._http.close()
 
     def since(self, name: str, since: float, until: float | None = None) -> Span:
         """Return the subreddit's oldest posts created at `since` or later, and before `until`.
@@ -96,7 +85,7 @@ class ArcticShiftClient:
             self._inclusive = True
             return self.since(name, since, until)
         wanted = [each for each in found if each.created_utc >= since and (until is None or each.created_utc < until)]
-        items = sorted(wanted, key=lambda item: (item.created_utc, item.fullname))
+        items = sorted(wanted, key=_age)
         last = max((item.created_utc for item in found), default=since)
         more = len(found) >= size and (until is None or last < until)
         if more and last <= since:
@@ -117,61 +106,44 @@ class ArcticShiftClient:
         items = self._search(names[0], sort="desc", limit=limit)
         return ListingPage(sorted(items, key=lambda item: -item.created_utc), None)
 
-    def newest(self, name: str, count: int, found: dict[str, ListingItem]) -> list[ListingItem]:
-        """Return about `count` newest posts of a subreddit, oldest first.
-
-        found: posts that are read already, by fullname. New ones are added, so that reading continues after a fault.
-        """
+    def newest(self, name: str, count: int) -> list[ListingItem]:
+        """Return about `count` newest posts of a subreddit, oldest first."""
         size = min(PAGE_SIZE, count)
+        found: dict[str, ListingItem] = {}
         while len(found) < count:
             bounds = {"before": int(min(item.created_utc for item in found.values())) + 1} if found else {}
             page = self._search(name, sort="desc", limit=size, **bounds)
-            new = {item.fullname: item for item in page if item.fullname not in found}
-            found |= new
-            if not new or len(page) < size:
+            known = len(found)
+            found |= {item.fullname: item for item in page}
+            if len(found) == known or len(page) < size:
                 break
-        items = sorted(found.values(), key=lambda item: (item.created_utc, item.fullname))
-        return items[-count:]
+        return sorted(found.values(), key=_age)[-count:]
 
-    def info(self, fullnames: Iterable[str]) -> dict[str, ListingItem]:
-        """Return posts by fullname. Posts that the archive does not have are absent."""
-        found: dict[str, ListingItem] = {}
-        remaining = iter(fullnames)
-        while batch := list(islice(remaining, PAGE_SIZE)):
-            ids = ",".join(name.removeprefix("t3_") for name in batch)
-            found |= {item.fullname: item for item in self._request("/api/posts/ids", {"ids": ids})}
-        return found
-
-    def about(self, names: Iterable[str]) -> dict[str, SubredditInfo]:
-        """Return all subreddits as readable: the archive keeps closed ones, which then have no new posts."""
-        return {name.lower(): SubredditInfo(name, None) for name in names}
+    def info(self, fullnames: Sequence[str]) -> dict[str, ListingItem]:
+        """Return up to a hundred posts by fullname. Posts that the archive does not have are absent."""
+        ids = ",".join(name.removeprefix("t3_") for name in fullnames)
+        return {item.fullname: item for item in self._request("/api/posts/ids", {"ids": ids})}
 
     def _search(self, name: str, **parameters: str | int) -> list[ListingItem]:
         items = self._request("/api/posts/search", {"subreddit": name, **parameters})
         return [item for item in items if item.subreddit.lower() == name.lower()]
 
     def _request(self, path: str, parameters: Mapping[str, str | int]) -> list[ListingItem]:
-        response, body = fetch(
-            self._session, self._budget, self._timeout, "GET", f"{self._url}{path}", params=dict(parameters)
-        )
-        return list(parse_items(self._posts(response, body), self._topic_of))
+        response = self._http.request("GET", self._url + path, params=parameters)
+        return list(parse_items(self._posts(response), self._topic_of))
 
-    def _posts(self, response: requests.Response, body: bytes) -> Iterator[dict[str, Any]]:
-        status = response.status_code
-        if status == 429:
-            raise TooManyRequests(retry_after(response.headers))
-        if status in TEMPORARY_STATUSES:
-            raise RequestFailed(f"Arctic Shift returned status {status}")
-        try:
-            answer = json.loads(body)
-        except (ValueError, RecursionError):
-            raise RequestFailed(f"Arctic Shift returned invalid JSON with status {status}") from None
+    def _posts(self, response: requests.Response) -> Iterator[dict[str, Any]]:
+        answer = self._http.json(response)
         data = answer.get("data") if isinstance(answer, dict) else None
-        if status != 200 or not isinstance(data, list):
+        if response.status_code != 200 or not isinstance(data, list):
             why = printable(str(answer.get("error") if isinstance(answer, dict) else answer))
-            if status == 422:
+            if response.status_code == 422:
                 # "Timeout. Maybe slow down a bit": the archive's answer to searches that are too expensive, and to
                 # clients that are too fast.
-                self._budget.pause(OVERLOAD_PAUSE_S)
-            raise RequestFailed(f"Arctic Shift returned status {status}: {why:.100}")
+                self.budget.pause(OVERLOAD_PAUSE_S)
+            raise RequestFailed(f"Arctic Shift returned status {response.status_code}: {why:.100}")
         return (each for each in data if isinstance(each, dict))
+
+
+def _age(item: ListingItem) -> tuple[float, str]:
+    return item.created_utc, item.fullname

@@ -1,25 +1,26 @@
-"""Fill recorded gaps from Arctic Shift: read each gap's posts there, and send them the way of all others.
+"""Fill recorded gaps from Arctic Shift: read each gap's posts there, and send them like any other post.
 
-A step sends one request, so that a daemon goes on between steps. The progress is stored with the gap.
+A step sends one request, so that the daemon stays responsive. The progress is stored with the gap.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Generator
+from typing import Any
 
 from redis.backoff import EqualJitterBackoff
 
-from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.clock import Clock
+from feedmill.producers.live.source import RequestFailed, SourceFailed
+from feedmill.producers.live.state import Gap
 from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
-from feedmill.producers.reddit.listing import ListingItem, Outage, RedditFault, TooManyRequests
-from feedmill.producers.reddit.state import Gap, State
+from feedmill.producers.reddit.state import State
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between looks for open gaps.
+#: Seconds between checks for open gaps.
 POLL_INTERVAL_S = 60.0
-#: Seconds until a gap is tried again after a failure, and at most after repeated ones.
-MIN_RETRY_S, MAX_RETRY_S = 60.0, 6 * 3600.0
+#: Seconds until a gap is tried again after a failure.
+RETRY_S = 600.0
 #: Failures in a row after which an attempt to fill a gap at once ends, and pauses in seconds between them.
 MAX_ATTEMPTS, BACKOFF = 4, EqualJitterBackoff(cap=20, base=5)
 #: Seconds after the end of a gap from which on the archive counts as complete, even if it has no later post.
@@ -31,100 +32,70 @@ BEHIND = "Arctic Shift has no post from the end of the gap yet"
 
 
 class GapFiller:
-    """Fill gaps one after the other. send: sends posts, then calls its second argument."""
+    """Fill Reddit's gaps one after the other."""
 
-    def __init__(
-        self,
-        archive: ArcticShiftClient,
-        budget: RequestBudget,
-        state: State,
-        clock: Clock,
-        send: Callable[[Sequence[ListingItem], Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, archive: ArcticShiftClient, state: State, clock: Clock) -> None:
         self._archive = archive
-        self._budget = budget
         self._state = state
         self._clock = clock
-        self._send = send
-        self._sending = False
-        #: Gap -> number of failures and time of the next try (monotonic seconds).
-        self._failures: dict[str, tuple[int, float]] = {}
+        #: Gap that could not be filled -> time of the next attempt (monotonic seconds).
+        self._retries: dict[str, float] = {}
         #: Filled gaps, and posts found in them, since the start.
         self.filled = self.found = 0
 
-    def step(self) -> float:
-        """Send one request for the first open gap; return the seconds until the next step.
+    def run(self) -> Generator[Any, None, float]:
+        """Send one request for the first open gap, and yield its posts; return the seconds until the next run.
 
         Raises redis.exceptions.RedisError.
         """
-        if self._sending:
-            return 1.0
         now = self._clock.monotonic()
-        due = [gap for gap in self._state.open_gaps() if self._failures.get(gap.field, (0, now))[1] <= now]
+        due = [gap for gap in self._state.gaps.open("reddit") if self._retries.get(gap.field, now) <= now]
         if not due:
             return POLL_INTERVAL_S
-        if (pause := self._budget.pending()) > 0:
-            return pause
-        self._fill_part(due[0])
+        yield from self._fill_part(due[0])
         return 0.0
 
-    def fill(self, gap: Gap) -> bool:
-        """Fill a gap now. Return false if it remains open, after several failures without progress."""
+    def fill(self, gap: Gap) -> Generator[Any]:
+        """Fill a gap now, until several failures in a row."""
         failures = 0
-        while failures < MAX_ATTEMPTS:
+        while failures < MAX_ATTEMPTS and not gap.filled:
             if failures:
                 self._clock.wait(BACKOFF.compute(failures - 1))
-            if not self._fill_part(gap):
-                failures += 1
-                continue
-            failures = 0
-            (gap,) = [each for each in self._state.gaps() if each.field == gap.field]
-            if gap.filled or gap.field in self._failures:
-                return bool(gap.filled)
-        return False
+            reached = gap.reached
+            gap = yield from self._fill_part(gap)
+            failures = 0 if gap.reached > reached else failures + 1
 
-    def _fill_part(self, gap: Gap) -> bool:
-        """Read and send the next part of a gap. Return false if that failed; the gap then has the reason."""
+    def _fill_part(self, gap: Gap) -> Generator[Any, None, Gap]:
+        """Read and send the next part of a gap. Return the gap as it is stored now."""
         try:
             span = self._archive.since(gap.subreddit, gap.reached or gap.since, gap.until)
             behind = not span.more and not self._reaches(gap)
-        except RedditFault as fault:
-            if isinstance(fault, Outage):
-                longest = fault.retry_after if isinstance(fault, TooManyRequests) else None
-                self._budget.pause(max(MIN_RETRY_S, longest or 0.0))
-            self._fail(gap, str(fault))
-            return False
+        except SourceFailed as fault:
+            if not isinstance(fault, RequestFailed):
+                self._archive.budget.pause(max(RETRY_S, fault.retry_after))
+            return self._fail(gap, str(fault))
         if behind:
-            self._fail(gap, BEHIND)
-            return False
+            return self._fail(gap, BEHIND)
         # Posts of the last second are read again in the next part: count them then.
         counted = [item for item in span.items if not item.gone and (not span.more or item.created_utc < span.reached)]
+        # Known posts are left out: the archive may have text that was deleted since.
+        known = self._state.track(gap.subreddit).known
+        yield from self._state.send([item for item in span.items if item.fullname not in known])
+        # A crowded second keeps the gap open: some of its posts may be missing.
         crowded = gap.problem if gap.problem.startswith(CROWDED) else ""
         if span.crowded is not None:
             crowded = f"{CROWDED} {span.crowded:.0f}"
-        # A crowded second keeps the gap open: some of its posts may be missing.
-        filled = not span.more and not crowded
-        after = gap._replace(
-            reached=span.reached,
-            found=gap.found + len(counted),
-            problem=crowded,
-            filled=self._clock.time() if filled else 0.0,
-        )
-
-        def sent() -> None:
-            self._state.update_gap(after)
-            self._sending = False
-            self._failures.pop(gap.field, None)
-            if not span.more and not after.filled:
-                self._fail(after, crowded)
-            if after.filled:
-                self.filled += 1
-                logger.info("filled the gap in r/%s with %d posts from Arctic Shift", gap.subreddit, after.found)
-
         self.found += len(counted)
-        self._sending = True
-        self._send(span.items, sent)
-        return True
+        reached = span.reached if span.more else gap.until
+        gap = gap._replace(reached=reached, found=gap.found + len(counted), problem=crowded)
+        if not span.more and crowded:
+            return self._fail(gap, crowded)
+        if not span.more:
+            gap = gap._replace(filled=self._clock.time())
+            self.filled += 1
+            logger.info("filled the gap in r/%s with %d posts from Arctic Shift", gap.subreddit, gap.found)
+        self._state.gaps.record(gap)
+        return gap
 
     def _reaches(self, gap: Gap) -> bool:
         """Return whether the archive has read the subreddit up to the end of the gap."""
@@ -132,11 +103,11 @@ class GapFiller:
             return True
         return bool(self._archive.since(gap.subreddit, gap.until - 1).items)
 
-    def _fail(self, gap: Gap, reason: str) -> None:
-        failures = self._failures.get(gap.field, (0, 0.0))[0]
-        retry = min(MIN_RETRY_S * 2 ** min(failures, 16), MAX_RETRY_S)
-        self._failures[gap.field] = failures + 1, self._clock.monotonic() + retry
-        # A crowded second remains the reason: without it, the gap would count as filled later.
-        if gap.problem != reason and not gap.problem.startswith(CROWDED):
-            logger.warning("cannot fill the gap in r/%s: %s; retrying in %.0f s", gap.subreddit, reason, retry)
-            self._state.update_gap(gap._replace(problem=reason))
+    def _fail(self, gap: Gap, reason: str) -> Gap:
+        """Store the reason why a gap remains open. A crowded second stays the reason: other posts of it are missing."""
+        self._retries[gap.field] = self._clock.monotonic() + RETRY_S
+        if gap.problem != reason:
+            logger.warning("cannot fill the gap in r/%s: %s; retrying in %.0f s", gap.subreddit, reason, RETRY_S)
+        gap = gap._replace(problem=gap.problem if gap.problem.startswith(CROWDED) else reason)
+        self._state.gaps.record(gap)
+        return gap

@@ -1,23 +1,23 @@
-"""Types independent of PRAW: posts, pages and subreddits as Reddit lists them, and failures."""
+"""Posts, pages and subreddits as Reddit and its archives list them."""
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
-from feedmill.producers.records import Removal
+from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.source import Event, RequestFailed, SourceFailed
+from feedmill.producers.records import Removal, parse_post, removal_of
 from feedmill.shared.messages import Post, digest
+
+logger = logging.getLogger(__name__)
 
 #: Maximum number of items in a response.
 PAGE_SIZE = 100
+#: The end of the year 9999, in seconds since 1970.
+MAX_TIMESTAMP = 253_402_300_799.0
 
 UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated", "redirected"]
-
-
-class RedditFault(Exception):  # noqa: N818 - named after the event, like its subclasses
-    """Reddit did not return what was requested."""
-
-
-class RequestFailed(RedditFault):
-    """One request failed, or its result is not available. Other requests may succeed."""
 
 
 class SubredditUnreadable(RequestFailed):
@@ -28,30 +28,14 @@ class SubredditUnreadable(RequestFailed):
         self.why: UnreadableReason = why
 
 
-class Outage(RedditFault):
-    """Reddit is unavailable for all requests."""
-
-
-class Unreachable(Outage):
-    """Connecting to Reddit failed."""
-
-
-class TooManyRequests(Outage):
-    """Reddit returned status 429. retry_after: seconds; None if not given."""
-
-    def __init__(self, retry_after: float | None) -> None:
-        super().__init__("too many requests (429)")
-        self.retry_after = retry_after
-
-
-class CredentialsRefused(Outage):
-    """Reddit rejected the client ID or secret."""
+class CredentialsRefused(SourceFailed):
+    """Reddit rejected the client ID or secret. The reason is the message for the user."""
 
 
 class ListingItem(NamedTuple):
     """A post in a listing or in a response to a request by id.
 
-    problem: reason why `post` is None. gone: whether it was deleted or removed; its text must not be used then.
+    post: None if it cannot be classified. gone: whether it was deleted or removed; its text must not be used then.
     """
 
     fullname: str
@@ -61,12 +45,22 @@ class ListingItem(NamedTuple):
     gone: Removal
     score: int
     post: Post | None
-    problem: str = ""
 
     @property
     def text(self) -> str:
         """Return a short digest of the text to classify. It changes when a post is edited, removed or approved."""
         return digest(self.post.text)[:16] if self.post and not self.gone else "gone"
+
+
+def events_of(items: Iterable[ListingItem]) -> Iterator[Event | None]:
+    """Yield the posts of items that are not gone, then None: what follows runs once they are in the queue.
+
+    A post that cannot be classified is yielded without its text, and so counts as refused.
+    """
+    for item in items:
+        if not item.gone:
+            yield Event(None, item.created_utc, item.post or {"id": item.fullname})
+    yield None
 
 
 class ListingPage(NamedTuple):
@@ -76,26 +70,47 @@ class ListingPage(NamedTuple):
     after: str | None
 
 
-class SubredditInfo(NamedTuple):
-    """A subreddit's properties."""
-
-    name: str
-    #: Reason why it cannot be read; None if it can.
-    why: UnreadableReason | None
-
-
 class PostSource(Protocol):
-    """A client for Reddit's posts. Its methods raise only RedditFault; see `RedditClient`."""
+    """A client for Reddit's posts. Its methods raise SourceFailed; see `RedditClient`."""
 
     #: Name in logs.
     name: str
-    #: Error message for credentials that the source rejects.
-    refused: str
+    budget: RequestBudget
 
     def page(
         self, names: Sequence[str], listing: str = ..., after: str | None = ..., limit: int = ..., period: str = ...
     ) -> ListingPage: ...
 
-    def info(self, fullnames: Iterable[str]) -> dict[str, ListingItem]: ...
+    def info(self, fullnames: Sequence[str]) -> dict[str, ListingItem]: ...
 
-    def about(self, names: Iterable[str]) -> dict[str, SubredditInfo]: ...
+
+def parse_items(posts: Iterable[Mapping[str, Any]], topic_of: Mapping[str, str]) -> Iterator[ListingItem]:
+    """Yield the valid posts. topic_of: see `parse_item`."""
+    for data in posts:
+        try:
+            if not data.get("promoted"):  # an advertisement
+                yield parse_item(data, topic_of)
+        except Exception as error:
+            # Whatever an invalid post raises must not fail its page: strangers write it.
+            name = (data.get("name") or data.get("id")) if isinstance(data, Mapping) else data
+            logger.warning("skipped an invalid post (%.80s, %.40r)", error, name)
+
+
+def parse_item(data: Mapping[str, Any], topic_of: Mapping[str, str]) -> ListingItem:
+    """Parse a post in the form of Reddit's API. May raise any exception if it is invalid.
+
+    topic_of: topic by the subreddit's name in lower case.
+    """
+    fullname = data.get("name") or f"t3_{data['id']}"
+    if not re.fullmatch(r"t3_[0-9a-z]{1,20}", fullname):
+        raise ValueError("invalid fullname")
+    created = float(data["created_utc"])
+    if not 0 <= created < MAX_TIMESTAMP:
+        raise ValueError("invalid created_utc")
+    subreddit = data["subreddit"]
+    subreddit.encode()  # a lone surrogate could not be part of a key
+    # Drops invalid optional fields: a post is not rejected for its score or a URL.
+    *_, read = parse_post({**data, "name": fullname, "topic": topic_of.get(subreddit.lower())}, fullname)
+    post = read if isinstance(read, Post) else None
+    score = data["score"] if isinstance(data.get("score"), int) else 0
+    return ListingItem(fullname, subreddit, created, bool(data.get("stickied")), removal_of(data), score, post)

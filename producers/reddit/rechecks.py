@@ -10,13 +10,15 @@ not return never hold up the others.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from redis import Redis
 
 from feedmill.producers.live.clock import Clock
-from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, PostSource, RequestFailed
+from feedmill.producers.live.source import RequestFailed
+from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, PostSource, SubredditUnreadable, events_of
 from feedmill.producers.reddit.state import Recheck, RecheckReason, State
 from feedmill.shared.purge import lift_matching, purge, tombstones
 from feedmill.shared.results import ResultsStore
@@ -56,153 +58,145 @@ class _Verdicts:
 
 
 class Rechecker:
-    """Recheck posts that are due. send: sends posts whose text may have changed, then calls its second argument."""
+    """Recheck posts that are due."""
 
-    def __init__(
-        self,
-        reddit: PostSource,
-        redis: Redis,
-        state: State,
-        settings: Settings,
-        clock: Clock,
-        send: Callable[[Sequence[ListingItem], Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, reddit: PostSource, redis: Redis, state: State, settings: Settings, clock: Clock) -> None:
         self._reddit = reddit
         self._redis = redis
         self._state = state
         self._settings = settings
         self._store = ResultsStore(redis, settings)
         self._clock = clock
-        self._send = send
-        #: True while posts of the latest recheck are not all sent; they are still due.
-        self._sending = False
         #: Posts rechecked, purged, and sent again because they came back, since the start.
         self.rechecked = self.purged = self.returned = 0
 
-    def run(self) -> float:
-        """Recheck up to a hundred posts; return the seconds until the next run.
+    def run(self) -> Generator[Any, None, float]:
+        """Recheck up to a hundred posts, yielding changed ones; return the seconds until the next run.
 
-        Raises RedditFault and redis.exceptions.RedisError. A later run rechecks the unfinished posts, after the others.
+        Raises SourceFailed and redis.exceptions.RedisError. Unfinished posts are rechecked later, after the others.
         """
-        if self._sending or not (looks := self._state.due(self._clock.time(), PAGE_SIZE)):
+        if not (rechecks := self._state.due(self._clock.time(), PAGE_SIZE)):
             return POLL_INTERVAL_S
         try:
-            found = self._reddit.info([look.fullname for look in looks])
-            unknown = [look for look in looks if look.fullname not in found]
+            found = self._reddit.info([recheck.fullname for recheck in rechecks])
+            unknown = [recheck for recheck in rechecks if recheck.fullname not in found]
             closed = self._closed(unknown)
         except RequestFailed:
-            self._state.finish_rechecks((), dict.fromkeys(looks, self._clock.time() + ABSENT_RETRY_S))
+            self._state.finish_rechecks((), dict.fromkeys(rechecks, self._clock.time() + ABSENT_RETRY_S))
             raise
-        present = {name: item.score for name, item in found.items() if not item.gone}
-        self._store.refresh_scores(present, self._clock.time())
-        doubtful = [look for look in unknown if look.subreddit.lower() not in closed]
+        scores = {name: item.score for name, item in found.items() if not item.gone}
+        self._store.refresh_scores(scores, self._clock.time())
+        doubtful = [recheck for recheck in unknown if recheck.subreddit.lower() not in closed]
         doubted = not found and len(doubtful) >= MIN_POSTS_TO_TRUST_ABSENCE
-        verdicts = self._judge(looks, found, closed, doubted)
+        verdicts = self._judge(rechecks, found, closed, doubted)
         self._purge(verdicts)
-        self._finish(looks, found, verdicts)
-        self.rechecked += len(looks)
+        yield from self._send(found, verdicts)
+        self._state.finish_rechecks(rechecks, verdicts.again)
+        self.rechecked += len(rechecks)
         if doubted:
             raise RequestFailed(f"Reddit returned none of {len(doubtful)} posts that were requested by id")
-        return 0.0 if len(looks) == PAGE_SIZE else POLL_INTERVAL_S
+        return 0.0 if len(rechecks) == PAGE_SIZE else POLL_INTERVAL_S
+
+    def run_all(self) -> Generator[Any]:
+        """Recheck all posts that are due."""
+        while not (yield from self.run()):
+            pass
 
     def _closed(self, unknown: Sequence[Recheck]) -> set[str]:
         """Return the names in lower case of those subreddits of unknown posts that cannot be read."""
-        names = {look.subreddit.lower() for look in unknown if look.subreddit}
-        about = self._reddit.about(names) if names else {}
-        return {name for name in names if name not in about or about[name].why}
+        closed = set()
+        for name in sorted({recheck.subreddit.lower() for recheck in unknown}):
+            try:
+                self._reddit.page([name], limit=1)
+            except SubredditUnreadable:
+                closed.add(name)
+        return closed
 
     def _judge(
-        self, looks: Sequence[Recheck], found: Mapping[str, ListingItem], closed: Collection[str], doubted: bool
+        self, rechecks: Sequence[Recheck], found: Mapping[str, ListingItem], closed: Collection[str], doubted: bool
     ) -> _Verdicts:
         """Decide on each post. doubted: the response contains none of the posts and may be wrong."""
         verdicts = _Verdicts()
-        for look in looks:
-            item = found.get(look.fullname)
+        for recheck in rechecks:
+            item = found.get(recheck.fullname)
             if item and not item.gone:
-                back = look.reason == RecheckReason.PURGED
-                (verdicts.returned if back else verdicts.present).append(look)
+                back = recheck.reason == RecheckReason.PURGED
+                (verdicts.returned if back else verdicts.present).append(recheck)
             elif item and item.gone == "deleted":
-                verdicts.deleted.append(look)
-            elif look.reason == RecheckReason.PURGED:
-                self._await_return(look, verdicts)
-            elif item and look.text == "gone":
+                verdicts.deleted.append(recheck)
+            elif recheck.reason == RecheckReason.PURGED:
+                self._await_return(recheck, verdicts)
+            elif item and recheck.text == "gone":
                 continue  # removed before it was read, and still removed: nothing was sent
             elif item:
-                self._wait(look, REMOVED_PATIENCE_S, verdicts)
-            elif look.subreddit.lower() in closed:
-                self._wait(look, CLOSED_PATIENCE_S, verdicts)
+                self._wait(recheck, REMOVED_PATIENCE_S, verdicts)
+            elif recheck.subreddit.lower() in closed:
+                self._wait(recheck, CLOSED_PATIENCE_S, verdicts)
             else:
-                self._miss(look, doubted, verdicts)
+                self._miss(recheck, doubted, verdicts)
         return verdicts
 
-    def _wait(self, look: Recheck, patience: float, verdicts: _Verdicts) -> None:
+    def _wait(self, recheck: Recheck, patience: float, verdicts: _Verdicts) -> None:
         now = self._clock.time()
-        since = look.at if look.reason == RecheckReason.WAITING else int(now)
+        since = recheck.at if recheck.reason == RecheckReason.WAITING else int(now)
         if now - since >= patience:
-            verdicts.removed.append(look)
+            verdicts.removed.append(recheck)
         else:
-            waiting = look._replace(reason=RecheckReason.WAITING, at=since)
+            waiting = recheck._replace(reason=RecheckReason.WAITING, at=since)
             verdicts.again[waiting] = now + WAITING_RETRY_S
 
-    def _miss(self, look: Recheck, doubted: bool, verdicts: _Verdicts) -> None:
+    def _miss(self, recheck: Recheck, doubted: bool, verdicts: _Verdicts) -> None:
         now = self._clock.time()
-        absent = look.reason == RecheckReason.ABSENT
-        if absent and not (doubted and now - look.at < ABSENT_PATIENCE_S):
-            verdicts.removed.append(look)
+        absent = recheck.reason == RecheckReason.ABSENT
+        if absent and not (doubted and now - recheck.at < ABSENT_PATIENCE_S):
+            verdicts.removed.append(recheck)
         else:
-            since = look.at if absent else int(now)
-            verdicts.again[look._replace(reason=RecheckReason.ABSENT, at=since)] = now + ABSENT_RETRY_S
+            since = recheck.at if absent else int(now)
+            verdicts.again[recheck._replace(reason=RecheckReason.ABSENT, at=since)] = now + ABSENT_RETRY_S
 
-    def _await_return(self, look: Recheck, verdicts: _Verdicts) -> None:
-        if look.stage + 1 < len(RETURN_DELAYS_S):
-            pause = RETURN_DELAYS_S[look.stage + 1] - RETURN_DELAYS_S[look.stage]
-            verdicts.again[look._replace(stage=look.stage + 1)] = self._clock.time() + pause
+    def _await_return(self, recheck: Recheck, verdicts: _Verdicts) -> None:
+        if recheck.stage + 1 < len(RETURN_DELAYS_S):
+            pause = RETURN_DELAYS_S[recheck.stage + 1] - RETURN_DELAYS_S[recheck.stage]
+            verdicts.again[recheck._replace(stage=recheck.stage + 1)] = self._clock.time() + pause
 
     def _purge(self, verdicts: _Verdicts) -> None:
         """Purge posts, and schedule rechecks of those that may come back."""
         if not (gone := verdicts.deleted + verdicts.removed):
             return
         # Somebody else's tombstone must not be lifted later.
-        others = tombstones(self._redis, [look.fullname for look in verdicts.removed])
-        purge(self._redis, self._settings, [look.fullname for look in gone])
-        times = tombstones(self._redis, [look.fullname for look in verdicts.removed])
+        others = tombstones(self._redis, [recheck.fullname for recheck in verdicts.removed])
+        purge(self._redis, self._settings, [recheck.fullname for recheck in gone])
+        times = tombstones(self._redis, [recheck.fullname for recheck in verdicts.removed])
         again = {
-            Recheck(
-                look.fullname, 0, RecheckReason.PURGED, look.subreddit, "", times[look.fullname]
+            recheck._replace(
+                text="", stage=0, reason=RecheckReason.PURGED, at=times[recheck.fullname]
             ): self._clock.time() + RETURN_DELAYS_S[0]
-            for look in verdicts.removed
-            if look.fullname in times and look.fullname not in others
+            for recheck in verdicts.removed
+            if recheck.fullname in times and recheck.fullname not in others
         }
         self._state.finish_rechecks(gone, again)
         self.purged += len(gone)
         logger.info("purged %d posts that were deleted or removed on Reddit", len(gone))
 
-    def _finish(self, looks: Sequence[Recheck], found: Mapping[str, ListingItem], verdicts: _Verdicts) -> None:
-        """Send changed and returned posts, and replace the rechecks by the next ones."""
+    def _send(self, found: Mapping[str, ListingItem], verdicts: _Verdicts) -> Generator[Any]:
+        """Send returned posts and those with a new text, and choose the next rechecks."""
         now, delays = self._clock.time(), self._state.recheck_delays
-        back = lift_matching(self._redis, {look.fullname: look.at for look in verdicts.returned})
-        items = [found[look.fullname] for look in verdicts.returned if look.fullname in back]
-        self.returned += len(items)
-        known = self._state.texts(verdicts.present)
-        # A text that is unknown, from an earlier version, is left to the pusher.
-        changed = [
-            found[look.fullname]
-            for look, text in zip(verdicts.present, known, strict=True)
-            if found[look.fullname].text != text
-        ]
-        for look in verdicts.present:
-            if look.stage + 1 < len(delays):
-                following = Recheck(look.fullname, look.stage + 1, subreddit=found[look.fullname].subreddit,
-                                    text=found[look.fullname].text)  # fmt: skip
-                verdicts.again[following] = now + delays[look.stage + 1] - delays[look.stage]
-        for item in items:
-            verdicts.again[Recheck(item.fullname, subreddit=item.subreddit, text=item.text)] = now + delays[0]
-
-        def sent() -> None:
-            self._state.learn_texts(changed)
-            self._state.finish_rechecks(looks, verdicts.again)
-            self._sending = False
-
-        self._sending = True
+        back = lift_matching(self._redis, {recheck.fullname: recheck.at for recheck in verdicts.returned})
+        returned = [found[recheck.fullname] for recheck in verdicts.returned if recheck.fullname in back]
+        for item in returned:
+            verdicts.again[Recheck(item.fullname, item.subreddit, item.text)] = now + delays[0]
+        changed, known = [], []
+        for recheck in verdicts.present:
+            item, stage = found[recheck.fullname], recheck.stage + 1
+            if stage < len(delays):
+                following = Recheck(item.fullname, item.subreddit, item.text, stage)
+                verdicts.again[following] = now + delays[stage] - delays[stage - 1]
+            track = self._state.track(item.subreddit)
+            is_known = item.fullname in track.known
+            if not track.knows_text(item) if is_known else recheck.text != item.text:
+                changed.append(item)
+                known += [item] if is_known else []
         # Finished only when the posts are in the queue: after a crash, the recheck is repeated.
-        self._send(items + changed, sent)
+        yield from events_of(returned + changed)
+        self._state.commit(known)
+        self.returned += len(returned)

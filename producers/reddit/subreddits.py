@@ -8,7 +8,8 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from feedmill.producers.live.clock import Clock
-from feedmill.producers.reddit.listing import PAGE_SIZE, PostSource, RequestFailed, SubredditInfo, SubredditUnreadable
+from feedmill.producers.live.source import RequestFailed
+from feedmill.producers.reddit.listing import PostSource, SubredditUnreadable
 from feedmill.producers.reddit.state import ReplacedSubreddit, State
 from feedmill.producers.reddit.topics import Topics
 
@@ -16,8 +17,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds without a new post after which a subreddit counts as asleep.
 ASLEEP_AFTER_S = 30 * 86_400.0
-#: Seconds for which Reddit's information on all subreddits is reused: longer than checking all topics takes.
-ABOUT_TTL_S = 300.0
 #: Items fetched to find a subreddit's newest post; more than can be pinned.
 NEWEST_PAGE_SIZE = 5
 
@@ -30,128 +29,88 @@ class Roster:
         self._topics = topics
         self._state = state
         self._clock = clock
-        self._replaced = state.replaced()
+        replaced = state.replaced()
+        #: Topic -> its subreddits that are not read.
+        self._replaced = {topic: replaced.get(topic, []) for topic in topics.topics}
         #: Topic -> names, best first. Before the first check, the choice of the previous run.
         self.active = {
-            topic: [name for name in names if name.lower() not in self._replaced][: topics.active]
+            topic: [name for name in names if name not in self._reasons(topic)][: topics.active]
             for topic, names in topics.topics.items()
         }
-        #: Reddit's information on all subreddits, and the time of the request (monotonic seconds).
-        self._about: dict[str, SubredditInfo] = {}
-        self._about_at = -ABOUT_TTL_S
 
     def check(self, topic: str) -> None:
         """Choose a topic's subreddits by accessibility and newest post; log and store changes.
 
-        One request covers the subreddits of all topics. Raises RedditFault; nothing has changed then.
+        Raises SourceFailed if Reddit is unavailable; nothing has changed then.
         """
-        now = self._clock.monotonic()
-        if now - self._about_at >= ABOUT_TTL_S:
-            self._about = self._reddit.about(self._topics.subreddits)
-            self._about_at = now
-        names = self._topics.topics[topic]
-        chosen, reasons = self._choose(names)
-        self._apply(topic, chosen, self._entries(topic, names, chosen, reasons))
-
-    def drop(self, topic: str, name: str, why: str) -> None:
-        """Until the next check, replace a subreddit that can no longer be read with the next one of its topic."""
-        names = self._topics.topics[topic]
-        reasons = {entry.subreddit: entry.reason for entry in self._replaced_in(topic).values()} | {name: why}
-        free = [other for other in names if other not in reasons and other not in self.active[topic]]
-        chosen = [other for other in self.active[topic] if other != name] + free[:1]
-        self._apply(topic, chosen, self._entries(topic, names, chosen, reasons))
-
-    def _replaced_in(self, topic: str) -> dict[str, ReplacedSubreddit]:
-        names = {name.lower() for name in self._topics.topics[topic]}
-        return {lower: entry for lower, entry in self._replaced.items() if lower in names}
-
-    def _choose(self, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Return (names to read, reasons for the others). Inactive subreddits are chosen last."""
-        about = self._about
         awake: list[str] = []
         asleep: list[str] = []
         reasons: dict[str, str] = {}
-        waiting = list(names)
-        while waiting and len(awake) < self._topics.active:
-            wanted = waiting[: self._topics.active - len(awake)]
-            del waiting[: len(wanted)]
-            known = [name for name in wanted if name.lower() in about]
-            reasons |= {name: why for name in known if (why := about[name.lower()].why)}
-            joint = [name for name in known if name not in reasons]
-            # Unknown names are requested once more: Reddit then gives a reason, or it was a temporary failure.
-            newest = self._newest(joint) | self._newest_of_each([name for name in wanted if name not in known])
-            for name, seen in newest.items():
-                if isinstance(seen, str):
-                    reasons[name] = seen
-                elif self._clock.time() - seen > ASLEEP_AFTER_S:
-                    reasons[name] = "asleep"
-                    asleep.append(name)
-                else:
-                    awake.append(name)
+        for name in self._topics.topics[topic]:
+            if len(awake) == self._topics.active:
+                break
+            newest = self._newest(name)
+            if isinstance(newest, str):
+                reasons[name] = newest
+            elif self._clock.time() - newest > ASLEEP_AFTER_S:
+                reasons[name] = "asleep"
+                asleep.append(name)
+            else:
+                awake.append(name)
+        # Inactive subreddits are chosen last.
         chosen = awake + asleep[: self._topics.active - len(awake)]
-        return sorted(chosen, key=names.index), reasons
+        self._apply(topic, sorted(chosen, key=self._topics.topics[topic].index), reasons)
 
-    def _newest(self, names: Sequence[str]) -> dict[str, float | str]:
-        """Return the time of each subreddit's newest post, or the reason why the subreddit cannot be read.
+    def drop(self, topic: str, name: str, why: str) -> None:
+        """Until the next check, replace a subreddit that can no longer be read with the next one of its topic."""
+        reasons = self._reasons(topic) | {name: why}
+        active = self.active[topic]
+        free = [other for other in self._topics.topics[topic] if other not in reasons and other not in active]
+        self._apply(topic, [other for other in active if other != name] + free[:1], reasons)
 
-        Needs a single request if each has a post on the joint first page.
-        """
-        if not names:
-            return {}
+    def _reasons(self, topic: str) -> dict[str, str]:
+        return {entry.subreddit: entry.reason for entry in self._replaced[topic]}
+
+    def _newest(self, name: str) -> float | str:
+        """Return the time of a subreddit's newest post, or the reason why the subreddit cannot be read."""
         try:
-            page = self._reddit.page(names, limit=PAGE_SIZE)
+            items = self._reddit.page([name], limit=NEWEST_PAGE_SIZE).items
+        except SubredditUnreadable as fault:
+            return fault.why
         except RequestFailed:
-            return self._newest_of_each(names)
-        newest: dict[str, float] = {}
-        for item in page.items:
-            lower = item.subreddit.lower()
-            newest[lower] = max(newest.get(lower, 0), item.created_utc)
-        absent = [name for name in names if name.lower() not in newest]
-        return {name: newest[name.lower()] for name in names if name.lower() in newest} | self._newest_of_each(absent)
+            return self._clock.time()  # unclear: read it, and let the poll handle its failures
+        return max((item.created_utc for item in items), default=0.0)
 
-    def _newest_of_each(self, names: Sequence[str]) -> dict[str, float | str]:
-        found: dict[str, float | str] = {}
-        for name in names:
-            try:
-                items = self._reddit.page([name], limit=NEWEST_PAGE_SIZE).items
-                found[name] = max((item.created_utc for item in items), default=0.0)
-            except SubredditUnreadable as fault:
-                found[name] = fault.why
-            except RequestFailed:
-                found[name] = self._clock.time()  # unclear: read it, and let the poll handle its failures
-        return found
-
-    def _entries(
-        self, topic: str, names: Sequence[str], chosen: Sequence[str], reasons: Mapping[str, str]
-    ) -> dict[str, ReplacedSubreddit]:
-        """Return the entries for a topic's subreddits that are not read, with their substitutes."""
-        substitutes = [name for name in chosen if name not in names[: self._topics.active]]
-        entries = {}
-        for name in names:
-            if name in chosen or name not in reasons:
-                continue
-            before = self._replaced.get(name.lower())
-            since = before.since if before and before.reason == reasons[name] else self._clock.time()
-            by = substitutes.pop(0) if substitutes and name in names[: self._topics.active] else None
-            entries[name.lower()] = ReplacedSubreddit(name, topic, reasons[name], since, by)
-        return entries
-
-    def _apply(self, topic: str, active: list[str], replaced: dict[str, ReplacedSubreddit]) -> None:
-        before = self._replaced_in(topic)
-        others = {lower: entry for lower, entry in self._replaced.items() if lower not in before}
-        restored = [entry for lower, entry in before.items() if lower not in replaced]
-        for entry in restored:
-            self._state.rewind(entry.subreddit)  # before `replace`, so that a crash in between repeats it
-        self._state.replace(replaced, (entry.subreddit.lower() for entry in restored))
-        for lower, entry in replaced.items():
-            if lower not in before or before[lower].reason != entry.reason:
+    def _apply(self, topic: str, active: list[str], reasons: Mapping[str, str]) -> None:
+        """Replace a topic's subreddits, and store which are not read."""
+        before = {entry.subreddit: entry for entry in self._replaced[topic]}
+        replaced = self._entries(topic, active, reasons)
+        restored = [name for name in before if name in active]
+        for name in restored:
+            self._state.rewind(name)  # before they are stored as read, so that a crash in between repeats it
+            logger.info("topic %s: reading r/%s again", topic, name)
+        self._state.replace(topic, replaced)
+        for entry in replaced:
+            if entry.subreddit not in before or before[entry.subreddit].reason != entry.reason:
                 instead = f"reading r/{entry.by} instead" if entry.by else "no substitute is left"
                 logger.warning("topic %s: not reading r/%s (%s); %s", topic, entry.subreddit, entry.reason, instead)
-        for entry in restored:
-            logger.info("topic %s: reading r/%s again", topic, entry.subreddit)
         if not active and self.active[topic]:
             logger.error(
                 "topic %s: none of its subreddits can be read; add others to the topics file (--topics)", topic
             )
         self.active[topic] = active
-        self._replaced = others | replaced
+        self._replaced[topic] = replaced
+
+    def _entries(self, topic: str, active: Sequence[str], reasons: Mapping[str, str]) -> list[ReplacedSubreddit]:
+        """Return the entries for a topic's subreddits that are not read, with their substitutes."""
+        best = self._topics.topics[topic][: self._topics.active]
+        substitutes = [name for name in active if name not in best]
+        since = {(entry.subreddit, entry.reason): entry.since for entry in self._replaced[topic]}
+        return [
+            ReplacedSubreddit(
+                name, reason, since.get((name, reason), self._clock.time()),
+                substitutes.pop(0) if substitutes and name in best else None,
+            )
+            for name, reason in reasons.items()
+            if name not in active
+        ]  # fmt: skip

@@ -6,11 +6,13 @@ passes the watermark, and continues a little below the watermark, because posts 
 function: this module depends neither on Reddit nor on Redis.
 """
 
+import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from feedmill.producers.reddit.listing import ListingItem, ListingPage, RequestFailed
+from feedmill.producers.live.source import RequestFailed
+from feedmill.producers.reddit.listing import ListingItem, ListingPage
 
 #: Maximum pages per walk. Reddit's listings end after a thousand items, ten pages; pages requested from an earlier
 #: anchor repeat items, so a walk may need more.
@@ -35,16 +37,23 @@ class Track:
     beginning: float | None = None
     #: All posts created until this time are known.
     watermark: float | None = None
-    #: Known posts, oldest first: fullname -> digest of the text, "" if unknown.
-    known: dict[str, str] = field(default_factory=dict)
+    #: Time of the last walk to the end of the listing.
+    full: float | None = None
+    #: Known posts: fullname -> creation time and digest of the text, or "gone" (`ListingItem.text`).
+    known: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def learn(self, items: Iterable[ListingItem]) -> None:
-        """Add items to the known posts. They must be sorted from oldest to newest."""
-        for item in items:
-            self.known.pop(item.fullname, None)
-            self.known[item.fullname] = item.text
-        while len(self.known) > MAX_KNOWN_POSTS:
-            del self.known[next(iter(self.known))]
+    def knows_text(self, item: ListingItem) -> bool:
+        """Return whether the post is known with the text that it has now."""
+        return self.known.get(item.fullname, (0.0, None))[1] == item.text
+
+    def learn(self, items: Iterable[ListingItem]) -> list[str]:
+        """Add items to the known posts. Return the fullnames of the oldest ones, which are forgotten instead."""
+        self.known.update({item.fullname: (item.created_utc, item.text) for item in items})
+        excess = len(self.known) - MAX_KNOWN_POSTS
+        oldest = heapq.nsmallest(excess, self.known, key=lambda name: self.known[name][0])
+        for fullname in oldest:
+            del self.known[fullname]
+        return oldest
 
 
 class Walk(NamedTuple):
@@ -86,7 +95,7 @@ def walk(
 
     overlap: seconds to continue below the lowest watermark, for posts that appear late.
     depth: number of posts after which a subreddit without a watermark counts as met.
-    Raises RedditFault; the walk has no effect then.
+    Raises SourceFailed; the walk has no effect then.
     """
     unmet = {track.name.lower(): track for track in tracks}
     lowest = min((track.watermark for track in unmet.values() if track.watermark is not None), default=None)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from feedmill.producers.live.state import LiveState, all_gaps, statuses
+from feedmill.producers.live.state import Gaps, LiveState, statuses
+from feedmill.shared.keys import live_deleted_key
 from tests.fakes.hacker_news import HackerNews
 from tests.support import Feedmill, RedisServer, body_of, feedmill, running, wait_until
 
@@ -67,8 +68,13 @@ def test_custom_live_source_sends_posts_once(redis: RedisServer, hacker_news: Ha
     hacker_news.changed = [106, 103]
     with ingesting():
         wait_until(lambda: queued()[-1]["id"] == "hn-107", "the new story is sent")
-        wait_until(lambda: queued()[1] == {"id": "hn-106"} or state.deleted() == {"hn-106"}, "the deletion is known")
-    assert all_gaps(redis.client) == []
+        wait_until(
+            lambda: (
+                queued()[1] == {"id": "hn-106"} or redis.client.smembers(live_deleted_key("hacker_news")) == {"hn-106"}
+            ),
+            "the deletion is known",
+        )
+    assert Gaps(redis.client).all() == []
     assert statuses(redis.client)["hacker_news"].running
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.producers.reddit.state import Gap, State
+from feedmill.producers.live.state import Gap, Gaps
 from feedmill.report.data import gather
 from feedmill.report.page import page
 from feedmill.shared import runs
@@ -110,7 +110,9 @@ def fill(redis: RedisServer) -> None:
     )  # fmt: skip
     ResultsStore(redis.client, Settings()).write(results, [letter, letter.model_copy(update={"post": "no JSON"})])
     now = time.time()
-    State(redis.client).begin({}, [Gap("<i>gone</i>", now - 900, now - 300, now), Gap("old", 5.0, 9.0, 9.0)])
+    gaps = Gaps(redis.client)
+    gaps.record(Gap("reddit", "<i>gone</i>", now - 900, now - 300, now))
+    gaps.record(Gap("reddit", "old", 5.0, 9.0, 9.0))
 
 
 def test_page_fits_a_phone_and_runs_no_injected_markup(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
@@ -176,7 +178,7 @@ def test_omits_reddit_sections_without_reddit_data(redis: RedisServer) -> None:
     assert "<b>1</b>" in shown
     for words in ('id="subreddits"', 'id="gaps"', "gaps</div>"):
         assert words not in shown
-    State(redis.client).begin({}, [Gap("cooking", time.time() - 60, time.time(), time.time())])
+    Gaps(redis.client).record(Gap("reddit", "cooking", time.time() - 60, time.time(), time.time()))
     assert "1</b>gap<" in page(gather(redis.client, settings, hours=2))
 
 

@@ -16,7 +16,7 @@ from redis.exceptions import OutOfMemoryError
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import HealthPart
 from feedmill.shared.broker import make_app, publish
-from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, REDDIT_GAPS, WORKERS
+from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, LIVE_GAPS, WORKERS
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import EXPECTED_S, announce, deregister, register
 from feedmill.shared.results import ResultsStore
@@ -40,7 +40,7 @@ def filled(server: RedisServer) -> RedisServer:
     with make_app(settings) as app:
         publish(app, [[Post(id="4", title="waits")]], ClassifyOptions())
     announce(server.client, "feedmill", "m")
-    server.client.hset(REDDIT_GAPS, "tea 1", json.dumps(["tea", 1.0, 2.0, 3.0]))
+    server.client.hset(LIVE_GAPS, "tea 1", json.dumps(["reddit", "tea", 1.0, 2.0, 3.0]))
     return server
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from feedmill.cli import main, status
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import StatusMonitor
 from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable, printable_lines
-from feedmill.shared.keys import MODELS, REDDIT_GAPS, REDDIT_STATUS, REQUESTED_MODELS, UNDECODABLE, WORKERS
+from feedmill.shared.keys import LIVE_GAPS, LIVE_STATUS, MODELS, REQUESTED_MODELS, UNDECODABLE, WORKERS
 from feedmill.shared.logs import JsonFormatter, TextFormatter
 from feedmill.shared.messages import Classification, DeadLetter, Post
 from feedmill.shared.results import Result, ResultsStore
@@ -93,12 +94,12 @@ def filled(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, words: str) -> N
     redis.client.hset(MODELS, words, json.dumps({"model": words, "seen": 2e9}))
     redis.client.hset(REQUESTED_MODELS, words, json.dumps({"model": words, "weights": words, "at": 1.0}))
     redis.client.hset(WORKERS, words, 2_000_000_000)
-    redis.client.hset(REDDIT_GAPS, words, json.dumps([words, 1.0, 2.0, 3.0]))
+    redis.client.hset(LIVE_GAPS, words, json.dumps(["reddit", words, 1.0, 2.0, 3.0]))
     told = {
-        "subreddits": 1, "topics": 1, "sent": 1, "paused": False, "held": 0, "failing": [words], "gaps": 1,
-        "budget": 1.0, "hindrance": words, "purged": 1, "requests": 1,
+        "subreddits": 1, "topics": 1, "sent": 1, "paused": False, "delay": None, "failing": [words], "gaps": 1,
+        "budget": 1.0, "hindrance": words, "purged": 1, "requests": 1, "read": 1, "at": time.time(),
     }  # fmt: skip
-    redis.client.set(REDDIT_STATUS, json.dumps(told))
+    redis.client.hset(LIVE_STATUS, words, json.dumps(told))
     deployed = {"at": 1.0, "stage": words, "said": words}
     pool = POOL | {"device": words, "model": words, "weights": words, "queues": [words], "deploy": deployed}
     monkeypatch.setattr(watch, "worker_statistics", lambda *_: {words: pool})

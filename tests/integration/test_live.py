@@ -17,7 +17,7 @@ from feedmill.producers.live import daemon as live_daemon
 from feedmill.producers.live import state as live_state
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Event, Source, SourceFailed
-from feedmill.producers.live.state import EXPECTED_S, STATUS_TTL, LiveState, Position, all_gaps, statuses
+from feedmill.producers.live.state import EXPECTED_S, STATUS_TTL, Gap, Gaps, LiveState, Position, statuses
 from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from feedmill.shared.broker import connect, make_app
@@ -28,7 +28,7 @@ from tests.fakes.clock import SimulatedClock
 from tests.support import RedisServer, body_of
 
 
-class Script:
+class Script(Source):
     """A source that yields given events, one list per call of `events`. An exception in a list is raised."""
 
     name = "scripted"
@@ -51,10 +51,6 @@ class Script:
                 yield None
         finally:
             self.closed += 1
-
-    def parse(self, raw: Any) -> Event:
-        assert isinstance(raw, Event)
-        return raw
 
 
 def post(cursor: int, text: str = "a text") -> Event:
@@ -119,14 +115,6 @@ def test_unexpected_errors_do_not_end_the_daemon(redis: RedisServer, settings: S
     assert (ids(redis), daemon.faults) == (["s-1"], {"unexpected": 1})
 
 
-def test_end_of_the_events_is_a_failure(settings: Settings, clock: SimulatedClock) -> None:
-    source = Script([])
-    source.events = lambda _: iter(())  # type: ignore[method-assign, assignment]
-    daemon = make(source, settings, clock)
-    assert daemon.step() > 0
-    assert daemon.faults == {"source": 1}
-
-
 def test_unreachable_redis_closes_the_source_and_loses_nothing(
     redis: RedisServer, settings: Settings, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,18 +146,18 @@ def test_missing_event_at_the_position_is_a_gap(redis: RedisServer, settings: Se
     # A crash before the position is stored: the same gap, which has grown meanwhile.
     LiveState(redis.client, "scripted").advance(Position(10, 1_800_000_010.0))
     make(Script([post(20)]), settings, clock).step()
-    (gap,) = all_gaps(redis.client)
-    assert gap == ("scripted", 1_800_000_010.0, 1_800_000_020.0, clock.time())
+    (gap,) = Gaps(redis.client).all()
+    assert gap == Gap("scripted", "", 1_800_000_010.0, 1_800_000_020.0, clock.time())
 
 
 def test_only_the_newest_gaps_are_kept(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_state, "MAX_GAPS", 3)
-    state = LiveState(redis.client, "scripted")
+    gaps = Gaps(redis.client)
     for number in (9, 10, 11, 100):
-        state.record_gap(Position(number, float(number)), number + 1.0, 200.0)
-    assert [gap.since for gap in state.gaps()] == [10.0, 11.0, 100.0]
-    state.forget_gaps()
-    assert state.gaps() == []
+        gaps.record(Gap("scripted", "", float(number), number + 1.0, 200.0 + number))
+    assert [gap.since for gap in gaps.all()] == [10.0, 11.0, 100.0]
+    gaps.clear()
+    assert gaps.all() == []
 
 
 def test_status_expires(redis: RedisServer, settings: Settings, clock: SimulatedClock) -> None:
@@ -234,7 +222,7 @@ def test_stored_position_from_the_future_is_replaced(
     assert ids(redis) == ["s-5", "s-6", "s-7"]
     assert state.position() == Position(7, 1_800_000_007.0)
     assert daemon.faults == {"position": 1, "source": 1}
-    (gap,) = all_gaps(redis.client)
+    (gap,) = Gaps(redis.client).all()
     assert (gap.until, gap.noted) == (1_800_000_005.0, 1_800_001_000.0)
 
 
@@ -246,7 +234,7 @@ def test_wrong_clock_loses_no_position(redis: RedisServer, settings: Settings) -
     run(daemon, clock, 3.0)
     assert ids(redis) == ["s-5", "s-6"], "events are sent nevertheless"
     assert state.position() == Position(4, 1_800_000_004.0)
-    assert all_gaps(redis.client) == []
+    assert Gaps(redis.client).all() == []
 
 
 @pytest.mark.parametrize(

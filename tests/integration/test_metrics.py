@@ -16,9 +16,8 @@ from rich.console import Console
 from feedmill.cli import status
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import RATE_WINDOW_S, HealthPart, StatusMonitor, StatusWithRates, check_health
-from feedmill.producers.live.state import LiveState, Position
+from feedmill.producers.live.state import Gap, Gaps, LiveState
 from feedmill.producers.push import Pusher
-from feedmill.producers.reddit.state import Gap, State
 from feedmill.shared import encoding
 from feedmill.shared.broker import make_app, queue_depth
 from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, LIVE_STATUS, RUNS, run_key
@@ -177,7 +176,7 @@ def test_health_passes_when_all_is_well(settings: Settings) -> None:
     assert all(well for well, _ in found.values())
     assert found[HealthPart.WORKERS][1] == "one@here"
     assert "1.5 s" in found[HealthPart.ROWS][1]
-    assert "`feedmill ingest reddit`" in found[HealthPart.REDDIT][1]
+    assert "`feedmill ingest`" in found[HealthPart.LIVE][1]
 
 
 def test_health_fails_without_workers(settings: Settings, workers: dict[str, Any]) -> None:
@@ -232,20 +231,6 @@ def test_health_checks_each_queues_limit(redis: RedisServer, settings: Settings,
         assert f"other: {count}" in said
 
 
-def test_health_reports_the_reddit_daemon(settings: Settings) -> None:
-    state = State(connect_for_monitoring(settings))
-    state.begin({"cooking": 1.0}, [])
-    well, said = findings(settings, HealthPart.REDDIT)[HealthPart.REDDIT]
-    assert (well, numbers(said)) == (False, [120])
-    state.store_status({"subreddits": 48, "hindrance": ""})
-    well, said = findings(settings, HealthPart.REDDIT)[HealthPart.REDDIT]
-    assert (well, numbers(said)) == (True, [48])
-    state.store_status({"subreddits": 48, "hindrance": "Reddit answered 500"})
-    assert findings(settings, HealthPart.REDDIT)[HealthPart.REDDIT][0], (
-        "failures at Reddit do not make the daemon unhealthy"
-    )
-
-
 def test_health_reports_live_sources(redis: RedisServer, settings: Settings) -> None:
     assert findings(settings, HealthPart.LIVE)[HealthPart.LIVE][0]
     for name, hindrance in (("bluesky", ""), ("hacker_news", "hacker_news: the connection failed")):
@@ -274,16 +259,11 @@ def test_health_reports_a_source_that_was_never_read(redis: RedisServer, setting
 
 
 def test_health_does_not_miss_a_daemon_that_was_stopped(redis: RedisServer, settings: Settings) -> None:
-    State(redis.client).begin({"cooking": 1.0}, [])
-    assert not findings(settings, HealthPart.REDDIT)[HealthPart.REDDIT][0]
-    State(redis.client).store_end()
     LiveState(redis.client, "bluesky").store_status(LIVE_REPORT, ended=True)
-    found = findings(settings, HealthPart.LIVE, HealthPart.REDDIT)
-    assert [well for well, _ in found.values()] == [True, True]
-    assert "bluesky was stopped" in found[HealthPart.LIVE][1]
-    assert "was stopped" in found[HealthPart.REDDIT][1]
-    seen = StatusMonitor(settings).look().status
-    assert (seen.live, seen.reddit) == ({}, None)
+    well, said = findings(settings, HealthPart.LIVE)[HealthPart.LIVE]
+    assert well
+    assert "bluesky was stopped" in said
+    assert StatusMonitor(settings).look().status.live == {}
 
 
 def test_health_queries_workers_only_for_checks_that_need_them(
@@ -333,13 +313,13 @@ def test_screen_fits_80_columns(redis: RedisServer, settings: Settings, workers:
         workers[f"feedmill-{number}@a-machine-with-quite-a-long-name.example.org"] = POOL
     redis.client.hset(COUNTERS, mapping={"stored": 12_345_678, "dead_trimmed": 12_345, "answered": 90, "repeated": 9})
     redis.client.xadd(DEAD_LETTERS, {"letter": "{}"})
-    State(redis.client).begin({}, [Gap("cooking", 1.0, 2.0, 3.0)])
-    State(redis.client).store_status({
-        "subreddits": 48, "topics": 16, "sent": 1_234_567, "paused": True, "held": 5_000, "failing": ["x"], "gaps": 3,
+    LiveState(redis.client, "reddit").store_status(LIVE_REPORT | {
+        "subreddits": 48, "topics": 16, "sent": 1_234_567, "paused": True, "failing": ["x"], "gaps": 3, "delay": None,
         "hindrance": "Reddit answered 500", "purged": 12, "requests": 34_567, "budget": 861.0,
     })  # fmt: skip
     LiveState(redis.client, "bluesky").store_status(LIVE_REPORT | {"sent": 7_654_321})
-    LiveState(redis.client, "bluesky").record_gap(Position(1, 1.0), 2.0, 3.0)
+    for gap in (Gap("reddit", "cooking", 1.0, 2.0, 3.0), Gap("bluesky", "", 1.0, 2.0, 3.0)):
+        Gaps(redis.client).record(gap)
     shown = screen(StatusMonitor(settings).look(), settings)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80

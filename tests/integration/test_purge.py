@@ -17,7 +17,7 @@ from feedmill.reading.purges import BEGINNING, Purges, newest_purge, read_purges
 from feedmill.shared import purge as purging
 from feedmill.shared.broker import make_app, publish
 from feedmill.shared.errors import MessageFailed, RequestRefused, UserError
-from feedmill.shared.keys import PURGES, reddit_known_key, tombstone_key
+from feedmill.shared.keys import PURGES, reddit_track_key, tombstone_key
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from feedmill.shared.purge import PurgeCounts, lift_tombstones, purge
 from feedmill.shared.results import Result, ResultsStore
@@ -154,9 +154,9 @@ def arguments(message: str) -> Any:
 
 
 def test_keeps_the_reddit_daemons_known_posts(client: Redis, settings: Settings) -> None:
-    client.zadd(reddit_known_key("tea"), {"gone": 1.0})
+    client.hset(reddit_track_key("tea"), "gone", "1.0 a-digest")
     assert purge(client, settings, ["gone"]) == PurgeCounts()
-    assert client.zscore(reddit_known_key("tea"), "gone") == 1.0
+    assert client.hexists(reddit_track_key("tea"), "gone")
 
 
 @pytest.mark.parametrize("step", ["forget", "scan", "execute_command"])

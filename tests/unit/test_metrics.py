@@ -19,7 +19,6 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from prometheus_client.parser import text_string_to_metric_families
 
 from feedmill.producers.live import metrics as live_metrics
-from feedmill.producers.reddit import metrics as reddit_metrics
 from feedmill.shared.errors import SettingsError, UserError
 from feedmill.shared.metrics import REDIS_METRICS, Metric, MetricsServer, Values, declare, serve
 from feedmill.shared.settings import Settings, load
@@ -32,18 +31,12 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "feedmill.json"
-METRICS: tuple[Metric, ...] = (
-    *REDIS_METRICS, *worker_metrics.METRICS, *reddit_metrics.METRICS, *live_metrics.METRICS,
-)  # fmt: skip
+METRICS: tuple[Metric, ...] = (*REDIS_METRICS, *worker_metrics.METRICS, *live_metrics.METRICS)
 STATUS: dict[str, Any] = {
-    "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7, "sent": 33, "skipped": 1, "held": 0, "paused": False,
-    "looked": 3, "purged": 2, "returned": 1, "filled": 1,
-    "gaps": 1, "gaps_open": 1, "faults": {"TooMany": 2}, "requests": 40, "budget": 90.0, "hindrance": "",
-}  # fmt: skip
-LIVE_STATUS: dict[str, Any] = {
     "read": 100, "sent": 33, "skipped": 1, "filtered": 20, "refused": 2, "ahead": 1, "unreadable": 1, "purged": 3,
     "gaps": 1, "gaps_recorded": 1, "connections": 4, "faults": {"source": 3}, "paused": True, "delay": 1.5,
-    "hindrance": "bluesky: the server answered 502",
+    "hindrance": "reddit: the server answered 502", "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7,
+    "rechecked": 3, "returned": 1, "filled": 1, "requests": 40, "budget": 90.0,
 }  # fmt: skip
 
 
@@ -167,31 +160,24 @@ def test_worker_exports_its_statistics(worker: worker_metrics.WorkerMetrics, ser
 
 def test_every_declared_metric_is_exported(worker: worker_metrics.WorkerMetrics) -> None:
     loaded(worker)
-    daemon = reddit_metrics.Metrics(Settings())
-    daemon.update(STATUS)
-    live = live_metrics.LiveMetrics(Settings(), "bluesky")
-    live.update(LIVE_STATUS)
+    live = live_metrics.LiveMetrics(Settings(), "reddit")
+    live.update(STATUS)
     for metrics, found in (
         (worker_metrics.METRICS, worker.values()),
-        (reddit_metrics.METRICS, daemon.values()),
         (live_metrics.METRICS, live.values()),
     ):
         assert {metric.name for metric in metrics} == found.keys()
 
 
 def test_daemons_export_their_status(served: Any) -> None:
-    live = live_metrics.LiveMetrics(Settings(), "bluesky")
-    live.update(LIVE_STATUS)
+    live = live_metrics.LiveMetrics(Settings(), "reddit")
+    live.update(STATUS | {"budget": None})
     found = values(scrape(served(live_metrics.METRICS, live.values()))[1])
-    assert found['feedmill_live_hindered{"source": "bluesky"}'] == 1
-    assert found['feedmill_live_delay_seconds{"source": "bluesky"}'] == 1.5
-    assert found['feedmill_live_faults_total{"kind": "source", "source": "bluesky"}'] == 3
-    daemon = reddit_metrics.Metrics(Settings())
-    daemon.update(STATUS | {"budget": None})
-    found = values(scrape(served(reddit_metrics.METRICS, daemon.values()))[1])
-    assert (found["feedmill_reddit_posts_sent_total{}"], found["feedmill_reddit_subreddits_failing{}"]) == (33, 1)
-    assert found['feedmill_reddit_faults_total{"kind": "TooMany"}'] == 2
-    assert "feedmill_reddit_budget_remaining_requests{}" not in found, "unknown values are absent"
+    assert found['feedmill_live_hindered{"source": "reddit"}'] == 1
+    assert found['feedmill_live_delay_seconds{"source": "reddit"}'] == 1.5
+    assert found['feedmill_live_faults_total{"kind": "source", "source": "reddit"}'] == 3
+    assert found['feedmill_live_subreddits_failing{"source": "reddit"}'] == 1
+    assert 'feedmill_live_budget_remaining_requests{"source": "reddit"}' not in found, "unknown values are absent"
 
 
 def test_worker_health_from_loading_to_failure(worker: worker_metrics.WorkerMetrics, clock: Clock) -> None:
@@ -224,16 +210,16 @@ def test_worker_health_from_loading_to_failure(worker: worker_metrics.WorkerMetr
 
 
 def test_daemon_health_from_start_to_failure(clock: Clock) -> None:
-    daemon = reddit_metrics.Metrics(Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}))
+    daemon = live_metrics.LiveMetrics(Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}), "reddit")
     assert daemon.unhealthy() == []
     (starting,) = daemon.unready()
     assert "not read" in starting
     assert daemon.values() == {}
-    daemon.update(STATUS | {"polls": 0, "hindrance": "no connection to Reddit"})
+    daemon.update(STATUS | {"read": 0, "hindrance": "no connection to Reddit"})
     assert daemon.unready() == ["no connection to Reddit"]
     daemon.update(STATUS | {"hindrance": "Reddit answered 500"})
     assert daemon.unready() == ["Reddit answered 500"]
-    daemon.update(STATUS)
+    daemon.update(STATUS | {"hindrance": ""})
     assert "127.0.0.1:1/0" in daemon.unready()[0]
     daemon._redis.problems = lambda: []  # type: ignore[method-assign]
     assert daemon.unready() == []

@@ -11,7 +11,7 @@ from hypothesis import example, given
 
 from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.records import reddit_body, removal_of
-from feedmill.producers.reddit.items import parse_items
+from feedmill.producers.reddit.listing import parse_items
 from feedmill.shared.messages import clean
 from tests.fakes.clock import SimulatedClock
 from tests.integration.test_live import JSON, changed

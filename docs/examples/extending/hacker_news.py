@@ -8,21 +8,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import requests
-
 from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.clock import Clock
-from feedmill.producers.live.source import Event, SourceFailed
+from feedmill.producers.live.http import HttpClient
+from feedmill.producers.live.source import Event, Pause, Source, SourceFailed
 from feedmill.shared.settings import Settings
 
 #: Another server with the same API, for tests.
 URL = os.environ.get("HACKER_NEWS_URL", "https://hacker-news.firebaseio.com/v0")
 #: Seconds between polls, and for an answer.
-POLL_INTERVAL_S, TIMEOUT_S = 10, 15
+POLL_INTERVAL_S, TIMEOUT_S = 10.0, 15.0
 REQUESTS_PER_MINUTE = 120
 
 
-class HackerNews:
+class HackerNews(Source):
     """Items have consecutive numbers, so an item's number is its position. Stories are sent; comments are progress."""
 
     name = "hacker_news"
@@ -31,10 +30,9 @@ class HackerNews:
 
     def __init__(self, settings: Settings, clock: Clock) -> None:  # noqa: ARG002 - other sources have settings
         self._clock = clock
-        self._budget = RequestBudget(clock, REQUESTS_PER_MINUTE)
-        self._session = requests.Session()
+        self._http = HttpClient("Hacker News", RequestBudget(clock, REQUESTS_PER_MINUTE), TIMEOUT_S)
 
-    def events(self, cursor: int | None) -> Iterator[tuple[int, Any] | None]:
+    def events(self, cursor: int | None) -> Iterator[tuple[int, Any] | Pause]:
         reached = self._get("maxitem") if cursor is None else cursor - 1
         while True:
             for number in range(reached + 1, self._get("maxitem") + 1):
@@ -44,9 +42,7 @@ class HackerNews:
             for number in self._get("updates")["items"]:
                 if number <= reached and _is_gone(item := self._get(f"item/{number}")):
                     yield reached, {**item, "id": number}
-            for _ in range(POLL_INTERVAL_S):
-                yield None
-                self._clock.wait(1.0)
+            yield Pause(POLL_INTERVAL_S)
 
     def parse(self, raw: tuple[int, Any]) -> Event:
         number, item = raw
@@ -67,13 +63,10 @@ class HackerNews:
         return Event(number, item["time"], post=fields)
 
     def _get(self, path: str) -> Any:
-        self._budget.take()
-        try:
-            response = self._session.get(f"{URL}/{path}.json", timeout=TIMEOUT_S)
-            response.raise_for_status()
-            return response.json()
-        except requests.RequestException as fault:
-            raise SourceFailed(f"{path} cannot be read ({fault})") from fault
+        response = self._http.request("GET", f"{URL}/{path}.json")
+        if response.status_code != 200:
+            raise SourceFailed(f"{path} cannot be read (status {response.status_code})")
+        return self._http.json(response)
 
 
 def _is_gone(item: Any) -> bool:

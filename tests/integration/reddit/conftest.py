@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from feedmill.producers.reddit import daemon
+from feedmill.producers.live import daemon
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.integration.reddit.house import DAY, TOPICS, House

