@@ -133,6 +133,7 @@ def main(name: str) -> int:
         "torch",
         "transformers",
         "feedmill.workers.models.hub",
+        "feedmill.workers.models.engines.factory",
         "feedmill.workers.models.classifiers.registry",
     ):
         sys.modules.setdefault(absent, MagicMock())
