@@ -45,10 +45,6 @@ load it with {loaded_by}.
   without the post and delete this folder (docs/training.md).
 
 {result}
-
-| label | training posts | test posts | F1 |
-|---|---|---|---|
-{table}
 """
 
 
@@ -94,11 +90,6 @@ def write(
 
 def _card(folder: Path, options: TrainOptions, record: Mapping[str, Any]) -> str:
     posts, plan, base = record["posts"], record["plan"], printable(options.base)
-    tested = (record["metrics"] or {}).get("labels", {})
-    table = []
-    for label, count in record["train_by_label"].items():
-        figures = f"{tested[label]['support']:,} | {tested[label]['f1']:.3f}" if label in tested else "– | –"
-        table.append(f"| {printable(label).replace('|', chr(92) + '|')} | {count:,} | {figures} |")
     if options.head:
         what = f"a logistic regression (L2 penalty {plan['penalty']:g}) on the frozen embeddings of {base}"
         loaded_by = "`sentence_transformers` and `safetensors`: softmax(weight · embedding + bias)"
@@ -114,7 +105,6 @@ def _card(folder: Path, options: TrainOptions, record: Mapping[str, Any]) -> str
         count=len(record["labels"]),
         purged="purged posts unknown" if posts["purged"] is None else f"{posts['purged']:,} had been purged",
         left_out="".join(f"; {count:,} {why}" for why, count in posts["left_out"].items()),
-        table="\n".join(table),
         result=_result(record, options),
         record=record,
         plan=plan,

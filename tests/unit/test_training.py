@@ -130,7 +130,7 @@ def test_out_of_memory_names_what_to_set(still: Path, tmp_path: Path, monkeypatc
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Training, "_loss", full)
+    monkeypatch.setattr(Training, "_loss_of_step", full)
     with pytest.raises(UserError, match=naming("--batch-size", 16, "--accumulation")):
         trained(still, tmp_path / "out")
 

@@ -16,7 +16,7 @@ import gc
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,13 +222,9 @@ class Training:
             fused=True,
         )
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        weights = None if self._class_weights is None else self._class_weights.to(logits)
-        return loss_of_rows(logits, labels, weights)
-
     def _loss_of_step(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         """Return the rows' share of the mean loss over all rows of the optimization step."""
-        losses = self._loss(outputs["logits"].float(), labels)
+        losses = loss_of_rows(outputs["logits"].float(), labels, self._class_weights)
         if num_items_in_batch is None:
             return losses.mean()
         # The Trainer counts label values; a distribution has one per label, not one per row.
@@ -240,7 +236,7 @@ class Training:
         some.sort(key=lambda row: len(row["input_ids"]))
         starts = range(0, len(some), HEAD_BATCH_SIZE)
         batches = (self._collate([dict(row) for row in some[at : at + HEAD_BATCH_SIZE]]) for at in starts)
-        fit_head(model, batches, self._loss)
+        fit_head(model, batches, self._class_weights)
 
     def _last_checkpoint(self) -> str | None:
         if not self._options.resume:
@@ -348,8 +344,8 @@ def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code
 
 
 @torch.no_grad()
-def fit_head(model: Any, batches: Iterable[dict[str, Any]], loss_of: Callable[[Any, Any], torch.Tensor]) -> None:
-    """Fit the last linear layer to the features of these batches. loss_of: maps logits and labels to a loss per row.
+def fit_head(model: Any, batches: Iterable[dict[str, Any]], label_weights: torch.Tensor | None) -> None:
+    """Fit the last linear layer to the features of these batches.
 
     Leaves the model unchanged if its last layer does not return logits of [rows, labels].
     """
@@ -372,7 +368,7 @@ def fit_head(model: Any, batches: Iterable[dict[str, Any]], loss_of: Callable[[A
         return
     # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
     scale = features.std().clamp_min(1e-6)
-    weight, bias = fit_logistic(features / scale, wanted, last.out_features, loss_of, RIDGE_PENALTY)
+    weight, bias = fit_logistic(features / scale, wanted, last.out_features, (RIDGE_PENALTY, 0.0), label_weights)
     last.weight.copy_(weight / scale)
     if last.bias is not None:
         last.bias.copy_(bias)

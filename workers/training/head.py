@@ -190,14 +190,10 @@ def fit(
     scale = (features - centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
     # In float64, the fit converges to the same result despite rounding.
     scaled = ((features - centre) / scale).double()
-    weights = None if label_weights is None else label_weights.double()
-
-    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss_of_rows(logits, targets, weights)
 
     def fitted(places: torch.Tensor, penalty: float, start: Fitted | None = None) -> Fitted:
-        bias_penalty = BIAS_PENALTY / len(places)
-        return fit_logistic(scaled[places], wanted[places], labels, loss_of, penalty, bias_penalty, start, TOLERANCE)
+        penalties = penalty, BIAS_PENALTY / len(places)
+        return fit_logistic(scaled[places], wanted[places], labels, penalties, label_weights, start)
 
     with one_thread():
         order = torch.randperm(len(scaled), generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
@@ -208,7 +204,9 @@ def fit(
         penalty = max(accuracies, key=accuracies.__getitem__, default=USUAL_PENALTY)
         sharpness = 1.0
         if held_out:
-            sharpness = min(SHARPNESSES, key=lambda each: float(loss_of(each * held_out[penalty], expected).mean()))
+            logits = held_out[penalty]
+            losses = {each: loss_of_rows(each * logits, expected, label_weights).mean() for each in SHARPNESSES}
+            sharpness = min(losses, key=losses.__getitem__)
         weight, bias = (sharpness * tensor for tensor in fitted(torch.arange(len(scaled)), penalty))
     weight = weight / scale
     return Fit(weight.float(), (bias - weight @ centre.double()).float(), penalty, sharpness, accuracies)
@@ -248,30 +246,28 @@ def fit_logistic(
     features: torch.Tensor,
     wanted: torch.Tensor,
     labels: int,
-    loss_of: Callable[[Any, Any], torch.Tensor],
-    penalty: float,
-    bias_penalty: float = 0.0,
-    start: tuple[torch.Tensor, torch.Tensor] | None = None,
-    tolerance: float = 1e-9,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fit a multinomial logistic regression with L2 penalties. Returns (weight [labels, dimensions], bias [labels]).
+    penalties: tuple[float, float],
+    label_weights: torch.Tensor | None = None,
+    start: Fitted | None = None,
+) -> Fitted:
+    """Fit a multinomial logistic regression.
 
-    start: weight and bias to begin with; default: 0. tolerance: greatest component of the gradient at the end.
+    features: [examples, dimensions], float64. penalties: L2, of the weight and of the bias. start: default: 0.
     """
     zeros = features.new_zeros(labels, features.shape[1]), features.new_zeros(labels)
     weight, bias = (tensor.clone().requires_grad_() for tensor in start or zeros)
     optimizer = torch.optim.LBFGS(
         [weight, bias],
         max_iter=MAX_ITERATIONS,
-        tolerance_grad=tolerance,
-        tolerance_change=tolerance * 1e-5,
+        tolerance_grad=TOLERANCE,
+        tolerance_change=TOLERANCE * 1e-5,
         line_search_fn="strong_wolfe",
     )
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of(features @ weight.T + bias, wanted).mean()
-        loss = loss + penalty * weight.square().sum() + bias_penalty * bias.square().sum()
+        loss = loss_of_rows(features @ weight.T + bias, wanted, label_weights).mean()
+        loss = loss + penalties[0] * weight.square().sum() + penalties[1] * bias.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
@@ -281,5 +277,5 @@ def fit_logistic(
 
 def loss_of_rows(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return the cross-entropy of each row: [rows]. labels: label numbers, or distributions over the labels."""
-    wanted = labels if labels.dim() == 1 else labels.to(logits.dtype)
-    return cross_entropy(logits, wanted, weight=weights, reduction="none")
+    wanted = labels if labels.dim() == 1 else labels.to(logits)
+    return cross_entropy(logits, wanted, weight=None if weights is None else weights.to(logits), reduction="none")
