@@ -222,9 +222,9 @@ def _follow(make: MakeSource, settings: Settings, flags: MessageFlags) -> None:
 
 #: Counts in the status line, in this order, each shown unless it is 0 or missing.
 COUNTS = {
-    "filtered": "filtered", "purged": "purged", "failing": "subreddits failing", "gaps": "gaps",
-    "filled": "gaps filled", "ahead": "from the future", "unreadable": "unreadable", "requests": "requests",
-    "budget": "requests left",
+    "filtered": "{:,} filtered", "purged": "{:,} purged", "failing": "failing subreddits: {:,}", "gaps": "gaps: {:,}",
+    "filled": "gaps filled: {:,}", "ahead": "{:,} from the future", "unreadable": "{:,} unreadable",
+    "requests": "requests: {:,}", "budget": "requests left: {:,.0f}",
 }  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def format_status(status: dict[str, Any]) -> str:
         parts.append(f"newest event {span(status['delay'])} old")
     counts = {words: status.get(key) for key, words in COUNTS.items()}
     numbers = {words: len(count) if isinstance(count, list) else count for words, count in counts.items()}
-    return " · ".join(parts + [f"{number:,.0f} {words}" for words, number in numbers.items() if number])
+    return " · ".join(parts + [words.format(number) for words, number in numbers.items() if number])
 
 
 def _one_pass(settings: Settings, flags: MessageFlags, kind: ListingKind, limit: int, period: Period) -> None:

@@ -45,7 +45,7 @@ def test_daemon_sends_posts_and_reports_its_state(redis: RedisServer, jetstream:
             "the status is stored",
         )
         assert "bluesky" in feedmill("status", cwd=tmp_path, **environment).stdout
-        wait_until(lambda: daemon.says("1 sent · 1 filtered"), "the log has a status line")
+        wait_until(lambda: daemon.says("1 filtered · gaps: 1"), "the log has a status line")
         assert daemon.end(signal.SIGTERM) == 0, daemon.text()
     assert "gap in bluesky" in daemon.text()
     assert "Traceback" not in daemon.text()
