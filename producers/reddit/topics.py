@@ -69,11 +69,11 @@ def read(path: Path | None) -> Topics:
     try:
         return Topics.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise SettingsError(f"Cannot read the topics file {path}: {error.strerror}. Give another --topics.") from None
+        reason = error.strerror
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"The topics file {path} is not valid TOML: {error}. Run `feedmill ingest topics` for a valid example."
-        ) from None
+        reason = f"it is not valid TOML ({error})"
     except ValidationError as error:
-        field, reason = first_problem(error)
-        raise SettingsError(f"{path}: {field}: {reason}. Run `feedmill ingest topics` for a valid example.") from None
+        reason = ": ".join(first_problem(error))
+    raise SettingsError(
+        f"Cannot read the topics file {path}: {reason}. Run `feedmill ingest topics` for a valid example."
+    )
