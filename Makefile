@@ -40,9 +40,9 @@ demo: $(VENV)/demo ## Install the demo into .venv and run it
 test: $(VENV)/test lint ## Install the test dependencies, run all checks and tests
 	PYTEST_REDIS=first $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
 
-test-redis: $(VENV)/test ## Run the tests that use a redis-server on another one: REDIS=valkey or embedded
+test-redis: $(VENV)/test ## Run the tests marked each_redis on another redis-server: REDIS=valkey or embedded
 	PYTEST_REDIS=$(REDIS) $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder \
-		-m "not gpu$(if $(filter embedded,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips) tests/tour tests/integration tests/e2e
+		-m "each_redis$(if $(filter embedded,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips)
 
 long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours of each source, comparison with Celery, fuzzing, containers
 	$(BIN)/python -m tests.soak_reddit

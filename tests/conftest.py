@@ -23,6 +23,9 @@ LONGEST = (
     "test_stack", "test_starting", "test_supervisor", "test_train", "test_transport_faults", "test_worker",
 )  # fmt: skip
 
+#: Test files that run on every redis-server of this machine, like the tests with the mark each_redis.
+ON_EACH_REDIS = ("test_demo", "test_stack", "test_tour", "test_worker")
+
 # `nohup` and background jobs ignore these signals, and so would the processes that tests end with them.
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -78,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that use every redis-server. Run the longest files first and unit tests last."""
     for item in items:
-        if "each_redis_server" in getattr(item, "fixturenames", ()):
+        if "each_redis_server" in getattr(item, "fixturenames", ()) or item.path.stem in ON_EACH_REDIS:
             item.add_marker(pytest.mark.each_redis)
     items.sort(key=lambda item: (item.path.stem not in LONGEST, "unit" in item.path.parts))
 
