@@ -100,7 +100,7 @@ def measure(posts: Sequence[Post]) -> dict[str, float]:
     marks = [mark_of(post, "purpose") for post in posts]
     wanted = [(post.id, found.fingerprint) for post, found in results]
     store.write(results[:1])
-    queue.mark(redis, marks[:1], settings.sent_ttl)  # loads the scripts
+    queue.mark(redis, marks[:1], settings.sent_ttl, settings.sent_memory)  # loads the scripts
     redis.flushall()
     found: dict[str, float] = {}
     gc.collect()
@@ -117,7 +117,7 @@ def measure(posts: Sequence[Post]) -> dict[str, float]:
     each("look up unsent", lambda some: queue.lookup(redis, some), marks, POSTS_PER_ROUND_TRIP)
     each(
         "mark",
-        lambda some: queue.mark(redis, some, settings.sent_ttl),
+        lambda some: queue.mark(redis, some, settings.sent_ttl, settings.sent_memory),
         marks,
         POSTS_PER_ROUND_TRIP,
     )

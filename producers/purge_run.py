@@ -16,8 +16,8 @@ from feedmill.shared import model_routing, runs
 from feedmill.shared.broker import queue_lists
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from feedmill.shared.queue_redaction import MESSAGES_AT_ONCE
+from feedmill.shared.scripts import purge as scripts
 from feedmill.shared.scripts import queue as queue_scripts
-from feedmill.shared.scripts import runs as scripts
 from feedmill.shared.settings import Settings
 
 
@@ -44,9 +44,9 @@ def purge_run(redis: Redis, settings: Settings, run: str) -> RunPurged:
         more, fewer = _remove_waiting(redis, settings.model_copy(update={"queue": queue}), run)
         messages, posts = messages + more, posts + fewer
     known = runs.progress(redis, run)
-    results = scripts.purge(redis, RESULTS_STREAM, run)
-    letters = scripts.purge(redis, DEAD_LETTERS, run)
-    scripts.forget(redis, run, queues, settings.tombstone_ttl)
+    results = scripts.sweep_run(redis, RESULTS_STREAM, run)
+    letters = scripts.sweep_run(redis, DEAD_LETTERS, run)
+    scripts.forget_run(redis, run, queues, settings.tombstone_ttl)
     return RunPurged(results, letters, messages, posts, max(0, known.stored - results) if known else 0)
 
 

@@ -23,7 +23,6 @@ from feedmill.shared.errors import QueueFull
 from feedmill.shared.messages import ClassifyOptions, Post, digest, scope_of
 from feedmill.shared.model_routing import deployed_weights
 from feedmill.shared.redis_errors import is_full
-from feedmill.shared.runs import MAX_RUNS
 from feedmill.shared.scripts import queue as scripts
 from feedmill.shared.settings import DEFAULT_QUEUE, Settings
 
@@ -195,8 +194,8 @@ class Pusher:
                     self._redis,
                     marks,
                     self._settings.sent_ttl,
+                    self._settings.sent_memory,
                     self._run or "",
-                    MAX_RUNS,
                 )
             )
 

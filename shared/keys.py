@@ -14,19 +14,13 @@ DEAD_LETTERS = "feedmill:dead"
 #: Counters since the store was created: `stored`, `repeated` (result already stored), `failed` (posts written as dead
 #: letters), `gone` (posts purged before they could be stored), `answered` (requests answered with a stored result),
 #: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams), `dropped` and `sent_dropped`
-#: (results and sent records that exceeded their memory), `stream_bytes` (of all entries ever
-#: added to the results stream).
+#: (results and sent records that exceeded their memory).
 COUNTERS = "feedmill:counters"
-#: Number of buckets of marks: records of sent posts (shared/scripts/queue.py). `feedmill:sent-marks:NUMBER` is one.
+#: Table of marks, the records of sent posts (shared/scripts/queue.py): its generations, scored by when they end, in
+#: seconds since 1970. `feedmill:sent-marks:NUMBER` is one: post id -> marks.
 MARKS = "feedmill:sent-marks"
-#: Number of buckets of stored results (shared/scripts/results.py). `feedmill:stored:NUMBER` is a bucket.
+#: Table of stored results (shared/result_records.py). `feedmill:stored:NUMBER` is a generation: post id -> records.
 STORED = "feedmill:stored"
-#: Contexts of stored results, by their keys, scored by when their last result expires, in seconds since 1970.
-CONTEXTS = "feedmill:contexts"
-#: Bytes of all entries of the results stream up to an entry, for some of them (shared/scripts/results.py).
-STREAM_SIZES = "feedmill:stream-sizes"
-#: Exists while a worker drops the oldest results or sent records.
-SWEEPER = "feedmill:sweeper"
 #: Runs, scored by the time of their latest activity, in seconds since 1970.
 RUNS = "feedmill:runs"
 #: Queue -> number of messages that `feedmill queue clear` removed. A change makes positions in files void.
@@ -79,11 +73,6 @@ def live_authors_key(source: str) -> str:
     return f"feedmill:live:authors:{source}"
 
 
-def context_key(digest: str) -> str:
-    """What stored results share: labels, model, revision, weights, worker and device, as JSON. digest: of this text."""
-    return f"feedmill:context:{digest}"
-
-
 def run_key(run: str) -> str:
     """Progress of a run: `sent`, `stored`, `failed`; `began`, `latest`, `used` (ms); kept `columns`. run: its name."""
     return f"feedmill:run:{run}"
@@ -127,7 +116,7 @@ class Key(NamedTuple):
 TABLE: tuple[Key, ...] = (
     Key(RESULTS_STREAM, "stream", "shared/results.py", "trimmed to results_stream_length"),
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
-    Key(COUNTERS, "hash", "shared/results.py", "ten fields"),
+    Key(COUNTERS, "hash", "shared/results.py", "nine fields"),
     Key(
         GROUPS,
         "hash",
@@ -151,18 +140,14 @@ TABLE: tuple[Key, ...] = (
         "workers/pipeline/poison.py",
         "ttl NOTE_TTL_S; deleted when the message is finished",
     ),
-    Key(STORED, "string", "shared/results.py", "one number; ttl results_ttl"),
-    Key("feedmill:stored:*", "string", "shared/results.py", "ttl results_ttl"),
-    Key("feedmill:context:*", "string", "shared/results.py", "ttl results_ttl and an hour"),
-    Key(CONTEXTS, "zset", "shared/results.py", "one member per context; ttl results_ttl and an hour"),
-    Key(STREAM_SIZES, "list", "shared/scripts/results.py", "SIZES entries and a few"),
-    Key(SWEEPER, "string", "shared/retention.py", "ttl LOCK_S"),
+    Key(STORED, "zset", "shared/results.py", "64 members; ttl results_ttl and an eighth"),
+    Key("feedmill:stored:*", "hash", "shared/results.py", "an eighth of results_memory; ttl results_ttl and a quarter"),
     Key("feedmill:run:*", "hash", "shared/runs.py", "seven fields; ttl sent_ttl"),
     Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),
     Key(RUNS, "zset", "shared/runs.py", "MAX_RUNS members; ttl sent_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl 30 days"),
-    Key(MARKS, "string", "producers/push.py", "one number; ttl sent_ttl"),
-    Key("feedmill:sent-marks:*", "string", "producers/push.py", "4,096 records; ttl sent_ttl"),
+    Key(MARKS, "zset", "producers/push.py", "64 members; ttl sent_ttl and an eighth"),
+    Key("feedmill:sent-marks:*", "hash", "producers/push.py", "an eighth of sent_memory; ttl sent_ttl and a quarter"),
     Key(REDDIT_SUBSTITUTES, "hash", "producers/reddit/state.py", "one field per topic of the topics file"),
     Key(
         REDDIT_RECHECKS,

@@ -26,13 +26,10 @@ from feedmill.shared.errors import MessageFailed, UserError, printable
 from feedmill.shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, tombstone_key
 from feedmill.shared.scripts import purge as scripts
 from feedmill.shared.scripts import queue as queue_scripts
-from feedmill.shared.scripts import results as result_scripts
 from feedmill.shared.settings import Settings
 
 #: Ids per pass over a stream. Each call of the script receives all of them.
 IDS_AT_ONCE = 1000
-#: Bytes of entries that one call of the script reads. Takes one or two milliseconds, during which Redis is blocked.
-SWEEP_BYTES = 2**19
 #: Keys per SCAN; and Celery results per MGET, one of which can hold 1,000 outcomes.
 SCAN_COUNT, RESULTS_AT_ONCE = 1000, 50
 #: Maximum characters of an id, as in shared/messages.py.
@@ -80,11 +77,12 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> PurgeCounts:
     queues = model_routing.queues(redis, settings)
     found = PurgeCounts(messages=queue_redaction.remove(redis, queues, frozenset(posts)))
     for batch in _batches(posts):
+        sent, results = queue_scripts.forget(redis, batch)
         counts = PurgeCounts(
-            sent=queue_scripts.forget(redis, batch),
-            results=result_scripts.forget(redis, batch),
-            entries=scripts.sweep(redis, RESULTS_STREAM, batch, SWEEP_BYTES),
-            dead_letters=scripts.sweep(redis, DEAD_LETTERS, batch, SWEEP_BYTES),
+            sent=sent,
+            results=results,
+            entries=scripts.sweep(redis, RESULTS_STREAM, batch),
+            dead_letters=scripts.sweep(redis, DEAD_LETTERS, batch),
         )
         found = PurgeCounts(*map(sum, zip(found, counts, strict=True)))
     return found._replace(celery_results=_clean_celery_results(redis, frozenset(posts)))
@@ -173,7 +171,7 @@ def _fetch(redis: Any, keys: Sequence[bytes | str]) -> list[bytes | None]:
 def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection[str]) -> bool:
     """Remove the posts from one result, last read as `text`. Return whether it was changed."""
     while text is not None and (clean := _without(text, posts)) is not None:
-        if scripts.replace_string(redis, key, text, clean):
+        if scripts.replace(redis, key, text, clean):
             return True
         (text,) = _fetch(redis, [key])  # another client changed the result meanwhile
     return False

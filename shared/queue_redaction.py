@@ -35,14 +35,11 @@ def remove(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int
 
     Idempotent. Raises redis.exceptions.RedisError.
     """
-    reserved, changed = TRANSPORT_KEYS["reserved_key"], 0
+    changed = 0
     for name, message, tag in _messages(redis, queues):
         if (clean := _without(message, posts)) is None:
             continue
-        if tag is None:
-            changed += scripts.replace_waiting(redis, name, message, clean)
-        else:
-            changed += scripts.replace_held(redis, reserved, tag, message, clean)
+        changed += scripts.replace(redis, name, message, clean, tag)
     return changed
 
 
@@ -69,21 +66,21 @@ def _ids_in(value: Any) -> Iterator[str]:
             yield from _ids_in(item)
 
 
-def _messages(redis: Redis, queues: Collection[str]) -> Iterator[tuple[str, bytes, bytes | None]]:
-    """Yield the key of each message, the message, and the tag of one that a worker holds."""
+def _messages(redis: Redis, queues: Collection[str]) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield the key of each message, the message, and the tag of one that a worker holds, else b""."""
     lists, reserved = [name for queue in queues for name in queue_lists(queue)], TRANSPORT_KEYS["reserved_key"]
     for name in (*lists, reserved, *lists):
         for message, tag in _held(redis, name) if name == reserved else _waiting(redis, name):
             yield name, message, tag
 
 
-def _waiting(redis: Any, name: str) -> Iterator[tuple[bytes, None]]:
+def _waiting(redis: Any, name: str) -> Iterator[tuple[bytes, bytes]]:
     """Yield the messages of a list, newest first: new messages shift the others towards the part not yet read."""
     start = 0
     while messages := redis.execute_command(
         "LRANGE", name, start, start + MESSAGES_AT_ONCE - 1, **{NEVER_DECODE: True}
     ):
-        yield from ((message, None) for message in messages)
+        yield from ((message, b"") for message in messages)
         start += len(messages)
 
 

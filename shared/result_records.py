@@ -1,8 +1,9 @@
 """Pack results into records of about 100 bytes, and unpack them.
 
 What many results share (labels, model, worker, device) is their context. It is stored once, under a digest of its
-content. Scores are stored in 16 bits, in steps of 0.00002, so they differ from the computed ones by at most 1e-5. A
-result that does not fit this form, with scores below -0.31 or above 1, is stored as JSON.
+content, in each generation of the table (shared/scripts/tables.lua). Scores are stored in 16 bits, in steps of 0.00002,
+so they differ from the computed ones by at most 1e-5. A result that does not fit this form, with scores below -0.31 or
+above 1, is stored as JSON.
 """
 
 import json
@@ -14,11 +15,14 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from feedmill.shared.messages import Classification
-from feedmill.shared.scripts.buckets import JSON, PACKED, SCORE, checksum
 
-#: Start of a record: checksum of the id, bytes of the record, kind, key of the fingerprint, bytes of the id. Then come
-#: the id, the content, and the time of expiry in seconds since 1970. Scripts read it, too (shared/scripts/buckets.py).
-HEAD, TAIL = struct.Struct(">4sIB16sH"), struct.Struct(">I")
+#: Kinds of records: a packed result, a result as JSON, a post's score on its site, as JSON, and a context.
+PACKED, JSON, SCORE, CONTEXT = range(4)
+#: Start of a record: its bytes, kind, and key of the fingerprint. Then comes the content. Functions read it, too
+#: (shared/scripts/tables.lua).
+HEAD = struct.Struct(">IB16s")
+#: Start of the name under which a context is stored. Ids do not start with a space.
+CONTEXT_NAME = " "
 #: Start of a packed result: context, `classified_at`, `queued_seconds` (NaN for None), number of the best label. Then
 #: come the scores.
 BODY = struct.Struct(">8sddH")
@@ -58,7 +62,8 @@ class KnownContext:
         self.others = context[1:]
         self.json = context.to_json()
         self.id = blake2b(self.json.encode(), digest_size=8).digest()
-        self.key = self.id.hex()
+        self.name = f"{CONTEXT_NAME}{self.id.hex()}"
+        self.record = _record(CONTEXT, bytes(KEY_BYTES), self.json.encode())
         self.numbers = {label: number for number, label in enumerate(self.labels)}
         self.scores = struct.Struct(f">{len(self.labels)}H")
         #: Returns the values of a mapping from labels, in the order of `labels`. With a single one, itemgetter would
@@ -110,13 +115,8 @@ def fingerprint_key(fingerprint: str) -> bytes:
     return key if len(key) == KEY_BYTES else sha1(fingerprint.encode(), usedforsecurity=False).digest()[:KEY_BYTES]
 
 
-def score_key(post_id: str) -> bytes:
-    """Return the key of a post's score in records."""
-    return fingerprint_key(f"score of {post_id}")
-
-
-def pack(post_id: str, found: Classification, contexts: Contexts) -> tuple[bytes, KnownContext | None]:
-    """Return a result as a record, and the context that it refers to; None if none. Redis sets its time of expiry."""
+def pack(found: Classification, contexts: Contexts) -> tuple[bytes, KnownContext | None]:
+    """Return a result as a record, and the context that it refers to; None if none."""
     known, scores = contexts.of(found)
     try:
         steps = [int(score * STEPS + (ZERO + 0.5)) for score in scores]
@@ -128,47 +128,40 @@ def pack(post_id: str, found: Classification, contexts: Contexts) -> tuple[bytes
         body += known.scores.pack(*steps)
         key = bytes.fromhex(found.fingerprint)
         if key.hex() == found.fingerprint and len(key) == KEY_BYTES:
-            return _record(post_id, PACKED, key, body), known
+            return _record(PACKED, key, body), known
     except (struct.error, KeyError, ValueError, OverflowError):
         pass
-    body = found.model_dump_json().encode()
-    return _record(post_id, JSON, fingerprint_key(found.fingerprint), body), None
+    return _record(JSON, fingerprint_key(found.fingerprint), found.model_dump_json().encode()), None
 
 
-def pack_score(post_id: str, text: str) -> bytes:
+def pack_score(text: str) -> bytes:
     """Return the record of a post's score. text: the score, as JSON."""
-    return _record(post_id, SCORE, score_key(post_id), text.encode())
+    return _record(SCORE, bytes(KEY_BYTES), text.encode())
 
 
-def _record(post_id: str, kind: int, key: bytes, content: bytes) -> bytes:
-    name = post_id.encode()
-    length = HEAD.size + len(name) + len(content) + TAIL.size
-    return HEAD.pack(checksum(post_id), length, kind, key, len(name)) + name + content + TAIL.pack(0)
+def _record(kind: int, key: bytes, content: bytes) -> bytes:
+    return HEAD.pack(HEAD.size + len(content), kind, key) + content
 
 
 class Record(NamedTuple):
-    """A record, without what only scripts need."""
+    """A record of a post, or of a context."""
 
     kind: int
-    expires: int
     key: bytes
-    post_id: bytes
     content: bytes
 
 
 def split(records: bytes) -> Iterator[Record]:
-    """Yield the records of a bucket."""
+    """Yield the records of an id."""
     at = 0
     while at < len(records):
-        _, length, kind, key, id_length = HEAD.unpack_from(records, at)
-        start, end = at + HEAD.size, at + length - TAIL.size
-        (expires,) = TAIL.unpack_from(records, end)
-        yield Record(kind, expires, key, records[start : start + id_length], records[start + id_length : end])
+        length, kind, key = HEAD.unpack_from(records, at)
+        yield Record(kind, key, records[at + HEAD.size : at + length])
         at += length
 
 
-def unpack(record: Record, context_of: Callable[[bytes], KnownContext | None]) -> Classification | None:
-    """Return the result in a record; None if its context is lost."""
+def unpack(post_id: str, record: Record, context_of: Callable[[bytes], KnownContext | None]) -> Classification | None:
+    """Return the result in a post's record; None if its context is lost."""
     if record.kind == JSON:
         return Classification.model_validate_json(record.content)
     identity, classified_at, queued, best = BODY.unpack_from(record.content)
@@ -181,7 +174,7 @@ def unpack(record: Record, context_of: Callable[[bytes], KnownContext | None]) -
         order.remove(best)
         order.insert(0, best)
     return Classification.trusted(
-        id=record.post_id.decode(),
+        id=post_id,
         label=labels[best],
         scores={labels[number]: (steps[number] - ZERO) / STEPS for number in order},
         model=model,

@@ -1,8 +1,9 @@
 """The results store: each result exactly once by fingerprint, and a stream for readers.
 
-One script writes a micro-batch. It sets each classification if absent, and appends only new ones to the stream. So a
-message that is delivered twice, or to two workers at once, leaves one result and one stream entry. A post has at most
-one dead letter per request while the first one exists. Independent of models and Celery.
+One function in Redis writes a micro-batch (shared/scripts/results.lua). It sets each classification if absent, and
+appends only new ones to the stream. So a message that is delivered twice, or to two workers at once, leaves one result
+and one stream entry. A post has at most one dead letter per request while the first one exists. Independent of models
+and Celery.
 """
 
 import json
@@ -10,28 +11,45 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from redis import Redis
 from redis.client import NEVER_DECODE
+from redis.exceptions import ResponseError
 
 from feedmill.shared.keys import (
     COUNTERS,
     DEAD_LETTERS,
+    MARKS,
     RESULTS_STREAM,
+    RUNS,
     STORED,
-    context_key,
+    dead_letter_key,
     labels_key,
+    run_key,
+    tombstone_key,
 )
 from feedmill.shared.messages import Classification, DeadLetter, Post, digest
+from feedmill.shared.redis_errors import is_full
 from feedmill.shared.replay import Replay
-from feedmill.shared.result_records import Context, Contexts, KnownContext, pack, pack_score, split, unpack
-from feedmill.shared.retention import check_interval
+from feedmill.shared.result_records import (
+    CONTEXT_NAME,
+    SCORE,
+    Context,
+    Contexts,
+    KnownContext,
+    fingerprint_key,
+    pack,
+    pack_score,
+    split,
+    unpack,
+)
 from feedmill.shared.runs import MAX_RUNS
-from feedmill.shared.scripts import results as scripts
-from feedmill.shared.scripts.buckets import MIN_BUCKETS, SCORE
-from feedmill.shared.settings import DEFAULT_QUEUE, PREFIX, Settings
+from feedmill.shared.scripts import call
+from feedmill.shared.scripts.queue import MARK_BYTES
+from feedmill.shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +62,18 @@ SCORES_PER_CALL = 100
 #: Limits of the search for a result's stream entry: seconds by which the clocks of a worker and of Redis may differ,
 #: and entries.
 MAX_CLOCK_SKEW_S, ENTRIES_SEARCHED = 1.0, 2000
-#: Buckets of results per call of `stored_ids`.
-BUCKETS_PER_CALL = 1000
+#: Seconds for which hourly counts by label are kept: the longest period of `feedmill report`.
+LABEL_COUNTS_TTL_S = 30 * DAY_S
+#: Share of `results_memory` that the results stream may take.
+STREAM_SHARE = 0.45
+#: Ids per call of `stored_ids`.
+IDS_PER_CALL = 1000
 #: Dead letters per script call. Redis is blocked during a call.
 DEAD_LETTERS_PER_CALL = 50
+
+
+#: Keys whose memory is bounded, and the counters.
+BOUNDED = [RESULTS_STREAM, COUNTERS, STORED, MARKS]
 
 
 class Result(NamedTuple):
@@ -91,15 +117,13 @@ class Score(NamedTuple):
 class ResultsStore:
     """The store of results and dead letters in Redis. Thread-safe.
 
-    With a client of `feedmill.shared.broker.connect`, writes of the last seconds are repeated when Redis may have lost
-    them (shared/replay.py).
+    With a client of `shared.broker.connect`, writes of the last seconds are repeated when Redis may have lost them
+    (shared/replay.py).
     """
 
-    def __init__(self, redis: Redis, settings: Settings, check_memory: Callable[[], None] = lambda: None) -> None:
-        """Create a store. check_memory: called after a write when the memory of results should be checked."""
+    def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis = redis
         self._settings = settings
-        self._check_memory = check_memory
         self._replay = Replay(redis)
         self._contexts = Contexts()
 
@@ -108,30 +132,42 @@ class ResultsStore:
         if not wanted:
             return []
         self._replay.start()  # before the results are found, so that they can be kept
-        found = scripts.find(self._redis, wanted)
-        results: list[Classification | None] = [None] * len(wanted)
-        for number, record in zip(found.numbers, split(found.records), strict=True):
-            results[number] = unpack(record, self._context)
-        return results
+        ids = json.dumps([post_id for post_id, _ in wanted])
+        keys = b"".join([fingerprint_key(fingerprint) for _, fingerprint in wanted])
+        records: list[bytes] = call(self._redis, "find", [COUNTERS, STORED], [ids, keys], raw=True)
+        return [
+            unpack(post_id, next(split(record)), self._context) if record else None
+            for (post_id, _), record in zip(wanted, records, strict=True)
+        ]
+
+    def _records(self, name: str) -> bytes:
+        """Return the records of a post or of a context."""
+        records: bytes = call(self._redis, "get", [STORED], [name], raw=True)
+        return records
 
     def _context(self, identity: bytes) -> KnownContext | None:
         """Return the context with this id; None if it is lost."""
         if known := self._contexts.get(identity):
             return known
-        text: Any = self._redis.get(context_key(identity.hex()))
-        return None if text is None else self._contexts.add(Context.parse(text))
+        for record in split(self._records(CONTEXT_NAME + identity.hex())):
+            return self._contexts.add(Context.parse(record.content))
+        return None
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
         """Store a micro-batch's results and dead letters. Return the number of new results.
 
-        Skips purged posts (shared/purge.py). Idempotent, except that counters can increase twice. Raises
+        Skips purged posts (shared/purge.py). Idempotent, except that counters can increase twice. Drops the oldest
+        results and sent records if they exceed their memory; on a full Redis as well, before it raises. Raises
         redis.exceptions.RedisError.
         """
         if not results and not dead:
             return 0
-        new, trimmed, due = self._replay.write(*self._write_call(results, dead[:DEAD_LETTERS_PER_CALL]))
-        if due:
-            self._check_memory()
+        try:
+            new, trimmed = self._replay.write(*self._write_call(results, dead[:DEAD_LETTERS_PER_CALL]))
+        except ResponseError as fault:
+            if is_full(fault):  # maybe because a bound was lowered
+                call(self._redis, "bound", BOUNDED, [json.dumps(memory_limits(self._settings))])
+            raise
         for start in range(DEAD_LETTERS_PER_CALL, len(dead), DEAD_LETTERS_PER_CALL):
             letters = dead[start : start + DEAD_LETTERS_PER_CALL]
             trimmed += self._replay.write(*self._write_call([], letters))[1]
@@ -155,32 +191,49 @@ class ResultsStore:
 
     def _write_call(
         self, results: Sequence[Result], dead: Sequence[DeadLetter]
-    ) -> tuple[Callable[[], tuple[int, int, int]], int]:
-        """Return the script call, and the number of bytes that it sends."""
+    ) -> tuple[Callable[[], tuple[int, int]], int]:
+        """Return a function that writes and may be called again, and the number of bytes that it sends.
+
+        It returns the numbers of new results and of trimmed dead letters.
+        """
         records: list[bytes] = []
-        entries: list[bytes] = []
-        contexts: dict[str, str] = {}
+        texts: list[bytes] = []
+        contexts: dict[str, bytes] = {}
         for post, found in results:
-            record, context = pack(post.id, found, self._contexts)
+            record, context = pack(found, self._contexts)
             if context:
-                contexts[context.key] = context.json
+                contexts[context.name] = context.record
             records.append(record)
             # model_dump_json would decode the text, only for it to be encoded again.
-            entries += found.__pydantic_serializer__.to_json(found), self._clipped(post)
-        new = scripts.NewResults(
-            [post.id for post, _ in results],
-            [found.label for _, found in results],
-            [post.run or "" for post, _ in results],
-            records,
-            entries,
-        )
-        # Posts sent without an id get "", which is not a valid id and cannot be purged.
-        letters = [
-            ((letter.id or "").strip(), dead_letter_digest(letter), letter.model_dump_json(), letter.run or "")
-            for letter in dead
-        ]
-        limits = MAX_LABELS_PER_HOUR, MAX_RUNS, check_interval(self._settings)
-        return scripts.prepare_write(self._redis, self._settings, new, contexts, letters, *limits)
+            texts += found.__pydantic_serializer__.to_json(found), self._clipped(post)
+        texts += [letter.model_dump_json().encode() for letter in dead]
+        settings = self._settings
+        given = {
+            "ids": [post.id for post, _ in results],
+            "labels": [found.label for _, found in results],
+            "runs": [post.run or "" for post, _ in results],
+            "contexts": list(contexts),
+            # Posts sent without an id get "", which is not a valid id and cannot be purged.
+            "letters": [
+                ((letter.id or "").strip(), dead_letter_key(dead_letter_digest(letter)), letter.run or "")
+                for letter in dead
+            ],
+            "limits": memory_limits(settings),
+            "ttl": settings.results_ttl,
+            "length": settings.results_stream_length,
+            "dead_length": settings.dead_letters_length,
+            "hours": labels_key(""),
+            "labels_ttl": LABEL_COUNTS_TTL_S,
+            "max_labels": MAX_LABELS_PER_HOUR,
+            "tombstones": tombstone_key(""),
+            "run": run_key(""),
+            "run_ttl": settings.sent_ttl,
+            "max_runs": MAX_RUNS,
+        }
+        # Encoded once, for all repetitions, and to bytes: a Python string can take four bytes per character.
+        arguments = [json.dumps(given).encode(), b"".join([*records, *contexts.values()]), *texts]
+        write = partial(call, self._redis, "write", [*BOUNDED, DEAD_LETTERS, RUNS], arguments)
+        return write, sum(map(len, arguments))
 
     def _clipped(self, post: Post) -> bytes:
         """Return a post as JSON for its stream entry, with its body truncated."""
@@ -191,9 +244,8 @@ class ResultsStore:
 
     def get(self, post_id: str) -> list[Classification]:
         """Return a post's classifications that have not expired, oldest first: one per text, model and label set."""
-        stored = scripts.get(self._redis, post_id)
-        records = [record for record in split(stored) if record.kind != SCORE]
-        classifications = [found for each in records if (found := unpack(each, self._context))]
+        records = [record for record in split(self._records(post_id)) if record.kind != SCORE]
+        classifications = [found for each in records if (found := unpack(post_id, each, self._context))]
         return sorted(classifications, key=lambda classification: classification.classified_at)
 
     def post_of(self, found: Classification) -> Post | None:
@@ -217,13 +269,13 @@ class ResultsStore:
         refreshed = 0
         remaining = iter(scores.items())
         while batch := list(islice(remaining, SCORES_PER_CALL)):
-            texts = [(post_id, json.dumps({"score": score, "at": at})) for post_id, score in batch]
-            refreshed += scripts.refresh(self._redis, [(post_id, pack_score(post_id, text)) for post_id, text in texts])
+            records = [(post_id, pack_score(json.dumps({"score": score, "at": at}))) for post_id, score in batch]
+            refreshed += call(self._redis, "refresh", [STORED], [part for record in records for part in record])
         return refreshed
 
     def score(self, post_id: str) -> Score | None:
         """Return the latest score of a post with results; None if `refresh_scores` never stored one."""
-        texts = [record.content for record in split(scripts.get(self._redis, post_id)) if record.kind == SCORE]
+        texts = [record.content for record in split(self._records(post_id)) if record.kind == SCORE]
         return Score(**json.loads(texts[0])) if texts else None
 
     def latest(self, count: int) -> list[Result]:
@@ -256,16 +308,22 @@ class ResultsStore:
         return Counters(**{name: int(found.get(name, 0)) for name in Counters._fields})
 
 
+def memory_limits(settings: Settings) -> dict[str, int]:
+    """Return the bytes that the results with their stream, the stream, and sent records may take, and of a mark."""
+    results = settings.results_memory
+    return {"results": results, "stream": int(STREAM_SHARE * results), "sent": settings.sent_memory, "mark": MARK_BYTES}
+
+
 def stored_ids(redis: Redis) -> Iterator[str]:
     """Yield the ids of posts with results. Ids can be repeated. Raises redis.exceptions.RedisError."""
     untyped: Any = redis
-    start = 0
-    # The table can grow meanwhile; records then move to buckets at its end.
-    while start < (count := int(untyped.get(STORED) or MIN_BUCKETS)):
-        keys = [f"{STORED}:{number}" for number in range(start, min(start + BUCKETS_PER_CALL, count))]
-        start += len(keys)
-        for records in untyped.execute_command("MGET", *keys, **{NEVER_DECODE: True}):
-            yield from (each.post_id.decode() for each in split(records or b"") if each.kind != SCORE)
+    for generation in untyped.zrange(STORED, 0, -1):
+        cursor: Any = None
+        while cursor != 0:
+            command = ("HSCAN", f"{STORED}:{generation}", cursor or 0, "COUNT", IDS_PER_CALL)
+            cursor, records = untyped.execute_command(*command, **{NEVER_DECODE: True})
+            cursor = int(cursor)
+            yield from (name for name in map(bytes.decode, records) if not name.startswith(CONTEXT_NAME))
 
 
 def newest_first(

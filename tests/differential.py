@@ -30,9 +30,8 @@ from typing import Any
 from celery import Celery
 
 from feedmill.shared.broker import queue_depth
-from feedmill.shared.keys import CELERY_RESULTS, COUNTERS, DEAD_LETTERS, RESULTS_STREAM, STORED
-from feedmill.shared.result_records import split
-from feedmill.shared.results import ResultsStore
+from feedmill.shared.keys import CELERY_RESULTS, COUNTERS, DEAD_LETTERS, RESULTS_STREAM
+from feedmill.shared.results import ResultsStore, stored_ids
 from feedmill.shared.settings import Settings
 from tests.fakes.differential_messages import REVOKED_STAMP, WAITING, Draw, Sending, everything, is_message
 from tests.fakes.differential_tasks import TOLD
@@ -398,7 +397,7 @@ def _compare_recorded(comparison: Comparison, stock: Side, feedmill: Side) -> No
 
 def _compare_stored(comparison: Comparison, stock: Side, feedmill: Side) -> None:
     """Compare each post's results, and check that each result has one stream entry."""
-    theirs, ours = (_stored_ids(side) for side in (stock, feedmill))
+    theirs, ours = (set(stored_ids(side.redis.client)) for side in (stock, feedmill))
     comparison.same("ids of the stored results", sorted(theirs), sorted(ours))
     stores = [ResultsStore(side.redis.client, Settings()) for side in (stock, feedmill)]
     for post_id in theirs & ours:
@@ -410,13 +409,6 @@ def _compare_stored(comparison: Comparison, stock: Side, feedmill: Side) -> None
         comparison.same(f"{side.name}: entries of the stream for each result", str(stored), str(entries))
     counts = [side.redis.client.xlen(RESULTS_STREAM) for side in (stock, feedmill)]
     comparison.same("results stored", *counts)
-
-
-def _stored_ids(side: Side) -> set[str]:
-    """Return the ids of all posts with stored results."""
-    redis: Any = side.redis.client
-    buckets = [redis.execute_command("GET", key, NEVER_DECODE=True) for key in redis.scan_iter(f"{STORED}:*")]
-    return {each.post_id.decode() for bucket in buckets for each in split(bucket)}
 
 
 def _compare_dead_letters(comparison: Comparison, stock: Side, feedmill: Side) -> None:

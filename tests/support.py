@@ -14,11 +14,13 @@ import sys
 import time
 import zlib
 from base64 import b64decode, b64encode
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
+from hashlib import sha1
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,9 +31,9 @@ from trustme import CA
 
 from feedmill.shared.keys import MARKS, STORED
 from feedmill.shared.messages import Post, digest
+from feedmill.shared.scripts import call
 from feedmill.shared.scripts import queue as queue_scripts
-from feedmill.shared.scripts import results
-from feedmill.shared.scripts.buckets import MARK_BYTES
+from feedmill.shared.scripts.queue import BUCKET_BYTES, ID_BYTES, MARK_BYTES
 from feedmill.shared.settings import LOCK_FILE, STACK_FILE
 from feedmill.stack.embedded import embedded_server
 from feedmill.stack.prerequisites import installed_redis_server, server_version
@@ -61,48 +63,42 @@ def announced(folder: Path, text: str) -> Iterator[Path]:
         yield folder / STACK_FILE
 
 
-def sent_checksums(client: Redis) -> list[int]:
-    """Return the checksum of the id of every mark of a sent post."""
-    read: Any = client
-    buckets = [read.execute_command("GET", key, **{NEVER_DECODE: True}) for key in client.scan_iter(f"{MARKS}:*")]
-    return [int.from_bytes(each[at : at + 4], "big") for each in buckets for at in range(0, len(each), MARK_BYTES)]
+def sent_count(client: Redis) -> int:
+    """Return the number of marks of sent posts."""
+    return sum(map(len, _buckets(client).values())) // MARK_BYTES
 
 
 def sent_marks(client: Redis, post_id: str) -> int:
     """Return the number of marks of a post that was sent."""
-    return sent_checksums(client).count(zlib.crc32(post_id.encode()))
+    digest_of_id = sha1(post_id.encode(), usedforsecurity=False).digest()
+    marks = _buckets(client)[digest_of_id[:BUCKET_BYTES]]
+    return sum(marks.startswith(digest_of_id[BUCKET_BYTES:][:ID_BYTES], at) for at in range(0, len(marks), MARK_BYTES))
+
+
+def _buckets(client: Any) -> defaultdict[bytes, bytes]:
+    """Return the marks in each bucket, of all generations."""
+    found: defaultdict[bytes, bytes] = defaultdict(bytes)
+    for generation in client.zrange(MARKS, 0, -1):
+        for bucket, marks in client.execute_command("HGETALL", f"{MARKS}:{generation}", NEVER_DECODE=True).items():
+            found[bucket] += marks
+    return found
 
 
 def mark_sent(client: Redis, post_id: str) -> None:
     """Mark a post as sent."""
-    queue_scripts.mark(client, [queue_scripts.Mark.of(post_id, digest(post_id))], 3600)
+    queue_scripts.mark(client, [queue_scripts.Mark.of(post_id, digest(post_id))], 3600, 10**9)
 
 
 def has_results(client: Redis, post_id: str) -> bool:
     """Return whether anything is stored with a post's results."""
-    return results.get(client, post_id) != b""
+    return bool(call(client, "get", [STORED], [post_id], raw=True))
 
 
-def age_marks(client: Redis, seconds: int) -> None:
-    """Let sent records expire that many whole hours earlier."""
-    hours = seconds // 3600
-    for key in client.scan_iter(f"{MARKS}:*"):
-        records = bytearray(raw(client, key))
-        for end in range(MARK_BYTES, len(records) + 1, MARK_BYTES):
-            hour = int.from_bytes(records[end - 2 : end], "big")
-            records[end - 2 : end] = ((hour - hours) % 2**16).to_bytes(2, "big")
-        client.set(key, bytes(records), keepttl=True)
-
-
-def age_results(client: Redis, seconds: int) -> None:
-    """Let stored results expire that many seconds earlier."""
-    for key in client.scan_iter(f"{STORED}:*"):
-        records, end = bytearray(raw(client, key)), 0
-        while end < len(records):
-            end += int.from_bytes(records[end + 4 : end + 8], "big")
-            expires = int.from_bytes(records[end - 4 : end], "big")
-            records[end - 4 : end] = (expires - seconds).to_bytes(4, "big")
-        client.set(key, bytes(records), keepttl=True)
+def age(client: Redis, table: str, seconds: float) -> None:
+    """Let a table's records expire that many seconds earlier."""
+    generations: Any = client.zrange(table, 0, -1)
+    for generation in generations:
+        client.zincrby(table, -seconds, generation)
 
 
 def raw(client: Redis, key: str) -> bytes:

@@ -16,7 +16,7 @@ from redis.client import NEVER_DECODE
 from feedmill.shared.keys import DEAD_LETTERS, UNDECODABLE, dead_letter_key
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.results import PAGE_SIZE, dead_letter_digest, newest_first
-from feedmill.shared.scripts.runs import remove_retried
+from feedmill.shared.scripts.purge import remove_retried
 
 #: Prefix of the names of undecodable messages.
 RAW_ID_PREFIX = "raw-"

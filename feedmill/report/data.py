@@ -18,7 +18,7 @@ from feedmill.reading.rows import ResultRow, RowReader
 from feedmill.shared import keys
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.results import HOUR_S, ResultsStore, newest_first
-from feedmill.shared.scripts.runs import MAX_PAUSE_MS
+from feedmill.shared.runs import MAX_PAUSE_MS
 from feedmill.shared.scripts.stream import Place
 from feedmill.shared.settings import Settings
 

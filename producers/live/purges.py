@@ -15,7 +15,7 @@ from typing import Any
 from feedmill.producers.live.clock import Clock
 from feedmill.shared import model_routing, queue_redaction
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, live_authors_key, live_deleted_key
-from feedmill.shared.purge import IDS_AT_ONCE, SWEEP_BYTES, purge
+from feedmill.shared.purge import IDS_AT_ONCE, purge
 from feedmill.shared.results import stored_ids
 from feedmill.shared.scripts import purge as purge_scripts
 from feedmill.shared.scripts import queue as queue_scripts
@@ -88,7 +88,7 @@ class Purges:
         ids = chain(queue_redaction.ids_in_messages(self._redis, queues), stored_ids(self._redis))
         found = {post_id for post_id in ids if author_of(post_id) in authors}
         for stream in (RESULTS_STREAM, DEAD_LETTERS):
-            found |= purge_scripts.find_authors(self._redis, stream, authors, SWEEP_BYTES)
+            found |= purge_scripts.find_authors(self._redis, stream, authors)
         if found:
             self._redis.sadd(self._deleted, *found)
 

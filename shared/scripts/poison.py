@@ -1,56 +1,16 @@
-"""Scripts for poison tracking (workers/pipeline/poison.py): record the posts of a forward pass, and count deaths."""
+"""Functions for poison tracking (workers/pipeline/poison.py): record the posts of a forward pass, and count deaths."""
 
 from typing import Any
 
 from redis import Redis
 
 from feedmill.shared.keys import PASSES, poison_key
-from feedmill.shared.scripts import SHRINKS, WRITES, Script
-
-#: A script needs one answer instead of two, and is faster to build than a pipeline.
-#:
-#:   KEYS[1]  feedmill:passes   hash: worker and lane -> {"at": seconds, "posts": {message: [index, …]}}, JSON
-#:   ARGV[1]  worker and lane   ARGV[2]  the record    ARGV[3]  ttl, seconds
-_NOTE: Script[None] = Script(
-    "poison_note",
-    WRITES,
-    """
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-redis.call('EXPIRE', KEYS[1], ARGV[3])
-""",
-)
-#:   KEYS[1]  see _NOTE    KEYS[2]  feedmill:suspect:<id>  hash: index of a post -> deaths
-#:   ARGV[1]  digest of the message's id    ARGV[2]  prefix of this worker's records    ARGV[3]  ttl, seconds
-_COUNT: Script[list[str]] = Script(
-    "poison_count",
-    SHRINKS,
-    """
-local now = tonumber(redis.call('TIME')[1])
-local notes = redis.call('HGETALL', KEYS[1])
-for i = 1, #notes, 2 do
-  local name, note = notes[i], cjson.decode(notes[i + 1])
-  local mine = note.posts[ARGV[1]]
-  if now - note.at > tonumber(ARGV[3]) then
-    redis.call('HDEL', KEYS[1], name)
-  elseif mine and string.sub(name, 1, #ARGV[2]) ~= ARGV[2] then
-    for _, index in ipairs(mine) do redis.call('HINCRBY', KEYS[2], index, 1) end
-    redis.call('EXPIRE', KEYS[2], ARGV[3])
-    note.posts[ARGV[1]] = nil
-    if next(note.posts) then
-      redis.call('HSET', KEYS[1], name, cjson.encode(note))
-    else
-      redis.call('HDEL', KEYS[1], name)
-    end
-  end
-end
-return redis.call('HGETALL', KEYS[2])
-""",
-)
+from feedmill.shared.scripts import call, command
 
 
 def note(name: str, record: str, ttl: int) -> tuple[Any, ...]:
     """Return the command that records the posts of a pass. name: worker and lane. record: JSON."""
-    return _NOTE.command([PASSES], [name, record, ttl])
+    return command("note", [PASSES], [name, record, ttl])
 
 
 def count(redis: Redis, message: str, worker: str, ttl: int) -> dict[int, int]:
@@ -59,5 +19,5 @@ def count(redis: Redis, message: str, worker: str, ttl: int) -> dict[int, int]:
     Returns the number of deaths by post index. message: digest of the message's id. worker: prefix of the names of this
     worker's own records.
     """
-    found = _COUNT(redis, [PASSES, poison_key(message)], [message, worker, ttl])
+    found = call(redis, "count_deaths", [PASSES, poison_key(message)], [message, worker, ttl])
     return {int(index): int(deaths) for index, deaths in zip(found[::2], found[1::2], strict=True)}

@@ -29,7 +29,7 @@ from tests.support import (
     feedmill,
     make_posts,
     running,
-    sent_checksums,
+    sent_count,
     wait_until,
 )
 
@@ -129,7 +129,7 @@ def test_enqueue_resumes_an_interrupted_run(redis: RedisServer, tmp_path: Path, 
     url = {"FEEDMILL_REDIS_URL": redis.url}
     # A round trip sends 1,024 posts in 32 messages: the second waits for room in the queue.
     with running("enqueue", str(path), cwd=tmp_path, FEEDMILL_QUEUE_LIMIT="40", **url) as interrupted:
-        wait_until(lambda: len(sent_checksums(redis.client)) == 40 * 32, "the second round trip waits")
+        wait_until(lambda: sent_count(redis.client) == 40 * 32, "the second round trip waits")
         interrupted.end(how)
     assert "Traceback" not in interrupted.text()
     assert positions(redis) == [1025]

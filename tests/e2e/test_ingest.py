@@ -19,7 +19,7 @@ from feedmill.shared.broker import queue_depth
 from feedmill.shared.errors import UserError
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
-from tests.support import Feedmill, RedisServer, feedmill, free_port, running, sent_checksums, sent_marks, wait_until
+from tests.support import Feedmill, RedisServer, feedmill, free_port, running, sent_count, sent_marks, wait_until
 
 TOPICS = """
 active = 2
@@ -97,7 +97,7 @@ def test_daemon_sends_new_posts_until_a_signal(
 
 def _sent(daemon: Feedmill, redis: RedisServer) -> int:
     assert daemon.process.poll() is None, daemon.text()
-    return len(sent_checksums(redis.client))
+    return sent_count(redis.client)
 
 
 def test_metrics_are_served_on_loopback(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Values that the least privileged users may write never make a function loop, or fail for good.
 
-A producer may write feedmill:sent-marks, its buckets, feedmill:run:*, feedmill:runs and feedmill:position:*; a reader
-feedmill:groups. Whatever stands there, posts are sent and stored, and other users' commands work.
+A producer may write feedmill:sent-marks, its generations, feedmill:run:*, feedmill:runs and feedmill:position:*; a
+reader feedmill:groups. Whatever stands there, posts are sent and stored, and other users' commands work.
 """
 
 from pathlib import Path
@@ -14,7 +14,6 @@ from feedmill.shared import runs
 from feedmill.shared.keys import GROUPS, MARKS, RUNS, run_key
 from feedmill.shared.messages import digest
 from feedmill.shared.results import Result, ResultsStore
-from feedmill.shared.retention import MemoryBounds
 from feedmill.shared.runs import Progress
 from feedmill.shared.scripts import queue, stream
 from feedmill.shared.scripts.queue import SENT, Mark
@@ -25,7 +24,7 @@ from tests.support import RedisServer
 pytestmark = pytest.mark.each_redis
 
 NUMBERS = ("inf", "-inf", "nan", "1e999", "-1", "0", "1.5", "17", "0x20", "9" * 400, "99999999999", "", "text", "\x00")
-BUCKETS = (b"", b"x", b"x" * 13, b"x" * 15, b"\xff" * 14 * 40 + b"x", b"\x00" * 100_000)
+BUCKETS = (b"", b"x", b"x" * 13, b"\xff" * 12 * 40 + b"x", b"\x00" * 100_000)
 MARKED = [Mark.of(f"t3_{number}", digest(str(number)), "r") for number in range(200)]
 
 
@@ -39,7 +38,7 @@ def use_everything(client: Redis) -> None:
     """Send, store, count, bound and forget posts."""
     settings = Settings()
     store = ResultsStore(client, settings)
-    queue.mark(client, MARKED, 86_400, "r", 10)
+    queue.mark(client, MARKED, 86_400, 10**9, "r")
     assert queue.lookup(client, MARKED) == [SENT] * len(MARKED)
     assert set(queue.known(client, [mark.post_id for mark in MARKED])) == {mark.post_id for mark in MARKED}
     post, classification = result("t3_1")
@@ -51,21 +50,37 @@ def use_everything(client: Redis) -> None:
     found = runs.progress(client, "r")
     assert isinstance(found, Progress)
     runs.recent(client, 10)
-    assert queue.forget(client, ["t3_0"]) == 1
+    assert queue.forget(client, ["t3_0"]) == (1, 0)
     low = settings.model_copy(update={"results_memory": 1000, "sent_memory": 4000})
-    MemoryBounds(client, low).check()
+    ResultsStore(client, low).write([result("another")])
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_any_number_of_buckets(server: RedisServer, client: Redis, number: str) -> None:
+def test_any_table(server: RedisServer, client: Redis, number: str) -> None:
     server.client.set(MARKS, number)
+    use_everything(client)
+
+
+@pytest.mark.parametrize("ends", ["inf", "-inf", "0", "1e300", "now"])
+def test_any_generations(server: RedisServer, client: Redis, ends: str) -> None:
+    seconds, _ = server.client.time()
+    score = float(seconds + 1.05 * 86_400 if ends == "now" else ends)
+    names = [*NUMBERS, *(f"\xff{number}" for number in range(1000))]
+    server.client.zadd(MARKS, dict.fromkeys(names, score))
+    for number, name in enumerate(names[:20]):
+        if number % 2:
+            server.client.set(f"{MARKS}:{name}", "x")
+        else:
+            server.client.rpush(f"{MARKS}:{name}", "x")
     use_everything(client)
 
 
 @pytest.mark.parametrize("records", BUCKETS)
 def test_any_records_in_buckets(server: RedisServer, client: Redis, records: bytes) -> None:
-    for bucket in range(16):
-        server.client.set(f"{MARKS}:{bucket}", records)
+    queue.mark(client, MARKED[:1], 86_400, 10**9)
+    (key,) = server.client.scan_iter(f"{MARKS}:*")
+    for mark in MARKED:
+        server.client.hset(key, mark.content[:2], records)
     use_everything(client)
 
 

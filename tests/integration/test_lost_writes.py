@@ -40,7 +40,7 @@ class Losing(Restartable):
         self.kill()
         os.truncate(self._log(), self._size)
         # Not asked of Redis: the worker rewrites its results as soon as it answers.
-        assert b"feedmill:stored:" not in self._log().read_bytes()
+        assert b"feedmill:stored" not in self._log().read_bytes()
         self.start()
 
     def _log(self) -> Path:

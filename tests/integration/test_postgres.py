@@ -162,7 +162,7 @@ def test_result_that_is_stored_again_replaces_its_row(
     redis: RedisServer, database: PostgresServer, store: ResultsStore
 ) -> None:
     store.write([result("1", at=1.0)])
-    redis.client.delete("feedmill:stored:0", *redis.client.keys("feedmill:stored*"))  # as after their time to live
+    redis.client.delete(*redis.client.keys("feedmill:stored*"))  # as after their time to live
     store.write([result("1", at=2.0)])
     for at in (2.0, 3.0):  # within a transaction, then in another one
         redis.client.delete(*redis.client.keys("feedmill:stored*"))

@@ -21,7 +21,8 @@ from feedmill.shared.keys import PURGES, reddit_track_key, tombstone_key
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from feedmill.shared.purge import PurgeCounts, lift_tombstones, purge
 from feedmill.shared.results import Result, ResultsStore
-from feedmill.shared.scripts import results
+from feedmill.shared.scripts import purge as scripts
+from feedmill.shared.scripts import queue
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, has_results, mark_sent, sent_marks
 
@@ -86,14 +87,13 @@ def everything(client: Redis) -> str:
 
     untyped: Any = client
 
-    def raw(key: str) -> Any:
-        return untyped.execute_command("GET", key, **{NEVER_DECODE: True})
-
-    read: dict[str, Any] = {
-        "string": raw, "hash": client.hgetall, "stream": client.xrange, "list": lambda key: client.lrange(key, 0, -1)
+    read = {
+        "string": ("GET",), "hash": ("HGETALL",), "stream": ("XRANGE", "-", "+"), "list": ("LRANGE", 0, -1),
+        "zset": ("ZRANGE", 0, -1),
     }  # fmt: skip
     names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith((tombstone_key(""), PURGES)))
-    return str([(name, read[str(client.type(name))](name)) for name in names])
+    commands = [(name, *read[str(client.type(name))]) for name in names]
+    return str([untyped.execute_command(which, name, *end, **{NEVER_DECODE: True}) for name, which, *end in commands])
 
 
 def test_removes_everything_about_a_post_and_keeps_the_others(
@@ -170,7 +170,7 @@ def test_an_interrupted_purge_can_be_repeated(
         raise ConnectionFault("cut")
 
     with monkeypatch.context() as patched:
-        patched.setattr(results if step == "forget" else client, step, cut)
+        patched.setattr(queue if step == "forget" else client, step, cut)
         with pytest.raises(ConnectionFault):
             purge(client, settings, ["gone"])
     if step != "execute_command":  # this step also sets the tombstone
@@ -184,7 +184,7 @@ def test_an_interrupted_purge_can_be_repeated(
 def test_sweeps_streams_in_bounded_parts(
     client: Redis, settings: Settings, store: ResultsStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(purging, "SWEEP_BYTES", size)
+    monkeypatch.setattr(scripts, "SWEEP_BYTES", size)
     monkeypatch.setattr(purging, "IDS_AT_ONCE", 7)
     store.write([result(str(number)) for number in range(100)])
     gone = [0, 8, 9, 10, 11, 19, 20, *range(40, 60), 99]

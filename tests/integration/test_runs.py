@@ -16,26 +16,22 @@ from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
 from feedmill.shared.errors import UserError
-from feedmill.shared.keys import COUNTERS, MARKS, RESULTS_STREAM, RUNS, STORED, find, run_key
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUNS, find, run_key
 from feedmill.shared.messages import (
     MAX_RUN,
     Classification,
     ClassifyOptions,
     DeadLetter,
     Post,
-    digest,
     fingerprint,
     parse_run,
     run_of,
 )
 from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import purge
-from feedmill.shared.result_records import split
-from feedmill.shared.results import HOUR_S, Result, ResultsStore
-from feedmill.shared.scripts.queue import Mark, mark
-from feedmill.shared.scripts.results import get as get_records
+from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, age_marks, body_of, has_results, sent_marks, wait_until
+from tests.support import RedisServer, body_of, has_results, sent_count, sent_marks
 
 
 @pytest.fixture
@@ -165,29 +161,13 @@ def test_a_retried_dead_letter_is_no_longer_a_failure(server: RedisServer, store
 def test_lists_a_bounded_number_of_runs_that_expire(
     server: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("feedmill.producers.push.MAX_RUNS", 3)
+    monkeypatch.setattr("feedmill.shared.scripts.queue.MAX_RUNS", 3)
     for number in range(5):
         push(server, settings, [post("0")], f"run {number}")
     assert server.client.zcard(RUNS) == 3
     assert 0 < server.client.ttl(run_key("run 4")) <= settings.sent_ttl
     assert 0 < server.client.ttl(RUNS) <= settings.sent_ttl
     assert all(find(str(key)) for key in server.client.scan_iter())
-
-
-def test_an_id_of_many_runs_does_not_grow_for_ever(server: RedisServer, settings: Settings) -> None:
-    """Each result and each mark extends the lifetime of its key, so expired ones are deleted."""
-    short, long = (ResultsStore(server.client, settings.model_copy(update={"results_ttl": ttl})) for ttl in (1, 100))
-    for number in range(20):
-        short.write([result(post("0", f"run {number}"))])
-    wait_until(lambda: not short.get("0"), "the results have expired")
-    for number in range(20):
-        long.write([result(post("0", f"run {number}"))])
-    assert len(list(split(get_records(server.client, "0")))) == 20
-    for ago in (settings.sent_ttl + 2 * HOUR_S, 0):
-        marks = [Mark.of("0", digest(f"run {number} {ago}")) for number in range(50)]
-        mark(server.client, marks, settings.sent_ttl)
-        age_marks(server.client, ago)
-    assert sent_marks(server.client, "0") == 50
 
 
 def test_a_purge_finds_a_post_in_every_run(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
@@ -261,7 +241,8 @@ def test_a_purged_run_can_be_sent_again(server: RedisServer, settings: Settings,
     push(server, settings, posts, "a")
     before = messages_cleared(server.client, settings.queue)
     purge_run(server.client, settings, "a")
-    assert server.client.keys(f"{STORED}:*") == server.client.keys(f"{MARKS}:*") == []
+    assert not any(store.get(each.id) for each in posts)
+    assert sent_count(server.client) == 0
     assert messages_cleared(server.client, settings.queue) != before  # positions in files are void
     assert push(server, settings, posts, "a").sent == 2
 

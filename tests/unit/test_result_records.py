@@ -4,7 +4,10 @@ import pytest
 
 from feedmill.shared.messages import Classification
 from feedmill.shared.result_records import (
+    JSON,
     MAX_CONTEXTS,
+    PACKED,
+    SCORE,
     Context,
     Contexts,
     fingerprint_key,
@@ -13,7 +16,6 @@ from feedmill.shared.result_records import (
     split,
     unpack,
 )
-from feedmill.shared.scripts.buckets import JSON, PACKED, SCORE
 
 FINGERPRINT = "f0443d56baefed70ea7db12a3a34028e"
 
@@ -38,10 +40,10 @@ def classification(**changed: object) -> Classification:
 def test_unpacks_what_was_packed() -> None:
     found = classification()
     contexts = Contexts()
-    record, context = pack("t3_x", found, contexts)
+    record, context = pack(found, contexts)
     (read,) = split(record)
-    assert (read.kind, read.expires, read.post_id, len(record)) == (PACKED, 0, b"t3_x", 27 + 4 + 26 + 6 + 4)
-    unpacked = unpack(read, contexts.get)
+    assert (read.kind, read.key.hex(), len(record)) == (PACKED, FINGERPRINT, 21 + 26 + 6)
+    unpacked = unpack("t3_x", read, contexts.get)
     assert unpacked
     assert list(unpacked.scores) == ["food", "travel", "art"]
     assert unpacked.scores == pytest.approx(found.scores, abs=1e-5)
@@ -49,14 +51,14 @@ def test_unpacks_what_was_packed() -> None:
     assert Classification.model_validate_json(unpacked.model_dump_json()) == unpacked
     assert context
     assert Context.parse(context.json) == Context(("art", "food", "travel"), "m", None, "00", "w", "cpu")
-    assert unpack(read, Contexts().get) is None
+    assert unpack("t3_x", read, Contexts().get) is None
 
 
 def test_packs_negative_cosines_and_writes_few_digits() -> None:
     contexts = Contexts()
     scores = {"food": 1.0, "art": -0.0512345, "tea": -0.3106, "travel": 0.0}
-    (read,) = split(pack("t3_x", classification(scores=scores), contexts)[0])
-    unpacked = unpack(read, contexts.get)
+    (read,) = split(pack(classification(scores=scores), contexts)[0])
+    unpacked = unpack("t3_x", read, contexts.get)
     assert unpacked
     assert read.kind == PACKED
     assert unpacked.scores == pytest.approx(scores, abs=1e-5)
@@ -66,8 +68,8 @@ def test_packs_negative_cosines_and_writes_few_digits() -> None:
 @pytest.mark.parametrize("scores", [{"food": 0.5, "art": 0.5}, {"food": 1.0, "art": 1.0}, {"food": 0.0, "art": 0.0}])
 def test_the_label_is_first_among_equals(scores: dict[str, float]) -> None:
     contexts = Contexts()
-    (read,) = split(pack("t3_x", classification(scores=scores), contexts)[0])
-    unpacked = unpack(read, contexts.get)
+    (read,) = split(pack(classification(scores=scores), contexts)[0])
+    unpacked = unpack("t3_x", read, contexts.get)
     assert unpacked
     assert list(unpacked.scores) == ["food", "art"]
 
@@ -85,29 +87,27 @@ def test_the_label_is_first_among_equals(scores: dict[str, float]) -> None:
 )
 def test_results_of_another_form_are_stored_as_json(changed: dict[str, object]) -> None:
     found = classification(**changed)
-    record, context = pack("t3_x", found, Contexts())
+    record, context = pack(found, Contexts())
     (read,) = split(record)
     assert (read.kind, read.key, context) == (JSON, fingerprint_key(found.fingerprint), None)
-    unpacked = unpack(read, Contexts().get)
+    unpacked = unpack("t3_x", read, Contexts().get)
     assert unpacked
     assert unpacked.model_dump_json() == found.model_dump_json()
 
 
-def test_splits_a_bucket_of_several_ids() -> None:
+def test_splits_the_records_of_an_id() -> None:
     contexts = Contexts()
-    names = ["t3_x", "Käse", "漢" * 128]
-    bucket = b"".join(pack(each, classification(id=each), contexts)[0] for each in names)
-    bucket += pack_score("t3_x", "{}")
-    assert [(each.kind, each.post_id.decode()) for each in split(bucket)] == [
-        *((PACKED, each) for each in names),
-        (SCORE, "t3_x"),
-    ]
+    keys = [f"{number:032x}" for number in range(3)]
+    records = b"".join(pack(classification(fingerprint=key), contexts)[0] for key in keys) + pack_score("{}")
+    *results, score = split(records)
+    assert [(each.kind, each.key.hex()) for each in results] == [(PACKED, key) for key in keys]
+    assert (score.kind, score.content) == (SCORE, b"{}")
 
 
 def test_keeps_a_bounded_number_of_contexts() -> None:
     contexts = Contexts()
     for number in range(MAX_CONTEXTS + 5):
-        _, context = pack("t3_x", classification(model=f"m{number}"), contexts)
+        _, context = pack(classification(model=f"m{number}"), contexts)
         assert context
         assert contexts.get(context.id) is context
     assert len(contexts._by_id) == len(contexts._by_content) == 5

@@ -6,13 +6,10 @@ each calling thread submits one message and waits for it.
 
 import os
 import threading
-import weakref
 
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, clause
-from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.results import ResultsStore
-from feedmill.shared.retention import MemoryBounds
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import select_device
@@ -52,9 +49,4 @@ def _make(settings: Settings, worker: str | None) -> OfflinePipeline:
         ) from None
     if worker is None:
         return OfflinePipeline(classifier, settings, budget)
-    bounds = MemoryBounds(connect_for_monitoring(settings), settings)
-    bounds.start()
-    store = ResultsStore(connect(settings), settings, bounds.check_soon)
-    pipeline = OfflinePipeline(classifier, settings, budget, store, worker)
-    weakref.finalize(pipeline, bounds.stop).atexit = False
-    return pipeline
+    return OfflinePipeline(classifier, settings, budget, ResultsStore(connect(settings), settings), worker)

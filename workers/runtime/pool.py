@@ -33,7 +33,6 @@ from feedmill.shared.errors import DeviceFull, DeviceLost, UserError
 from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.model_routing import ANNOUNCE_INTERVAL_S, announce, deregister, register
 from feedmill.shared.results import ResultsStore
-from feedmill.shared.retention import MemoryBounds
 from feedmill.shared.settings import Settings
 from feedmill.workers.pipeline.pipeline import Pipeline
 from feedmill.workers.pipeline.poison import PoisonTracker
@@ -96,9 +95,7 @@ class DevicePool(BasePool):
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
         self._in_flight = InFlight(self.app, (self.options.get("soft_timeout"), self.options.get("timeout")))
-        self._bounds = MemoryBounds(connect_for_monitoring(self.settings), self.settings)
-        self._bounds.start()
-        self._store = ResultsStore(connect(self.settings), self.settings, self._bounds.check_soon)
+        self._store = ResultsStore(connect(self.settings), self.settings)
         poison = PoisonTracker(connect_for_monitoring(self.settings))
         self.pipeline = self._in_flight.pipeline = Pipeline(
             model.classifier, self._store, self.settings, model.budget, self._node, self._in_flight, poison
@@ -230,7 +227,6 @@ class DevicePool(BasePool):
         self._in_flight.return_to_queue()
         self.pipeline.stop()
         self._deployer.stop()
-        self._bounds.stop()
         if not self.pipeline.failure:
             with suppress(RedisError):  # the registration then expires by itself
                 deregister(self._redis, self._node)

@@ -180,5 +180,5 @@ def whole(house: House) -> list[str]:
 
 
 def forget_marks(house: House) -> None:
-    for key in house.redis.client.scan_iter(f"{MARKS}:*"):
+    for key in house.redis.client.scan_iter(f"{MARKS}*"):
         house.redis.client.delete(key)
