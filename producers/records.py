@@ -133,9 +133,14 @@ class Columns(NamedTuple):
         """The keys of title and body, if any was chosen."""
         return {} if self.title is None and self.body is None else {"title": self.title, "body": self.body}
 
+    def names_of(self, field: str) -> Sequence[str]:
+        """Return the keys that may hold the id, the title or the body, in order of preference."""
+        chosen = {"id": self.id} if field == "id" and self.id is not None else {} if field == "id" else self.text
+        return [name for name in (chosen[field],) if name] if chosen else FIELD_ALIASES[field]
+
     def texts_among(self, keys: Iterable[str]) -> list[str]:
         """Return the keys that may hold a title or a body."""
-        return [key for key in keys if key in (self.text.values() or TEXT_NAMES)]
+        return [key for key in keys if key in self.names_of("title") or key in self.names_of("body")]
 
 
 DETECTED = Columns()
@@ -158,7 +163,7 @@ def check_columns(
             similar = similar_name(key.replace("_", " "), [str(name) for name in names])
             hint = "" if similar is None else f" Did you mean {printable(similar):.80}?"
             raise InputError(f"{table} has no column {printable(key)} ({given}).{hint} {shown}")
-    read = {*(columns.text.values() or TEXT_NAMES), *([columns.id] if columns.id else FIELD_ALIASES["id"])}
+    read = {name for field in ("id", "title", "body") for name in columns.names_of(field)}
     read.update(key for key, _ in columns.keep)
     if twice := next((key for key in keys if key in read and keys.count(key) > 1), None):
         raise InputError(f"{table} has {keys.count(twice)} columns {printable(twice)}. Rename all but one of them.")

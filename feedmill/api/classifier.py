@@ -4,13 +4,13 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, overload
 
 from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series, naming_arguments
-from feedmill.api.items import Columns
+from feedmill.api.items import columns_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.local_model import explain_refusals, load_model
@@ -144,7 +144,7 @@ class Classifier:
     ) -> "Prediction | Predictions | Any":
         """Classify items with this model. See `feedmill.classify` for the arguments and the result."""
         options = self._options(labels, template, multi_label)
-        request = Request(items, options, Columns(title, body, id), scores, prefix, progress)
+        request = Request(items, options, columns_of(title, body, id), scores, prefix, progress)
         with self._in_use():
             return self._run(request)
 
@@ -166,7 +166,7 @@ class Classifier:
         Reads the items as they are needed, at most FEEDMILL_WINDOW_ROWS and a message ahead, so that any number of
         them fits in memory.
         """
-        request = Request(items, self._options(labels, template, multi_label), Columns(title, body, id))
+        request = Request(items, self._options(labels, template, multi_label), columns_of(title, body, id))
         return self._stream(request)
 
     def _options(self, labels: Labels | None, template: str | None, multi_label: bool) -> ClassifyOptions:
@@ -180,7 +180,7 @@ class Classifier:
         """Run a request within `_in_use`."""
         return request.run(self._outcomes, self._labels)
 
-    def _outcomes(self, posts: Iterable[Post], options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:
+    def _outcomes(self, posts: Iterable[Post], options: ClassifyOptions) -> Generator[tuple[Post, Outcome]]:
         if self._pipeline:
             with explain_refusals(self._settings):
                 yield from self._pipeline.classify(posts, options)

@@ -1,6 +1,6 @@
 """The function `feedmill.classify`: classify in this process, with a model that is kept for the next call."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -14,7 +14,7 @@ from feedmill.api.arguments import (
     naming_arguments,
 )
 from feedmill.api.classifier import KeptClassifiers, local_settings
-from feedmill.api.items import Columns
+from feedmill.api.items import columns_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post
@@ -88,13 +88,13 @@ with the same index |
     """
     options = read_options(labels, template, multi_label)
     settings = local_settings(model, device)
-    request = Request(items, options, Columns(title, body, id), scores, prefix, progress)
+    request = Request(items, options, columns_of(title, body, id), scores, prefix, progress)
     if request.is_empty:
         return request.run(_no_outcomes, ())
     with naming_arguments(model=model, device=device):
         return KeptClassifiers.run(settings, request)
 
 
-def _no_outcomes(posts: Iterable[Post], options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:  # noqa: ARG001
+def _no_outcomes(posts: Iterable[Post], options: ClassifyOptions) -> Generator[tuple[Post, Outcome]]:  # noqa: ARG001
     """Classify no posts."""
-    return iter(())
+    yield from ()

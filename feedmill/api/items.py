@@ -10,7 +10,7 @@ from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
-from feedmill.producers.records import FIELD_ALIASES, cut, normalize_key, plain_id
+from feedmill.producers.records import Columns, cut, normalize_column, plain_id
 from feedmill.shared.errors import InputError, PostRefused, truncate
 from feedmill.shared.messages import Post, is_missing
 
@@ -24,38 +24,25 @@ MAX_KEYS_NAMED = 5
 MAX_CHECKED_ITEMS = 1000
 
 
-class Columns(NamedTuple):
-    """Names of keys or columns given by the caller; None finds them by the names that files use (docs/files.md).
-
-    With a title or a body, only the named ones are read as text.
-    """
-
-    title: Any = None
-    body: Any = None
-    id: Any = None
-
-    @property
-    def names_text(self) -> bool:
-        return self.title is not None or self.body is not None
-
-    def check(self) -> None:
-        """Raise InputError for a value that no key or column can have as its name."""
-        for argument, name in self._asdict().items():
-            try:
-                hash(name)
-            except TypeError:
-                raise InputError(
-                    f"{argument}= must be the name of one key or column, not a {type_of(name)}. For text in two "
-                    "columns, give title= and body=."
-                ) from None
-
-    def check_text(self, item: object) -> None:
-        """Raise InputError if a key or column is named, but the item is a text."""
-        if isinstance(item, str) and (given := [argument for argument, name in self._asdict().items() if name]):
+def columns_of(title: object, body: object, id: object) -> Columns:  # noqa: A002 - the name of the field
+    """Return the caller's choice of keys or columns. Raises InputError for values that cannot be a name."""
+    for argument, name in (("title", title), ("body", body), ("id", id)):
+        if not isinstance(name, str | int | tuple | None):
             raise InputError(
-                f"{given[0]}= names a key of dictionaries or a column of a DataFrame, but the items are texts. Omit "
-                f"{given[0]}=."
+                f"{argument}= must be the name of one key or column, not a {type_of(name)}. For text in two columns, "
+                "give title= and body=."
             )
+    id, title, body = (None if name is None else str(name) for name in (id, title, body))  # noqa: A001
+    return Columns.of(id, title, body)
+
+
+def check_text(item: object, columns: Columns) -> None:
+    """Raise InputError if a key or column is named, but the item is a text."""
+    if isinstance(item, str) and (given := [name for name in ("title", "body", "id") if getattr(columns, name)]):
+        raise InputError(
+            f"{given[0]}= names a key of dictionaries or a column of a DataFrame, but the items are texts. Omit "
+            f"{given[0]}=."
+        )
 
 
 class Item(NamedTuple):
@@ -89,9 +76,9 @@ def as_text(value: object) -> str:
     raise ValueError(f"expected text, not {type(value).__name__}")
 
 
-def make_item(position: int, title: Sequence[object], body: Sequence[object], own_id: object = None) -> Item:
+def make_item(position: int, title: Sequence[object], body: Sequence[object], ids: Iterable[object] = ()) -> Item:
     """Return the item with the first text among each field's values. Its post's id is the position."""
-    given = None if is_missing(own_id) else str(plain_id(own_id))
+    given = next((str(plain_id(each)) for each in ids if not is_missing(each)), None)
     kind = _kind_of((*title, *body))
     try:
         fields = {"title": cut("title", _first_text(title)), "body": cut("body", _first_text(body))}
@@ -107,7 +94,7 @@ def items_of(given: Iterable[object], columns: Columns) -> Iterator[Item]:
     is_checked = False
     for position, value in enumerate(given):
         if not (is_checked or is_missing(value)):
-            columns.check_text(value)
+            check_text(value, columns)
             is_checked = True
         yield item_of(value, position, columns)
 
@@ -142,39 +129,16 @@ def item_of(value: object, position: int, columns: Columns) -> Item:
         return Item(value, "", value.id)
     if not isinstance(value, Mapping):
         return make_item(position, (), (value,))
-    try:
-        found = _Fields(value, columns)
-    except ValueError as error:
-        return Item(None, str(error))
-    return make_item(position, found.of("title"), found.of("body"), found.id())._replace(given=value)
-
-
-class _Fields:
-    """The fields of a dictionary. Raises ValueError if it has none with text."""
-
-    def __init__(self, given: Mapping[Any, Any], columns: Columns) -> None:
-        self._given, self._columns = given, columns
-        self._by_name = {normalize_key(str(key)): value for key, value in given.items()}
-        if columns.names_text:
-            for name in (columns.title, columns.body):
-                if name is not None and name not in given:
-                    raise ValueError(f"no key {truncate(repr(name))}")
-        elif not any(name in self._by_name for field in TEXT_FIELDS for name in FIELD_ALIASES[field]):
-            keys = ", ".join(truncate(str(key), 40) for key in list(given)[:MAX_KEYS_NAMED])
-            raise ValueError(f"no title or body among its keys ({keys}); name the key with title= or body=")
-
-    def of(self, field: str) -> list[Any]:
-        """Return the values that may hold a field's text, in order of preference."""
-        named = getattr(self._columns, field)
-        if self._columns.names_text:
-            return [] if named is None else [self._given[named]]
-        return [self._by_name[name] for name in FIELD_ALIASES[field] if name in self._by_name]
-
-    def id(self) -> object:
-        if self._columns.id is not None:
-            return self._given.get(self._columns.id)
-        values = (self._by_name.get(name) for name in FIELD_ALIASES["id"])
-        return next((value for value in values if not is_missing(value)), None)
+    by_name = {normalize_column(str(key)): field for key, field in value.items()}
+    title, body, ids = (
+        [by_name[name] for name in columns.names_of(field) if name in by_name] for field in (*TEXT_FIELDS, "id")
+    )
+    if missing := [name for name in columns.text.values() if name and name not in by_name]:
+        return Item(None, f"no key {truncate(repr(missing[0]))}")
+    if not (title or body):
+        keys = ", ".join(truncate(str(key), 40) for key in list(value)[:MAX_KEYS_NAMED])
+        return Item(None, f"no title or body among its keys ({keys}); name the key with title= or body=")
+    return make_item(position, title, body, ids)._replace(given=value)
 
 
 def _kind_of(values: Iterable[object]) -> str:

@@ -10,13 +10,12 @@ from typing import Any, SupportsIndex, overload
 from feedmill.api.arguments import check_switch
 from feedmill.api.frames import make_frame
 from feedmill.shared.errors import UserError, printable, truncate
+from feedmill.tables.labels import SCORE_COLUMN
 
 #: Characters of a text in a repr, and items in the repr of a list.
 SHOWN_CHARACTERS, SHOWN_ITEMS = 60, 10
 #: Characters of a label in the repr of a list, and labels counted in its first line.
 SHOWN_LABEL, SHOWN_LABELS = 24, 6
-#: Column of a label's score.
-SCORE_COLUMN = "score_{}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,23 @@
 import re
 import sys
 import warnings
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice
-from math import nan
 from pathlib import PurePath
 from typing import Any
 
 from feedmill.api.arguments import check_switch
-from feedmill.api.frames import Table, check_new_columns, rows_of, table_of
-from feedmill.api.items import Columns, Item, check_types, item_of, items_of, type_of
-from feedmill.api.predictions import SCORE_COLUMN, Prediction, Predictions
+from feedmill.api.frames import Table, table_of
+from feedmill.api.items import Item, check_text, check_types, item_of, items_of, type_of
+from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
+from feedmill.producers.records import Columns
 from feedmill.shared.errors import InputError, RequestRefused, UserError, printable, sentence, truncate
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post, PostError
+from feedmill.tables.labels import check_new_columns, label_columns, with_outcomes
 
 #: Classify posts: yields each post with its outcome, in order.
-Engine = Callable[[Iterable[Post], ClassifyOptions], Iterator[tuple[Post, Outcome]]]
+Engine = Callable[[Iterable[Post], ClassifyOptions], Generator[tuple[Post, Outcome]]]
 #: Reasons named in the warning about items without a label.
 MAX_REASONS = 3
 #: A single text that looks like the name of a file, so that it is not classified as a text.
@@ -69,7 +68,6 @@ class Request:
         prefix: str = "",
         progress: bool = False,
     ) -> None:
-        columns.check()
         check_switch("scores", scores)
         check_switch("progress", progress)
         self.options, self._scores, self._prefix, self._progress = options, scores, prefix, progress
@@ -84,7 +82,7 @@ class Request:
         if self.table is None:
             self._check_frame_arguments()
         if self.is_single:
-            columns.check_text(items)
+            check_text(items, columns)
             item = item_of(items, 0, columns)
             if item.post is None:
                 raise InputError(f"Cannot classify the item: {item.reason}.")
@@ -92,7 +90,7 @@ class Request:
             self._total: int | None = 1
             return
         if self.table is not None:
-            self.items = check_types(rows_of(self.table, columns), "row")
+            self.items = check_types(self.table.items(columns), "row")
             self._total = len(self.table)
         elif isinstance(items, bytes | bytearray) or not isinstance(items, Iterable):
             raise InputError(
@@ -129,13 +127,12 @@ class Request:
         labels: labels of the model, for calls without any.
         """
         labels = tuple(self.options.labels or labels)
-        new = LabelColumns(labels if self._scores else (), self._prefix)
-        if self.table is not None:
-            new.check(self.table)  # before the work
+        scores = labels if self._scores else ()
+        new = None if self.table is None else LabelColumns(self.table, scores, self._prefix)  # before the work
         failures = Failures()
         with progress_bar(self._progress, "classifying", self._total) as advance:
             found = failures.watch(self.predictions(engine), advance)
-            result = new.add_to(self.table, found) if self.table is not None else Predictions(found, labels)
+            result = Predictions(found, labels) if new is None else new.add(found)
         if self.is_single:
             (only,) = result
             if only.error is not None:
@@ -146,45 +143,23 @@ class Request:
 
     def predictions(self, engine: Engine) -> Iterator[Prediction]:
         """Yield a prediction for each item, in order. Reads the items as they are needed."""
-        waiting: deque[Item] = deque()
-
-        def posts() -> Iterator[Post]:
-            for item in self.items:
-                waiting.append(item)
-                if item.post is not None:
-                    yield item.post
-
-        for _, outcome in engine(posts(), self.options):
-            while waiting[0].post is None:
-                yield failed_prediction(waiting.popleft())
-            yield _prediction(waiting.popleft(), outcome)
-        while waiting:
-            yield failed_prediction(waiting.popleft())
+        for item, outcome in with_outcomes(self.items, lambda posts: engine(posts, self.options)):
+            yield failed_prediction(item) if outcome is None else _prediction(item, outcome)
 
 
 class LabelColumns:
     """The columns that are added to a frame. scores: labels with a column of their own. prefix: of the names."""
 
-    def __init__(self, scores: Sequence[str], prefix: str) -> None:
-        self._scores, self._prefix = scores, prefix
-        self._names = [f"{prefix}{name}" for name in ("label", "label_score", *map(SCORE_COLUMN.format, scores))]
+    def __init__(self, table: Table, scores: Sequence[str], prefix: str) -> None:
+        """Raise UserError if the frame has one of the columns."""
+        self._table, self._scores, self._names = table, scores, label_columns(scores, prefix)
+        check_new_columns("The frame", table.names, self._names, "prefix=")
 
-    def check(self, table: Table) -> None:
-        """Raise InputError if the frame has one of the columns."""
-        check_new_columns(table, self._names, self._prefix)
-
-    def add_to(self, table: Table, found: Iterable[Prediction]) -> Any:
+    def add(self, found: Iterable[Prediction]) -> Any:
         """Return the frame with the columns. Holds one text and a few numbers for each row."""
-        texts: list[str | None] = []
-        best = array("d")
-        each = [array("d") for _ in self._scores]
-        for prediction in found:
-            texts.append(prediction.label)
-            best.append(nan if prediction.score is None else prediction.score)
-            for label, column in zip(self._scores, each, strict=True):
-                column.append(prediction.scores.get(label, nan))
-        label, *numbers = self._names
-        return table.with_columns({label: texts}, dict(zip(numbers, (best, *each), strict=True)))
+        rows = [(each.label, each.score, *map(each.scores.get, self._scores)) for each in found]
+        columns = zip(*rows, strict=True) if rows else [()] * len(self._names)
+        return self._table.with_columns(dict(zip(self._names, map(list, columns), strict=True)))
 
 
 class Failures:

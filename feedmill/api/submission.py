@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 
 from feedmill.api.arguments import Frame, Labels, OneItem, Series, check_switch, naming_arguments
-from feedmill.api.items import Columns, Item, type_of
+from feedmill.api.items import Item, columns_of, type_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
 from feedmill.api.request import Failures, LabelColumns, Request, failed_prediction, read_options, warn
@@ -206,9 +206,7 @@ class SubmittedRun:
         if self._request.table is None:
             return found.to_frame(scores=scores)
         labels = tuple(self._request.options.labels or sorted({label for each in found for label in each.scores}))
-        new = LabelColumns(labels if scores else (), self._prefix)
-        new.check(self._request.table)
-        return new.add_to(self._request.table, found)
+        return LabelColumns(self._request.table, labels if scores else (), self._prefix).add(found)
 
     def __repr__(self) -> str:
         return f"<feedmill.SubmittedRun {self.name!r}: {len(self._found):,} of {self._sent:,} done>"
@@ -378,9 +376,9 @@ def submit(
     settings = load_arguments(redis_url=redis_url, queue=queue)
     if settings.celery_results != "redis":
         raise UserError("submit reads results from Redis: set FEEDMILL_CELERY_RESULTS=redis, also for the workers.")
-    request = Request(items, options, Columns(title, body, id), prefix=prefix)
+    request = Request(items, options, columns_of(title, body, id), prefix=prefix)
     if request.table is not None:
-        LabelColumns((), prefix).check(request.table)
+        LabelColumns(request.table, (), prefix)
     redis = connect(settings)
     with naming_arguments(redis_url=redis_url), user_errors(settings):
         try:

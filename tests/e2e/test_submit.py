@@ -246,7 +246,7 @@ def test_nothing_to_send_is_done_at_once() -> None:
         ({"queue": "no queue"}, ["queue:", "'no queue'"]),
         ({"redis_url": "localhost"}, ["redis_url:"]),
         ({"redis_url": f"redis://:{PASSWORD}@127.0.0.1:1/0"}, ["127.0.0.1:1", "unreachable"]),
-        ({"items": pandas.DataFrame({"text": ["x"], "label": ["y"]})}, ["'label'", "prefix="]),
+        ({"items": pandas.DataFrame({"text": ["x"], "label": ["y"]})}, ["label", "prefix="]),
     ],
 )
 def test_invalid_arguments_are_explained(arguments: dict[str, Any], words: list[str]) -> None:
