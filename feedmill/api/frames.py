@@ -36,7 +36,7 @@ class Table:
         """Yield an item for each row. Raises InputError, before the first row, if no column has text."""
         places = self._places(columns)
         for name in (*places["title"], *places["body"]):
-            column = self._frame[name]
+            column = self._frame.get_column(name)
             if not isinstance(column.dtype, TEXT_TYPES) and column.null_count() < len(column):
                 raise InputError(
                     f"The column {listed([name])!r} has the type {column.dtype}, not text. Name the text column with "
@@ -54,9 +54,11 @@ class Table:
         return {field: [known[name] for name in names if name in known] for field, names in fields.items()}
 
     def _items(self, places: Mapping[str, list[Any]]) -> Iterator[Item]:
-        read = self._frame.select(*dict.fromkeys(name for names in places.values() for name in names))
-        for start in range(0, len(read), ROWS_AT_ONCE):
-            for position, row in enumerate(read[start : start + ROWS_AT_ONCE].rows(named=True), start):
+        columns = {name: self._frame.get_column(name) for names in places.values() for name in names}
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            part = [column[start : start + ROWS_AT_ONCE].to_list() for column in columns.values()]
+            for position, values in enumerate(zip(*part, strict=True), start):
+                row = dict(zip(columns, values, strict=True))
                 title, body, ids = ([row[name] for name in names] for names in places.values())
                 yield make_item(position, title, body, ids)
 
@@ -67,9 +69,7 @@ class Table:
         """
         package = self._frame.implementation
         label, *scores = columns.items()
-        new = [
-            nw.new_series(*label, nw.String if package.is_polars() or package.is_pyarrow() else None, backend=package)
-        ]
+        new = [nw.new_series(*label, nw.String, backend=package)]
         new += [nw.new_series(name, values, nw.Float64, backend=package) for name, values in scores]
         return self._frame.with_columns(*new).to_native()
 
