@@ -24,7 +24,7 @@ from feedmill.shared.settings import PREFIX, Settings
 from feedmill.shared.topics import TOPICS
 from feedmill.workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores, single_texts
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import TensorOutputs, begin, device_errors, rounded
+from feedmill.workers.models.engines import TensorOutputs, begin, device_errors, rounded, to_device
 from feedmill.workers.models.engines.network import max_row_tokens
 from feedmill.workers.models.engines.torch_engine import (
     REORDERED_TYPES,
@@ -152,8 +152,8 @@ class Gliclass(Classifier):
         longest, labels = max(row.length for row in rows), max(map(_count, rows))
         ids = padded([row.tokens.ids for row in rows], longest, self._tokenizer.pad_id)
         mask = torch.arange(longest) < torch.tensor([row.length for row in rows]).unsqueeze(1)
-        on_device = {"input_ids": ids.to(self.device.torch), "attention_mask": mask.long().to(self.device.torch)}
-        logits: torch.Tensor = self._model(**on_device, max_num_classes=labels).logits
+        ids, mask = (to_device(tensor, self.device.torch) for tensor in (ids, mask.long()))
+        logits: torch.Tensor = self._model(input_ids=ids, attention_mask=mask, max_num_classes=labels).logits
         return torch.nn.functional.pad(logits, (0, most - labels))
 
     def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:

@@ -18,6 +18,7 @@ from feedmill.shared.topics import DESCRIBED_TOPICS
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row
 from feedmill.workers.models.classifiers.layout import read_layout
 from feedmill.workers.models.device import Device
+from feedmill.workers.models.engines import to_device
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
 
@@ -66,7 +67,7 @@ class Similarity(ModelClassifier):
             return self._scores(embeddings, rows[0].label_set)
         scores = embeddings.new_zeros(len(rows), max(len(label_set.labels) for label_set in by_label_set))
         for label_set, indices in by_label_set.items():
-            members = self._engine.to_device(torch.tensor(indices))
+            members = to_device(torch.tensor(indices), embeddings.device)
             scores[members, : len(label_set.labels)] = self._scores(embeddings[members], label_set)
         return scores
 

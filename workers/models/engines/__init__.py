@@ -30,8 +30,10 @@ class Engine(Protocol):
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         """Run the model; return each row's outputs, [rows, …] in float32, on `home`. Device errors propagate."""
 
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor from the host to `home`."""
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from the host, without waiting for the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def begin(home: torch.device) -> Any:

@@ -94,9 +94,6 @@ class OnnxEngine:
             raise RuntimeError(str(error)) from error
         return torch.from_numpy(read)[: len(given_rows)]
 
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
 
 class _Graph(torch.nn.Module):
     """The exported graph: a network that takes a single mask and derives the model's attention mask from it."""

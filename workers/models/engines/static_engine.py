@@ -79,10 +79,6 @@ class StaticEngine:
         starts = torch.tensor([0, *accumulate(len(row.ids) for row in rows)][:-1])
         return embedding_bag(ids, self._table, starts, mode="mean").float()
 
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor: the host's memory is the engine's."""
-        return tensor
-
 
 def create_static_engine(
     weights: Weights, device: Device, settings: Settings, folder: Path, max_tokens: int
