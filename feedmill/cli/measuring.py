@@ -116,16 +116,15 @@ def evaluate(
     if not any(post.topic for post in posts):
         raise InputError("No post has a topic. Add the true labels in the field `topic`.")
     with explain_missing("Evaluating", "worker"):
-        from feedmill.evaluation import report  # noqa: PLC0415 - needs torch, which only workers have
-        from feedmill.evaluation.run import measure, usable_settings  # noqa: PLC0415
+        from feedmill.evaluation import measures, report  # noqa: PLC0415 - needs torch, which only workers have
     if compared := len(each) > 1:
-        each = [usable_settings(settings) for settings in each]
+        each = [measures.usable_settings(settings) for settings in each]
     loaded = [load_model(settings) for settings in each]
     known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
     shown = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*shown, console=notes, transient=True) as progress:
         found = [
-            measure(known, model, settings, lambda posts, count: progress.track(posts, total=count))
+            measures.measure(known, model, settings, lambda posts, count: progress.track(posts, total=count))
             for model, settings in zip(loaded, each, strict=True)
         ]
     left_out = len(posts) - len(known)

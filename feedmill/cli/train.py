@@ -139,7 +139,7 @@ def _tested(
     """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
     if not dataset.test:
         return None, None
-    from feedmill.evaluation.run import measure, usable_settings  # noqa: PLC0415 - needs torch, which only workers have
+    from feedmill.evaluation.measures import measure, usable_settings  # noqa: PLC0415 - needs torch, which only workers have
 
     known = [(example.post, example.label) for example in dataset.test]
     own = settings.model_copy(
@@ -157,7 +157,7 @@ def _tested(
 
 def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) -> Settings | None:
     """Return the settings to test the untrained base with, or None if it cannot classify or is not compared."""
-    from feedmill.evaluation.run import usable_settings  # noqa: PLC0415 - needs torch, which only workers have
+    from feedmill.evaluation.measures import usable_settings  # noqa: PLC0415 - needs torch, which only workers have
     from feedmill.workers.models.classifiers.registry import WITH_FIXED_LABELS, kind_of  # noqa: PLC0415
 
     own = settings.model_copy(update={"model": options.base, "classifier": "auto"})

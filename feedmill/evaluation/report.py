@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from feedmill.evaluation.measures import Evaluation
-from feedmill.evaluation.run import ModelMeasurement
+from feedmill.evaluation.measures import Evaluation, ModelMeasurement
 from feedmill.shared.errors import ModelError, printable
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.pipeline.tuning import BATCH_SIZE, TOKEN_BUDGET, Curve, SizeMeasurement, Tuning

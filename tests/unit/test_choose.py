@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from feedmill.cli.options import ClassifierOption
-from feedmill.evaluation.run import usable_settings
+from feedmill.evaluation.measures import usable_settings
 from feedmill.shared.errors import DeviceFull, ModelError, SettingsError
 from feedmill.shared.settings import CLASSIFIERS, Settings
 from feedmill.workers.models.classifiers import registry

@@ -279,7 +279,7 @@ def test_tune_reports_a_lost_device(run: Callable[[str], Any], monkeypatch: pyte
 def test_evaluate_needs_a_classifiable_post(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [(None, PostError(id="a", error="scores that are not finite"))]
     monkeypatch.setattr("feedmill.workers.pipeline.offline.classify", lambda *_: iter(outcomes))
-    monkeypatch.setattr("feedmill.evaluation.run.calibrate", lambda *_: None)
+    monkeypatch.setattr("feedmill.evaluation.measures.calibrate", lambda *_: None)
     error = run("evaluate")
     assert isinstance(error, FeedmillError)
     assert "scores that are not finite" in str(error)
