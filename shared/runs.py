@@ -1,7 +1,7 @@
 """Runs: progress of each named set of posts, from counters in Redis.
 
-The scripts that mark posts as sent, store results and store dead letters also count them (shared/scripts/runs.py), so
-that a redelivered message counts once and no reader scans the store.
+The functions that mark posts as sent, store results and store dead letters count them, too
+(shared/scripts/results.lua), so that a redelivered message counts once and no reader scans the store.
 """
 
 import json

@@ -131,7 +131,7 @@ class Settings(BaseSettings):
     #: Behavior of `feedmill enqueue` when the queue is full or Redis is at its memory limit: wait, or refuse with an
     #: error. The Reddit daemon always waits.
     when_full: Literal["wait", "refuse"] = "wait"
-    #: Seconds for which sent posts are remembered and not sent again.
+    #: Seconds for which sent posts are remembered and not sent again, and up to an eighth longer.
     sent_ttl: Count = 30 * DAY_S
 
     # Reddit daemon.
@@ -268,13 +268,13 @@ class Settings(BaseSettings):
 
     # Retention.
 
-    #: Seconds for which results are kept.
+    #: Seconds for which results are kept, and up to an eighth longer.
     results_ttl: Count = 7 * DAY_S
     #: Memory in Redis for results and their stream, which may take 45% of it. The oldest results are dropped when it
     #: is reached, before results_ttl. Set it on workers; the lowest one applies.
     results_memory: Size = 10**9
     #: Memory in Redis for records of sent posts. The oldest ones are dropped when it is reached, before sent_ttl; those
-    #: posts can be sent twice. Set it on workers; the lowest one applies.
+    #: posts can be sent twice. Set it on producers and workers; the lowest one applies.
     sent_memory: Size = 500 * 10**6
     #: Approximate maximum entries of the results stream. Redis trims whole nodes.
     results_stream_length: Count = 100_000
