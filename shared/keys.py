@@ -155,7 +155,7 @@ TABLE: tuple[Key, ...] = (
         "producers/reddit/state.py",
         "ttl RECHECKS_TTL; one member per post, until its last recheck",
     ),
-    Key("feedmill:reddit:track:*", "hash", "producers/reddit/state.py", "MAX_KNOWN_POSTS + 3 fields; ttl TRACK_TTL"),
+    Key("feedmill:reddit:track:*", "hash", "producers/reddit/state.py", "1,500 known posts, 3 fields; ttl TRACK_TTL"),
     Key(LIVE_STATUS, "hash", "producers/live/state.py", "one field per source"),
     Key(LIVE_GAPS, "hash", "producers/live/state.py", "MAX_GAPS fields"),
     Key("feedmill:live:position:*", "hash", "producers/live/state.py", "two fields"),

@@ -172,7 +172,8 @@ def described_key(make: Callable[[str], str]) -> str:
 
 def limit(bound: str, writer: str) -> str:
     """Return a key's bound, with settings replaced by their variables and the writer's constants by their values."""
-    module = import_module(writer.removesuffix(".py").replace("/", ".")) if writer.endswith(".py") else None
+    path = writer.removesuffix(".py").removeprefix("feedmill/").replace("/", ".")
+    module = import_module(f"feedmill.{path}") if writer.endswith(".py") else None
     bound = re.sub(r"\b[A-Z_]{4,}\b", lambda name: f"{getattr(module, name[0]):,}", bound)
     return re.sub(
         r"\b[a-z]+(_[a-z]+)+\b",
