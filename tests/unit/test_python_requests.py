@@ -215,9 +215,9 @@ def test_errors_name_the_argument_that_was_given(text: str, given: dict[str, Any
 
 def test_errors_about_a_model_name_the_argument(tmp_path: Path) -> None:
     (tmp_path / "model").touch()
-    with pytest.raises(UserError, match=r"is a file\. Set model= to the folder"):
+    with pytest.raises(UserError, match=r"Set model= to a folder"):
         feedmill.classify(TEXTS, LABELS, model=tmp_path / "model")
-    with pytest.raises(UserError, match=r"is a file\. Set model= to the folder"):
+    with pytest.raises(UserError, match=r"Set model= to a folder"):
         feedmill.Classifier(tmp_path / "model")
 
 
