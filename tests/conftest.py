@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from celery.result import AsyncResult
+from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from redis.connection import Connection, SSLConnection
 
@@ -66,7 +67,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 # Tests assert no timings, and on a busy machine an example can take long.
-hypothesis_settings.register_profile("feedmill", deadline=None)
+hypothesis_settings.register_profile(
+    "feedmill",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],  # machines may be busy
+)
 hypothesis_settings.load_profile("feedmill")
 
 
