@@ -152,7 +152,7 @@ def test_watch_json_prints_one_line_per_reading(served: RedisServer, tmp_path: P
     assert lines[0]["at"] < lines[1]["at"]
     once = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
     assert set(once) == {
-        "queue", "queues", "workers", "results", "reddit", "live", "oldest_seconds", "gaps", "dead_letters", "asked",
+        "queue", "queues", "workers", "results", "live", "oldest_seconds", "gaps", "dead_letters", "asked",
         "missing", "memory", "kept", "runs",
     }  # fmt: skip
     assert (once["asked"], once["missing"]) == (True, {})

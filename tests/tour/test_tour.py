@@ -53,9 +53,12 @@ def sent_and_reserved(post: Post, settings: Settings) -> Iterator[Any]:
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push([post])
     app = make_app(settings)
     use_leases(app)
+    received: list[Any] = []
     with app.connection_for_read() as connection:
-        channel: Any = connection.default_channel
-        yield channel.basic_get(settings.queue)
+        with app.amqp.TaskConsumer(connection.default_channel, on_message=received.append):
+            while not received:
+                connection.drain_events(timeout=60)
+        yield received[0]
 
 
 class Owner(context.Owner):

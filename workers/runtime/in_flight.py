@@ -171,6 +171,8 @@ class InFlight(Owner):
         self.pipeline: Pipeline
         #: Celery's event loop, once it runs.
         self.hub: Any = None
+        #: Sends the callbacks' events. Celery would send them after the event loop's next wait.
+        self.flush_events: Callable[[], None] = lambda: None
         #: Pending tasks: started and not finished. Used only on the consumer's thread.
         self._held: set[PendingTask] = set()
         #: Pending tasks whose ending failed on Redis, each with the call to retry. Used only on the consumer's thread.
@@ -227,6 +229,7 @@ class InFlight(Owner):
         try:
             while not self._deliveries.empty():
                 self._deliveries.get()()
+            self.flush_events()
         finally:
             if not self._deliveries.empty():  # a callback raised an error
                 self._schedule()

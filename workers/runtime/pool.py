@@ -95,6 +95,7 @@ class DevicePool(BasePool):
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
         self._in_flight = InFlight(self.app, (self.options.get("soft_timeout"), self.options.get("timeout")))
+        self._in_flight.flush_events = self.flush_events
         self._store = ResultsStore(connect(self.settings), self.settings)
         poison = PoisonTracker(connect_for_monitoring(self.settings))
         self.pipeline = self._in_flight.pipeline = Pipeline(
