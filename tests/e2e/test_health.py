@@ -99,7 +99,7 @@ def test_health_prints_text_or_json(served: RedisServer, redis: RedisServer, tmp
     well = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url)
     assert well.returncode == 0, well.stdout + well.stderr
     assert [line.split()[:2] for line in well.stdout.splitlines()] == [
-        ["✓", "redis"], ["✓", "memory"], ["✓", "queue"], ["✓", "workers"], ["✓", "rows"], ["✓", "reddit"],
+        ["✓", "redis"], ["✓", "memory"], ["✓", "queue"], ["✓", "workers"], ["✓", "rows"],
         ["✓", "live"],
     ]  # fmt: skip
     alone = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
