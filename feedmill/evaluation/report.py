@@ -77,11 +77,11 @@ def show_sureness(found: ModelMeasurement) -> None:
 def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None]]) -> Table:
     """Return a table with a line per model. models: name and ModelMeasurement.summary, or None if not measured."""
     columns = {"accuracy": "accuracy", "macro-F1": "macro_f1", "calibration error": "calibration_error"}
-    rows = [
-        (escape(printable(name)), *(f"{found[key]:.3f}" for key in columns.values()), f"{found['posts_per_s']:,.1f}")
-        for name, found in models
-        if found
-    ]
+    rows = []
+    for name, found in models:
+        if found:
+            figures = ("-" if found[key] is None else f"{found[key]:.3f}" for key in columns.values())
+            rows.append((escape(printable(name)), *figures, f"{found['posts_per_s']:,.1f}"))
     return table((head, *columns, "posts/s"), rows)
 
 

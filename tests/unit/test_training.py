@@ -127,7 +127,7 @@ def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> No
 
 
 def test_out_of_memory_names_what_to_set(still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Training, "_loss_of_step", full)
