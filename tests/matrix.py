@@ -36,8 +36,14 @@ HOME = Path("root/feedmill")
 ENVIRONMENT = ("HOME=/root", "PATH=/usr/bin:/bin:/usr/sbin:/sbin", "LANG=C.UTF-8")
 #: Mount what programs need, then enter the folder $0 and run the command $1 there.
 ENTER = """
-mount -t proc proc "$0/proc" && mount --rbind /sys "$0/sys" && mount --rbind /dev "$0/dev" &&
+mount -t proc proc "$0/proc" && mount --rbind /sys "$0/sys" && mount --rbind /dev "$0/dev" && $3
 exec chroot "$0" /usr/bin/env -i $2 sh -c "$1"
+"""
+#: torch's oneDNN reads an ARM64 processor's kind from files that qemu-user does not emulate: those of a Neoverse N1.
+ARM64 = """cpu="$0/sys/devices/system/cpu"; mount -t tmpfs tmpfs "$cpu" &&
+for file in online possible present; do echo "0-$(($(nproc) - 1))" >"$cpu/$file"; done &&
+for number in $(seq 0 $(($(nproc) - 1))); do folder="$cpu/cpu$number/regs/identification" &&
+mkdir -p "$folder" && echo 0x00000000413fd0c1 >"$folder/midr_el1"; done &&
 """
 #: The columns' words for processor flags, the most advanced first, and for oneDNN's names of instructions.
 INSTRUCTIONS = {
@@ -156,8 +162,7 @@ def copy_code(root: Path) -> None:
 def run(system: System, root: Path, command: str, result: str) -> tuple[int, str]:
     """Run a command in the system's code. Return its exit status and the last line that contains a result."""
     sys.stderr.write(f"{system.name}: {command}\n")
-    limit = f"ONEDNN_MAX_CPU_ISA={system.instructions}" if system.instructions else ""
-    process = enter(root, f"cd /{HOME} && {command} 2>&1", limit)
+    process = enter(system, root, f"cd /{HOME} && {command} 2>&1")
     lines = []
     assert process.stdout
     for line in process.stdout:
@@ -168,16 +173,20 @@ def run(system: System, root: Path, command: str, result: str) -> tuple[int, str
     return status, (found or [f"exit status {status}"])[-1]
 
 
-def enter(root: Path, command: str, limit: str = "") -> "subprocess.Popen[str]":
+def enter(system: System, root: Path, command: str) -> "subprocess.Popen[str]":
     unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
-    # Split by the shell: none of these contains a space.
-    script = ENTER.replace("$2", " ".join((*ENVIRONMENT, limit)))
+    variables = list(ENVIRONMENT)  # split by the shell: none of these contains a space
+    if system.instructions:
+        variables.append(f"ONEDNN_MAX_CPU_ISA={system.instructions}")
+    if emulated := system.architecture != "amd64":
+        variables.append("QEMU_CPU=neoverse-n1")
+    script = ENTER.replace("$2", " ".join(variables)).replace("$3", ARM64 if emulated else "")
     return subprocess.Popen([*unshare, "sh", "-c", script, root, command], stdout=subprocess.PIPE, text=True)
 
 
 def describe(system: System, root: Path) -> tuple[str, ...]:
     """Return the first columns of a row: system, Python, Redis and instructions."""
-    python, *servers = enter(root, VERSIONS).communicate()[0].splitlines()
+    python, *servers = enter(system, root, VERSIONS).communicate()[0].splitlines()
     names = [f"{line.split()[0]} {version[1]}" for line in servers if (version := re.search(r"v=([\d.]+)", line))]
     flags = Path("/proc/cpuinfo").read_text()
     own = next(name for flag, name in INSTRUCTIONS.items() if flag in flags)
