@@ -4,6 +4,7 @@
 """
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,10 @@ def test_forward_does_not_synchronise(folder: Path) -> None:
     mixed = rows_of(gpu, 5, 9) + rows_of(gpu, 12, 30, labels="word7,word8,word9,word10")
     for batch in (rows_of(gpu, 8, 8, 8), rows_of(gpu, 4, 60, 200), mixed):
         gpu.forward(batch).wait()  # the first batch embeds the label sets
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+                torch.cuda.set_sync_debug_mode("error")
             outputs = gpu.forward(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
