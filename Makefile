@@ -45,15 +45,7 @@ test-redis: $(VENV)/test ## Run the tests marked each_redis on another redis-ser
 		-m "each_redis$(if $(filter embedded,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips)
 
 long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours of each source, comparison with Celery, fuzzing, containers
-	$(BIN)/python -m tests.soak_reddit
-	$(BIN)/python -m tests.soak_reddit --heal
-	$(BIN)/python -m tests.soak_reddit --source arctic-shift
-	$(BIN)/python -m tests.soak_bluesky
-	for source in reddit arctic-shift bluesky hacker-news; do $(BIN)/python -m tests.soak_hours --source $$source || exit 1; done
-	$(BIN)/python -m tests.soak_postgres
-	$(BIN)/python -m tests.soak_counts
-	$(BIN)/python -m tests.soak_memory
-	$(BIN)/python -m tests.soak_memory --memory 32MB
+	for source in reddit arctic-shift bluesky hacker-news; do $(BIN)/python -m tests.soak --source $$source || exit 1; done
 	$(BIN)/python -m tests.differential
 	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.chaos --posts 50000 --workers 4 --row-ms 4 --kill-every 3 --redis-restarts 10 --cuts 100 \
@@ -64,7 +56,7 @@ long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours o
 	$(MAKE) containers
 	$(MAKE) matrix
 
-containers: $(VENV)/test ## Build the images and run them under faults, as root, in a Docker engine of their own
+containers: $(VENV)/test ## Build the images and run them under faults, as root, with the Docker engine
 	$(BIN)/python -m tests.containers
 
 matrix: $(VENV)/test ## Run demo and tests on other Pythons, Redis versions and CPU instructions (as root)
@@ -74,7 +66,9 @@ coverage: $(VENV)/test ## Run the tests with branch coverage and require at leas
 	rm -rf build/coverage*
 	@mkdir -p build
 	$(BIN)/coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m tests.branches
+	$(BIN)/coverage combine
+	for package in shared producers workers; do \
+		$(BIN)/coverage report --include "$$package/*" --skip-covered --show-missing --fail-under 95 || exit 1; done
 
 dist: $(VENV)/test ## Build the wheel and the sdist and test each in a new environment
 	$(BIN)/python -m tests.package

@@ -2,8 +2,7 @@
 
 Real processes run on a real, persistent redis-server: stand-in workers (tests/fakes/standin_worker.py, which replaces
 only the model), their launcher, and a producer in this process that keeps the queue full. The seed spreads faults at
-random: kills over time, other faults over the share of posts that have ended. Without faults, this is the throughput
-test. With --soak, whose store expires results, it is the soak test.
+random: kills over time, other faults over the share of posts that have ended.
 
 The last line is JSON. Counts of accepted posts:
 
@@ -13,15 +12,12 @@ The last line is JSON. Counts of accepted posts:
 - `duplicated`: surplus entries in the results and dead-letter streams, and posts in both
 - `innocent_dead_letters`: dead letters of posts that are not poison
 - `miscounted`: difference between the counters of the run and the results and dead letters that are stored
-- `lost_at_first` (--again): lost posts before all posts were sent again
 
 Figures:
 
-- `recovery_s`: longest time from a fault until two seconds with at least 90% of the median rate begin
 - `longest_pause_s`: longest time between two results
 - `worker_start_s` (--rolling): longest time from a worker's end after SIGTERM until its successor is ready
-- `posts_per_second`, and `median_rate` of the seconds with results
-- `faults`, `worker_processes`, and `memory_mb` of each process: first, highest and last
+- `posts_per_second`, `faults`
 
 Exits 1 if posts are lost, duplicated, miscounted or wrongly dead-lettered, or if the time limit is reached.
 
@@ -32,11 +28,9 @@ the last second of its append-only file, which is the documented loss of `everys
 import argparse
 import heapq
 import json
-import math
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -80,14 +74,10 @@ READY = " ready."
 FAULT_SHARE = 0.9
 #: Messages in the queue at which the producer waits, and posts per push.
 QUEUE_LIMIT, PUSH_SIZE = 400, 320
-#: Seconds over which a rate is measured, and the share of the median rate that counts as full speed.
-RATE_SECONDS, FULL_SPEED = 2, 0.9
 #: Seconds without progress after which missing posts count as lost.
 NO_PROGRESS_S = 5.0 * LEASE_S
-#: Seconds between two memory samples, and between two progress lines of a soak; a soak's results TTL in seconds.
-SAMPLE_INTERVAL_S, REPORT_INTERVAL_S, SOAK_TTL_S = 1.0, 30.0, 1
-#: For a soak: the share of its time after which memory must be flat, and the allowed relative change.
-WARM_UP_SHARE, MEMORY_TOLERANCE = 0.2, 0.05
+#: Seconds between two counts of the posts that have ended.
+COUNT_INTERVAL_S = 1.0
 
 
 class Ledger:
@@ -97,10 +87,7 @@ class Ledger:
         self._read = {RESULTS_STREAM: "0", DEAD_LETTERS: "0"}
         #: Stream -> number of entries of each post, by the post's number.
         self.entries = {stream: bytearray(posts) for stream in self._read}
-        #: Posts that have ended. A post in both streams counts twice.
-        self.ended = 0
-        #: Results per second (Unix time, Redis' clock); the latest result and the longest pause, in milliseconds.
-        self.by_second: Counter[int] = Counter()
+        #: The latest result and the longest pause, in milliseconds of Redis' clock.
         self._latest = self.longest_pause = 0
         #: Number of a dead-lettered post -> reason.
         self.reasons: dict[int, str] = {}
@@ -111,7 +98,6 @@ class Ledger:
             for stream, entries in answer:
                 for entry_id, fields in entries:
                     number = int(fields["id"].removeprefix("p"))
-                    self.ended += not self.entries[stream][number]
                     self.entries[stream][number] += 1
                     if stream == DEAD_LETTERS:
                         self.reasons[number] = json.loads(fields["letter"])["reason"]
@@ -119,7 +105,6 @@ class Ledger:
                         moment = int(entry_id.partition("-")[0])
                         self.longest_pause = max(self.longest_pause, moment - (self._latest or moment))
                         self._latest = moment
-                        self.by_second[moment // 1000] += 1
                 self._read[stream] = entries[-1][0]
 
 
@@ -141,17 +126,17 @@ class Chaos:
             {
                 "redis_url": f"redis://127.0.0.1:{self._proxy.port if self._proxy else self._redis.port}/0",
                 "queue_limit": QUEUE_LIMIT,
-                "posts_per_message": given.posts_per_message,
+                "posts_per_message": 32,
                 "batch_rows": given.batch_rows,
                 "token_budget": 65_536,
-                "window_rows": given.window_rows,
+                "window_rows": 512,
                 "visibility_timeout": LEASE_S,
                 "forward_timeout": FORWARD_TIMEOUT_S,
                 "statistics_interval": 10.0,
-                "results_stream_length": 100_000 if given.soak else 2 * given.posts,
-                "dead_letters_length": 10_000 if given.soak else 2 * given.posts,
-                "results_ttl": SOAK_TTL_S if given.soak else 86_400,
-                "sent_ttl": SOAK_TTL_S if given.soak else 86_400,
+                "results_stream_length": 2 * given.posts,
+                "dead_letters_length": 2 * given.posts,
+                "results_ttl": 86_400,
+                "sent_ttl": 86_400,
             }
         )
         self.ledger = Ledger(given.posts)
@@ -160,14 +145,10 @@ class Chaos:
         self._unknown: set[int] = set()
         #: Scheduled actions: (monotonic seconds, sequence number, action).
         self._due: list[tuple[float, int, Callable[[], None]]] = []
-        #: Time of each fault, and the number of faults of each kind.
-        self._faults: list[float] = []
+        #: Number of faults of each kind.
         self._done: Counter[str] = Counter()
         #: Seconds from each restarted worker's end until its successor was ready.
         self._starts: list[float] = []
-        #: Process -> its sampled memory in MB.
-        self._memory: dict[str, list[float]] = {}
-        self._pids: dict[str, set[int]] = {}
         #: Sizes of the append-only file: (monotonic seconds, file, bytes).
         self._written: deque[tuple[float, Path, int]] = deque(maxlen=200)
         self._launcher = self._launch()
@@ -211,7 +192,8 @@ class Chaos:
 
     def _produce(self) -> None:
         """Send all posts. Retry while Redis is unreachable or rejects them."""
-        pusher = self._make_pusher()
+        settings = self._settings
+        pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions(), wait=self._wait, run=RUN)
         posts = self._posts()
         while (some := list(islice(posts, PUSH_SIZE))) and not self._stopping.is_set():
             while not self._stopping.is_set():
@@ -222,15 +204,6 @@ class Chaos:
                 else:
                     self._sent += len(some)
                     break
-
-    def _make_pusher(self, again: bool = False) -> Pusher:
-        settings = self._settings
-        return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions(), again, self._wait, run=RUN)
-
-    def _send_again(self) -> None:
-        """Send every post again. Stored posts are answered from the store."""
-        self._make_pusher(again=True).push(self._posts())
-        wait_until(self._is_idle, "all posts sent again have ended", self._given.limit)
 
     def _wait(self, _: float) -> None:
         if self._stopping.wait(0.02):
@@ -257,7 +230,6 @@ class Chaos:
         )
 
     def _do(self, name: str) -> None:
-        self._faults.append(time.time())
         getattr(self, f"_{name}")()
         self._done[name] += 1
 
@@ -398,11 +370,7 @@ class Chaos:
         try:
             producer.start()
             finished = self._go_on(began)
-            counted = self._counted()
-            figures = {"seconds": round(time.monotonic() - began, 1), **self._figures()}
-            if self._given.again:
-                figures["lost_at_first"] = counted["lost"] + counted["lost_waiting"]
-                self._send_again()
+            seconds = time.monotonic() - began
         finally:
             self._stopping.set()
             producer.join()
@@ -410,6 +378,14 @@ class Chaos:
         counted = self._counted()
         for server in filter(None, (self._redis, self._replica)):
             server.stop()
+        figures = {
+            "seconds": round(seconds, 1),
+            "longest_pause_s": self.ledger.longest_pause / 1000,
+            "posts_per_second": round(counted["stored"] / seconds, 1),
+            "faults": dict(self._done),
+        }
+        if self._starts:
+            figures["worker_start_s"] = round(max(self._starts), 1)
         return {"finished": finished, **counted, **figures}
 
     def _go_on(self, began: float) -> bool:
@@ -419,7 +395,7 @@ class Chaos:
         """
         plan, given = self._plan(), self._given
         self._note_log()
-        sampled, ended, since = 0.0, 0, time.monotonic()
+        counted_at, ended, since = 0.0, 0, time.monotonic()
         if given.kill_every:
             self._later(given.kill_every, self._kill_again)
         while time.monotonic() - began < given.limit:
@@ -431,12 +407,9 @@ class Chaos:
                 self._do(plan.pop(0)[1])
             if given.power_cuts:
                 self._note_log()
-            if now - sampled < SAMPLE_INTERVAL_S:
+            if now - counted_at < COUNT_INTERVAL_S:
                 continue
-            if given.soak and int(now / REPORT_INTERVAL_S) > int(sampled / REPORT_INTERVAL_S):
-                _tell(f"{ended:,} of {self._sent:,} posts ended; memory in MB {self._latest_memory()}")
-            sampled = now
-            self._sample_memory()
+            counted_at = now
             with suppress(RedisError):
                 counted = self._ended()
                 if counted != ended or self._sent < given.posts:
@@ -455,26 +428,10 @@ class Chaos:
     def _ended(self) -> int:
         """Return the number of entries in both streams. Raises redis.exceptions.RedisError."""
         client: Any = self._redis.client
-        if self._given.soak:
-            self.ledger.read(self._redis.client)
-            return self.ledger.ended
         return int(client.xlen(RESULTS_STREAM) + client.xlen(DEAD_LETTERS))
 
     def _is_idle(self) -> bool:
         return not sum(queue_depth(self._redis.client, self._settings.queue))
-
-    def _sample_memory(self) -> None:
-        """Record the memory and process ids of all processes."""
-        ours = {"redis": self._redis.child.process.pid, "launcher": self._launcher.process.pid, "driver": os.getpid()}
-        for name, pid in (ours | self._workers()).items():
-            with suppress(OSError, IndexError):
-                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-                if pages:
-                    self._memory.setdefault(name, []).append(pages * os.sysconf("SC_PAGESIZE") / 1e6)
-                    self._pids.setdefault(name, set()).add(pid)
-
-    def _latest_memory(self) -> dict[str, int]:
-        return {name: round(sizes[-1]) for name, sizes in self._memory.items()}
 
     def _end(self) -> None:
         """End every process except Redis."""
@@ -513,50 +470,6 @@ class Chaos:
             "miscounted": abs(counted.stored - sum(map(bool, results))) + abs(counted.failed - sum(map(bool, dead))),
             "poison_stored": sum(1 for number in self.poison if results[number]),
         }
-
-    def _figures(self) -> dict[str, Any]:
-        seconds = self.ledger.by_second
-        found: dict[str, Any] = {
-            "recovery_s": 0.0,
-            "longest_pause_s": self.ledger.longest_pause / 1000,
-            **({"worker_start_s": round(max(self._starts), 1)} if self._starts else {}),
-            "posts_per_second": 0.0,
-            "median_rate": 0.0,
-            "faults": dict(self._done),
-            "worker_processes": sum(len(pids) for name, pids in self._pids.items() if name.startswith("worker")),
-            "memory_mb": {
-                name: [round(sizes[0]), round(max(sizes)), round(sizes[-1])] for name, sizes in self._memory.items()
-            },
-        }
-        if seconds:
-            first, last = min(seconds), max(seconds)
-            rates = [seconds[second] for second in range(first, last + 1)]
-            found["posts_per_second"] = round(sum(rates) / len(rates), 1)
-            found["median_rate"] = statistics.median(filter(None, rates))
-            found["recovery_s"] = max(
-                (recovery(fault - first, rates, found["median_rate"]) for fault in self._faults), default=0.0
-            )
-        if self._given.soak:
-            found["flat"] = {name: is_flat(sizes) for name, sizes in self._memory.items()}
-        return found
-
-
-def recovery(fault: float, rates: Sequence[int], median: float) -> float:
-    """Return the seconds from a fault until the rate is back at full speed.
-
-    fault: seconds since the run's start; rates: results in each second of the run; median: the run's median rate.
-    """
-    enough = FULL_SPEED * median * RATE_SECONDS
-    for second in range(max(0, math.ceil(fault)), len(rates) - RATE_SECONDS + 1):
-        if sum(rates[second : second + RATE_SECONDS]) >= enough:
-            return round(second - fault, 1)
-    return round(len(rates) - fault, 1)
-
-
-def is_flat(sizes: Sequence[float]) -> bool:
-    """Return whether memory stayed within MEMORY_TOLERANCE of its size after the warm-up."""
-    warm = sizes[int(WARM_UP_SHARE * len(sizes)) :]
-    return all(abs(size / warm[0] - 1) <= MEMORY_TOLERANCE for size in warm)
 
 
 def _is_in_sync(replica: Any) -> bool:
@@ -598,17 +511,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--launcher-kills", type=int, default=0, help="kill -9s of the workers' launcher")
     parser.add_argument("--clock-jumps", type=int, default=0, help="one-hour jumps of a worker's clock")
     parser.add_argument("--rolling", type=int, default=0, help="rolling restarts of all workers")
-    parser.add_argument("--again", action="store_true", help="send all posts again at the end")
     parser.add_argument("--poison", type=_percent, default=0.0, metavar="P%", help="share of poison posts")
     parser.add_argument(
         "--killing", type=_percent, default=10.0, metavar="P%", help="share of poison posts that kill the worker"
     )
     parser.add_argument("--appendfsync", choices=("always", "everysec", "no"), default="always")
-    parser.add_argument("--posts-per-message", type=int, default=32)
     parser.add_argument("--row-ms", type=float, default=0.0, help="milliseconds per row of a forward pass")
     parser.add_argument("--batch-rows", type=int, default=64)
-    parser.add_argument("--window-rows", type=int, default=512)
-    parser.add_argument("--soak", action="store_true", help="expire results after a second and require flat memory")
     parser.add_argument("--limit", type=float, default=1800.0, help="time limit of the run, in seconds")
     parser.add_argument("--folder", type=Path, help="empty folder for logs (default: a temporary folder)")
     parser.add_argument("--seed", type=int, default=1)
@@ -621,7 +530,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = Chaos(given, given.folder or Path(folder)).run()
     sys.stdout.write(json.dumps(found) + "\n")
     wrong = ("lost", "duplicated", "innocent_dead_letters", "miscounted", "poison_stored")
-    good = found["finished"] and not any(found[name] for name in wrong) and all(found.get("flat", {}).values())
+    good = found["finished"] and not any(found[name] for name in wrong)
     return 0 if good else 1
 
 

@@ -1,7 +1,6 @@
-"""Build the images and run docker/compose.yaml under faults, in a Docker engine of its own (`make containers`).
+"""Build the images and run docker/compose.yaml under faults (`make containers`).
 
-Needs root, and Docker, docker-compose, debootstrap, iptables and iproute2 from Debian's packages; reaches no registry.
-The base image comes from debootstrap, Redis and Prometheus from Debian's packages (engine.py). Phases:
+Needs root, Docker and its compose plugin. Phases:
 
 1. Build both images and start the stack: two workers, `feedmill metrics`, Flower, Prometheus.
 2. Six times, send posts and, while they wait: kill a worker, cut one off from Redis' network, pause one, kill Redis,
@@ -9,38 +8,28 @@ The base image comes from debootstrap, Redis and Prometheus from Debian's packag
    dead letter written, all containers and `feedmill health` healthy, and Prometheus' figures right. What ends on
    SIGTERM must exit with status 0.
 
-The last line is JSON. Exits 1 if a phase fails. Afterwards, nothing is left but the cache folder: no containers,
-networks, mounts or processes; packet filter and IP forwarding are as before.
+The last line is JSON. Exits 1 if a phase fails. Afterwards, no container, volume or network is left.
+
+Without a registry, import a base image and name it with --debian, which takes Redis and Prometheus from Debian, too:
+
+    debootstrap --include=ca-certificates,python3,python3-venv,python3-pip,python-is-python3 bookworm root
+    tar -C root -c . | docker import - feedmill-python
+    python -m tests.containers --debian feedmill-python
 """
 
 import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.containers.engine import (
-    PRODUCER,
-    WORKER,
-    ContainersError,
-    Engine,
-    build_images,
-    import_base,
-    make_root,
-    missing_requirement,
-    pip_configuration,
-    running_engine,
-    tell,
-    until,
-)
-from tests.containers.posts import generated_posts
+from tests.containers.engine import PRODUCER, WORKER, ContainersError, build_images, inspect, start, tell, until
+from tests.containers.engine import run as docker_run
 from tests.containers.stack import HEALTHY_S, PROJECT, Stack
 
 #: Posts of all phases.
@@ -57,8 +46,8 @@ WORKERS = 2
 class Run:
     """The phases with faults."""
 
-    def __init__(self, engine: Engine, stack: Stack) -> None:
-        self._engine, self._stack, self._docker = engine, stack, engine.docker
+    def __init__(self, folder: Path, stack: Stack) -> None:
+        self._folder, self._stack = folder, stack
         self._sent = 0
         self.phases: dict[str, dict[str, Any]] = {}
         self.exit_statuses: list[dict[str, list[int]]] = []
@@ -73,14 +62,12 @@ class Run:
         for fault in faults:
             self._phase(fault.__name__.strip("_"), fault, POSTS // len(faults))
         ids = self._stack.exported_ids()
-        self._require(
-            sorted(ids) == [post["id"] for post in generated_posts(0, self._sent)], "each post once in an export"
-        )
+        self._require(sorted(ids) == [post["id"] for post in _posts(0, self._sent)], "each post once in an export")
         self._end()
         self._stack.compose("down", "--volumes")
         volumes, networks = (
-            self._docker("volume", "ls", "--quiet"),
-            self._docker("network", "ls", "--quiet", "--filter", f"name={PROJECT}"),
+            docker_run("docker", "volume", "ls", "--quiet", "--filter", f"name={PROJECT}"),
+            docker_run("docker", "network", "ls", "--quiet", "--filter", f"name={PROJECT}"),
         )
         self._require(not volumes + networks, f"no volume or network left by `down --volumes`: {volumes} {networks}")
         return {
@@ -99,9 +86,7 @@ class Run:
     def _check_privileges(self) -> None:
         template = "{{.Config.User}} {{.HostConfig.ReadonlyRootfs}} {{.HostConfig.CapDrop}}"
         for each in self._stack.ids("worker-cpu", "metrics", "flower"):
-            self._require(
-                self._engine.inspect(each, template) == "10001 true [ALL]", "unprivileged, read-only containers"
-            )
+            self._require(inspect(each, template) == "10001 true [ALL]", "unprivileged, read-only containers")
 
     # Phases.
 
@@ -109,8 +94,8 @@ class Run:
         """Send posts, inject the fault while they wait, and check that all is well afterwards."""
         tell(f"{name.replace('_', ' ')}: sending {posts} posts")
         began = time.monotonic()
-        log = self._engine.folder / f"{name}.log"
-        process = self._stack.enqueue(generated_posts(self._sent, posts), log)
+        log = self._folder / f"{name}.log"
+        process = self._stack.enqueue(_posts(self._sent, posts), log)
         if process.wait(STORED_S):
             raise ContainersError(f"enqueue exited with status {process.returncode}: {log.read_text()[-2000:]}")
         self._sent += posts
@@ -143,10 +128,10 @@ class Run:
 
     def _kill(self, container: str) -> None:
         """Kill the container's process, as a crash does. `docker kill` would keep it from being restarted."""
-        pid, restarts = map(int, self._engine.inspect(container, "{{.State.Pid}} {{.RestartCount}}").split())
+        pid, restarts = map(int, inspect(container, "{{.State.Pid}} {{.RestartCount}}").split())
         os.kill(pid, signal.SIGKILL)
         until(
-            lambda: int(self._engine.inspect(container, "{{.RestartCount}}")) == restarts + 1,
+            lambda: int(inspect(container, "{{.RestartCount}}")) == restarts + 1,
             "it is restarted",
             HEALTHY_S,
         )
@@ -159,24 +144,22 @@ class Run:
 
     def _cut_a_worker_off(self) -> None:
         worker, network = self._worker(), f"{PROJECT}_queue"
-        self._docker("network", "disconnect", network, worker)
+        docker_run("docker", "network", "disconnect", network, worker)
         try:
             time.sleep(AWAY_S)
             self._stack.wait_until_reported(workers_up=WORKERS, workers_without_redis=1)
-            self._require(
-                self._engine.inspect(worker, "{{.State.Health.Status}}") == "healthy", "healthy without Redis"
-            )
+            self._require(inspect(worker, "{{.State.Health.Status}}") == "healthy", "healthy without Redis")
         finally:
-            self._docker("network", "connect", "--alias", "worker-cpu", network, worker)
+            docker_run("docker", "network", "connect", "--alias", "worker-cpu", network, worker)
 
     def _pause_a_worker(self) -> None:
         worker = self._worker()
-        self._docker("pause", worker)
+        docker_run("docker", "pause", worker)
         try:
             time.sleep(AWAY_S)
             self._stack.wait_until_reported(workers_up=WORKERS - 1)
         finally:
-            self._docker("unpause", worker)
+            docker_run("docker", "unpause", worker)
 
     def _scale(self) -> None:
         self._stack.scale(WORKERS + 1)
@@ -184,14 +167,14 @@ class Run:
         self._stack.wait_until_reported(workers_up=WORKERS + 1)
         newest = self._stack.ids("worker-cpu")[-1]
         posts = 100
-        log = self._engine.folder / "scaled.log"
-        process = self._stack.enqueue(generated_posts(self._sent, posts), log)
+        log = self._folder / "scaled.log"
+        process = self._stack.enqueue(_posts(self._sent, posts), log)
         self._require(process.wait(STORED_S) == 0, f"enqueue exits with 0: {log}")
         self._sent += posts
-        status = self._engine.start("docker", "wait", newest, log=self._engine.folder / "wait.log")
+        status = start("docker", "wait", newest, log=self._folder / "wait.log")
         self._stack.scale(WORKERS)
         status.wait(HEALTHY_S)
-        self.exit_statuses.append({"worker-cpu": [int((self._engine.folder / "wait.log").read_text())]})
+        self.exit_statuses.append({"worker-cpu": [int((self._folder / "wait.log").read_text())]})
         self._check_exit_statuses()
 
     def _stop(self) -> None:
@@ -211,43 +194,31 @@ class Run:
         )
 
 
-def run(given: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
+def _posts(first: int, count: int) -> list[dict[str, str]]:
+    """Return posts numbered from `first`. Their hundred words keep a worker on few cores busy for a while."""
+    return [
+        {"id": f"c{number:06}", "title": f"Rain on the coast ({number})", "body": "wind and a long way home " * 20}
+        for number in range(first, first + count)
+    ]
+
+
+def run(base: str | None, folder: Path, found: dict[str, Any]) -> None:
     """Run everything and add the figures to `found`. Raises ContainersError."""
-    root = make_root(given.cache)
-    with ExitStack() as ending:
-        engine = ending.enter_context(running_engine(folder, given.engine_data or folder / "data"))
-        found["engine"] = engine.wait()
-        found["compose"] = engine.run("docker-compose", "version", "--short")
-        with pip_configuration() as configuration:
-            import_base(engine, root, configuration)
-            found["build_s"] = build_images(engine)
-        sizes = {name: int(engine.inspect(name, "{{.Size}}")) for name in (PRODUCER, WORKER)}
-        found["image_mb"] = {name: round(size / 1e6) for name, size in sizes.items()}
-        tell(f"images in MB: {found['image_mb']}")
-        if sizes[WORKER] > MAX_WORKER_BYTES:
-            raise ContainersError(
-                f"the worker's image has {sizes[WORKER] / 1e6:.0f} MB, more than {MAX_WORKER_BYTES / 1e6:.0f}"
-            )
-        stack = Stack(engine)
-        try:
-            found |= Run(engine, stack).go()
-        except BaseException:
-            tell(f"the stack's last lines:\n{stack.logs()}")
-            raise
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.containers", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        default=Path.home() / ".cache" / "feedmill-containers",
-        help="folder that keeps the base image's root between runs (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--engine-data", type=Path, help="folder that keeps the engine's images, whose layers later builds reuse"
-    )
-    return parser.parse_args(arguments)
+    found["engine"] = docker_run("docker", "version", "--format", "{{.Server.Version}}")
+    found["build_s"] = build_images(base)
+    sizes = {name: int(inspect(name, "{{.Size}}")) for name in (PRODUCER, WORKER)}
+    found["image_mb"] = {name: round(size / 1e6) for name, size in sizes.items()}
+    tell(f"images in MB: {found['image_mb']}")
+    if sizes[WORKER] > MAX_WORKER_BYTES:
+        raise ContainersError(f"the worker's image has {sizes[WORKER]} bytes, more than {MAX_WORKER_BYTES}")
+    stack = Stack(folder, base is not None)
+    try:
+        found |= Run(folder, stack).go()
+    except BaseException:
+        tell(f"the stack's last lines:\n{stack.logs()}")
+        raise
+    finally:
+        stack.compose("down", "--volumes")
 
 
 def _exit(number: int, _: object) -> None:
@@ -255,21 +226,19 @@ def _exit(number: int, _: object) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = parse(arguments)
-    if missing := missing_requirement():
-        sys.stderr.write(f"feedmill: {missing}\n")
-        return 1
+    parser = argparse.ArgumentParser(prog="python -m tests.containers", description=__doc__.split("\n")[0])
+    parser.add_argument("--debian", metavar="IMAGE", help="Debian image with Python to build on, without a registry")
+    given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _exit)
     found: dict[str, Any] = {}
     began = time.monotonic()
-    with TemporaryDirectory(prefix="feedmill-", ignore_cleanup_errors=True) as folder:
+    with TemporaryDirectory(prefix="feedmill-") as folder:
         try:
-            run(given, Path(folder), found)
-        except (ContainersError, subprocess.SubprocessError) as error:
+            run(given.debian, Path(folder), found)
+        except ContainersError as error:
             found["failed"] = str(error)
     found["seconds"] = round(time.monotonic() - began)
-    with suppress(BrokenPipeError):
-        sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(found) + "\n")
     return 1 if "failed" in found else 0
 
 

@@ -1,8 +1,9 @@
-"""The stack of docker/compose.yaml in an engine of its own, with Redis and Prometheus from Debian's packages."""
+"""The stack of docker/compose.yaml on this machine's Docker engine."""
 
 import json
 import re
 import secrets
+import shutil
 import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
-from tests.containers.engine import ROOT, ContainersError, Engine, until
+from tests.containers.engine import ROOT, ContainersError, inspect, run, start, until
 
 PROJECT = "feedmill-containers"
-#: Grafana is not in Debian; the GPU's and Reddit's services need what this machine lacks.
+COMPOSE = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+#: The GPU's and Reddit's services need what test machines lack.
 SERVICES = ("redis", "worker-cpu", "metrics", "flower", "prometheus")
 #: Seconds for all containers to be healthy; for Prometheus to scrape a change (every 15 s, with names every 30 s).
 HEALTHY_S, SCRAPED_S = 180.0, 120.0
@@ -26,25 +28,27 @@ QUERY = (
 
 
 class Stack:
-    """The stack's containers, by service."""
+    """The stack's containers, by service.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    folder: for its environment file; debian: use Redis and Prometheus from Debian's packages.
+    """
+
+    def __init__(self, folder: Path, debian: bool) -> None:
         example = (ROOT / "docker" / ".env.example").read_text()
-        environment = engine.folder / "environment"
+        environment = folder / "environment"
         environment.write_text(
             re.sub(r"(?m)^(\w+_PASSWORD)=$", lambda found: found[0] + secrets.token_hex(24), example)
         )
         self._command = [
-            "docker-compose", "--project-name", PROJECT, "--env-file", str(environment),
+            *COMPOSE, "--project-name", PROJECT, "--env-file", str(environment),
             "--project-directory", str(ROOT / "docker"),
             "--file", str(ROOT / "docker" / "compose.yaml"),
-            "--file", str(Path(__file__).parent / "compose.debian.yaml"),
+            *(("--file", str(Path(__file__).parent / "compose.debian.yaml")) if debian else ()),
             "--profile", "cpu",
         ]  # fmt: skip
 
     def compose(self, *arguments: str, seconds: float = 300.0) -> str:
-        return self._engine.run(*self._command, *arguments, seconds=seconds)
+        return run(*self._command, *arguments, seconds=seconds)
 
     def scale(self, workers: int) -> None:
         """Start or stop workers, and whatever else is not running."""
@@ -58,7 +62,7 @@ class Stack:
             filters = [
                 word for name in labels for word in ("--filter", f"label=com.docker.compose.{name}={labels[name]}")
             ]
-            found += reversed(self._engine.docker("ps", "--all", "--quiet", "--no-trunc", *filters).split())
+            found += reversed(run("docker", "ps", "--all", "--quiet", "--no-trunc", *filters).split())
         return found
 
     def enqueue(self, posts: Iterable[dict[str, str]], log: Path) -> "subprocess.Popen[str]":
@@ -66,7 +70,7 @@ class Stack:
         file = log.with_suffix(".jsonl")
         file.write_text("".join(json.dumps(post) + "\n" for post in posts))
         command = [*self._command, "run", "--rm", "--no-deps", "-T", "feedmill", "enqueue", "-"]
-        return self._engine.start(*command, stdin=file, log=log)
+        return start(*command, stdin=file, log=log)
 
     def feedmill(self, *arguments: str) -> str:
         """Run a `feedmill` command in a container of its own."""
@@ -82,7 +86,7 @@ class Stack:
         """Return the numbers of stored results and dead letters. Raises ContainersError."""
         (redis,) = self.ids("redis")
         script = f"REDISCLI_AUTH=$REDIS_PASSWORD; export REDISCLI_AUTH; for key in {RESULTS_STREAM} {DEAD_LETTERS}; do "
-        lines = self._engine.docker("exec", redis, "sh", "-c", script + "redis-cli xlen $key; done").split()
+        lines = run("docker", "exec", redis, "sh", "-c", script + "redis-cli xlen $key; done").split()
         with suppress(ValueError):
             stored, dead = map(int, lines)
             return stored, dead
@@ -90,7 +94,7 @@ class Stack:
 
     def wait_until_healthy(self) -> None:
         def healthy() -> bool:
-            states = self._engine.docker("inspect", "--format", "{{.State.Health.Status}}", *self.ids()).split()
+            states = run("docker", "inspect", "--format", "{{.State.Health.Status}}", *self.ids()).split()
             if set(states) != {"healthy"}:
                 raise ContainersError(" ".join(states))
             return True
@@ -103,7 +107,7 @@ class Stack:
         queries = [QUERIES[name] for name in wanted]
 
         def reported() -> bool:
-            results = json.loads(self._engine.docker("exec", metrics, "python", "-c", QUERY, *queries))
+            results = json.loads(run("docker", "exec", metrics, "python", "-c", QUERY, *queries))
             found = dict(zip(wanted, map(_value, results), strict=True))
             if found != wanted:
                 raise ContainersError(f"found {found}")
@@ -113,10 +117,7 @@ class Stack:
 
     def exit_statuses(self) -> dict[str, list[int]]:
         """Return the exit statuses of stopped containers by service."""
-        return {
-            name: [int(self._engine.inspect(each, "{{.State.ExitCode}}")) for each in self.ids(name)]
-            for name in SERVICES
-        }
+        return {name: [int(inspect(each, "{{.State.ExitCode}}")) for each in self.ids(name)] for name in SERVICES}
 
     def logs(self) -> str:
         with suppress(ContainersError):

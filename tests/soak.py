@@ -1,12 +1,13 @@
-"""Simulate eight hours of a daemon and watch its memory (`python -m tests.soak_hours --source bluesky`).
+"""Simulate eight hours of a live source's daemon under faults and kills (`python -m tests.soak --source bluesky`).
 
 The daemon runs in its own process on a simulated clock, which advances at once when the daemon waits. The source's
-loopback server runs in this process, shares the clock and publishes posts as time advances. PRAW, websockets, Redis and
-the requests are real. The daemon's memory may grow until its bounded state is full, and must be constant after that.
+loopback server runs in this process, shares the clock, publishes posts as time advances and fails at random. PRAW,
+websockets, Redis and the requests are real. In the first hour, the daemon is killed with SIGKILL at random times, and
+Redis is killed and restarted. The daemon's memory may grow until its bounded state is full, and must be constant then.
 
-The last line is JSON: source, hours, published, sent, missing (posts), gaps, budget_exceeded, rss_mib (at the end of
-each hour), growth (of the last hour relative to hour `--filled`). Exits 1 if a post is missing, memory grew or the
-request budget was exceeded.
+The last line is JSON: source, hours, published, sent, missing, doubled (posts), gaps, faults, kills, budget_exceeded
+(requests), rss_mib (at the end of each hour), growth (of the last hour relative to hour FILLED). Exits 1 if a post is
+missing or doubled, there is a gap, memory grew or the request budget was exceeded.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -36,37 +38,50 @@ from feedmill.producers.reddit.source import ArchiveSource, RedditSource
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.messages import ClassifyOptions
-from feedmill.shared.scripts.queue import known
 from feedmill.shared.settings import Settings
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.hacker_news import HackerNews
 from tests.fakes.jetstream import Jetstream
 from tests.fakes.reddit import Reddit as LoopbackReddit
-from tests.support import RedisServer, redis_servers
+from tests.support import Restartable, body_of, redis_servers
 
 #: Posts per hour by source. Of Hacker News' items, half are comments.
 POSTS_AN_HOUR = {"reddit": 12_000, "arctic-shift": 12_000, "bluesky": 108_000, "hacker-news": 2_000}
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples" / "extending"
 TOPICS = {f"topic {number}": (f"sub{number:02}",) for number in range(16)}
 HOUR_S = 3600.0
+CONTEXT = multiprocessing.get_context("spawn")
 #: Longest step of simulated time between two batches of published posts.
 TICK_S = 30.0
 #: Simulated seconds per batch of a live source, whose real wait for further events takes no simulated time.
 BATCH_S = 5.0
 #: Simulated seconds after the last post in which the daemon must have sent all posts.
 REST_S = 600.0
-#: Allowed relative growth of memory once it is filled: allocators do not return all memory.
-MAX_GROWTH = 0.05
+#: Hour by which the daemon's bounded state is full, and the allowed relative growth of its memory after that:
+#: allocators do not return all memory.
+FILLED, MAX_GROWTH = 5, 0.05
+#: Share of requests with a fault, and the seconds of delays. Faults of Reddit, and of its archive.
+FAULT_RATE, FAULT_SECONDS = 0.1, 0.05
+FAULTS = (
+    "too_many", "too_many_bare", "too_many_word", "server_error_500", "server_error_502", "server_error_503",
+    "server_error_504", "server_error_520", "html", "html_403", "redirect_nowhere", "token_expired", "cut", "cut_body",
+    "reset_fractional", "reset_negative", "remaining_nan", "used_missing", "empty_listing", "dead_anchor", "no_data",
+    "truncated_json", "sticky_head", "slow", "slow_body",
+)  # fmt: skip
+ARCHIVE_FAULTS = ("too_many", "server_error_502", "server_error_503", "html", "truncated_json", "cut", "cut_body")
 #: Share of Bluesky's posts that are deleted, and of events with a fault. Events that the loopback Jetstream keeps.
-DELETED, FAULT_RATE, KEPT_EVENTS = 0.02, 0.00001, 50_000
+DELETED, EVENT_FAULT_RATE, KEPT_EVENTS = 0.02, 0.00001, 50_000
 
 
 class SharedClock(SimulatedClock):
-    """A simulated clock that several processes can read. published: time up to which posts have been published."""
+    """A simulated clock that several processes can read, and that goes on where a killed process left it.
+
+    published: time up to which posts have been published.
+    """
 
     def __init__(self, shared: Any, published: Any) -> None:
-        super().__init__()
+        super().__init__(start=shared.value)
         self._shared, self._published = shared, published
 
     def wait(self, seconds: float) -> None:
@@ -77,7 +92,7 @@ class SharedClock(SimulatedClock):
 
 
 class Server(Protocol):
-    """A source's loopback server. settings: for the daemon. ids: posts that must be sent."""
+    """A source's loopback server. settings: for the daemon. ids: posts that must be sent; faults: their number."""
 
     @property
     def settings(self) -> Mapping[str, Any]: ...
@@ -85,9 +100,13 @@ class Server(Protocol):
     @property
     def ids(self) -> Collection[str]: ...
 
-    def publish(self, number: int) -> None: ...
+    @property
+    def faults(self) -> int: ...
 
+    @property
     def over_budget(self) -> int: ...
+
+    def publish(self, number: int) -> None: ...
 
 
 class RedditServer:
@@ -96,7 +115,9 @@ class RedditServer:
     def __init__(self, running: ExitStack, clock: Any) -> None:
         self._random = Random(1)
         self._reddit = running.enter_context(LoopbackReddit(clock=lambda: clock.value, window=600, budget=1000))
-        self._archive = running.enter_context(ArcticShift(self._reddit, lag=20.0, window=60, budget=60))
+        self._archive = running.enter_context(ArcticShift(self._reddit, lag=20.0, overload=0.01, window=60, budget=60))
+        self._reddit.faults.random(FAULT_RATE, FAULTS, seconds=FAULT_SECONDS)
+        self._archive.faults.random(FAULT_RATE, ARCHIVE_FAULTS, seconds=FAULT_SECONDS)
         for names in TOPICS.values():
             self._reddit.add_subreddit(names[0])
             self._reddit.publish(names[0], title="the first")
@@ -109,24 +130,35 @@ class RedditServer:
     def ids(self) -> set[str]:
         return set(self._reddit.ledger.published)
 
+    @property
+    def faults(self) -> int:
+        return self._reddit.ledger.faults.total() + self._archive.ledger.faults.total()
+
+    @property
+    def over_budget(self) -> int:
+        return self._reddit.ledger.over_budget + self._archive.ledger.over_budget
+
     def publish(self, number: int) -> None:
         name = f"sub{min(self._random.randrange(16), self._random.randrange(16)):02}"
         self._reddit.publish(name, title=f"post {number}", body="some words " * self._random.randrange(60))
-
-    def over_budget(self) -> int:
-        return self._reddit.ledger.over_budget + self._archive.ledger.over_budget
 
 
 class BlueskyServer:
     """The loopback Jetstream, with deleted posts and faults."""
 
+    over_budget = 0
+
     def __init__(self, running: ExitStack, _: Any) -> None:
         self._random = Random(1)
         self._jetstream = running.enter_context(Jetstream())
-        self._jetstream.random_faults(FAULT_RATE)
+        self._jetstream.random_faults(EVENT_FAULT_RATE)
         self._newest: list[str] = []
         self.settings = {"bluesky_url": self._jetstream.url}
         self.ids = set[str]()
+
+    @property
+    def faults(self) -> int:
+        return self._jetstream.fault_counts.total()
 
     def publish(self, number: int) -> None:
         while not self._jetstream.queries:  # the daemon begins with the posts of the moment
@@ -140,12 +172,11 @@ class BlueskyServer:
         if number % KEPT_EVENTS == 0:
             self._jetstream.forget(KEPT_EVENTS)
 
-    def over_budget(self) -> int:
-        return 0
-
 
 class HackerNewsServer:
     """The loopback Hacker News."""
+
+    faults = over_budget = 0
 
     def __init__(self, running: ExitStack, clock: Any) -> None:
         self._clock = clock
@@ -164,9 +195,6 @@ class HackerNewsServer:
         self._server.changed = [number // 2, number]
         del self._server.asked[10:]
         self._server.items[number + 1] = item
-
-    def over_budget(self) -> int:
-        return 0
 
 
 SERVERS: dict[str, Callable[[ExitStack, Any], Server]] = {
@@ -193,9 +221,9 @@ def make_source(name: str, settings: Settings, clock: SharedClock) -> Source:
 
 
 def follow(
-    source: str, settings: dict[str, Any], shared: Any, published: Any, hours: int, connection: Connection
+    source: str, settings: dict[str, Any], shared: Any, published: Any, ends: Sequence[float], connection: Connection
 ) -> None:
-    """Run the daemon in this process. Send its memory and status at the end of each hour, and its final status."""
+    """Run the daemon in this process. Send its memory and status at the ends of hours, and its final status."""
     clock = SharedClock(shared, published)
     validated = Settings.model_validate(settings)
     redis = connect(validated)
@@ -204,18 +232,18 @@ def follow(
     shortest = BATCH_S if source in ("bluesky", "hacker-news") else 0.0
 
     def run(until: float) -> None:
-        while (left := until - clock.monotonic()) > 0:
+        while (left := until - clock.time()) > 0:
             pause = max(daemon.step(), shortest)
             clock.wait(min(pause, left, TICK_S))
             clock.waits.clear()
 
-    for hour in range(1, hours + 1):
-        run(hour * HOUR_S)
+    for end in ends:
+        run(end)
         gc.collect()
-        connection.send({"hour": hour, "rss_mib": _resident() / 2**20, **daemon.status()})
+        connection.send({"rss_mib": _resident() / 2**20, **daemon.status()})
     connection.send(None)
     connection.recv()  # all posts have been published by now
-    run(clock.monotonic() + REST_S)
+    run(clock.time() + REST_S)
     connection.send(daemon.status())
     daemon.close()
 
@@ -226,50 +254,95 @@ def _resident() -> int:
     return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) * 1024
 
 
-def run(source: str, hours: int, an_hour: int, filled: int, folder: Path) -> dict[str, Any]:
-    """Publish `an_hour` posts per hour while a second process runs the daemon. Return the final figures."""
-    context = multiprocessing.get_context("spawn")
-    start = SimulatedClock().time()
-    shared, until = context.Value("d", start), context.Value("d", start)
-    here, there = context.Pipe()
-    with ExitStack() as running:
-        redis = RedisServer(next(iter(redis_servers().values())), folder)
-        running.callback(redis.stop)
-        server = SERVERS[source](running, shared)
-        settings = {"redis_url": redis.url, **server.settings}
-        process = context.Process(target=follow, args=(source, settings, shared, until, hours, there), daemon=True)
-        process.start()
-        there.close()
-        memory: list[float] = []
-        published = 0
-        while True:
-            now = shared.value
-            for number in range(published, int((now - start) / HOUR_S * an_hour)):
-                server.publish(number)
-                published = number + 1
-            until.value = now
-            redis.client.delete("feedmill")  # empty the queue like a worker
-            if not here.poll(0.005):
-                continue
-            if (status := here.recv()) is None:
-                break
-            memory.append(round(status["rss_mib"], 1))
-            _tell(f"hour {status['hour']}: {memory[-1]} MiB, {published:,} posts published, {status['sent']:,} sent")
-        until.value = float("inf")
-        here.send("published")
-        last = here.recv()
-        process.join(30)
-        return {
-            "source": source,
-            "hours": hours,
-            "published": published,
-            "sent": last["sent"],
-            "missing": len(server.ids) - len(known(redis.client, list(server.ids))),
+class Soak:
+    """A run of the test. an_hour: posts per hour; kills, restarts: of the daemon and of Redis, in the first hour."""
+
+    def __init__(self, source: str, hours: int, an_hour: int, kills: int, restarts: int, folder: Path) -> None:
+        self._source, self._hours, self._an_hour, self._folder = source, hours, an_hour, folder
+        self._begin = SimulatedClock().time()
+        self._clock, self._until = CONTEXT.Value("d", self._begin), CONTEXT.Value("d", self._begin)
+        self._ends = [self._begin + HOUR_S * hour for hour in range(1, hours + 1)]
+        faults = [self._kill] * kills + [self._restart_redis] * restarts
+        random = Random(1)
+        moments = sorted(self._begin + random.uniform(0.05, 0.95) * HOUR_S for _ in faults)
+        random.shuffle(faults)
+        self._faults = deque(zip(moments, faults, strict=True))
+        self._figures: dict[str, Any] = {"source": source, "hours": hours, "kills": kills, "restarts": restarts}
+        self._published = 0
+        self._memory: list[float] = []
+        #: Number of messages with each post.
+        self._sent: Counter[str] = Counter()
+
+    def run(self) -> dict[str, Any]:
+        with ExitStack() as running:
+            self._redis = Restartable(next(iter(redis_servers().values())), self._folder, "everysec")
+            running.callback(self._redis.stop)
+            self._server = SERVERS[self._source](running, self._clock)
+            self._start()
+            running.callback(self._end)
+            while self._step():
+                pass
+            self._until.value = float("inf")
+            self._connection.send("published")
+            last = self._connection.recv()
+            self._process.join(30)
+            self._take()
+        growth = self._memory[-1] / self._memory[min(FILLED, len(self._memory)) - 1] - 1
+        return self._figures | {
+            "published": self._published,
+            "sent": self._sent.total(),
+            "missing": len(set(self._server.ids) - self._sent.keys()),
+            "doubled": sum(times - 1 for times in self._sent.values()),
             "gaps": last["gaps"],
-            "budget_exceeded": server.over_budget(),
-            "rss_mib": memory,
-            "growth": round(memory[-1] / memory[filled - 1] - 1, 3),
+            "faults": self._server.faults,
+            "budget_exceeded": self._server.over_budget,
+            "rss_mib": self._memory,
+            "growth": round(growth, 3),
         }
+
+    def _step(self) -> bool:
+        """Publish what is due, take what was sent, and inject a fault. Returns false after the last hour."""
+        now = self._clock.value
+        while self._faults and self._faults[0][0] <= now:
+            self._faults.popleft()[1]()
+        due = int((now - self._begin) / HOUR_S * self._an_hour)
+        for number in range(self._published, due):
+            self._server.publish(number)
+        self._published, self._until.value = max(due, self._published), now
+        self._take()
+        if not self._connection.poll(0.005):
+            return True
+        if (status := self._connection.recv()) is None:
+            return False
+        self._memory.append(round(status["rss_mib"], 1))
+        _tell(f"hour {len(self._memory)}: {self._memory[-1]} MiB, {self._published:,} posts, {status['sent']:,} sent")
+        return True
+
+    def _start(self) -> None:
+        settings = {"redis_url": self._redis.url, **self._server.settings}
+        self._connection, there = CONTEXT.Pipe()
+        arguments = (self._source, settings, self._clock, self._until, self._ends[len(self._memory) :], there)
+        self._process = CONTEXT.Process(target=follow, args=arguments, daemon=True)
+        self._process.start()
+        there.close()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _kill(self) -> None:
+        self._end()
+        self._start()
+
+    def _restart_redis(self) -> None:
+        self._redis.kill()
+        self._redis.start()
+
+    def _take(self) -> None:
+        """Empty the queue like a worker, and count the posts."""
+        client: Any = self._redis.client
+        while messages := client.lpop("feedmill", 1000):
+            self._sent.update(post["id"] for message in messages for post in body_of(message)[1]["posts"])
 
 
 def _tell(text: str) -> None:
@@ -281,13 +354,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", choices=tuple(SERVERS), default="reddit")
     parser.add_argument("--hours", type=int, default=8)
     parser.add_argument("--posts-an-hour", type=int, help="default: as many as the source usually has")
-    parser.add_argument("--filled", type=int, default=4, help="hour by which the daemon's bounded state is full")
+    parser.add_argument("--kills", type=int, default=10, help="kills of the daemon")
+    parser.add_argument("--redis-restarts", type=int, default=3)
     given = parser.parse_args(arguments)
     an_hour = given.posts_an_hour or POSTS_AN_HOUR[given.source]
-    with TemporaryDirectory(prefix="feedmill-hours-") as folder:
-        found = run(given.source, given.hours, an_hour, given.filled, Path(folder))
+    with TemporaryDirectory(prefix="feedmill-soak-") as folder:
+        found = Soak(given.source, given.hours, an_hour, given.kills, given.redis_restarts, Path(folder)).run()
     sys.stdout.write(json.dumps(found) + "\n")
-    return 1 if found["missing"] or found["growth"] > MAX_GROWTH or found["budget_exceeded"] else 0
+    wrong = any(found[name] for name in ("missing", "doubled", "gaps", "budget_exceeded"))
+    return 1 if wrong or found["growth"] > MAX_GROWTH else 0
 
 
 if __name__ == "__main__":
