@@ -175,16 +175,6 @@ def test_always_eager_runs_in_this_process(here: Caller) -> None:
     assert here.say("[sent.state, labels(sent.get())]") == ["SUCCESS", ["sports", "food"]]
 
 
-def test_always_eager_supports_canvas(here: Caller) -> None:
-    here.run("one, two = (feedmill.classify_task.s(posts=[post]) for post in POSTS)")
-    assert here.say("[labels(found) for found in group(one, two).apply_async().get()]") == [["sports"], ["food"]]
-    assert here.say("(feedmill.classify_task.s(posts=POSTS) | count.s()).apply_async().get()") == 2
-    assert here.say("chord([one, two], count.s()).apply_async().get()") == 2
-    # The previous task in the chain supplies the posts.
-    here.run('@app.task(name="mine.posts")\ndef posts(): return POSTS')
-    assert here.say("labels((posts.s() | feedmill.classify_task.s()).apply_async().get())") == ["sports", "food"]
-
-
 def test_threads_share_one_model(here: Caller) -> None:
     here.run("""
 found, loaded = {}, feedmill.classify_task(posts=POSTS[:1])
@@ -204,56 +194,6 @@ for thread in threads: thread.join()
     assert here.say("sorted({thread.name for thread in threading.enumerate() if 'writer' in thread.name})") == [
         "writer"
     ]
-
-
-def test_changed_settings_do_not_interrupt_other_threads(here: Caller) -> None:
-    here.run("""
-from feedmill.workers.runtime import in_process
-found = []
-def ask(): found.append(len(feedmill.classify_task([{"id": str(at), "title": f"{at} goals"} for at in range(600)])))
-asking = threading.Thread(target=ask)
-feedmill.classify_task(POSTS)
-asking.start()
-while not in_process._latest[1]._callers.calls: pass
-os.environ["FEEDMILL_LABELS"] = "tea, football"
-other = labels(feedmill.classify_task(POSTS))
-asking.join()
-del os.environ["FEEDMILL_LABELS"]
-""")
-    assert here.say("[found, other, labels(feedmill.classify_task(POSTS))]") == [
-        [600], ["football", "tea"], ["sports", "food"]
-    ]  # fmt: skip
-    assert here.say("[thread.name for thread in threading.enumerate() if 'writer' in thread.name]") == ["writer"]
-
-
-def test_custom_tasks_can_use_the_outcomes(here: Caller) -> None:
-    here.run("""
-from feedmill.workers.runtime.task import ClassifyTask
-@app.task(bind=True, base=ClassifyTask, name="mine.best")
-def best(self, posts, **options):
-    return [outcome["label"] for outcome in self.outcomes()]
-""")
-    assert here.say("best(POSTS, labels='tea, football')") == ["football", "tea"]
-    assert here.say("best.delay(POSTS).get()") == ["sports", "food"]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "words"),
-    [
-        ("FEEDMILL_MODEL", "/no/such/model", "ModelError: .*'/no/such/model'"),
-        ("FEEDMILL_DEVICE", "cuda:99", "SettingsError: FEEDMILL_DEVICE: .*cuda:99"),
-        ("FEEDMILL_DTYPE", "fp8", "SettingsError: FEEDMILL_DTYPE: .*'auto', 'float32'"),
-    ],
-)
-def test_invalid_settings_are_named_in_the_error(here: Caller, variable: str, value: str, words: str) -> None:
-    """The error names the setting, and calls work again once it is corrected."""
-    here.run(f"os.environ[{variable!r}] = {value!r}")
-    try:
-        assert re.match(words, here.fail("feedmill.classify_task(posts=POSTS)"))
-        assert re.match(words, here.fail("feedmill.classify_task.delay(posts=POSTS).get()"))
-    finally:
-        here.run(f"del os.environ[{variable!r}]")
-    assert here.say("labels(feedmill.classify_task(posts=POSTS))") == ["sports", "food"]
 
 
 # With a queue.

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from celery import Celery, chord, group
 from celery.canvas import Signature
-from celery.exceptions import ChordError
 from celery.result import AsyncResult
 
 from tests.support import Feedmill, RedisServer, running, wait_for_replies, wait_until
@@ -32,7 +31,6 @@ ROOT = Path(__file__).parent.parent.parent
 SECONDS = 60
 BAD = {"id": "bad"}
 NUMBERS = count()
-REFUSED = "RequestRefused('labels: name at least one label, and at most 256')"
 
 
 def post(name: str = "good") -> dict[str, Any]:
@@ -276,15 +274,6 @@ def test_time_limits_fail_one_message_of_a_batch(scene: Scene, limit: str, error
     assert scene.state(other) == "SUCCESS"
 
 
-def test_time_limits_by_remote_control(scene: Scene) -> None:
-    with scene.gate() as gate:
-        scene.order("time_limit", task_name="feedmill.classify", soft=0.5, hard=None)
-        sent = scene.send(slow(gate))
-        wait_until(sent.ready, "the message has failed")
-        scene.order("time_limit", task_name="feedmill.classify", soft=None, hard=None)
-    assert scene.state(sent) == "FAILURE"
-
-
 def test_urgent_messages_first(scene: Scene) -> None:
     sent = []
     with scene.held():
@@ -298,15 +287,6 @@ def test_urgent_messages_first(scene: Scene) -> None:
     later, sooner = sent
     assert len(later.get(timeout=SECONDS)) == len(sooner.get(timeout=SECONDS)) == 6
     assert sooner.date_done < later.date_done
-
-
-def test_rate_limit(scene: Scene) -> None:
-    scene.order("rate_limit", task_name="feedmill.classify", rate_limit="1/s")
-    sent = [scene.send(post()) for _ in range(3)]
-    wait_until(lambda: all(each.ready() for each in sent), "the messages have results")
-    scene.order("rate_limit", task_name="feedmill.classify", rate_limit="")
-    done = sorted(each.date_done for each in sent)
-    assert (done[-1] - done[0]).total_seconds() >= 0.5
 
 
 @pytest.mark.parametrize(("task", "held"), [("feedmill.classify", 1), ("own.early", 0)])
@@ -363,10 +343,6 @@ def test_refuses_to_change_the_pool(scene: Scene) -> None:
 
 Shape = Callable[[Scene], tuple[Any, Any]]
 SHAPES: dict[str, Shape] = {
-    "large group": lambda s: (s.group(*(s.add(value) for value in range(100))), [value + 1 for value in range(100)]),
-    "chain to a chord": lambda s: (s.add(0) | s.group(*(s.plus() for _ in range(100))) | s.total(), 200),
-    "groups in a chain in a group": lambda s: (s.group(s.add(1, 2) | s.group(s.plus(1), s.plus(2))), [4, 5]),
-    "chord of none": lambda s: (s.chord([], s.app.signature("own.gather")), []),
     "chords in chords with chains": lambda s: (
         s.chord(
             [
@@ -378,12 +354,8 @@ SHAPES: dict[str, Shape] = {
         8 + 12 + 1,
     ),
     # Tasks that are replaced after their posts are classified.
-    "replaced twice": lambda s: (s.si("replaced_twice", number(1), top_k=3) | s.plus(), 5),
     "first of a chain, replaced by a chain": lambda s: (s.si("replaced_by_chain", number(42)) | s.plus(), 45),
     "replaced by a group": lambda s: (s.group(s.si("replaced_by_group", number(1)), s.add(3)), [[2, 3], 4]),
-    "a chord in a chord, replaced": lambda s: (
-        s.chord([s.si("replaced", number(1)), s.chord([s.si("replaced", number(2))], s.total())], s.total()), 5
-    ),
     "a task adds to its chord": lambda s: (
         s.chord([s.si("adds_to_chord", number(4), top_k=2)], s.app.signature("own.total")), 6 + 8
     ),
@@ -402,24 +374,6 @@ def test_finished_chords_leave_no_keys(scene: Scene) -> None:
     assert [key for key in scene.redis.scan_iter("chord-*") if scene.redis.ttl(key) < 0] == []
 
 
-@pytest.mark.parametrize("where", ["header", "end of a chain in the header", "body"])
-def test_the_errback_of_a_chord_that_fails_is_called_once(scene: Scene, where: str) -> None:
-    ends: dict[str, Any] = {"header": scene.fail(), "end of a chain in the header": scene.add(1) | scene.fail()}
-    canvas = scene.chord(
-        [scene.add(1), ends.get(where, scene.add(2))], scene.fail() if where == "body" else scene.total()
-    )
-    canvas.link_error(scene.si("called", key="errbacks"))
-    error = canvas.apply_async().get(timeout=SECONDS, propagate=False)
-    if where == "body":
-        assert type(error).__name__ == "RequestRefused"
-    else:
-        assert isinstance(error, ChordError)
-        assert REFUSED in str(error)
-    wait_until(lambda: scene.redis.get("errbacks") == "1", "the errback was called")
-    scene.settle()
-    assert scene.redis.get("errbacks") == "1"
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_replaced_task_keeps_its_callbacks(scene: Scene, fails: bool) -> None:
     """Callbacks, or errbacks, of the replacing chain and of the replaced task both run."""
@@ -431,24 +385,3 @@ def test_a_replaced_task_keeps_its_callbacks(scene: Scene, fails: bool) -> None:
     scene.settle()
     assert scene.redis.mget(inner, "calls", "inner" if fails else "errbacks") == ["1", "1", None]
     assert result.state == ("FAILURE" if fails else "SUCCESS")
-
-
-def test_a_retry_keeps_the_senders_options(scene: Scene) -> None:
-    sent: Any = scene.si("retry_once", number(1))
-    sent.stamp(who="T1")
-    seen = sent.apply_async(priority=6, time_limit=90, headers={"ticket": "T1"}, expires=600).get(timeout=SECONDS)
-    assert seen.pop("stamps")["who"] in ("T1", ["T1"])
-    assert seen == {"priority": 6, "timelimit": [90, None], "ticket": "T1", "retries": 1}
-
-
-def test_an_errback_that_retries(scene: Scene) -> None:
-    """A micro-batched task as an errback runs and retries like any other task."""
-    errback = scene.si("retry_once", number(1)).set(task_id="errback")
-    scene.fail().apply_async(link_error=errback)
-    assert scene.app.AsyncResult("errback").get(timeout=SECONDS)["retries"] == 1
-
-
-def test_an_exception_that_cannot_be_recreated(scene: Scene) -> None:
-    sent = scene.si("retries_oddly", number(1)).apply_async()
-    assert isinstance(sent.get(timeout=SECONDS, propagate=False), Exception)
-    assert (scene.state(sent), "Odd" in str(sent.traceback)) == ("FAILURE", True)

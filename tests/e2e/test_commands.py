@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -12,17 +11,14 @@ from typing import Any
 
 import pytest
 import zstandard
-from celery import Celery
 
 from feedmill import __version__
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import Classification, Post
-from feedmill.shared.model_routing import announce
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.support import (
     FEEDMILL,
-    PASSWORD,
     RedisServer,
     as_jsonl,
     body_of,
@@ -68,20 +64,6 @@ def test_enqueue_filters_a_reddit_dump(redis: RedisServer, tmp_path: Path) -> No
     assert none.returncode == 1
     assert counts(none.stdout)[-1] == 5
     assert none.stderr
-
-
-def test_enqueue_uses_the_given_id_column(redis: RedisServer, tmp_path: Path) -> None:
-    (tmp_path / "tickets.csv").write_text("ticket,channel,text\nT-1,mail,x\nT-2,web,y\n")
-    url = {"FEEDMILL_REDIS_URL": redis.url}
-    wrong = feedmill("enqueue", "tickets.csv", "--id-column", "tickets", cwd=tmp_path, **url)
-    assert wrong.returncode == 2
-    assert re.search("tickets.csv.*--id-column.*ticket, channel, text", wrong.stderr)
-    said = feedmill("enqueue", "tickets.csv", "--id-column", "ticket", cwd=tmp_path, **url)
-    assert (said.returncode, problems(said.stderr)) == (0, [])
-    assert sent_ids(redis) == ["T-1", "T-2"]
-    found = feedmill("enqueue", "tickets.csv", cwd=tmp_path, **url)
-    assert counts(found.stdout)[0] == 2
-    assert "tickets.csv: " in found.stderr
 
 
 def test_enqueue_reads_the_given_columns(redis: RedisServer, tmp_path: Path) -> None:
@@ -141,102 +123,6 @@ def test_enqueue_resumes_an_interrupted_run(redis: RedisServer, tmp_path: Path, 
     assert positions(redis) == []
 
 
-def test_each_queue_has_its_own_position_in_a_file(redis: RedisServer, tmp_path: Path) -> None:
-    path = tmp_path / "posts.jsonl"
-    path.write_text(as_jsonl(make_posts(1100)))
-    for queue in ("feedmill", "feedmill-other"):
-        where = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_QUEUE": queue, "FEEDMILL_QUEUE_LIMIT": "32"}
-        said = feedmill("enqueue", str(path), "--when-full", "refuse", cwd=tmp_path, **where)
-        assert said.returncode == 2
-        assert re.search(r"FEEDMILL_QUEUE_LIMIT .*\b32\b.*\b1,024 posts", said.stderr)
-        assert "--again" not in said.stderr
-    assert positions(redis) == [1024, 1024]
-
-
-def test_enqueue_sends_with_queue_and_priority(redis: RedisServer, tmp_path: Path) -> None:
-    (tmp_path / "posts.jsonl").write_text(as_jsonl(make_posts(40)))
-    announce(redis.client, "feedmill-bart", "facebook/bart-large-mnli")
-    flags = ("--queue", "feedmill-bart", "--priority", "3")
-    said = feedmill("enqueue", "posts.jsonl", *flags, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert counts(said.stdout)[:2] == [40, 2], said.stderr
-    assert redis.client.llen("feedmill-bart\x06\x163") == 2
-
-
-@pytest.fixture
-def frames() -> list[bytes]:
-    """Return four incompressible posts, each in its own frame. The first exceeds the part that identifies a file."""
-    texts = [random.Random(number).randbytes(49_000).hex() for number in range(4)]
-    records = [{"id": f"p{number}", "title": "x", "body": text} for number, text in enumerate(texts)]
-    records[0]["preview"] = random.Random(4).randbytes(49_000).hex()
-    return [zstandard.compress(json.dumps(record).encode() + b"\n") for record in records]
-
-
-def test_enqueue_resumes_a_continued_download(redis: RedisServer, tmp_path: Path, frames: list[bytes]) -> None:
-    path = tmp_path / "posts.zst"
-    path.write_bytes(b"".join(frames[:2]) + frames[2][:-4])
-    url = {"FEEDMILL_REDIS_URL": redis.url}
-    said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
-    assert (said.returncode, counts(said.stdout)[:1]) == (2, [2])
-    assert str(path) in said.stderr
-    path.write_bytes(b"".join(frames))
-    otherwise = feedmill("enqueue", str(path), "--labels", "a,b", cwd=tmp_path, **url)
-    assert (counts(otherwise.stdout)[0], problems(otherwise.stderr)) == (4, [])
-    said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
-    assert counts(said.stdout) == [2, 1, 0, 0]
-    assert re.search(r"\b3\b.*--again", said.stderr)
-    assert positions(redis) == []
-    said = feedmill("enqueue", str(path), "--again", cwd=tmp_path, **url)
-    assert (counts(said.stdout)[0], problems(said.stderr)) == (4, [])
-
-
-@pytest.mark.each_redis
-def test_enqueue_fails_at_redis_memory_limit(redis: RedisServer, tmp_path: Path) -> None:
-    redis.client.config_set("maxmemory", 1)
-    try:
-        refuse = ("enqueue", "-", "--when-full", "refuse")
-        said = feedmill(*refuse, cwd=tmp_path, stdin=as_jsonl(make_posts(3)), FEEDMILL_REDIS_URL=redis.url)
-    finally:
-        redis.client.config_set("maxmemory", 0)
-    assert said.returncode == 2
-    assert f"Redis at 127.0.0.1:{redis.port}/0 " in said.stderr
-
-
-def test_status_ignores_other_applications_workers(redis: RedisServer, tmp_path: Path) -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-P", "-m", "celery", "-b", redis.url, "worker", "--pool", "solo", "-n", "other@elsewhere"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        answers = Celery(broker=redis.url, set_as_current=False).control.inspect(timeout=1)
-        wait_until(answers.ping, "the other worker answers")
-        said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    finally:
-        other.kill()
-        other.wait()
-    assert said.returncode == 0, said.stderr
-    assert "`feedmill worker`" in said.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["enqueue", "/no/such/file"], "/no/such/file"),
-        (["enqueue", "-", "--subreddit", "a, b c"], "--subreddit: 'b c'"),
-        (["flower", "--port", "0", "--address", "192.0.2.1"], r"192\.0\.2\.1:0.*Cannot assign"),
-    ],
-)
-def test_mistakes_name_the_flag_without_a_traceback(
-    redis: RedisServer, tmp_path: Path, arguments: list[str], words: str
-) -> None:
-    url = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
-    said = feedmill(*arguments, cwd=tmp_path, **url)
-    assert said.returncode == 2
-    assert re.search(words, said.stderr)
-    assert "Traceback" not in said.stderr
-
-
 @pytest.mark.parametrize("command", [["enqueue", "-"], ["status"], ["results", "get", "1"], ["purge", "a1"]])
 def test_unreachable_redis_is_named_without_its_password(tmp_path: Path, command: list[str]) -> None:
     post = '{"id": 1, "title": "x"}'
@@ -247,11 +133,6 @@ def test_unreachable_redis_is_named_without_its_password(tmp_path: Path, command
     assert "`feedmill up`" in said.stderr
     assert "Traceback" not in said.stderr
     assert "hunter2" not in said.stderr
-
-
-def test_wrong_redis_password(redis: RedisServer, tmp_path: Path) -> None:
-    said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url.replace(f":{PASSWORD}@", ":wrong@"))
-    assert (said.returncode, "password" in said.stderr) == (2, True)
 
 
 def test_flower_rejects_an_occupied_port(redis: RedisServer, tmp_path: Path) -> None:
@@ -379,24 +260,3 @@ def test_purge_removes_posts_and_lift_readmits_them(redis: RedisServer, tmp_path
     odd = feedmill("purge", "--lift", "b\x1b[31m", cwd=tmp_path, **url)
     assert (odd.returncode, odd.stdout.startswith("b\\x1b[31m ")) == (1, True)
     assert feedmill("purge", "--lift", "--json", "a2", cwd=tmp_path, **url).stdout == '{"posts": 1, "lifted": 1}\n'
-
-
-@pytest.mark.parametrize(
-    ("ids", "stdin", "words"),
-    [
-        (["-"], "\n \n", "feedmill: .*one"),
-        (["a1", ""], "", "feedmill: ''.* 0 .*1 to 128"),
-        (
-            ["-"],
-            "\x1b" * 200,
-            "feedmill: '" + r"(\\x1b){10}" + "'.* 200 .*1 to 128",
-        ),
-    ],
-)
-def test_purge_rejects_invalid_arguments(
-    redis: RedisServer, tmp_path: Path, ids: list[str], stdin: str, words: str
-) -> None:
-    said = feedmill("purge", *ids, cwd=tmp_path, stdin=stdin, FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert re.fullmatch(f"{words}.*\\n", said.stderr)
-    assert redis.client.keys() == []

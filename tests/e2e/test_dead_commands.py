@@ -53,10 +53,6 @@ def house(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> House:
     return House(redis)
 
 
-def test_list_reports_that_there_are_none(house: House) -> None:
-    assert house.run("list", "--json") == (0, "", "no dead letters\n")
-
-
 def test_list_and_show(house: House) -> None:
     house.redis.client.lpush(UNDECODABLE, b"\xff\x1b[31m")
     traceback = 'File "a.py", line 1\nValueError\n'
@@ -115,13 +111,6 @@ def test_retry_all_reports_letters_that_cannot_be_resent(house: House) -> None:
     assert waiting["headers"]["kwargsrepr"] == "{'posts': <1 post: good>, 'top_k': 2}"
 
 
-def test_retry_fails_without_stored_options(house: House) -> None:
-    (name,) = house.keep(letter("good", options=None))
-    status, said, complaints = house.run("retry", name)
-    assert (status, re.findall(r"\d+", said)) == (1, ["0", "1"])
-    assert complaints.startswith(f"feedmill: {name} ")
-
-
 def test_retry_sends_to_the_original_queue(house: House) -> None:
     names = house.keep(letter("good"), letter("good", queue="feedmill"), letter("good", queue="feedmill-other"))
     assert len(names) == 2, "letters of two queues are distinct; queue None means the default queue"
@@ -142,13 +131,6 @@ def test_retry_accepts_post_ids(house: House) -> None:
     (left,) = house.dead.all()
     assert isinstance(left, DeadLetterEntry)
     assert left.post_id == "b1"
-
-
-def test_failed_retry_keeps_the_letter(house: House) -> None:
-    names = house.keep(letter("a1"))
-    house.redis.client.set("feedmill", "in the way")
-    assert house.run("retry", "--all")[0] != 0
-    assert [each.name for each in house.dead.all()] == names
 
 
 def test_drop_requires_unique_ids_or_yes(house: House) -> None:

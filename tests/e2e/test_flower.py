@@ -1,6 +1,5 @@
 """Flower in a real browser and through its API. It must never show the text of posts."""
 
-import asyncio
 import base64
 import json
 import os
@@ -9,14 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from html import unescape
-from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -24,9 +20,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 import yaml  # type: ignore[import-untyped]
 from celery import Celery
-from celery.events import Event
 
-from feedmill.monitoring.dashboard import MAX_INSPECTIONS, MessageEvents
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import CLASSIFY_TASK, connect, make_app
 from feedmill.shared.messages import ClassifyOptions
@@ -155,55 +149,6 @@ def test_browser_lists_messages_with_their_outcomes(stack: Stack, tmp_path: Path
     assert f"FAILURE {{'posts': <1 post: t3_bad>}} {reason}" in failed
     for shown in (page, failed):
         assert WORDS not in shown
-
-
-def test_flower_sends_no_inspect_requests_while_idle(stack: Stack) -> None:
-    client: Any = connect(stack.settings)
-    with client.pubsub() as heard:
-        heard.psubscribe("*pidbox*", "*celeryev*")
-        beats = 0
-
-        def is_idle() -> bool:
-            """Return whether the worker's last three heartbeats came without a request between them."""
-            nonlocal beats
-            message = heard.get_message(ignore_subscribe_messages=True, timeout=5)
-            channel = str(message and message["channel"])
-            beats = 0 if "pidbox" in channel else beats + ("heartbeat" in channel)
-            return beats == 3
-
-        wait_until(is_idle, "Flower sends no request", 60)
-
-
-def test_flower_inspects_a_worker_until_it_answers(tmp_path: Path) -> None:
-    settings = Settings(data_folder=tmp_path)
-    events, inspections = MessageEvents(make_app(settings), settings, 10, 10), count()
-    events.inspect, events.inspected = lambda: next(inspections), {}
-
-    def heard(*kinds: str) -> int:
-        """Return how many inspections these events cause."""
-        before = next(inspections)
-        for kind in kinds:
-            events.on_event(Event(kind, hostname="w@here", timestamp=time.time(), local_received=time.time(), clock=1))
-        events.io_loop.run_sync(partial(asyncio.sleep, 0))
-        return next(inspections) - before - 1
-
-    with closing(events.io_loop), events._lock:
-        assert heard("worker-online") == 0
-        assert heard("worker-heartbeat", "worker-heartbeat", "task-received") == 2
-        events.inspected["w@here"] = {"stats": {}}
-        assert heard("worker-heartbeat") == 0
-        assert heard("worker-online", "worker-heartbeat") == 1
-        assert heard(*["worker-heartbeat"] * 100) == MAX_INSPECTIONS - 1
-
-
-def test_every_message_has_times_and_a_runtime(stack: Stack) -> None:
-    for task in visitor_of(stack).tasks():
-        assert task["received"]
-        if task["state"] != "RECEIVED":
-            assert task["started"]
-            assert task["succeeded"] or task["failed"]
-            assert task["runtime"] > 0
-            assert task["worker"] == WORKER_NODE
 
 
 def test_nothing_shows_posts_or_passwords(stack: Stack) -> None:
@@ -368,14 +313,6 @@ def test_runs_with_a_workers_permissions_over_tls(tmp_path: Path) -> None:
     finally:
         app.close()
         redis.stop()
-
-
-def test_serves_below_a_url_prefix(redis: RedisServer, tmp_path: Path) -> None:
-    with flower(redis, tmp_path, "--address", "0.0.0.0", FLOWER_URL_PREFIX="flower") as (command, visitor):  # noqa: S104
-        assert "without TLS" in command.text()
-        assert visitor.url.endswith("/flower")
-        assert visitor.ask("/broker")[0] == 200
-        assert Visitor(visitor.url).ask("/metrics")[0] == 401
 
 
 def test_no_auth_opens_pages_but_not_the_api(redis: RedisServer, tmp_path: Path) -> None:

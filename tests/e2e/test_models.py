@@ -10,7 +10,7 @@ from transformers import pipeline
 
 from tests.fakes.hub import Hub
 from tests.fakes.models import NLI, make_model
-from tests.support import RedisServer, as_jsonl, feedmill, make_posts, wait_until, working
+from tests.support import RedisServer, feedmill, wait_until, working
 
 POSTS = [
     {"id": "a", "title": "The match ended in a draw"},
@@ -72,33 +72,3 @@ def test_worker_downloads_a_model_that_then_works_offline(redis: RedisServer, tm
     said = feedmill("classify", "a text", "--json", cwd=tmp_path, HF_ENDPOINT=gone, FEEDMILL_OFFLINE="true", **where)
     assert said.returncode == 0, said.stderr
     assert set(json.loads(said.stdout)) == {"id", "label", "scores"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"FEEDMILL_MODEL": "someone/none", "FEEDMILL_OFFLINE": "true"}, "someone/none"),
-        ({"FEEDMILL_CLASSIFIER": "nli"}, "classifier.bias, classifier.weight"),
-        ({"FEEDMILL_DTYPE": "int8"}, "FEEDMILL_ENGINE=onnx"),
-    ],
-)
-def test_unusable_models_are_named_without_a_traceback(tmp_path: Path, environment: dict[str, str], words: str) -> None:
-    said = feedmill("classify", "a text", cwd=tmp_path, **environment)
-    assert said.returncode == 2
-    assert words in said.stderr
-    assert "Traceback" not in said.stderr
-
-
-def test_classify_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "posts.jsonl"
-    path.write_text(as_jsonl(make_posts(40)) + "nope\n")
-    model = ("--model", "sentence-transformers/all-MiniLM-L6-v2")
-    said = feedmill("classify", str(path), "--labels", "tea,football", *model, "--json", cwd=tmp_path)
-    assert said.returncode == 1, "one line is skipped"
-    found = [json.loads(line) for line in said.stdout.splitlines()]
-    assert [entry["id"] for entry in found] == [post.id for post in make_posts(40)]
-    assert all(set(entry["scores"]) == {"tea", "football"} for entry in found)
-    assert f"{path}:41: " in said.stderr
-    shown = feedmill("classify", "-", "--limit", "2", cwd=tmp_path, stdin=path.read_text())
-    assert shown.returncode == 0
-    assert len(shown.stdout.splitlines()) == 2

@@ -81,36 +81,6 @@ def autoretries(self: ClassifyTask, /, **_: Any) -> Any:
     return self.outcomes()
 
 
-@shared_task(bind=True, base=ClassifyTask, name="own.retry_once", max_retries=1)
-def retry_once(self: ClassifyTask, *_: Any, **__: Any) -> Any:
-    """Return what the task sees of its message after one retry."""
-    self.outcomes()
-    if not self.request.retries:
-        raise self.retry(countdown=0)
-    request: Any = self.request
-    return {
-        "priority": request.delivery_info["priority"],
-        "timelimit": request.timelimit,
-        "ticket": request.get("ticket"),
-        "stamps": {header: request.stamps[header] for header in request.stamped_headers or ()},
-        "retries": request.retries,
-    }
-
-
-class Odd(Exception):  # noqa: N818
-    """An exception that cannot be recreated from its arguments."""
-
-    def __init__(self, one: object, two: object) -> None:
-        super().__init__(one)
-        self.two = two
-
-
-@shared_task(bind=True, base=ClassifyTask, name="own.retries_oddly", max_retries=1)
-def retries_oddly(self: ClassifyTask, *_: Any, **__: Any) -> None:
-    self.outcomes()
-    raise self.retry(exc=Odd(object(), "two"), countdown=0)
-
-
 # Arithmetic.
 
 
@@ -141,21 +111,6 @@ def add(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
 def total(found: Any) -> Posts:
     """Return the sum of a group's results as a post."""
     return [numbered(sum(int(post["id"]) for post in flat(found)))]
-
-
-@shared_task(name="own.gather")
-def gather(found: Any) -> Posts:
-    return flat(found)
-
-
-@shared_task(bind=True, base=ClassifyTask, name="own.replaced")
-def replaced(self: ClassifyTask, *_: Any, **options: Any) -> None:
-    raise self.replace(add.s(increased(self, 0), top_k=amount(options)))
-
-
-@shared_task(bind=True, base=ClassifyTask, name="own.replaced_twice")
-def replaced_twice(self: ClassifyTask, *_: Any, **options: Any) -> None:
-    raise self.replace(replaced.s(increased(self, 0), top_k=amount(options)))
 
 
 @shared_task(bind=True, base=ClassifyTask, name="own.replaced_by_chain")
