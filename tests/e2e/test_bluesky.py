@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from feedmill.cli import ingest
-from feedmill.cli.options import MessageFlags
 from feedmill.producers.live.state import LiveState, Position
 from feedmill.shared.broker import queue_depth
-from feedmill.shared.errors import UserError
 from tests.fakes.jetstream import Jetstream
 from tests.support import RedisServer, feedmill, free_port, last_json, running, wait_until
 
@@ -64,12 +61,6 @@ def test_unreachable_server_is_retried_until_the_signal(redis: RedisServer, tmp_
         wait_until(lambda: daemon.text().count("retrying in") >= 2, "two attempts")
         assert daemon.end(signal.SIGINT) == 0
     assert "Traceback" not in daemon.text()
-
-
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, redis: RedisServer) -> None:
-    monkeypatch.setattr(ingest, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"feedmill\[bluesky\]"):
-        ingest.bluesky(flags=MessageFlags(), redis_url=redis.url)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from feedmill.stack.demo import sample_posts
-from tests.support import FEEDMILL, feedmill, last_json, processes_in, running, wait_until
+from tests.support import FEEDMILL, feedmill, processes_in, running, wait_until
 
 
 def hostile(folder: Path) -> Path:
@@ -85,15 +85,6 @@ def test_own_labels_from_a_pipe(tmp_path: Path) -> None:
     assert processes_in(tmp_path) == []
 
 
-def test_own_labels_as_json_from_a_longer_pipe(tmp_path: Path) -> None:
-    said = feedmill("demo", *OWN_LABELS, "--json", cwd=tmp_path, stdin=SENTENCES + "and more\n" * 2)
-    assert len(said.stdout.splitlines()) == 3
-    last = last_json(said.stdout)
-    assert (last["sentence"], last["label"]) == ("I want my money back", "refund")
-    assert set(last["scores"]) == {"delivery", "refund", "password"}
-    assert "first 3 lines" in said.stderr
-
-
 def test_own_labels_in_a_terminal(tmp_path: Path) -> None:
     """An empty line ends the input. Control characters are shown escaped."""
     terminal, theirs = pty.openpty()
@@ -115,20 +106,3 @@ def test_own_labels_in_a_terminal(tmp_path: Path) -> None:
     assert "The parcel never came" in said
     assert "\\x1b[31mpass\ufffdword" in said
     assert "\x1b" not in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--own", "a,b"), "No sentence"),
-        (("--own", "one"), "two labels"),
-        (("--own", '{"a":'), "--own: "),
-        (("--own", "a,b", "--keep"), "--keep"),
-        (("--own", "a,b", "--all"), "--all"),
-    ],
-)
-def test_own_labels_name_mistakes(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    said = feedmill("demo", *arguments, cwd=tmp_path)
-    assert said.returncode == 2
-    assert said.stderr.startswith("feedmill: ")
-    assert words in said.stderr

@@ -78,17 +78,6 @@ def test_commands_find_an_up_that_still_imports(tmp_path: Path) -> None:
         assert up.process.wait(60) == -signal.SIGTERM
 
 
-def test_up_says_that_it_stopped(tmp_path: Path) -> None:
-    data = {"FEEDMILL_DATA_FOLDER": "data"}
-    with running("up", cwd=tmp_path, **data) as up:
-        wait_until(lambda: up.says("`feedmill down` stops everything"), "the stack is up", 150)
-        said = feedmill("down", cwd=tmp_path, **data)
-        assert (said.returncode, said.stderr) == (0, WAITING)
-        assert up.process.wait(60) == 0
-        assert up.text().endswith("stopping …\nstopped\n")
-    assert processes_in(tmp_path) == []
-
-
 def test_a_second_up_names_the_command_that_stops_the_first(tmp_path: Path) -> None:
     with holding(tmp_path):
         said = feedmill("up", "--data-folder=.", cwd=tmp_path)

@@ -4,26 +4,23 @@ import json
 import re
 import shlex
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from feedmill import submit
-from feedmill.cli.enqueue import _resuming_command, _warnings
+from feedmill.cli.enqueue import _resuming_command
 from feedmill.producers.push import Pusher
 from feedmill.producers.runs import default_run
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
-from feedmill.shared.errors import UserError
 from feedmill.shared.keys import MODELS, run_key
 from feedmill.shared.messages import MAX_RUN, Classification, ClassifyOptions, DeadLetter, Post, fingerprint
 from feedmill.shared.model_routing import announce, deregister, known_queues, register
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, announced, body_of, feedmill, running, wait_until
+from tests.support import RedisServer, body_of, feedmill, running, wait_until
 
 
 @pytest.fixture
@@ -90,16 +87,6 @@ def test_a_limit_sends_the_first_posts_once(redis: RedisServer, csv: Path) -> No
     assert [post["title"] for post in sent(redis)] == ["second", "first"]
 
 
-def test_named_runs_are_sent_separately(redis: RedisServer, csv: Path) -> None:
-    for name in ("monday", "tuesday", "monday"):
-        assert enqueue(redis, csv, "--run", name).returncode == 0
-    assert [post["run"] for post in sent(redis)].count("monday") == 2
-    assert len(sent(redis)) == 4
-    refused = enqueue(redis, csv, "--run", "x" * (MAX_RUN + 1))
-    assert refused.returncode == 2
-    assert str(MAX_RUN) in refused.stderr
-
-
 def test_no_run_skips_what_a_daemon_sent(redis: RedisServer, tmp_path: Path, settings: Settings) -> None:
     posts = [{"id": "t3_a", "title": "sent by the daemon"}, {"id": "t3_b", "title": "in the gap"}]
     Pusher(make_app(settings), redis.client, settings, ClassifyOptions()).push([Post.parse(posts[0])])
@@ -141,15 +128,6 @@ def test_keeps_chosen_columns(redis: RedisServer, csv: Path) -> None:
     assert len(sent(redis)) == 2
 
 
-def test_drops_kept_columns_that_are_too_long(redis: RedisServer, tmp_path: Path) -> None:
-    path = tmp_path / "posts.csv"
-    path.write_text(f"id,title,note\n0,first,{'x' * 5000}\n1,second,short\n")
-    said = enqueue(redis, path, "--keep", "note")
-    assert said.returncode == 0
-    assert "posts.csv:2: extra" in said.stderr
-    assert [post.get("extra") for post in sent(redis)] == [None, {"note": "short"}]
-
-
 def test_refuses_labels_that_the_model_would_refuse(redis: RedisServer, csv: Path) -> None:
     """Each post would become a dead letter."""
     announce(redis.client, "feedmill", "tuned", ("ham", "spam"))
@@ -167,20 +145,6 @@ def test_refuses_labels_that_the_model_would_refuse(redis: RedisServer, csv: Pat
     assert known_queues(redis.client)["feedmill"].labels == ()
 
 
-def test_refuses_multi_label_for_a_model_with_one_label_per_post(redis: RedisServer, csv: Path) -> None:
-    register(redis.client, "w@host")
-    announce(redis.client, "feedmill", "tuned", ("ham", "spam"), one_label=True)
-    refused = enqueue(redis, csv, "--multi-label")
-    assert refused.returncode == 2
-    assert all(word in refused.stderr for word in ("tuned", "--multi-label"))
-    assert sent(redis) == []
-    with pytest.raises(UserError, match="tuned.*exactly one label"):
-        submit(["a text"], multi_label=True, redis_url=redis.url)
-    assert sent(redis) == []
-    announce(redis.client, "feedmill", "tuned", ("ham", "spam"))
-    assert enqueue(redis, csv, "--multi-label").returncode == 0
-
-
 def test_goes_on_without_a_worker_and_says_so(redis: RedisServer, csv: Path) -> None:
     assert "no worker serves queue feedmill" in enqueue(redis, csv).stderr
     redis.client.hset(MODELS, "feedmill", json.dumps({"model": "tuned", "seen": 1, "labels": ["ham"]}))
@@ -191,29 +155,6 @@ def test_goes_on_without_a_worker_and_says_so(redis: RedisServer, csv: Path) -> 
     register(redis.client, "w@host")
     deregister(redis.client, "w@host")
     assert "no worker" in enqueue(redis, csv).stderr
-
-
-def test_names_a_redis_that_the_user_did_not_choose(
-    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register(redis.client, "w@host")
-    announce(redis.client, "feedmill", "m")
-    chosen = Settings.model_validate({"redis_url": redis.url})
-    assert list(_warnings(redis.client, chosen)) == []
-    (said,) = _warnings(redis.client, Settings(data_folder=tmp_path))
-    assert all(words in said for words in ("`feedmill up`", "127.0.0.1:6379"))
-    with announced(tmp_path, json.dumps({"redis_url": redis.url})):
-        up = Settings(data_folder=tmp_path)
-        assert list(_warnings(redis.client, up)) == []
-        (said,) = _warnings(redis.client, up.model_copy(update={"queue": "other"}))
-        assert said.startswith("no worker serves queue other")
-        deregister(redis.client, "w@host")
-        (said,) = _warnings(redis.client, up)
-        assert "`feedmill up` is starting its worker" in said
-        register(redis.client, "w@host")
-        monkeypatch.setenv("FEEDMILL_REDIS_URL", "")
-        (said,) = _warnings(redis.client, Settings(data_folder=tmp_path))
-        assert all(words in said for words in ("FEEDMILL_REDIS_URL", chosen.redis_address))
 
 
 def test_an_interrupted_command_says_how_to_go_on(redis: RedisServer, tmp_path: Path) -> None:
@@ -308,18 +249,6 @@ def test_results_status_and_dead_letters_of_a_run(redis: RedisServer, csv: Path)
     assert all(word in typo.stderr for word in ("'fod'", "food"))
 
 
-def test_gets_several_posts_with_their_titles(redis: RedisServer, csv: Path) -> None:
-    ask = partial(feedmill, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
-    assert enqueue(redis, csv, "--run", "a").returncode == 0
-    store(redis, sent(redis), at=time.time())
-    found = ask("results", "get", "0", "missing", "1")
-    assert found.returncode == 1
-    assert "missing" in found.stderr
-    assert all(words in found.stdout for words in ("first (run a)", "second (run a)"))
-    assert json.loads(ask("results", "get", "0", "--json").stdout)["post"]["title"] == "first"
-    assert ask("results", "get", "0", "--run", "b").returncode == 2
-
-
 def test_clearing_the_queue_forgets_that_its_posts_were_sent(redis: RedisServer, csv: Path) -> None:
     assert enqueue(redis, csv, "--run", "a").returncode == 0
     refused = feedmill("queue", "clear", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
@@ -333,14 +262,3 @@ def test_clearing_the_queue_forgets_that_its_posts_were_sent(redis: RedisServer,
     assert again.stdout.startswith("2 posts sent")
     empty = feedmill("queue", "clear", "--yes", "--json", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
     assert json.loads(empty.stdout) == {"messages": 1, "posts": 2, "held": 0}
-
-
-def test_clears_a_queue_that_no_worker_served(redis: RedisServer, csv: Path) -> None:
-    """`FEEDMILL_QUEUE` may name a queue before its first worker."""
-    assert enqueue(redis, csv, "--run", "a", FEEDMILL_QUEUE="nosuch").returncode == 0
-    clear = ("queue", "clear", "--queue", "nosuch", "--yes")
-    cleared = feedmill(*clear, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
-    assert cleared.stdout.startswith("2 posts in 1 message removed from queue nosuch"), cleared.stderr
-    refused = feedmill(*clear, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
-    assert refused.returncode == 2
-    assert "'nosuch'" in refused.stderr

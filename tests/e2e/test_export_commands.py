@@ -7,14 +7,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 
-from feedmill.export.columns import ExportFilter
-from feedmill.export.files import STATE_FILE, Layout, opened, parts
+from feedmill.export.files import STATE_FILE, parts
 from feedmill.export.rewriting import post_keys
-from feedmill.export.run import ExportRun
-from feedmill.reading.rows import RowReader
-from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import Classification, Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
@@ -151,44 +146,6 @@ def test_interrupting_follow_completes_the_part(redis: RedisServer, tmp_path: Pa
     assert exported(out, "jsonl") == ["1"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_interrupted_export_resumes_later(
-    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr("feedmill.reading.rows.FETCH_BYTES", 1)
-    posts = [str(number) for number in range(180)]
-    fill(redis, *posts)
-    reader, out = RowReader(redis.client), tmp_path / "out"
-    statuses = []
-    for stop_after in (1, 1, 99):
-        stop: list[int] = []
-        with opened(out, Layout(name), ExportFilter(), reader, in_parts=True) as target:
-            run = ExportRun(reader, target, ExportFilter(), stop, Console(stderr=True), False, 1.0)
-            add, chunks = target.add, iter(range(1, 100))
-
-            def add_and_stop(*args: Any) -> None:
-                add(*args)  # noqa: B023
-                if next(chunks) == stop_after:  # noqa: B023
-                    stop.append(signal.SIGINT)  # noqa: B023
-
-            monkeypatch.setattr(target, "add", add_and_stop)
-            run.all()
-        statuses.append(run.status)
-    assert statuses == [130, 130, 0]
-    assert exported(out, name) == posts
-
-
-def test_purge_flag_removes_purged_posts(redis: RedisServer, tmp_path: Path) -> None:
-    fill(redis, "1", "2", "3")
-    url = {"FEEDMILL_REDIS_URL": redis.url}
-    for out, name in (("out", "parquet"), ("out.csv", "csv")):
-        assert feedmill("export", "--format", name, out, cwd=tmp_path, **url).returncode == 0
-    assert feedmill("purge", "2", cwd=tmp_path, **url).returncode == 0
-    for out, name in (("out", "parquet"), ("out.csv", "csv")):
-        assert feedmill("export", "--purge", out, cwd=tmp_path, **url).stdout.startswith("1 ")
-        assert exported(tmp_path / out, name) == ["1", "3"]
-
-
 def test_exports_chosen_columns_and_latest_results(redis: RedisServer, tmp_path: Path) -> None:
     """Chosen columns, each post's latest result, and the format from the file name."""
     fill(redis, "1", "2")
@@ -202,47 +159,14 @@ def test_exports_chosen_columns_and_latest_results(redis: RedisServer, tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {"food.CSV", "food.parquet"}
 
 
-def test_exports_by_time_and_label(redis: RedisServer, tmp_path: Path) -> None:
-    fill(redis, "1")
-    url = {"FEEDMILL_REDIS_URL": redis.url}
-    for flags, status in (
-        (("--label", "food"), 0),
-        (("--since", "2020-01-01"), 0),
-        (("--until", "2020-01-01"), 1),
-    ):
-        said = feedmill("export", "--format", "csv", *flags, "out.csv", cwd=tmp_path, **url)
-        assert (said.returncode, said.stdout[:2]) == (status, f"{1 - status} ")
-    earlier = (tmp_path / "out.csv").read_bytes()
-    said = feedmill("export", "--label", "foot", "out.csv", cwd=tmp_path, **url)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert "Did you mean 'food'" in said.stderr
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == {"out.csv": earlier}
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            ("out",),
-            r"--format.*\.parquet",
-        ),
+        (("out",), r"--format.*\.parquet"),
         (("--columns", "id,titel", "out.csv"), "--columns: .*'titel'.* id, topic, title, "),
-        (
-            ("--columns", "label", "out.csv"),
-            "--columns .*id",
-        ),
-        (
-            ("--latest", "--format", "parquet", "out"),
-            "--latest .*single file",
-        ),
-        (("--follow", "out.parquet"), r"--follow needs a folder.*--format parquet out/"),
+        (("--latest", "--format", "parquet", "out"), "--latest .*single file"),
         (("--follow", "out.csv"), r"--follow needs a folder.*--format csv out/"),
-        (("--format", "csv", "--since", "soon", "out"), "--since: 'soon'.*2026-01-31"),
-        (
-            ("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"),
-            "2026-01-02.*2026-01-01",
-        ),
-        (("--purge", "out"), r"\bout\b"),
+        (("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"), "2026-01-02.*2026-01-01"),
         (("--format", "csv", "/proc/out"), "/proc|Permission|No such file"),
     ],
 )
@@ -254,34 +178,3 @@ def test_mistakes_are_one_line_that_names_the_flag(
     assert re.search(said, found.stderr)
     assert len(found.stderr.splitlines()) == 1, found.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_export_without_pyarrow_names_the_extra(redis: RedisServer, tmp_path: Path) -> None:
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    (hidden / "pyarrow.py").write_text("raise ModuleNotFoundError('No module named pyarrow', name='pyarrow')")
-    fill(redis, "1")
-    environment = {"FEEDMILL_REDIS_URL": redis.url, "PYTHONPATH": str(hidden)}
-    found = feedmill("export", "--format", "parquet", "out", cwd=tmp_path, **environment)
-    assert found.returncode == 2
-    assert re.search(r"pyarrow.*pip install 'feedmill\[tables\]'", found.stderr)
-
-
-def test_unreachable_redis_is_named_and_nothing_written(tmp_path: Path) -> None:
-    found = feedmill("export", "--format", "csv", "out", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
-    assert found.returncode == 2
-    assert "127.0.0.1:1/0" in found.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_reports_results_trimmed_before_export(redis: RedisServer, tmp_path: Path) -> None:
-    command = ("export", "--format", "parquet", "out")
-    fill(redis, "1", "2")
-    assert feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
-    fill(redis, "3", "4")
-    redis.client.xtrim(RESULTS_STREAM, maxlen=1, approximate=False)
-    redis.client.hincrby("feedmill:counters", "trimmed", 3)
-    said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert said.returncode == 1
-    assert re.search(r"\b1 result", said.stderr)
-    assert exported(tmp_path / "out", "parquet") == ["1", "2", "4"]

@@ -81,20 +81,6 @@ def test_worker_fails_before_loading_if_its_port_is_taken(redis: RedisServer, tm
     assert "Traceback" not in ended.stderr
 
 
-def test_metrics_command_reports_queues_without_workers(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    port = free_port()
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(40))
-    with running("metrics", "--metrics-port", str(port), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as command:
-        wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the exporter is ready")
-        assert 'feedmill_queue_messages{queue="feedmill",state="waiting"} 2.0' in ask(port, "/metrics")[1]
-        assert ask(port, "/healthz") == (200, "ok\n")
-        assert command.end() == 0, command.text()
-    with running("metrics", "--metrics-port", str(port), cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0"):
-        wait_until(lambda: ask(port, "/readyz")[0] == 503, "the exporter reports that Redis is unreachable")
-        assert ask(port, "/healthz") == (200, "ok\n")
-        assert "feedmill_redis_up 0.0" in ask(port, "/metrics")[1]
-
-
 def test_health_prints_text_or_json(served: RedisServer, redis: RedisServer, tmp_path: Path) -> None:
     well = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url)
     assert well.returncode == 0, well.stdout + well.stderr
@@ -132,15 +118,6 @@ def test_health_names_a_stopped_worker(redis: RedisServer, tmp_path: Path) -> No
         assert two.end() == 0
 
 
-def test_health_reports_an_unreachable_redis(tmp_path: Path) -> None:
-    said = feedmill("health", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
-    assert (said.returncode, said.stderr) == (1, "")
-    found = json.loads(said.stdout)
-    assert [check["check"] for check in found["checks"]] == ["redis"]
-    assert "127.0.0.1:1/0" in found["checks"][0]["said"]
-    assert "hunter2" not in said.stdout
-
-
 def test_watch_json_prints_one_line_per_reading(served: RedisServer, tmp_path: Path) -> None:
     with running("status", "--watch", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
         wait_until(lambda: len(command.text().splitlines()) >= 2, "two lines were printed")
@@ -158,15 +135,6 @@ def test_watch_json_prints_one_line_per_reading(served: RedisServer, tmp_path: P
     assert (once["asked"], once["missing"]) == (True, {})
     assert once["memory"]["limit"] > once["memory"]["used"] > 0
     assert once["kept"]["results_limit"] == Settings().results_memory
-
-
-def test_watch_without_a_terminal_prints_blocks(served: RedisServer, tmp_path: Path) -> None:
-    with running("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
-        wait_until(lambda: command.text().count("Ctrl-C") >= 2, "two blocks were printed")
-        assert command.end(signal.SIGINT) == 130
-    assert "\x1b" not in command.text()
-    assert "Traceback" not in command.text()
-    assert max(map(len, command.text().splitlines())) <= 80
 
 
 class Terminal:
@@ -214,12 +182,6 @@ def test_watch_in_a_terminal_restores_the_screen(watching: Terminal, how: signal
     assert "\x1b[?25h" in text, "shows the cursor again"
 
 
-def test_watch_fails_if_redis_is_unreachable_at_the_start(tmp_path: Path) -> None:
-    said = feedmill("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
-    assert said.returncode == 2
-    assert "127.0.0.1:1/0" in said.stderr
-
-
 def redirected(output: IO[Any] | int, *arguments: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
     """Run the command with its output redirected; return its status, its output if `output` is PIPE, and its errors."""
     said = subprocess.run(
@@ -233,12 +195,6 @@ def redirected(output: IO[Any] | int, *arguments: str, cwd: Path, **environment:
         timeout=120,
     )
     return said.returncode, said.stdout, said.stderr
-
-
-def test_escapes_characters_that_the_terminal_lacks(tmp_path: Path) -> None:
-    status, said, errors = redirected(subprocess.PIPE, "health", cwd=tmp_path, PYTHONIOENCODING="latin-1")
-    assert (status, errors) == (1, "")
-    assert said.startswith("\\u2717 redis ")
 
 
 @pytest.mark.parametrize(("arguments", "unbuffered"), [(["health", "--json"], ""), (["health"], "1"), (["--help"], "")])

@@ -3,23 +3,16 @@
 import json
 import re
 import signal
-import sys
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from feedmill.cli import ingest
 from feedmill.producers.live.state import Gap, Gaps
-from feedmill.producers.reddit import gap_filler, topics
 from feedmill.shared.broker import queue_depth
-from feedmill.shared.errors import UserError
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
-from tests.support import Feedmill, RedisServer, feedmill, free_port, running, sent_count, sent_marks, wait_until
+from tests.support import Feedmill, RedisServer, feedmill, running, sent_count, sent_marks, wait_until
 
 TOPICS = """
 active = 2
@@ -100,35 +93,6 @@ def _sent(daemon: Feedmill, redis: RedisServer) -> int:
     return sent_count(redis.client)
 
 
-def test_metrics_are_served_on_loopback(tmp_path: Path, environment: dict[str, str]) -> None:
-    port = free_port()
-    with running("ingest", "reddit", "--metrics-port", str(port), cwd=tmp_path, **environment):
-        wait_until(
-            lambda: 'feedmill_live_posts_sent_total{source="reddit"} 33.0' in _metrics(port),
-            "the metrics count all sent posts",
-        )
-        text = _metrics(port)
-        assert _metrics(port, "readyz") == _metrics(port, "healthz") == "ok\n"
-    assert 'feedmill_queue_messages{queue="feedmill",state="waiting"} ' in text
-    assert "feedmill_redis_up 1.0" in text
-    assert 'feedmill_live_gaps_total{source="reddit"} 0.0' in text
-    assert 'feedmill_live_paused{source="reddit"} 0.0' in text
-    assert 'feedmill_live_budget_remaining_requests{source="reddit"} 9' in text
-
-
-def _metrics(port: int, page: str = "metrics") -> str:
-    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=5) as answer:
-        return str(answer.read().decode())
-    return ""
-
-
-def test_rejects_an_occupied_metrics_port(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
-    port = reddit.url.rpartition(":")[2]
-    said = feedmill("ingest", "reddit", "--metrics-port", port, cwd=tmp_path, **environment)
-    assert said.returncode == 2
-    assert re.search(f"127.0.0.1:{port}.*Address already in use", said.stderr)
-
-
 def test_a_signal_interrupts_a_long_wait(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
     reddit.faults.always("too_many", seconds=3600)
     with running("ingest", "reddit", cwd=tmp_path, **environment) as daemon:
@@ -182,12 +146,6 @@ def test_praw_ini_supplies_only_credentials(reddit: Reddit, tmp_path: Path, envi
     }
 
 
-def test_without_praw_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "praw", None)
-    with pytest.raises(UserError, match=r"pip install 'feedmill\[reddit\]'"):
-        ingest.reddit()
-
-
 def test_gaps_are_listed_and_cleared(redis: RedisServer, tmp_path: Path, environment: dict[str, str]) -> None:
     assert len(feedmill("ingest", "gaps", cwd=tmp_path, **environment).stdout.splitlines()) == 1
     Gaps(redis.client).record(Gap("reddit", "cooking", 1_800_000_000.0, 1_800_003_600.0, 1_800_007_200.0))
@@ -214,21 +172,6 @@ def test_gaps_are_filled_from_arctic_shift(
     assert queue_depth(redis.client, "feedmill").waiting == 1
 
 
-def test_filling_fails_with_the_reason_if_the_archive_is_away(
-    reddit: Reddit, redis: RedisServer, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Gaps(redis.client).record(Gap("reddit", "cooking", 1_800_000_000.0, 1_800_003_600.0, 1_800_007_200.0))
-    monkeypatch.setattr(gap_filler, "MAX_ATTEMPTS", 1)
-    with ArcticShift(reddit) as archive:
-        archive.faults.always("server_error_503")
-        for name, value in (environment | {"FEEDMILL_ARCTIC_SHIFT_URL": archive.url}).items():
-            monkeypatch.setenv(name, value)
-        said = CliRunner().invoke(ingest.app, ["gaps", "--fill"])
-    assert said.exit_code == 1
-    assert "status 503" in said.stdout
-    assert "status 503" in Gaps(redis.client).open()[0].problem
-
-
 def test_the_archive_needs_no_credentials(
     reddit: Reddit, redis: RedisServer, tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -250,11 +193,3 @@ def test_subreddits_lists_replacements(tmp_path: Path, environment: dict[str, st
     assert re.search("r/nothere: .* 20.* r/baking", said.stdout)
     as_json = feedmill("ingest", "subreddits", "--json", cwd=tmp_path, **environment)
     assert json.loads(as_json.stdout.splitlines()[0])["replaced"][0]["by"] == "baking"
-
-
-def test_topics_prints_the_default_topics(tmp_path: Path) -> None:
-    said = feedmill("ingest", "topics", cwd=tmp_path)
-    assert said.stdout == topics.DEFAULT_TOPICS_FILE.read_text()
-    read = topics.read(None)
-    assert len(read.topics) == 16
-    assert len(read.subreddits) <= 100  # the most that one request can look up

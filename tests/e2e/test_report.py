@@ -164,13 +164,6 @@ def test_a_report_of_nothing_keeps_the_last_one(redis: RedisServer, tmp_path: Pa
     assert [path.read_text() for path in tmp_path.iterdir()] == ["monday"]
 
 
-def test_page_without_posts_fits_a_phone(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
-    """A report of gaps or dead letters may have no posts."""
-    found = look_at(chromium, page(gather(redis.client, Settings(), hours=2)), tmp_path)
-    assert tuple(found["sections"]) == tuple(name for name in SECTIONS if name not in ("subreddits", "gaps"))
-    assert found["width"] == 390
-
-
 def test_omits_reddit_sections_without_reddit_data(redis: RedisServer) -> None:
     store, settings = ResultsStore(redis.client, Settings()), Settings()
     store.write([result("1", subreddit=None)])
@@ -180,31 +173,6 @@ def test_omits_reddit_sections_without_reddit_data(redis: RedisServer) -> None:
         assert words not in shown
     Gaps(redis.client).record(Gap("reddit", "cooking", time.time() - 60, time.time(), time.time()))
     assert "1</b>gap<" in page(gather(redis.client, settings, hours=2))
-
-
-def test_reports_on_a_whole_year(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
-    fill(redis)
-    said = feedmill("report", "--hours", "8784", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert said.returncode == 0, said.stderr
-    found = look_at(chromium, (tmp_path / "r.html").read_text(), tmp_path)
-    assert (found["width"], found["wide"]) == (390, [])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("none/r.html",), "folder none "),
-        (("--hours", "0"), "--hours"),
-        ((".",), ". is a folder"),
-    ],
-)
-def test_mistakes_name_the_flag_or_file(
-    redis: RedisServer, tmp_path: Path, arguments: tuple[str, ...], said: str
-) -> None:
-    found = feedmill("report", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert found.returncode == 2
-    assert said in found.stderr
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_report_is_of_one_label_set_or_run(redis: RedisServer, tmp_path: Path) -> None:

@@ -257,15 +257,6 @@ def test_rpc_results(neighbours: Neighbours) -> None:
 
 
 @by_rpc
-def test_rpc_result_arrives_after_a_retry(neighbours: Neighbours) -> None:
-    """The retry keeps the id and reply address of the first attempt."""
-    sent = neighbours.ours.send_task("own.once_more", [POSTS])
-    assert [outcome["label"] for outcome in sent.get(timeout=120)] == ["sports", "food"]
-    attempts = [line.split()[1:] for line in neighbours.ran() if line.startswith("attempt")]
-    assert attempts == [[str(number), sent.id, neighbours.ours.thread_oid] for number in range(2)]
-
-
-@by_rpc
 def test_rpc_sends_nothing_with_ignore_result(neighbours: Neighbours) -> None:
     """With `ignore_result`, nothing accumulates in the reply queue, which has no limit."""
     ours = neighbours.ours

@@ -23,7 +23,6 @@ from feedmill.stack import addresses, processes
 from feedmill.stack import embedded as stack_module
 from feedmill.stack.addresses import ADDRESSES_FILE, kept_addresses
 from feedmill.stack.embedded import Stack
-from feedmill.stack.processes import Child
 from tests.support import (
     FEEDMILL,
     Feedmill,
@@ -97,16 +96,6 @@ def test_reads_a_snapshot_without_a_log(tmp_path: Path, monkeypatch: pytest.Monk
                 assert made._redis.lrange("feedmill", 0, -1) == messages
         finally:
             made.stop()
-
-
-def test_names_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.0)
-    child = Child("child", ["sleep", "60"], tmp_path, dict(os.environ))
-    try:
-        with pytest.raises(StackError, match=r"^child .* 0 s"):
-            child.wait_until(lambda: False)
-    finally:
-        child.kill()
 
 
 def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
@@ -294,13 +283,6 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
         yield made
     finally:
         made.stop()
-
-
-def test_check_names_a_dead_process(stack: Stack) -> None:
-    stack.check()
-    kill_redis(stack)
-    with pytest.raises(StackError, match="redis .* -9"):
-        stack.check()
 
 
 def test_restarts_every_process(stack: Stack) -> None:

@@ -157,14 +157,6 @@ def test_celery_multi_starts_classifies_and_stops(
             os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def test_celerys_solo_pool_runs_the_task(redis: RedisServer, environment: dict[str, str], tmp_path: Path) -> None:
-    """Celery's solo pool runs the task on one message at a time, without micro-batches."""
-    with started([*CELERY, "worker", "--loglevel", "info", "--pool", "solo"], tmp_path, environment) as worker:
-        wait_until(worker.ready, "the worker is ready")
-        assert classifies(redis)["implementation"] == "celery.concurrency.solo:TaskPool"
-        worker.end()
-
-
 def test_pool_names() -> None:
     """`--pool prefork` is Celery's default and means our pool; `processes` means Celery's prefork pool."""
     context = click.Context(worker_command, obj=CLIContext(make_worker_app(Settings()), False, None))
@@ -223,13 +215,6 @@ def test_unit_command_starts_a_worker(
             assert classifies(redis)["device"].startswith("cpu")
             is_stopped_while_it_works(redis, settings, worker.end)
             assert notes.recv(100) == b"STOPPING=1"
-
-
-def test_unit_for_all_devices_differs_only_as_needed() -> None:
-    assert told_by(UNIT_OF_ALL)["ExecStart"] == ["/opt/feedmill/bin/feedmill worker --devices all"]
-    one, every = (told_by(file) for file in (UNIT, UNIT_OF_ALL))
-    ours = {"Description", "ExecStart", "EnvironmentFile", "TimeoutStopSec", "RestartSec"}
-    assert {key for key in one.keys() | every.keys() if one.get(key) != every.get(key)} == ours
 
 
 def test_notifies_systemd_only_if_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from feedmill.shared import runs
 from feedmill.shared.broker import CLASSIFY_TASK, make_app
 from feedmill.shared.errors import RequestRefused
 from feedmill.shared.keys import tombstone_key
-from feedmill.shared.model_routing import announce
 from feedmill.shared.settings import Settings, load
 from tests.support import PASSWORD, RedisServer, naming, run, wait_until, working
 
@@ -176,14 +174,6 @@ def test_timeout_must_be_a_number(timeout: Any) -> None:
         submit_unserved().wait(timeout)
 
 
-def test_unlabelled_items_are_reported_once(recwarn: pytest.WarningsRecorder) -> None:
-    sent = submit_unserved([None])
-    for _ in range(2):
-        sent.results(timeout=0)
-        sent.to_frame(timeout=0)
-    assert [str(each.message) for each in recwarn] == ["1 of 1 items have no label: item 0: no text."]
-
-
 def test_wait_ends_at_its_timeout(redis_server: RedisServer) -> None:
     sent = submit_unserved(run="late")
     assert sent.progress() == (2, 0, 0)
@@ -221,21 +211,6 @@ def test_cleared_queue_ends_the_run(redis_server: RedisServer, monkeypatch: pyte
     assert redis_server.client.llen("unserved") == 0
 
 
-def test_labels_of_the_model_are_checked_first(redis_server: RedisServer) -> None:
-    announce(redis_server.client, "own", "own/model", ["food", "sports"])
-    with pytest.raises(UserError, match=naming("food, sports", "labels=", "with queue=.")) as raised:
-        api.submit(TEXTS, LABELS, queue="own")
-    assert "--" not in str(raised.value)
-    announce(redis_server.client, "own", "own/model", ["food", "sports"], one_label=True)
-    with pytest.raises(UserError, match=naming("exactly one label", "multi_label=,", "with queue=.")):
-        api.submit(TEXTS, queue="own", multi_label=True)
-    assert redis_server.client.llen("own") == 0
-
-
-def test_nothing_to_send_is_done_at_once() -> None:
-    assert submit_unserved([]).results(timeout=0) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -269,11 +244,3 @@ def test_task_needs_no_application(worker: RedisServer, tmp_path: Path) -> None:
     """The package's task finds its Redis as `feedmill.results` does. In a process that never had an application."""
     said = run([sys.executable, "-P", "-c", TASK], tmp_path, os.environ | {"FEEDMILL_REDIS_URL": worker.url})
     assert (said.stdout, said.stderr) == ("praise\n", "")
-
-
-def test_task_explains_an_unreachable_redis(tmp_path: Path) -> None:
-    address = f"redis://:{PASSWORD}@127.0.0.1:1/0"
-    said = run([sys.executable, "-P", "-c", TASK], tmp_path, os.environ | {"FEEDMILL_REDIS_URL": address})
-    assert re.match(naming("127.0.0.1:1", "unreachable", "feedmill up"), said.stdout), said.stderr
-    assert len(said.stdout.splitlines()) == 1
-    assert PASSWORD not in said.stdout + said.stderr

@@ -1,6 +1,5 @@
 """`feedmill worker --devices`: one process per device, kept running, stopped together."""
 
-import json
 import os
 import re
 import signal
@@ -137,15 +136,6 @@ def test_gives_up_a_failing_worker_and_keeps_the_other(tmp_path: Path) -> None:
 
 
 @needs_two_cores
-def test_exits_with_status_1_when_no_worker_is_left(tmp_path: Path) -> None:
-    fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
-    with supervised(tmp_path, *fails, FEEDMILL_LOG_FORMAT="json") as supervisor:
-        assert supervisor.process.wait(120) == 1
-    levels = [json.loads(line)["level"] for line in supervisor.text().splitlines()]
-    assert levels.count("critical") == 2
-
-
-@needs_two_cores
 def test_a_configuration_error_is_printed_once_and_stops_all(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", ONE_REFUSES) as supervisor:
         assert supervisor.process.wait(120) == 2
@@ -187,14 +177,6 @@ def test_two_cpu_workers_in_a_terminal(redis: RedisServer, settings: Settings, t
         assert f"{name} | worker: Warm shutdown" in text
     assert "Traceback" not in text
     assert not processes_in(tmp_path)
-
-
-def test_one_device_needs_no_supervisor(redis: RedisServer, tmp_path: Path) -> None:
-    given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_DEVICES": "cpu"}
-    with running("worker", "--name", "mill@here", cwd=tmp_path, **given) as worker:
-        wait_until(lambda: worker.says("mill-cpu:0@here ready."), "the worker is ready")
-        assert worker.end() == 0
-    assert " | " not in worker.text()
 
 
 @pytest.mark.parametrize(

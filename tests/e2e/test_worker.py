@@ -41,18 +41,6 @@ def ask(client: Celery, *args: Any, **kwargs: Any) -> Any:
     return client.send_task("feedmill.classify", args, kwargs).get(timeout=120)
 
 
-def test_returns_one_outcome_per_post(client: Celery) -> None:
-    good, bad, other = ask(client, posts=[POSTS[0], {"id": "x"}, POSTS[1]])
-    assert (good["id"], good["label"]) == ("1", "sports")
-    assert (other["id"], other["label"]) == ("2", "food")
-    assert bad == {"id": "x", "error": "title or body must contain text"}
-    assert len(good["scores"]) == 16
-    assert good["label"] == max(good["scores"], key=good["scores"].get)
-    assert sum(good["scores"].values()) == pytest.approx(1, abs=1e-3)
-    assert good["device"] == "cpu"
-    assert len(good["weights"]) == 64
-
-
 def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
     sent: set[str] = set()
     told: list[str] = []
@@ -136,18 +124,6 @@ def test_a_new_worker_finishes_after_sigterm(redis: RedisServer, settings: Setti
     entries = [entry.post.id for entry in store.latest(2000)]
     assert sorted(entries) == sorted(post.id for post in posts)
     assert redis.client.xlen(RESULTS_STREAM) == len(posts)
-
-
-def test_draining_finishes_held_messages(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path, FEEDMILL_WINDOW_ROWS="64", FEEDMILL_BATCH_ROWS="8") as worker:
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(320))
-        wait_until(lambda: store.counters().stored > 0, "the first results are stored")
-        assert worker.end(signal.SIGTERM) == 0, worker.text()
-    waiting, held = queue_depth(redis.client, "feedmill")
-    assert held == 0
-    # The worker finishes each message that it has begun, and returns all others to the queue.
-    assert store.counters().stored + 32 * waiting == 320
 
 
 def test_cut_connections_lose_and_repeat_nothing(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
