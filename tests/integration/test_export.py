@@ -4,9 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 import pytest
 
 from feedmill.export import files
@@ -17,7 +14,7 @@ from feedmill.producers.files import Source
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.rows import RowReader
 from feedmill.shared.errors import UserError
-from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, STORED, tombstone_key
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, tombstone_key
 from feedmill.shared.messages import Classification, Post
 from feedmill.shared.purge import purge as purge_posts
 from feedmill.shared.results import Result, ResultsStore
@@ -100,11 +97,6 @@ def test_reads_every_row_once_in_order(store: ResultsStore, reader: RowReader) -
     chunk = reader.fetch(BEGINNING)
     assert (len(chunk.rows), chunk.ended, chunk.missed, chunk.left) == (50, False, 0, 180)
     assert ids(reader, chunk.place) == wanted[50:]
-
-
-def test_reads_an_empty_stream(reader: RowReader) -> None:
-    chunk = reader.fetch(BEGINNING)
-    assert (chunk.rows, chunk.ended, chunk.missed, chunk.place.cursor) == ([], True, 0, "0-0")
 
 
 @pytest.mark.parametrize(
@@ -197,12 +189,6 @@ def test_interrupted_file_starts_over(tmp_path: Path, store: ResultsStore, reade
     assert {path.name for path in tmp_path.iterdir()} <= {f"out.{name}", f".out.{name}.partial"}
 
 
-def test_export_that_fails_at_once_leaves_no_files(tmp_path: Path, reader: RowReader) -> None:
-    with pytest.raises(KeyError), opened(tmp_path / "out.csv", Layout("csv"), ExportFilter(), reader):
-        raise KeyError
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_writes_one_part_per_day_and_appends_new_rows(
     tmp_path: Path, server: RedisServer, reader: RowReader, name: str
@@ -224,18 +210,6 @@ def test_writes_one_part_per_day_and_appends_new_rows(
     add(server, NOON + 3 * DAY + 1, "5")
     target = run(out, reader, name, in_parts=True)
     assert (target.resumed, target.written, exported(out)) == (True, 1, ["1", "2", "3", "4", "5"])
-
-
-def test_parquet_parts_read_as_one_dataset(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
-    add(server, NOON, "1", "2")
-    add(server, NOON + DAY, "3", label="books")
-    run(tmp_path / "out", reader, "parquet")
-    table = ds.dataset(tmp_path / "out", partitioning="hive").to_table(columns=["id", "label", "day"])
-    assert table.to_pylist() == [
-        {"id": "1", "label": "food", "day": "2026-11-20"},
-        {"id": "2", "label": "food", "day": "2026-11-20"},
-        {"id": "3", "label": "books", "day": "2026-11-21"},
-    ]
 
 
 def test_documented_snippet_turns_parquet_into_jsonl(tmp_path: Path, store: ResultsStore, reader: RowReader) -> None:
@@ -292,13 +266,6 @@ def test_parts_sort_in_stream_order(
             target.add(rows, chunk.place._replace(cursor=rows[-1].entry))
     assert [match[1] for _, match in parts(tmp_path / "out")] == [f"{NOON}000-0", f"{NOON}000-9"]
     assert exported(tmp_path / "out") == [str(number) for number in range(11)]
-
-
-def test_exports_only_the_given_label(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
-    add(server, NOON, "1")
-    add(server, NOON + 1, "2", label="books")
-    run(tmp_path / "out.csv", reader, "csv", ExportFilter(label="books"))
-    assert exported(tmp_path / "out.csv") == ["2"]
 
 
 @pytest.mark.parametrize("name", ENDINGS)
@@ -454,27 +421,7 @@ def test_rejects_a_folder_of_an_export_with_other_options(
         run(tmp_path / "out", reader, "parquet")
 
 
-@pytest.mark.parametrize("content", [b"PAR1 damaged", None])
-def test_purge_rejects_other_parquet_files(tmp_path: Path, reader: RowReader, content: bytes | None) -> None:
-    path = tmp_path / "other.parquet"
-    pq.write_table(pa.table({"id": ["1"], "text": ["a"]}), path)
-    if content:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=re.escape(str(path))):
-        purge(path, reader)
-
-
 @pytest.mark.parametrize("out", ["file", "folder", "none"])
 def test_purge_rejects_paths_that_are_no_export(places: Path, reader: RowReader, out: str) -> None:
     with pytest.raises(UserError, match=re.escape(str(places / out))):
         purge(places / out, reader)
-
-
-def test_export_leaves_no_keys_in_redis(
-    server: RedisServer, store: ResultsStore, reader: RowReader, tmp_path: Path
-) -> None:
-    store.write([result("1")])
-    before = set(server.client.keys("*"))
-    run(tmp_path / "out.csv", reader, "csv")
-    assert set(server.client.keys("*")) == before
-    assert STORED in before

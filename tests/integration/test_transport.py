@@ -192,13 +192,6 @@ def test_reserves_at_most_the_prefetch_count(redis: RedisServer) -> None:
         assert bodies(consumer.until(8)) == [*range(8)]
 
 
-def test_prefetch_of_zero_reserves_one_message_at_a_time(redis: RedisServer) -> None:
-    publish(redis, *range(3))
-    with consuming(redis, prefetch=0) as consumer:
-        consumer.until(1)
-        assert (len(consumer.got), waiting(redis)) == (1, 2)
-
-
 def test_reserves_no_more_bytes_than_the_consumer_has_room_for(redis: RedisServer) -> None:
     publish(redis, *("x" * 1000 for _ in range(10)))
     with consuming(redis) as consumer:
