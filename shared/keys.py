@@ -11,10 +11,8 @@ RESULTS_STREAM = "feedmill:results"
 #: Dead letters, newest last; one entry per post that could not be classified, and per message whose posts could not be
 #: read.
 DEAD_LETTERS = "feedmill:dead"
-#: Counters since the store was created: `stored`, `repeated` (result already stored), `failed` (posts written as dead
-#: letters), `gone` (posts purged before they could be stored), `answered` (requests answered with a stored result),
-#: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams), `dropped` and `sent_dropped`
-#: (results and sent records that exceeded their memory).
+#: Counters since the store was created: `stored`, `repeated`, `failed`, `gone`, `answered`, `trimmed`, `dead_trimmed`,
+#: `dropped` and `sent_dropped`, as in the metrics `feedmill_results_*_total`.
 COUNTERS = "feedmill:counters"
 #: Table of marks, the records of sent posts (shared/scripts/queue.py): its generations, scored by when they end, in
 #: seconds since 1970. `feedmill:sent-marks:NUMBER` is one: post id -> marks.
@@ -29,13 +27,13 @@ CLEARS = "feedmill:clears"
 PURGES = "feedmill:purges"
 #: Undecodable messages found in queues, newest first; raw bytes.
 UNDECODABLE = "feedmill:undecodable"
-#: Consumer group of the results stream -> its position, used to detect entries trimmed before the group read them.
+#: Consumer group of the results stream -> its position, used to detect entries that it missed.
 GROUPS = "feedmill:groups"
 #: Worker process and lane -> the posts in its current forward pass, as JSON.
 PASSES = "feedmill:passes"
 #: Queue -> the model that its workers serve, and when a worker last announced it, as JSON.
 MODELS = "feedmill:models"
-#: Worker's node name -> when it last registered, by Redis' clock, and its process, as JSON.
+#: Worker's node name -> when it last registered, by Redis' clock.
 WORKERS = "feedmill:workers"
 #: Queue -> the model requested with `feedmill deploy`, as JSON.
 REQUESTED_MODELS = "feedmill:wanted"

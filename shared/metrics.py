@@ -101,10 +101,10 @@ RESULTS = {
     "failed": "Posts written as dead letters since the store was created.",
     "gone": "Results and dead letters dropped because their posts were purged.",
     "answered": "Repeated requests answered with the stored result.",
-    "trimmed": "Results trimmed from the start of the results stream. Each post's own results remain.",
-    "dead_trimmed": "Dead letters trimmed from the start of their stream and lost.",
-    "dropped": "Results dropped before they expired, because they exceeded results_memory.",
-    "sent_dropped": "Records of sent posts dropped before they expired, because they exceeded sent_memory.",
+    "trimmed": "Entries trimmed from the results stream. Each post's own results remain.",
+    "dead_trimmed": "Dead letters trimmed from their stream and lost.",
+    "dropped": "Results dropped because they exceeded results_memory.",
+    "sent_dropped": "Sent records dropped because they exceeded sent_memory.",
 }
 #: Metrics that every process reads from Redis. All processes report the same values: aggregate with max, not sum.
 REDIS_METRICS = declare(
@@ -112,20 +112,18 @@ REDIS_METRICS = declare(
         "feedmill_redis_up": "1 if Redis answered this scrape, else 0.",
         "feedmill_queue_messages{queue,state}": "Messages in each queue over all priorities (state waiting). Messages "
         "that workers hold, from any queue, are reported under this process' own queue (state held).",
-        "feedmill_queue_limit_messages{queue}": "Number of waiting messages at which producers pause: the setting "
-        "queue_limit of this process.",
-        "feedmill_queue_oldest_seconds{queue}": "Age of the oldest message among the next ones to be delivered; absent "
-        "if the queue is empty.",
-        "feedmill_memory_bytes{data}": "Memory in Redis of results (with their stream) and of sent records, estimated, "
-        "and of everything (redis).",
+        "feedmill_queue_limit_messages{queue}": "The setting queue_limit of this process.",
+        "feedmill_queue_oldest_seconds{queue}": "Age of the oldest message to be delivered next; absent if the queue "
+        "is empty.",
+        "feedmill_memory_bytes{data}": "Memory in Redis of results (with their stream), of sent records, and of "
+        "everything (redis).",
         "feedmill_memory_limit_bytes{data}": "The settings results_memory and sent_memory of this process, and Redis' "
         "maxmemory, or its machine's memory.",
         "feedmill_memory_needed_bytes{data}": "Memory needed until results and sent records expire, at the mean rate "
         "of this hour and the last one. For redis, both count at most with their limits.",
-        "feedmill_memory_post_bytes{data}": "Mean memory of a result, of an entry of the results stream, and of a sent "
-        "record, in Redis.",
-        "feedmill_memory_kept_seconds{data}": "Time for which results and sent records are kept at that rate, before "
-        "they are dropped or expire.",
+        "feedmill_memory_post_bytes{data}": "Mean memory in Redis of a result, of its stream entry, and of a sent "
+        "record.",
+        "feedmill_memory_kept_seconds{data}": "Time for which results and sent records are kept at that rate.",
     },
     counter={f"feedmill_results_{field}_total": text for field, text in RESULTS.items()},
 )

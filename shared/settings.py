@@ -95,9 +95,8 @@ class Settings(BaseSettings):
 
     # Connections and folders.
 
-    #: Address of Redis: redis://[user]:[password]@host:port/database; rediss://… with TLS; or
-    #: sentinel://…;sentinel://… with Redis Sentinel, where user, password and database are those of the master. Unset:
-    #: the running `feedmill up`, else localhost.
+    #: Address of Redis: redis://[user]:[password]@host:port/database, rediss://… with TLS, or
+    #: sentinel://…;sentinel://… (docs/redis.md). Unset: the running `feedmill up`, else localhost.
     redis_url: SecretStr | None = None
     #: PEM file of certificate authorities trusted for a rediss:// server. Unset: the machine's trusted authorities.
     redis_ca_file: Path | None = None
@@ -113,8 +112,8 @@ class Settings(BaseSettings):
     redis_sentinel_password: SecretStr | None = None
     #: Folder of the embedded stack: its Redis' append-only file, its logs and its address.
     data_folder: Path = Path("~/.local/share/feedmill")
-    #: Celery queue that a worker serves, and that producers send to unless they name another queue or a model. Each
-    #: model needs its own queue (docs/models.md).
+    #: Celery queue that a worker serves, and that producers send to by default. Each model needs its own queue
+    #: (docs/models.md).
     queue: Annotated[str, _form(r"[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, dots, dashes or underscores")] = (
         DEFAULT_QUEUE
     )
@@ -123,23 +122,21 @@ class Settings(BaseSettings):
 
     #: Posts per message. Larger messages cost less per post, but a crash repeats more work.
     posts_per_message: Annotated[int, Field(ge=1, le=1000)] = 32
-    #: Message priority: 0 (first) to 9 (last). Redis distinguishes four levels: 0 to 2, 3 to 5, 6 to 8, and 9.
+    #: Message priority: 0 (first) to 9 (last). There are four levels: 0 to 2, 3 to 5, 6 to 8, and 9.
     priority: Annotated[int, Field(ge=0, le=9)] = 0
-    #: Maximum waiting messages in the queue. Producers pause when it is reached, which bounds Redis' memory, and resume
-    #: below half of it.
+    #: Waiting messages in the queue at which producers pause, until half of them wait.
     queue_limit: Count = 20_000
     #: Behavior of `feedmill enqueue` when the queue is full or Redis is at its memory limit: wait, or refuse with an
-    #: error. The Reddit daemon always waits.
+    #: error.
     when_full: Literal["wait", "refuse"] = "wait"
-    #: Seconds for which sent posts are remembered and not sent again, and up to an eighth longer.
+    #: Seconds for which sent posts are not sent again, and up to an eighth longer.
     sent_ttl: Count = 30 * DAY_S
 
     # Reddit daemon.
 
-    #: ID of an app registered with Reddit. Unset: PRAW's praw_client_id environment variable, or praw.ini, of which
-    #: praw_site names the section.
+    #: ID of an app registered with Reddit. Unset: PRAW's praw_client_id, or praw.ini (section: praw_site).
     reddit_client_id: SecretStr | None = None
-    #: Secret of that app. Unset: PRAW's praw_client_secret environment variable, or praw.ini.
+    #: Secret of that app. Unset: PRAW's praw_client_secret, or praw.ini.
     reddit_client_secret: SecretStr | None = None
     #: User agent, in the form that Reddit requires: <platform>:<app ID>:<version> (by /u/<user>).
     reddit_user_agent: Annotated[str, _form(r"[ -~]{7,200}", "7 to 200 printable ASCII characters")] | None = None
@@ -151,15 +148,15 @@ class Settings(BaseSettings):
     reddit_poll_interval: Seconds = 60.0
     #: Maximum requests per minute. The budget in Reddit's responses applies if it is lower.
     reddit_requests_per_minute: Count = 90
-    #: Timeout of a request to Reddit, in seconds: for the first byte of a response, and between two reads.
+    #: Timeout of a request to Reddit, in seconds: for the first byte, and between two reads.
     reddit_timeout: Seconds = 15.0
-    #: Source from which the Reddit daemon fills gaps by itself. Unset: none; see `feedmill ingest gaps --fill`.
+    #: Source from which the Reddit daemon fills gaps by itself. Unset: none (`feedmill ingest gaps --fill`).
     reddit_fill_gaps: Literal["arctic-shift"] | None = None
-    #: URL of Arctic Shift, an archive of Reddit that is neither run nor approved by Reddit, or of a mirror of it.
+    #: URL of Arctic Shift, an archive of Reddit that is neither run nor approved by Reddit, or of a mirror.
     arctic_shift_url: Annotated[str, _form(r"https?://[^?#\s]+", "a URL such as http://127.0.0.1:8080")] = (
         "https://arctic-shift.photon-reddit.com"
     )
-    #: Maximum requests to Arctic Shift per minute. The budget in its responses applies if it is lower.
+    #: Maximum requests to Arctic Shift per minute, fewer if its responses say so.
     arctic_shift_requests_per_minute: Count = 30
     #: Seconds for which tombstones are kept. They block posts that were purged, or deleted at their source.
     tombstone_ttl: Count = 365 * DAY_S
@@ -170,14 +167,14 @@ class Settings(BaseSettings):
     bluesky_url: Annotated[str, _form(r"wss?://[^/?#\s]+", "a URL such as wss://jetstream.example.org")] = (
         "wss://jetstream2.us-east.bsky.network"
     )
-    #: Comma-separated language codes, such as en,pt. Posts that declare none of them are left out. Unset: all posts.
+    #: Comma-separated language codes. Posts that declare none of them are left out. Unset: all posts.
     bluesky_languages: (
         Annotated[
             str, _form(r"[A-Za-z]{2,3}( *, *[A-Za-z]{2,3})*", "language codes of two or three letters, such as en,pt")
         ]
         | None
     ) = None
-    #: Minimum characters of a post's text. Shorter posts are left out.
+    #: Minimum characters of a post's text.
     bluesky_min_characters: Count = 1
 
     # Other live sources.
@@ -187,14 +184,14 @@ class Settings(BaseSettings):
 
     # Workers.
 
-    #: Model: a folder with a transformers model, package:NAME for a model in an installed package, or a name on the
-    #: model hub. The default is included and needs no hub.
+    #: Model: a folder, package:NAME for a model in an installed package, or a name on the model hub. The default is
+    #: included and needs no hub.
     model: str = "sentence-transformers/all-MiniLM-L6-v2"
     #: Branch, tag or commit of a model on the hub. A commit pins the model.
     revision: Annotated[str, _form(r"[A-Za-z0-9._/-]{1,128}", "a branch, tag or commit")] | None = None
     #: Never contact the model hub. Use only folders, packages and earlier downloads.
     offline: bool = False
-    #: Run Python code from the model's repository, with all rights of the worker's user. Review it and pin `revision`.
+    #: Run the model's Python code, with all rights of the worker's user. Review it and pin `revision`.
     trust_remote_code: bool = False
     #: Classifier (docs/models.md). auto selects one from the model's files. module:Class loads a plug-in
     #: (docs/extending.md).
@@ -212,24 +209,22 @@ class Settings(BaseSettings):
     models_folder: Path | None = None
     #: Device that runs the model. auto selects one of this machine's.
     device: Annotated[str, _form(r"auto|cpu|mps|cuda(:[0-9]+)?", "auto, cpu, cuda, cuda:N or mps")] = "auto"
-    #: Devices of `feedmill worker`, which starts one process for each: all; GPU numbers, such as 0,2, or 0,0 for two
-    #: workers that share a GPU; cpu; or cpu:N for N workers that share the CPU's cores. Unset: the one in `device`.
+    #: Devices of `feedmill worker`, which starts one process for each (docs/devices.md). Unset: the one in `device`.
     devices: Annotated[str, _form(DEVICES_PATTERN, "all, GPU numbers such as 0,2, cpu or cpu:N")] | None = None
-    #: Share of the GPU's memory that the worker may use, above 0 and up to 1. `devices` sets it for workers that share
-    #: a GPU. Engine torch only.
+    #: Share of the GPU's memory that the worker may use. `devices` sets it for workers that share a GPU. Engine torch
+    #: only.
     device_memory: Annotated[float, Field(gt=0, le=1)] = 1.0
-    #: Precision. auto: float16 on a GPU, or bfloat16 if the model needs it; bfloat16 on a CPU with hardware support
-    #: (engine torch only), else float32. int8: dynamic quantization, for engine onnx on a CPU.
+    #: Precision. auto: float16 on a GPU, or bfloat16 if the model needs it; bfloat16 on a CPU that supports it (engine
+    #: torch only), else float32. int8: dynamic quantization, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    #: Default labels for messages without any: a comma-separated list, a JSON list, or a JSON object that maps each
-    #: label to its description or a list of descriptions; or a file of labels: labels.json, labels.csv, labels.txt or
-    #: @FILE. Unset: the sixteen topics of shared/topics.py.
+    #: Labels for messages without any: names separated by commas, JSON, or a file (docs/models.md). Unset: the sixteen
+    #: topics of shared/topics.py.
     labels: Annotated[Labels | None, NoDecode] = None
-    #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli, as in transformers'
-    #: pipeline; the label itself for gliclass; "This post is about {}." for rerank and similarity.
+    #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli; the label itself for
+    #: gliclass; "This post is about {}." for rerank and similarity.
     template: Template | None = None
-    #: Prompt before each post, for embedding models and rerankers: the name of one of the model's prompts, such as
-    #: query or classification; a text with its final space, such as "query: "; or none. Unset: the model's default.
+    #: Prompt before each post, for embedding models and rerankers: a name of the model's prompts, such as query; a text
+    #: with its final space, such as "query: "; or none. Unset: the model's default.
     post_prompt: Prompt | None = None
     #: Prompt before each label's sentence, for embedding models: a name, a text or none, as in `post_prompt`.
     label_prompt: Prompt | None = None
@@ -243,10 +238,10 @@ class Settings(BaseSettings):
     #: Maximum rows per micro-batch.
     batch_rows: Count = 256
     #: Waiting rows at which a worker stops fetching messages; it holds at most 1,024 messages. Larger values reduce
-    #: padding on fast devices but increase latency.
+    #: padding on fast devices and increase latency.
     window_rows: Count = 8192
-    #: Seconds of prefetched work, at the device's recent speed, at which a worker stops fetching messages. Prevents
-    #: messages from waiting for a slow device while a faster one is idle.
+    #: Seconds of work, at the device's recent speed, at which a worker stops fetching messages, so that none waits for
+    #: a slow device.
     prefetch_seconds: Seconds = 2.0
     #: Seconds after which a hanging forward pass, other classifier call, or trial of a deployed model ends the worker.
     #: An application's own task without a time limit is only logged.
@@ -270,11 +265,11 @@ class Settings(BaseSettings):
 
     #: Seconds for which results are kept, and up to an eighth longer.
     results_ttl: Count = 7 * DAY_S
-    #: Memory in Redis for results and their stream, which may take 45% of it. The oldest results are dropped when it
-    #: is reached, before results_ttl. Set it on workers; the lowest one applies.
+    #: Memory in Redis for results and their stream, which may take 45% of it. The oldest are dropped when it is reached
+    #: (docs/redis.md). Set it on workers; the lowest one applies.
     results_memory: Size = 10**9
-    #: Memory in Redis for records of sent posts. The oldest ones are dropped when it is reached, before sent_ttl; those
-    #: posts can be sent twice. Set it on producers and workers; the lowest one applies.
+    #: Memory in Redis for records of sent posts. The oldest are dropped when it is reached; those posts can be sent
+    #: twice. Set it on producers and workers; the lowest one applies.
     sent_memory: Size = 500 * 10**6
     #: Approximate maximum entries of the results stream. Redis trims whole nodes.
     results_stream_length: Count = 100_000
@@ -287,15 +282,14 @@ class Settings(BaseSettings):
 
     # Metrics, Flower and logs.
 
-    #: Port of the metrics and health checks of a worker or an ingesting daemon. Each process needs its own; with
-    #: several `devices`, they use consecutive ports. Unset or 0: disabled.
+    #: Port of the metrics and health checks of a worker or daemon. Each process needs its own; several `devices` use
+    #: consecutive ports. Unset or 0: disabled.
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    #: Address on which metrics are served, without authentication. The default is reachable only from this machine.
+    #: Address on which metrics are served, without authentication.
     metrics_address: Annotated[str, _form(r"[A-Za-z0-9.:_-]{1,253}", "a host name or IP address of this machine")] = (
         "127.0.0.1"
     )
-    #: Password of the user feedmill for Flower's web interface and REST API. Unset: generated at each start of Flower,
-    #: and printed once.
+    #: Password of the user feedmill for Flower. Unset: generated at each start of Flower, and printed once.
     flower_password: SecretStr | None = None
     #: Log format on standard error: text, or json with one object per line.
     log_format: Literal["text", "json"] = "text"
