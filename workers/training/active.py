@@ -4,7 +4,7 @@ The head is a mixture of Gaussians with equal variances, one per label, whose po
 function of the embedding. A label's mean starts at its sentences (zero-shot), which count as some posts, and moves
 towards the posts of that label; posts without a label count a little, by their probabilities (expectation maximization
 as in Nigam et al., "Text Classification from Labeled and Unlabeled Documents using EM", 2000). With few labels, this is
-far more accurate than a logistic regression, which ignores the other posts (DECISIONS.md).
+far more accurate than a logistic regression, which ignores the other posts.
 
 The first posts are a random sample. Later ones are drawn at random as well, the more likely the closer the scores of
 their best two labels: the head is uncertain of them. Every fifth post is drawn without regard to that, and held back
