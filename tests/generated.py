@@ -21,7 +21,7 @@ from typer.main import get_command
 from feedmill.cli.main import app
 from feedmill.producers.live import metrics as live_metrics
 from feedmill.shared import errors, keys, schema
-from feedmill.shared.metrics import REDIS_METRICS
+from feedmill.shared.metrics import REDIS_METRICS, Metric
 from feedmill.shared.settings import DAY_S, PREFIX, Settings
 from feedmill.workers.runtime import metrics as worker_metrics
 
@@ -141,15 +141,16 @@ def bounds(field: FieldInfo) -> str:
 
 def metrics() -> str:
     """Return each metric by the process that serves it."""
-    columns = ("metric", "type", "labels", "meaning")
     return "\n".join(
-        f"### {title}\n\n"
-        + table(
-            columns,
-            ((f"`{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.help) for one in figures),
-        )
+        f"### {title}\n\n{table(('metric', 'type', 'meaning'), map(metric, figures))}"
         for title, figures in FIGURES.items()
     )
+
+
+def metric(declared: Metric) -> tuple[str, str, str]:
+    """Return a metric's row. Its labels follow its name, as in Prometheus."""
+    labels = f"{{{','.join(declared.labels)}}}" if declared.labels else ""
+    return f"`{declared.name}{labels}`", declared.kind, declared.help
 
 
 def redis_keys() -> str:
@@ -160,8 +161,10 @@ def redis_keys() -> str:
     for key in keys.TABLE:
         writer, _, rest = key.writer.partition(", ")
         pattern = repr(key.pattern)[1:-1]
-        rows.append((f"`{pattern}`", key.type, holds.get(key.pattern, rest), writer, limit(key.bound, writer)))
-    return table(("key", "type", "content", "written by", "bound"), rows)
+        content = holds.get(key.pattern, rest)
+        others = "" if writer == "producers" or writer.endswith(".py") else f"{writer}: "
+        rows.append((f"`{pattern}`", key.type, f"{others}{content}", limit(key.bound, writer)))
+    return table(("key", "type", "content", "bound"), rows)
 
 
 def described_key(make: Callable[[str], str]) -> str:
