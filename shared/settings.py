@@ -161,7 +161,7 @@ class Settings(BaseSettings):
     #: Seconds for which tombstones are kept. They block posts that were purged, or deleted at their source.
     tombstone_ttl: Count = 365 * DAY_S
 
-    # Bluesky daemon.
+    # Bluesky and other live sources.
 
     #: URL of a Jetstream server, without a path: one of Bluesky's, or your own.
     bluesky_url: Annotated[str, _form(r"wss?://[^/?#\s]+", "a URL such as wss://jetstream.example.org")] = (
@@ -176,8 +176,6 @@ class Settings(BaseSettings):
     ) = None
     #: Minimum characters of a post's text.
     bluesky_min_characters: Count = 1
-
-    # Other live sources.
 
     #: Class of your own live source, which `feedmill ingest live` reads (docs/extending.md).
     live_source: Annotated[str, _form(PLUGIN_PATTERN, "module:Class")] | None = None

@@ -44,6 +44,8 @@ FIGURES = {
     "Workers": worker_metrics.METRICS,
     "Daemons of `feedmill ingest`": live_metrics.METRICS,
 }
+#: Errors that users see or catch. Others end a worker or fail one post.
+CAUGHT = (errors.UserError, errors.RequestRefused, errors.MessageFailed)
 #: The values that a setting of each type takes.
 TYPES = {
     bool: "true or false",
@@ -189,7 +191,7 @@ def error_classes() -> str:
     """Return each error class with its meaning and effect: the first and the other paragraphs of its docstring."""
     rows = []
     for name, error in vars(errors).items():
-        if isinstance(error, type) and issubclass(error, errors.FeedmillError) and error is not errors.FeedmillError:
+        if isinstance(error, type) and issubclass(error, CAUGHT):
             meaning, *rest = (inspect.getdoc(error) or "").split("\n\n")
             # A paragraph such as "field: the name of …" describes an attribute.
             effect = [paragraph for paragraph in rest if not re.match(r"\w+: ", paragraph)]
