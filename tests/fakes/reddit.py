@@ -27,7 +27,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from email.utils import formatdate
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
@@ -39,8 +38,6 @@ from urllib.parse import parse_qs, unquote
 
 #: Items of one response: maximum, and default.
 MOST, USUAL = 100, 25
-#: Items of a listing that ends early.
-EARLY_ITEMS = 20
 #: Lifetime of a token in seconds, as in the recorded answer of 2026.
 TOKEN_LIFETIME = 86400
 TOKEN_PATH = "/api/v1/access_token"
@@ -181,12 +178,11 @@ def _limits(**headers: str | None) -> Fault:
 
 
 def _items(change: Callable[[list[Any], Answer, Asked, float], list[Any]], where: str = "first", **more: Any) -> Fault:
-    """Change a listing's items. where: pages affected: "any", "first", "further", or "full" ones with a next page."""
+    """Change a listing's items. where: pages affected: "any", "first" or "further"."""
 
     def changed(asked: Asked, answer: Answer, seconds: float) -> Answer | None:
         listing, first = answer.listing, "after" not in asked.query
-        fits = {"any": True, "first": answer.old and first, "further": not first,
-                "full": answer.old and listing and listing["after"]}  # fmt: skip
+        fits = {"any": True, "first": answer.old and first, "further": not first}
         if listing is None or not fits[where]:
             return None
         children = change(listing["children"], answer, asked, seconds)
@@ -208,7 +204,6 @@ FAULTS: dict[str, Fault] = {
     "too_many": lambda _, __, seconds: refuse(429, **{"retry-after": f"{seconds:g}"}),
     "too_many_bare": lambda *_: refuse(429),
     "too_many_word": lambda *_: refuse(429, **{"retry-after": "soon"}),
-    "too_many_date": lambda asked, _, s: refuse(429, **{"retry-after": formatdate(asked.at + s, usegmt=True)}),
     # FACTS.md: "408, 500, 502, 503, 504, 520, 522 and connection errors are tried 3 times".
     **{f"server_error_{each}": lambda *_, each=each: html(each) for each in (500, 502, 503, 504, 520)},
     "html": lambda *_: html(200),  # FACTS.md: "HTML with status 200 gives BadJSON"
@@ -232,10 +227,8 @@ FAULTS: dict[str, Fault] = {
     "truncated_json": lambda _, answer, __: Answer(said=answer.encoded()[: len(answer.encoded()) // 2]),
     # FACTS.md: "/new includes pinned posts".
     "sticky_head": _items(_pin),
-    # Seen in replayed recordings: a listing of some seconds ago, or of 20 items, or with an old post last.
+    # Seen in replayed recordings: a listing of some seconds ago.
     "stale": _items(lambda items, _, asked, s: [each for each in items if each["data"]["created_utc"] <= asked.at - s]),
-    "ends_early": _items(lambda items, *_: items[:EARLY_ITEMS], after=None),
-    "old_last": _items(lambda items, answer, *_: [*items, answer.old], "full"),
 }
 
 

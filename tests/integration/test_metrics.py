@@ -107,11 +107,6 @@ def test_age_is_that_of_the_message_sent_first(settings: Settings, app: Celery) 
     assert found <= told(settings)["feedmill_queue_oldest_seconds feedmill"]
 
 
-def test_a_sender_with_a_fast_clock_counts_as_age_zero(settings: Settings, app: Celery) -> None:
-    send(app, sent_at=time.time() + 1000)
-    assert oldest_seconds(connect_for_monitoring(settings), settings.queue) == 0
-
-
 def test_reading_the_age_does_not_fetch_messages(
     redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,13 +134,6 @@ def test_unreachable_redis_reports_only_redis_up_zero() -> None:
     (sentence,) = RedisMetrics(away).problems()
     assert "127.0.0.1:1/0" in sentence
     assert "hunter2" not in sentence
-
-
-def test_reconnects_at_once_to_a_restarted_redis(redis: RedisServer, settings: Settings) -> None:
-    figures = RedisMetrics(settings)
-    assert figures.problems() == []
-    redis.client.client_kill_filter(_type="normal", skipme=True)
-    assert figures.problems() == []
 
 
 # Health.
@@ -211,15 +199,6 @@ def test_health_fails_if_a_worker_does_not_answer(
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize(("waiting", "well"), [(3, True), (4, False)])
-def test_health_fails_above_the_queue_limit(settings: Settings, app: Celery, waiting: int, well: bool) -> None:
-    send(app, waiting)
-    found = findings(settings.model_copy(update={"queue_limit": 3}), HealthPart.QUEUE)
-    assert found[HealthPart.QUEUE][0] == well
-    assert numbers(found[HealthPart.QUEUE][1]) == [waiting, 3, 0]
-
-
-@pytest.mark.usefixtures("workers")
 def test_health_checks_each_queues_limit(redis: RedisServer, settings: Settings, app: Celery) -> None:
     announce(redis.client, "other", "a model")
     send(app, 3)
@@ -247,30 +226,12 @@ def test_health_reports_live_sources(redis: RedisServer, settings: Settings) -> 
     assert "hacker_news" not in said
 
 
-def test_health_reports_a_source_that_was_never_read(redis: RedisServer, settings: Settings) -> None:
-    state = LiveState(redis.client, "bluesky")
-    for hindrance, healthy in (("", True), ("bluesky: the connection failed", False)):
-        state.store_status(LIVE_REPORT | {"read": 0, "hindrance": hindrance})
-        well, said = findings(settings, HealthPart.LIVE)[HealthPart.LIVE]
-        assert well == healthy
-        assert "bluesky" in said
-        assert "reading" not in said
-    assert "the connection failed" in said
-
-
 def test_health_does_not_miss_a_daemon_that_was_stopped(redis: RedisServer, settings: Settings) -> None:
     LiveState(redis.client, "bluesky").store_status(LIVE_REPORT, ended=True)
     well, said = findings(settings, HealthPart.LIVE)[HealthPart.LIVE]
     assert well
     assert "bluesky was stopped" in said
     assert StatusMonitor(settings).look().status.live == {}
-
-
-def test_health_queries_workers_only_for_checks_that_need_them(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(watch, "worker_statistics")
-    assert list(findings(settings, HealthPart.REDIS, HealthPart.QUEUE)) == [HealthPart.REDIS, HealthPart.QUEUE]
 
 
 @pytest.mark.parametrize(
@@ -333,17 +294,6 @@ def test_screen_fits_80_columns(redis: RedisServer, settings: Settings, workers:
     assert "`feedmill worker`" in screen(StatusMonitor(settings).look(), settings)
 
 
-@pytest.mark.usefixtures("workers")
-def test_screen_counts_messages_and_results(redis: RedisServer, settings: Settings, app: Celery) -> None:
-    send(app, 2, sent_at=time.time() - 3000)
-    redis.client.hset(COUNTERS, mapping={"stored": 22, "answered": 22})
-    shown = screen(StatusMonitor(settings).look(), settings)
-    lines = {name: told for name, _, told in (line.partition("  ") for line in shown.splitlines())}
-    assert numbers(lines["queue"]) == [2, 0, 50]
-    assert numbers(lines["results"]) == [22, 22]
-    assert lines["dead letters"].strip() == "0"
-
-
 def test_a_snapshot_reads_totals_and_runs_after_the_workers_answered(
     redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,17 +345,6 @@ def test_screen_lists_each_queue_with_its_model(redis: RedisServer, settings: Se
     shown = screen(seen, settings)
     assert re.search("feedmill: 2 ", shown)
     assert re.search(r"other: 1 .*a model \\x1b \(no worker\)", shown)
-
-
-def test_marks_no_queue_as_unserved_while_workers_are_unknown(
-    redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    announce(redis.client, "other", "a model")
-    monkeypatch.setattr(watch, "_ask", lambda *_: None)
-    seen = StatusMonitor(settings).look()
-    shown = screen(seen, settings)
-    assert "other: 0 " in shown
-    assert "(no worker)" not in shown
 
 
 def test_watching_survives_a_lost_redis_connection(

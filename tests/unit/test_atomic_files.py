@@ -38,17 +38,6 @@ def test_an_error_keeps_the_old_file_and_leaves_no_other(file: Path, error: Base
     assert [*file.parent.iterdir()] == [file]
 
 
-def test_a_failed_sync_keeps_the_old_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
-        write(file, durable=True)
-    assert file.read_text() == "old"
-    assert [*file.parent.iterdir()] == [file]
-
-
 def test_syncs_the_file_before_the_rename_and_the_folder_after_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, str]] = []
 
@@ -62,12 +51,6 @@ def test_syncs_the_file_before_the_rename_and_the_folder_after_it(file: Path, mo
     file.write_text("old")
     write(file)
     assert synced == []
-
-
-def test_a_block_that_writes_nothing_keeps_the_old_file(file: Path) -> None:
-    with replacing(file):
-        pass
-    assert file.read_text() == "old"
 
 
 def test_new_files_get_the_permissions_of_the_umask(file: Path) -> None:

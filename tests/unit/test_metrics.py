@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from feedmill.shared.errors import SettingsError, UserError
 from feedmill.shared.metrics import REDIS_METRICS, Metric, MetricsServer, Values, declare, serve
 from feedmill.shared.settings import Settings, load
 from feedmill.workers.models.device import Device
-from feedmill.workers.pipeline.statistics import Histogram, Statistics
+from feedmill.workers.pipeline.statistics import Statistics
 from feedmill.workers.runtime import metrics as worker_metrics
 from tests.support import naming
 
@@ -37,15 +36,6 @@ STATUS: dict[str, Any] = {
     "hindrance": "reddit: the server answered 502", "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7,
     "rechecked": 3, "returned": 1, "filled": 1, "requests": 40, "budget": 90.0,
 }  # fmt: skip
-
-
-def test_names_follow_prometheus() -> None:
-    for metric in METRICS:
-        assert re.fullmatch(r"feedmill_[a-z]+(_[a-z]+)*", metric.name)
-        assert metric.name.endswith("_total") == (metric.kind == "counter")
-        assert not set(metric.labels) & {"job", "instance", "le", "quantile"}
-        assert not set(metric.name.split("_")) & {"milliseconds", "minutes", "kilobytes", "mb", "percent"}
-    assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
 class Pipeline:
@@ -239,37 +229,6 @@ def test_serves_metrics_and_health(served: Any) -> None:
     assert 'queue="c"' not in scrape(server)[1]
     status, text = scrape(server, Accept="application/openmetrics-text; version=1.0.0")
     assert (status, text.endswith("# EOF\n")) == (200, True)
-
-
-def test_serves_histograms_and_summaries(served: Any) -> None:
-    histogram = Histogram((1.0, 2.5))
-    for value in (0.5, 1.0, 2.0, 99.0):
-        histogram.add(value)
-    metrics = declare(
-        histogram={"feedmill_test_seconds": "Of a test."}, summary={"feedmill_test_wait_seconds": "Of a test."}
-    )
-    text = scrape(served(metrics, {"feedmill_test_seconds": histogram, "feedmill_test_wait_seconds": (4, 10.0)}))[1]
-    assert text.endswith(
-        "# HELP feedmill_test_seconds Of a test.\n"
-        "# TYPE feedmill_test_seconds histogram\n"
-        'feedmill_test_seconds_bucket{le="1.0"} 2.0\n'
-        'feedmill_test_seconds_bucket{le="2.5"} 3.0\n'
-        'feedmill_test_seconds_bucket{le="+Inf"} 4.0\n'
-        "feedmill_test_seconds_count 4.0\n"
-        "feedmill_test_seconds_sum 102.5\n"
-        "# HELP feedmill_test_wait_seconds Of a test.\n"
-        "# TYPE feedmill_test_wait_seconds summary\n"
-        "feedmill_test_wait_seconds_count 4.0\n"
-        "feedmill_test_wait_seconds_sum 10.0\n"
-    )
-
-
-def test_aborted_requests_print_nothing(served: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    server = served()
-    with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
-        connection.sendall(b"GET /healthz HTTP/1.0\r\n")
-    assert scrape(server, "/healthz")[0] == 200
-    assert capfd.readouterr().err == ""
 
 
 def test_rejects_an_address_of_another_machine() -> None:

@@ -1,9 +1,7 @@
 """feedmill/stack/prerequisites.py and the search for a redis-server, before anything is downloaded."""
 
-import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -76,16 +74,6 @@ def test_finds_the_systems_server_if_new_enough(
     assert installed_redis_server() == (str(tmp_path / expected) if expected else None)
 
 
-def test_ignores_the_virtual_environments_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    inside, outside = tmp_path / "venv" / "bin", tmp_path / "usr" / "bin"
-    for folder in (inside, outside):
-        folder.mkdir(parents=True)
-        fake_server(folder, "redis-server", "7.2.0")
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
-    monkeypatch.setenv("PATH", f"{inside}:{outside}:{os.environ['PATH']}")
-    assert installed_redis_server() == str(outside / "redis-server")
-
-
 @pytest.mark.usefixtures("no_server")
 def test_falls_back_to_the_embedded_server(monkeypatch: pytest.MonkeyPatch) -> None:
     path = embedded.find_redis_server()
@@ -137,35 +125,3 @@ def test_takes_pips_own_torch_if_the_index_does_not_answer(
     output = capsys.readouterr()
     assert output.out == "\n"
     assert address in output.err
-
-
-def test_rejects_another_build_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "rocm" in str(main(["torch", "rocm", "http://127.0.0.1:9"]))
-    assert not capsys.readouterr().out
-
-
-#: Stands for the environment's Python: announces torch, and installs with the exit status in the file `status`.
-INSTALLER = """#!/bin/sh
-case "$*" in *prerequisites.py*) echo notice >&2; echo ;; *) exit $(cat status) ;; esac
-"""
-
-
-def test_rerun_of_an_interrupted_installation_announces_torch_again(tmp_path: Path) -> None:
-    """Otherwise a rerun would download CUDA libraries without a word."""
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    for name in ("constraints.txt", "pyproject.toml", "venv/base"):
-        (tmp_path / name).touch()
-    python = tmp_path / "venv" / "bin" / "python"
-    python.write_text(INSTALLER)
-    python.chmod(0o755)
-
-    def install(status: int) -> tuple[int, int]:
-        (tmp_path / "status").write_text(str(status))
-        makefile = str(Path(__file__).parent.parent.parent / "Makefile")
-        command = ["make", "-f", makefile, "VENV=venv", "venv/demo"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-        return done.returncode, done.stderr.count("notice")
-
-    assert install(1) == (2, 1)
-    assert install(0) == (0, 1)
-    assert install(0) == (0, 0)

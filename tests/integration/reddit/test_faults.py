@@ -5,12 +5,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
 
 import pytest
-from pydantic import SecretStr
 
 from feedmill.producers.live.source import RequestFailed
 from feedmill.producers.live.state import statuses
 from feedmill.producers.reddit.state import State
-from feedmill.shared.errors import CredentialsError
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.integration.reddit.house import HOUR, MINUTE, TOPICS, House
@@ -34,16 +32,6 @@ def test_reddit_faults_lose_no_post(house: House, fault: str) -> None:
     assert len(house.ids()) == len(set(house.ids()))
     assert daemon.status()["failing"] == []
     assert daemon.hindrance == ""
-
-
-def test_a_deleted_pagination_anchor_loses_no_post(house: House) -> None:
-    daemon = house.daemon()
-    house.run(daemon, 2 * MINUTE)
-    house.loopback.faults.next("dead_anchor", times=2)
-    expected = house.publish("tennis", 450)
-    house.run(daemon, 20 * MINUTE)
-    assert house.loopback.ledger.faults["dead_anchor"] == 2
-    assert set(house.ids()) >= set(expected)
 
 
 def test_a_failing_subreddit_does_not_stop_the_others(house: House) -> None:
@@ -70,15 +58,6 @@ def test_waits_as_long_as_a_429_demands(house: House) -> None:
     times = [request.at for request in list(house.loopback.ledger.requests)[begun:]]
     assert times[1] - times[0] >= 300
     assert times[1] - times[0] < 320
-
-
-def test_backs_off_after_a_429_with_retry_after_zero(house: House) -> None:
-    daemon = house.daemon()
-    house.run(daemon, 2 * MINUTE)
-    house.loopback.faults.always("too_many", seconds=0)
-    begun = house.loopback.ledger.total
-    house.run(daemon, 10 * MINUTE)
-    assert house.loopback.ledger.total - begun < 15
 
 
 def test_stays_within_reddits_rate_limit(house: House, clock: SimulatedClock) -> None:
@@ -139,15 +118,6 @@ def test_cuts_off_a_response_that_never_ends(house: House) -> None:
         server.shutdown()
         server.server_close()
     assert len(asked) == 1
-
-
-@pytest.mark.parametrize("client", [("id", "wrong"), ("wrong", "secret")])
-def test_rejected_credentials_name_the_settings(house: House, client: tuple[str, str]) -> None:
-    client_id, client_secret = map(SecretStr, client)
-    daemon = house.daemon(reddit_client_id=client_id, reddit_client_secret=client_secret)
-    with pytest.raises(CredentialsError, match="FEEDMILL_REDDIT_CLIENT_SECRET") as refused:
-        house.run(daemon, MINUTE)
-    assert "wrong" not in str(refused.value)
 
 
 @pytest.mark.each_redis

@@ -102,17 +102,6 @@ def test_finds_a_post_that_appears_minutes_late(house: House) -> None:
     assert late in house.ids()
 
 
-def test_finds_a_post_held_back_for_hours(house: House) -> None:
-    """A spam filter holds the post until a moderator approves it; it then appears at its original position."""
-    daemon = house.daemon(reddit_poll_interval=HOUR / 2)
-    house.run(daemon, 2 * MINUTE)
-    late = house.publish("cooking", visible_from=house.clock.time() + 3 * HOUR)
-    for _ in range(12):
-        house.publish("cooking", 20)
-        house.run(daemon, HOUR)
-    assert house.ids().count(late[0]) == 1
-
-
 @short_listings
 def test_finds_a_held_back_post_beside_a_busy_subreddit(house: House) -> None:
     """In the listing of both subreddits, the post is beyond the maximum length."""
@@ -233,54 +222,6 @@ def test_uses_only_read_endpoints(house: House) -> None:
     }
 
 
-def test_a_listing_that_ends_early_loses_nothing_silently(house: House) -> None:
-    house.run(house.daemon(), 2 * MINUTE)
-    house.clock.wait(HOUR)
-    posts = house.publish("cooking", 150)
-    house.loopback.faults.always("ends_early")
-    house.run(house.daemon(), 2 * MINUTE)
-    house.loopback.faults.clear()
-    assert set(posts) <= set(house.ids())  # read on from the last post
-
-
-def test_an_early_end_without_a_next_page_is_a_gap(house: House) -> None:
-    house.run(house.daemon(), 2 * MINUTE)
-    begun = house.clock.time()
-    house.clock.wait(HOUR)
-    posts = house.publish("cooking", 150)
-    house.loopback.faults.always("ends_early")
-    house.loopback.faults.always("dead_anchor")
-    house.run(house.daemon(reddit_poll_interval=600.0), 2 * MINUTE)
-    assert len(set(posts) & set(house.ids())) == 20
-    (gap,) = house.state.gaps.all()
-    assert gap.subreddit == "cooking"
-    assert gap.since <= begun
-    assert gap.until > house.clock.time() - 10 * MINUTE
-
-
-def test_an_old_post_at_the_end_of_a_page_loses_nothing(house: House) -> None:
-    house.publish("cooking")
-    house.run(house.daemon(), 2 * MINUTE)
-    house.clock.wait(HOUR)
-    posts = house.publish("cooking", 350)
-    house.loopback.faults.always("old_last")
-    house.run(house.daemon(), 2 * MINUTE)
-    assert set(posts) <= set(house.ids())
-
-
-def test_an_old_post_out_of_place_loses_nothing(house: House) -> None:
-    house.run(house.daemon(), 2 * MINUTE)
-    house.clock.wait(HOUR)
-    now = house.clock.time()
-    old = house.publish("cooking", 1, created_utc=now - 2 * DAY, listed_utc=now)
-    posts = house.publish("cooking", 99) + house.publish("cooking", 1)
-    house.clock.wait(10.0)
-    posts += house.publish("cooking", 99)  # the old post is the hundredth
-    house.run(house.daemon(), 2 * MINUTE)
-    assert set(posts) <= set(house.ids())
-    assert old[0] not in house.ids()
-
-
 def test_a_stale_listing_loses_nothing(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
@@ -291,19 +232,6 @@ def test_a_stale_listing_loses_nothing(house: House) -> None:
     house.loopback.faults.clear()
     house.run(daemon, 2 * MINUTE)
     assert [house.ids().count(post) for post in posts] == [1] * 30
-
-
-@short_listings
-def test_a_listing_is_not_refilled_after_removals(house: House) -> None:
-    """Reddit's listing has places for so many posts; removed ones leave theirs empty."""
-    house.run(house.daemon(), 2 * MINUTE)
-    house.clock.wait(HOUR)
-    posts = house.publish("cooking", 250)
-    for post in posts[-180:]:
-        house.loopback.remove(post)
-    house.run(house.daemon(reddit_poll_interval=600.0), 2 * MINUTE)
-    assert len(set(posts) & set(house.ids())) == 20
-    assert [gap.subreddit for gap in house.state.gaps.all()] == ["cooking"]
 
 
 def test_advertisements_are_not_sent(house: House) -> None:
@@ -328,41 +256,6 @@ def test_a_blocked_user_agent_closes_no_subreddit(house: House, caplog: pytest.L
     house.run(house.daemon(), 5 * MINUTE)
     assert house.replaced() == {}
     assert "FEEDMILL_REDDIT_USER_AGENT" in caplog.text
-
-
-def test_texts_of_crossposts_polls_and_galleries_are_sent(house: House) -> None:
-    (original,) = house.publish("tennis", body="The original text.")
-    (deleted,) = house.publish("tennis", body="A deleted text.")
-    (crosspost, orphan) = (house.publish("cooking", crosspost_of=post)[0] for post in (original, deleted))
-    (gallery,) = house.publish("cooking", captions=["First caption", "", "Second caption"])
-    (poll,) = house.publish("cooking", body="Choose.", options=["Tea", "Coffee"])
-    house.loopback.delete(deleted)
-    house.run(house.daemon(), 2 * MINUTE)
-    bodies = {post["id"]: post.get("body", "") for post in house.queued()}
-    assert bodies[crosspost] == "The original text."
-    assert bodies[orphan] == ""
-    assert bodies[gallery] == "First caption\n\nSecond caption"
-    assert bodies[poll] == "Choose.\n\nTea\n\nCoffee"
-
-
-@pytest.mark.parametrize("broken", ['"data": null', '"kind": null'])
-def test_a_null_field_does_not_cost_a_page(house: House, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = broken.split('"')[1]
-    real = reddit.post_thing
-
-    def damaged(post: reddit.Post) -> dict[str, Any]:
-        thing = real(post)
-        if post.data["title"] == "damaged":
-            (thing if name in thing else thing["data"])[name] = None
-        return thing
-
-    monkeypatch.setattr(reddit, "post_thing", damaged)
-    house.loopback.publish("cooking", title="damaged")
-    others = house.publish("cooking", 3)
-    daemon = house.daemon()
-    house.run(daemon, 2 * MINUTE)
-    assert set(others) <= set(house.ids())
-    assert daemon.status()["failing"] == []
 
 
 def test_a_dump_of_the_same_posts_sends_nothing_again(house: House) -> None:
