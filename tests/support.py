@@ -30,7 +30,7 @@ from redis.client import NEVER_DECODE
 from trustme import CA
 
 from feedmill.shared.keys import MARKS, STORED
-from feedmill.shared.messages import Post, digest
+from feedmill.shared.messages import Classification, Post, digest
 from feedmill.shared.scripts import call
 from feedmill.shared.scripts import queue as queue_scripts
 from feedmill.shared.scripts.queue import BUCKET_BYTES, ID_BYTES, MARK_BYTES
@@ -420,6 +420,15 @@ def shapes(words: str) -> list[bytes]:
     """Return the byte strings by which to find the words: as plain text, and as Base64 at each of three alignments."""
     encoded = (b64encode(b"-" * shift + words.encode())[4 * bool(shift) : -4] for shift in range(3))
     return [words.encode(), *encoded]
+
+
+def make_classification(post_id: str, label: str = "food", **fields: Any) -> Classification:
+    """Return a classification with these fields, and plain values for the others."""
+    plain: dict[str, Any] = {
+        "scores": {label: 0.9}, "model": "m", "revision": None, "weights": "00", "fingerprint": "f",
+        "classified_at": 1.0, "worker": "w", "device": "cpu", "queued_seconds": None,
+    }  # fmt: skip
+    return Classification(id=post_id, label=label, **plain | fields)
 
 
 def make_posts(count: int) -> list[Post]:

@@ -14,7 +14,7 @@ import zstandard
 
 from feedmill import __version__
 from feedmill.shared.keys import RESULTS_STREAM
-from feedmill.shared.messages import Classification, Post
+from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.support import (
@@ -23,6 +23,7 @@ from tests.support import (
     as_jsonl,
     body_of,
     feedmill,
+    make_classification,
     make_posts,
     running,
     sent_count,
@@ -225,10 +226,7 @@ def test_worker_without_torch_names_the_extra(tmp_path: Path) -> None:
 def stored(redis: RedisServer, *ids: str) -> ResultsStore:
     """Return a store with a result for each of these posts."""
     store = ResultsStore(redis.client, Settings())
-    found = Classification(
-        id="", label="food", scores={"food": 0.9}, model="m", revision=None, weights="00", fingerprint="f",
-        classified_at=0.0, worker="w", device="cpu", queued_seconds=None,
-    )  # fmt: skip
+    found = make_classification("", classified_at=0.0)
     store.write([Result(Post(id=name, title="t"), found.model_copy(update={"id": name})) for name in ids])
     return store
 

@@ -16,11 +16,11 @@ from feedmill.producers.runs import default_run
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
 from feedmill.shared.keys import MODELS, run_key
-from feedmill.shared.messages import MAX_RUN, Classification, ClassifyOptions, DeadLetter, Post, fingerprint
+from feedmill.shared.messages import MAX_RUN, ClassifyOptions, DeadLetter, Post, fingerprint
 from feedmill.shared.model_routing import announce, deregister, known_queues, register
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, body_of, feedmill, running, wait_until
+from tests.support import RedisServer, body_of, feedmill, make_classification, running, wait_until
 
 
 @pytest.fixture
@@ -46,11 +46,7 @@ def store(redis: RedisServer, posts: list[dict[str, Any]], at: float = 1.0) -> N
     results = [
         Result(
             post,
-            Classification(
-                id=post.id, label="food", scores={"food": 0.9}, model="m", revision=None, weights="00",
-                fingerprint=fingerprint(post, "recipe"), classified_at=at, worker="w", device="cpu",
-                queued_seconds=None,
-            ),
+            make_classification(post.id, fingerprint=fingerprint(post, "recipe"), classified_at=at),
         )
         for post in map(Post.parse, posts)
     ]  # fmt: skip

@@ -10,10 +10,19 @@ import pytest
 
 from feedmill.export.files import STATE_FILE, parts
 from feedmill.export.rewriting import post_keys
-from feedmill.shared.messages import Classification, Post
+from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, body_of, feedmill, last_json, processes_in, running, wait_until
+from tests.support import (
+    RedisServer,
+    body_of,
+    feedmill,
+    last_json,
+    make_classification,
+    processes_in,
+    running,
+    wait_until,
+)
 
 FORMATS = ["parquet", "csv", "jsonl"]
 
@@ -23,18 +32,8 @@ def fill(redis: RedisServer, *post_ids: str, fingerprint: str = "f", **fields: A
     results = [
         Result(
             post,
-            Classification(
-                id=post.id,
-                label="food",
-                scores={"food": 0.9, "books": 0.1},
-                model="m",
-                revision=None,
-                weights="00",
-                fingerprint=fingerprint,
-                classified_at=1.0,
-                worker="w",
-                device="cpu",
-                queued_seconds=1.0,
+            make_classification(
+                post.id, scores={"food": 0.9, "books": 0.1}, fingerprint=fingerprint, queued_seconds=1.0
             ),
         )
         for post in posts

@@ -17,11 +17,11 @@ from feedmill.report.data import gather
 from feedmill.report.page import page
 from feedmill.shared import runs
 from feedmill.shared.keys import RESULTS_STREAM
-from feedmill.shared.messages import Classification, DeadLetter, Post
+from feedmill.shared.messages import DeadLetter, Post
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, feedmill
+from tests.support import RedisServer, feedmill, make_classification
 
 SECTIONS = ("figures", "time", "labels", "scores", "subreddits", "throughput", "waits", "dead", "gaps")
 #: Markup that an author or a sender of posts may try to inject.
@@ -82,17 +82,12 @@ def look_at(chromium: str, page: str, folder: Path) -> dict[str, Any]:
 def result(
     post_id: str, label: str = "food", score: float = 0.9, labels: Sequence[str] = LABELS, **fields: Any
 ) -> Result:
-    found = Classification(
-        id=post_id,
+    found = make_classification(
+        post_id,
         label=label,
         scores=dict.fromkeys(labels, 0.0) | {label: score},
         model="a/model",
-        revision=None,
-        weights="00",
-        fingerprint="f",
         classified_at=time.time(),
-        worker="w",
-        device="cpu",
         queued_seconds=2.5,
     )
     return Result(Post(id=post_id, **{"title": f"title of {post_id}", "subreddit": "python", **fields}), found)

@@ -16,19 +16,18 @@ from typing import Any
 import pytest
 
 from feedmill.shared.keys import RESULTS_STREAM, run_key
-from feedmill.shared.messages import Classification, Post
+from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, Restartable, feedmill, redis_servers, running, wait_until
+from tests.support import RedisServer, Restartable, feedmill, make_classification, redis_servers, running, wait_until
 
 DOCUMENTATION = Path(__file__).parent.parent.parent / "docs" / "results.md"
 
 
 def result(post_id: str, label: str = "food", score: float = 0.9, subreddit: str | None = None) -> Result:
-    found = Classification(
-        id=post_id, label=label, scores={label: score}, model="m", revision=None, weights="00",
-        fingerprint=f"f{post_id}", classified_at=0.0, worker="w", device="cpu", queued_seconds=None,
-    )  # fmt: skip
+    found = make_classification(
+        post_id, label=label, scores={label: score}, fingerprint=f"f{post_id}", classified_at=0.0
+    )
     return Result(Post(id=post_id, title="t", subreddit=subreddit), found)
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from feedmill.shared.messages import Classification, Post
+from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.fakes.models import make_model
-from tests.support import RedisServer, feedmill, last_json, run
+from tests.support import RedisServer, feedmill, last_json, make_classification, run
 
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
 
@@ -92,10 +92,7 @@ def test_trains_on_results_and_exports(redis: RedisServer, tmp_path: Path, base:
     for number, line in enumerate(write_posts(tmp_path / "posts.jsonl").read_text().splitlines()):
         post = Post(**json.loads(line), created_utc=1_700_000_000.0 + number)
         scores = {label: 0.9 if label == post.topic else 0.05 for label in WORDS}
-        found = Classification(
-            id=post.id, label=str(post.topic), scores=scores, model="m", revision=None, weights="00", fingerprint="f",
-            classified_at=0.0, worker="w", device="cpu", queued_seconds=None,
-        )  # fmt: skip
+        found = make_classification(post.id, label=str(post.topic), scores=scores, classified_at=0.0)
         results.append(Result(post, found))
     ResultsStore(redis.client, Settings()).write(results)
     url = {"FEEDMILL_REDIS_URL": redis.url}

@@ -15,7 +15,7 @@ import torch
 
 from feedmill.cli import deploy as deploy_commands
 from feedmill.shared.broker import connect
-from feedmill.shared.errors import DeviceFull, ModelError, UserError
+from feedmill.shared.errors import DeviceFull, ModelError
 from feedmill.shared.keys import REQUESTED_MODELS, find
 from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.model_routing import DeploymentReport, RequestedModel, Stage, request_model, requested_model
@@ -52,15 +52,6 @@ def test_keeps_a_deployment_until_it_is_withdrawn(redis: RedisServer) -> None:
     assert key.pattern == REQUESTED_MODELS
     request_model(redis.client, "feedmill", None)
     assert requested_model(redis.client, "feedmill") is None
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"model": 1, "weights": null, "at": 1}', '{"model": "/m"}', "[" * 9999]
-)
-def test_rejects_an_invalid_deployment_record(redis: RedisServer, text: str) -> None:
-    redis.client.hset(REQUESTED_MODELS, "feedmill", text)
-    with pytest.raises(UserError, match=r"\bfeedmill\b.*feedmill:wanted|feedmill:wanted.*\bfeedmill\b"):
-        requested_model(redis.client, "feedmill")
 
 
 def test_deployed_folder_overrides_the_workers_model_settings(folder: Path) -> None:

@@ -15,12 +15,12 @@ from feedmill.reading.entry_ids import id_before
 from feedmill.reading.rows import RowReader
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, tombstone_key
-from feedmill.shared.messages import Classification, Post
+from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge as purge_posts
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts.stream import Place
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer
+from tests.support import RedisServer, make_classification
 
 DAY = 86_400
 #: 2026-11-20, noon, in Unix seconds.
@@ -42,10 +42,7 @@ def reader(server: RedisServer) -> RowReader:
 
 
 def result(post_id: str, label: str = "food", **fields: Any) -> Result:
-    found = Classification(
-        id=post_id, label=label, scores={label: 0.9, "other": 0.1}, model="m", revision=None, weights="00",
-        fingerprint="f", classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
-    )  # fmt: skip
+    found = make_classification(post_id, label, scores={label: 0.9, "other": 0.1})
     return Result(Post(id=post_id, title=f"title of {post_id}", **fields), found)
 
 

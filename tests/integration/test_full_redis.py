@@ -4,14 +4,10 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from redis.exceptions import OutOfMemoryError
 
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import HealthPart
@@ -21,8 +17,6 @@ from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import EXPECTED_S, announce, deregister, register
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from feedmill.workers.app import make_worker_app
-from feedmill.workers.runtime.in_flight import PendingTask
 from tests.integration.test_results import letter, result
 from tests.support import RedisServer, feedmill
 
@@ -148,32 +142,3 @@ def test_health_queries_registered_workers_by_name(
     assert "`feedmill worker`" in watch.check_health(settings, (HealthPart.WORKERS,))[0].said
     register(server.client, "c@host")
     assert server.client.hkeys(WORKERS) == ["c@host"]
-
-
-@pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # Celery's result backend
-def test_a_result_waits_although_memory_returns_before_celery_stores_the_error(
-    full: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Celery's tracer would store the backend's error as the task's result."""
-    app = make_worker_app(settings)
-
-    @app.task(name="ask", shared=False)
-    def ask() -> str:
-        return "answer"
-
-    free = partial(full.client.config_set, "maxmemory", 0)
-    # Called between the two writes.
-    monkeypatch.setattr("celery.app.trace._signal_internal_error", lambda *_: free())
-    request = SimpleNamespace(
-        app=app, type="ask", id="a", request_dict={"id": "a"}, body=((), {}, {}), content_type=None, task=ask
-    )
-    with pytest.raises(OutOfMemoryError):
-        PendingTask(request).trace()
-    assert not full.client.exists("celery-task-meta-a")
-    free()
-    request.on_success = Mock()
-    pending = PendingTask(request)
-    pending.trace()
-    pending.ending()
-    request.on_success.assert_called_once()
-    assert app.AsyncResult("a").get(timeout=5) == "answer"

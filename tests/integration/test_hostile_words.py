@@ -18,11 +18,11 @@ from feedmill.monitoring.watch import StatusMonitor
 from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable, printable_lines
 from feedmill.shared.keys import LIVE_GAPS, LIVE_STATUS, MODELS, REQUESTED_MODELS, UNDECODABLE, WORKERS
 from feedmill.shared.logs import JsonFormatter, TextFormatter
-from feedmill.shared.messages import Classification, DeadLetter, Post
+from feedmill.shared.messages import DeadLetter, Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.integration.test_metrics import POOL
-from tests.support import RedisServer
+from tests.support import RedisServer, make_classification
 
 #: Characters that move the cursor, set the terminal's title, end a line, or reverse the text direction.
 HOSTILE = {
@@ -78,10 +78,17 @@ COMMANDS = [
 
 def filled(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     """Put this text wherever a producer with access to Redis can, and into a worker's answers."""
-    found = Classification(
-        id=words, label=words, scores={words: 0.9}, model=words, revision=words, weights=words, fingerprint=words,
-        classified_at=1.0, worker=words, device=words, queued_seconds=None,
-    )  # fmt: skip
+    found = make_classification(
+        words,
+        label=words,
+        scores={words: 0.9},
+        model=words,
+        revision=words,
+        weights=words,
+        fingerprint=words,
+        worker=words,
+        device=words,
+    )
     post = Post(id=f"x{words}x", title=f"x{words}x", subreddit=words, url=words, topic=words)
     letter = DeadLetter(
         id=f"x{words}x", reason=words, post=json.dumps({"id": "1", "title": "t", "url": words}), message=words,

@@ -161,15 +161,6 @@ def test_requests_only_the_files_it_needs(hub: Hub, locate: Locate) -> None:
     assert hub.files_asked() == WANTED | {"modeling_own.py"}
 
 
-def test_a_cached_model_requests_no_files(hub: Hub, locate: Locate) -> None:
-    first = locate(hub)
-    hub.requests.clear()
-    second = locate(hub)
-    assert second._replace(log="") == first._replace(log="")
-    assert {request.path for request in hub.requests} - {AGENTS} == {f"/api/models/{NAME}/revision/main"}
-    assert "\r" not in first.log + second.log
-
-
 def test_downloads_branches_tags_and_commits(locate: Locate, folder: Path, tmp_path: Path) -> None:
     newer = variant(folder, tmp_path / "newer", config_DOT_json=(folder / "config.json").read_bytes() + b"\n")
     with Hub({NAME: {"main": newer, "v1": folder, "refs/pr/1": newer}}) as hub:
@@ -187,36 +178,6 @@ def test_downloads_branches_tags_and_commits(locate: Locate, folder: Path, tmp_p
     assert all(words in unknown for words in (NAME, "'v9'", hub.url, "FEEDMILL_REVISION"))
 
 
-def test_downloads_static_embeddings(locate: Locate, folder: Path, tmp_path: Path) -> None:
-    """Without config.json, and with the table in a folder of its own."""
-    part = tmp_path / "static" / "0_StaticEmbedding"
-    part.mkdir(parents=True)
-    (part.parent / "modules.json").write_text('[{"type": "a.StaticEmbedding", "path": "0_StaticEmbedding"}]')
-    shutil.copy(folder / "tokenizer.json", part)
-    save_file({"embedding.weight": torch.zeros(9, 4)}, part / "model.safetensors")
-    (part / "README.md").write_text("unwanted")
-    with Hub({NAME: part.parent}) as hub:
-        found = locate(hub)
-        assert (found.error, found.parameters) == (None, 36)
-        wanted = {"model.safetensors", "tokenizer.json"}
-        assert hub.files_asked() == {"modules.json", *(f"{part.name}/{name}" for name in wanted)}
-
-
-def test_downloads_sharded_weights(locate: Locate, folder: Path, tmp_path: Path) -> None:
-    several = variant(folder, tmp_path / "several", model_DOT_safetensors=None)
-    model = AutoModel.from_pretrained(folder)
-    model.save_pretrained(several, max_shard_size="100KB")
-    shards = sorted(path.name for path in several.glob("model-*.safetensors"))
-    with Hub({NAME: several}) as hub:
-        found = locate(hub)
-        assert found.files == shards
-        assert len(shards) > 1
-        assert hub.files_asked() == WANTED - {"model.safetensors"} | {*shards, "model.safetensors.index.json"}
-    digests = b"".join(bytes.fromhex(sha256(several / shard)) for shard in shards)
-    assert found.sha256 == hashlib.sha256(digests).hexdigest()
-    assert found.parameters == sum(tensor.numel() for tensor in model.state_dict().values())
-
-
 # The hub is unreachable or not to be used.
 
 
@@ -231,20 +192,6 @@ def test_offline_uses_the_cache(hub: Hub, locate: Locate, folder: Path, environm
     assert by_commit._replace(log="") == first._replace(log="")
     assert locate(hub, offline=True).error is None
     assert hub.requests == []
-
-
-def test_uses_the_cache_while_the_hub_is_unreachable(locate: Locate, folder: Path) -> None:
-    with Hub({NAME: folder}) as running:
-        first = locate(running)
-    assert locate(running.url)._replace(log="") == first._replace(log="")
-
-
-def test_offline_uses_models_cached_by_other_programs(locate: Locate, folder: Path, tmp_path: Path) -> None:
-    with Hub({NAME: folder}) as running:
-        first = locate(running)
-    for listing in (tmp_path / "cache").rglob("trees"):
-        shutil.rmtree(listing)
-    assert locate(running.url, offline=True)._replace(log="") == first._replace(log="")
 
 
 @pytest.mark.parametrize("revision", [None, "../../etc"])
@@ -282,25 +229,6 @@ def test_unknown_model_fails_with_advice(hub: Hub, locate: Locate, environment: 
 
 
 # The repository lacks a file.
-
-
-@pytest.mark.parametrize(
-    ("missing", "words"),
-    [
-        ("model_DOT_safetensors", "pytorch_model.bin"),
-        ("2_Dense__model_DOT_safetensors", "2_Dense/pytorch_model.bin"),
-    ],
-)
-def test_reports_files_missing_in_the_repository(
-    locate: Locate, folder: Path, tmp_path: Path, missing: str, words: str
-) -> None:
-    lacking = variant(folder, tmp_path / "lacking", **{missing: None})
-    with Hub({NAME: lacking}) as hub:
-        error = str(locate(hub).error)
-        assert NAME in error
-        assert hub.commit(NAME) in error
-        assert words in error
-    assert "refs/pr/N" in error
 
 
 # Downloads fail.

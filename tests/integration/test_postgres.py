@@ -22,12 +22,22 @@ from feedmill.reading.purges import PURGES_PER_READ
 from feedmill.reading.rows import RowReader
 from feedmill.shared.errors import DatabaseUnavailable, UserError
 from feedmill.shared.keys import COUNTERS, PURGES, RESULTS_STREAM
-from feedmill.shared.messages import Classification, Post, digest
+from feedmill.shared.messages import Post, digest
 from feedmill.shared.purge import lift_tombstones, purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.postgres import PostgresServer, postgres_folder
-from tests.support import PASSWORD, Feedmill, RedisServer, feedmill, last_json, naming, running, wait_until
+from tests.support import (
+    PASSWORD,
+    Feedmill,
+    RedisServer,
+    feedmill,
+    last_json,
+    make_classification,
+    naming,
+    running,
+    wait_until,
+)
 
 TABLE = "feedmill_results"
 #: Lets every INSERT fail as on a full disk.
@@ -62,10 +72,9 @@ def store(redis: RedisServer) -> ResultsStore:
 
 
 def result(post_id: str, label: str = "food", at: float = 1.0, **fields: Any) -> Result:
-    found = Classification(
-        id=post_id, label=label, scores={label: 0.9, "other": 0.1}, model="m", revision=None, weights="00",
-        fingerprint=digest(post_id, label), classified_at=at, worker="w", device="cpu", queued_seconds=None,
-    )  # fmt: skip
+    found = make_classification(
+        post_id, label=label, scores={label: 0.9, "other": 0.1}, fingerprint=digest(post_id, label), classified_at=at
+    )
     return Result(Post(id=post_id, **({"title": f"title of {post_id}"} | fields)), found)
 
 

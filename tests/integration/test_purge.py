@@ -24,7 +24,7 @@ from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts import purge as scripts
 from feedmill.shared.scripts import queue
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, has_results, mark_sent, sent_marks
+from tests.support import RedisServer, has_results, make_classification, mark_sent, sent_marks
 
 # A warning of Celery's backend, which stores results in this process.
 pytestmark = [
@@ -58,19 +58,7 @@ def app(settings: Settings) -> Iterator[Any]:
 
 
 def classification(post_id: str, fingerprint: str = "f") -> Classification:
-    return Classification(
-        id=post_id,
-        label="food",
-        scores={"food": 0.9},
-        model="m",
-        revision=None,
-        weights="00",
-        fingerprint=fingerprint,
-        classified_at=1.0,
-        worker="w",
-        device="cpu",
-        queued_seconds=None,
-    )
+    return make_classification(post_id, fingerprint=fingerprint)
 
 
 def result(post_id: str, fingerprint: str = "f") -> Result:

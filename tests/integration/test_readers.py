@@ -20,11 +20,11 @@ from feedmill.reading.results import Reader, batches, items, open_reader
 from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, newest
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, find
-from feedmill.shared.messages import Classification, Post
+from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, wait_until
+from tests.support import RedisServer, make_classification, wait_until
 
 
 @pytest.fixture
@@ -34,10 +34,9 @@ def store(server: RedisServer) -> ResultsStore:
 
 
 def result(post_id: str, label: str = "food", score: float = 0.9, subreddit: str | None = None) -> Result:
-    classification = Classification(
-        id=post_id, label=label, scores={label: score, "other": 0.1}, model="m", revision=None, weights="00",
-        fingerprint=f"f{post_id}", classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
-    )  # fmt: skip
+    classification = make_classification(
+        post_id, label=label, scores={label: score, "other": 0.1}, fingerprint=f"f{post_id}"
+    )
     return Result(Post(id=post_id, title="a title", subreddit=subreddit), classification)
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, tombstone_key
-from feedmill.shared.messages import Classification, DeadLetter, Post, digest
+from feedmill.shared.messages import DeadLetter, Post, digest
 from feedmill.shared.result_records import CONTEXT_NAME
-from feedmill.shared.results import MAX_LABELS_PER_HOUR, SCORES_PER_CALL, Counters, Result, ResultsStore, Score
+from feedmill.shared.results import MAX_LABELS_PER_HOUR, Counters, Result, ResultsStore, Score
 from feedmill.shared.scripts.queue import forget
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, age, has_results, wait_until
+from tests.support import RedisServer, age, has_results, make_classification, wait_until
 
 
 @pytest.fixture
@@ -22,18 +22,8 @@ def store(server: RedisServer) -> ResultsStore:
 
 
 def result(post_id: str, fingerprint: str = "f", label: str = "food", at: float = 1.0) -> Result:
-    classification = Classification(
-        id=post_id,
-        label=label,
-        scores={label: 0.9, "other": 0.1},
-        model="m",
-        revision=None,
-        weights="00",
-        fingerprint=fingerprint,
-        classified_at=at,
-        worker="w",
-        device="cpu",
-        queued_seconds=None,
+    classification = make_classification(
+        post_id, label=label, scores={label: 0.9, "other": 0.1}, fingerprint=fingerprint, classified_at=at
     )
     return Result(Post(id=post_id, title="a title", body="a body that is long"), classification)
 
@@ -143,13 +133,6 @@ def test_results_expire_and_the_stream_is_trimmed(store: ResultsStore, server: R
     assert store.counters().stored == 1000
 
 
-def test_stream_entries_carry_the_post_id(store: ResultsStore, server: RedisServer) -> None:
-    store.write([result("1"), result("2")], [letter(" 3 "), letter(None)])
-    for stream, ids in ((RESULTS_STREAM, ["1", "2"]), (DEAD_LETTERS, ["3", ""])):
-        entries: Any = server.client.xrange(stream)
-        assert [fields["id"] for _, fields in entries] == ids
-
-
 def test_stores_nothing_about_purged_posts(store: ResultsStore, server: RedisServer) -> None:
     for post_id in ("2", "5", "7"):
         server.client.set(tombstone_key(post_id), 1)
@@ -176,14 +159,6 @@ def test_stores_a_posts_score_with_its_results(store: ResultsStore, server: Redi
     assert store.refresh_scores({"1": 9}, 12.0) == 1
     age(server.client, STORED, 0.7 * Settings().results_ttl)  # the first result has expired
     assert (len(store.get("1")), store.score("1"), store.get("2")) == (1, Score(9, 12.0), [])
-
-
-def test_refreshes_many_scores(store: ResultsStore) -> None:
-    ids = [str(number) for number in range(2 * SCORES_PER_CALL + 1)]
-    store.write([result(post_id) for post_id in ids])
-    assert store.refresh_scores({post_id: int(post_id) for post_id in ids}, 1.0) == len(ids)
-    assert [store.score(post_id) for post_id in ids] == [Score(int(post_id), 1.0) for post_id in ids]
-    assert store.refresh_scores({}, 1.0) == 0
 
 
 def test_finds_stored_results_and_counts_them_as_answered(store: ResultsStore) -> None:

@@ -1,13 +1,11 @@
 """Runs: ids belong to their run, and the progress of a run is counted exactly once."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from feedmill.cli import purge as purge_command
 from feedmill.cli.main import app
 from feedmill.producers.clear import Cleared, clear, messages_cleared
 from feedmill.producers.purge_run import RunPurged, purge_run
@@ -19,7 +17,6 @@ from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUNS, find, run_key
 from feedmill.shared.messages import (
     MAX_RUN,
-    Classification,
     ClassifyOptions,
     DeadLetter,
     Post,
@@ -31,7 +28,7 @@ from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, body_of, has_results, sent_count, sent_marks
+from tests.support import RedisServer, body_of, has_results, make_classification, sent_count, sent_marks
 
 
 @pytest.fixture
@@ -49,10 +46,7 @@ def post(post_id: str, run: str | None = None, title: str = "a title") -> Post:
 
 
 def result(of: Post, at: float = 1.0) -> Result:
-    classification = Classification(
-        id=of.id, label="food", scores={"food": 0.9}, model="m", revision=None, weights="00",
-        fingerprint=fingerprint(of, "recipe"), classified_at=at, worker="w", device="cpu", queued_seconds=None,
-    )  # fmt: skip
+    classification = make_classification(of.id, fingerprint=fingerprint(of, "recipe"), classified_at=at)
     return Result(of, classification)
 
 
@@ -79,11 +73,6 @@ def test_equal_ids_of_two_runs_have_their_own_results(store: ResultsStore) -> No
     assert store.write([result(post("0", "a")), result(post("0", "b")), result(post("0"))]) == 3
     assert [found.post.run for found in store.latest(9)] == ["a", "b", None]
     assert len({found.fingerprint for found in store.get("0")}) == 3
-
-
-def test_posts_without_a_run_keep_their_identity() -> None:
-    """It changes with CLEANING_VERSION only: all stored posts would be computed again."""
-    assert fingerprint(Post(id="1", title="x"), "r") == "f0443d56baefed70ea7db12a3a34028e"
 
 
 def test_posts_are_marked_as_sent_by_run(server: RedisServer, settings: Settings) -> None:
@@ -137,15 +126,6 @@ def test_rates_leave_out_pauses(server: RedisServer, settings: Settings, store: 
     assert found.seconds_left == found.used / 2
     assert not runs.is_waiting(found, found.latest + 1)
     assert runs.is_waiting(found, found.latest + 61)
-
-
-def test_counts_several_runs_of_one_micro_batch(server: RedisServer, store: ResultsStore) -> None:
-    batch = [result(post("0", "a")), result(post("1", "a")), result(post("0", "b")), result(post("2"))]
-    store.write(batch, [letter(post("5", "b")), letter(post("6"))])
-    assert (counts(server, "a"), counts(server, "b")) == ((0, 2, 0), (0, 1, 1))
-    assert {found.run for found in runs.recent(server.client, 9)} == {"a", "b"}
-    assert len(runs.recent(server.client, 1)) == 1
-    assert runs.progress(server.client, "unknown") is None
 
 
 def test_a_retried_dead_letter_is_no_longer_a_failure(server: RedisServer, store: ResultsStore) -> None:
@@ -260,35 +240,6 @@ def test_purging_a_run_leaves_messages_of_several_runs(server: RedisServer, sett
     push(server, settings, [post("0", "a"), post("1", "b")], None)
     assert purge_run(server.client, settings, "a").messages == 0
     assert server.client.llen(settings.queue) == 1
-
-
-def test_purge_of_a_run_asks_first(server: RedisServer, store: ResultsStore) -> None:
-    store.write([result(post("0", "a\x1b[31m"[:1]))])
-    arguments = ["purge", "--run", "a", "--redis-url", server.url]
-    refused = CliRunner().invoke(app, arguments)
-    assert isinstance(refused.exception, UserError)
-    assert re.search("run a .*--yes", str(refused.exception))
-    assert len(store.latest(9)) == 1
-    said = CliRunner().invoke(app, [*arguments, "--yes"])
-    assert (said.exit_code, said.stdout) == (0, "run a purged (results: 1)\n")
-    assert store.latest(9) == []
-    again = CliRunner().invoke(app, [*arguments, "--yes"])
-    assert isinstance(again.exception, UserError)
-    assert "'a'" in str(again.exception)
-
-
-def test_purge_of_posts_asks_in_a_terminal(
-    server: RedisServer, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(purge_command, "_in_terminal", lambda: True)
-    store.write([result(post("0"))])
-    arguments = ["purge", "0", "--redis-url", server.url]
-    assert CliRunner().invoke(app, arguments, input="n\n").exit_code != 0
-    assert len(store.latest(9)) == 1
-    said = CliRunner().invoke(app, arguments, input="y\n")
-    assert "365 days?" in said.stdout
-    assert store.latest(9) == []
-    assert CliRunner().invoke(app, [*arguments, "--lift"]).exit_code == 0
 
 
 @pytest.mark.parametrize("arguments", [[], ["1", "--run", "a"], ["--run", "a", "--lift"], ["--run", ""]])

@@ -245,22 +245,6 @@ def durable(redis_path: str, tmp_path: Path) -> Iterator[Restartable]:
     server.stop()
 
 
-def test_worker_survives_a_redis_crash_and_restart(durable: Restartable, tmp_path: Path) -> None:
-    names = [str(number) for number in range(12)]
-    with working(durable.url, tmp_path) as worker:
-        send(application(durable.url), names, 0.5)
-        wait_until(lambda: durable.client.hlen("reserved"), "the worker has reserved tasks")
-        durable.kill()
-        wait_until(lambda: worker.says("Trying to re-establish"), "the worker has lost its connection")
-        durable.start()
-        wait_until(lambda: idle(durable.client), "all tasks are done")
-        send(application(durable.url), ["after"])
-        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "the worker runs new tasks")
-        assert worker.lives()
-    assert all(ended for _, ended in ran(durable.client, *names))
-    assert worker.process.returncode == 0
-
-
 def test_cut_connections_do_not_rerun_tasks_in_flight(durable: Restartable, tmp_path: Path) -> None:
     names = [str(number) for number in range(12)]
     with working(durable.url, tmp_path) as worker:
@@ -289,23 +273,6 @@ def test_redis_frozen_past_the_leases_does_not_rerun_tasks(durable: Restartable,
         wait_until(lambda: idle(durable.client), "all tasks are done")
         assert worker.lives()
     assert ran(durable.client, *names) == [(1, 1)] * 12
-
-
-def test_worker_survives_redis_at_its_memory_limit(durable: Restartable, tmp_path: Path) -> None:
-    """Tasks in flight finish, even if the worker also loses its connection."""
-    app = application(durable.url)
-    with working(durable.url, tmp_path) as worker:
-        for _ in range(12):
-            app.send_task("silent", (0.5,), ignore_result=True)
-        wait_until(lambda: durable.client.hlen("reserved"), "the worker has reserved tasks")
-        durable.client.config_set("maxmemory", 1)
-        durable.client.client_kill_filter(_type="normal", skipme=True)
-        wait_until(lambda: worker.says("maxmemory"), "Redis rejects the worker's queue binding")
-        wait_until(lambda: worker.lives() and idle(durable.client), "all waiting tasks are done")
-        assert worker.text().count("silent[") >= 24
-        durable.client.config_set("maxmemory", 0)
-        send(app, ["after"])
-        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "the worker runs new tasks")
 
 
 def test_worker_survives_redis_becoming_a_replica(durable: Restartable, tmp_path: Path) -> None:

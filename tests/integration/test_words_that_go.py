@@ -18,13 +18,13 @@ from redis import Redis
 from feedmill.shared import encoding, queue_redaction
 from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, connect, make_app, publish, queue_lists
 from feedmill.shared.errors import UserError
-from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post
+from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
 from feedmill.shared.model_routing import announce
 from feedmill.shared.purge import purge, rewrite_append_only_file
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts.leases import Reservation
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, body_of, mark_sent, shapes, wait_until
+from tests.support import RedisServer, body_of, make_classification, mark_sent, shapes, wait_until
 
 pytestmark = [
     pytest.mark.each_redis,
@@ -70,10 +70,7 @@ def fill(kept: Kept) -> None:
     store = ResultsStore(redis, kept.settings)
     for post_id, words in (("gone", WORDS), ("kept", OTHERS)):
         each = post(post_id, words)
-        found = Classification(
-            id=post_id, label="food", scores={"food": 1.0}, model="m", revision=None, weights="00", fingerprint="f",
-            classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
-        )  # fmt: skip
+        found = make_classification(post_id, scores={"food": 1.0})
         letter = DeadLetter(
             id=post_id, reason=words, post=each.model_dump_json(), options=None, message="m", worker="w", failed_at=1.0
         )

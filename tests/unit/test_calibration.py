@@ -89,11 +89,6 @@ def test_other_processes_do_not_affect_calibration_on_a_cpu(
     assert calibrate(stand_in, Settings(cache_folder=tmp_path, engine=engine)).tokens == budget
 
 
-def test_sweep_stops_at_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = on(monkeypatch, best=8192, memory=1500)
-    assert max(sweep(stand_in, 4096, stand_in.perf_counter)) == 1024
-
-
 def test_calibrates_once_per_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(cache_folder=tmp_path / "cache")
     stand_in = on(monkeypatch, 1024)
@@ -133,20 +128,3 @@ def test_remember_replaces_the_measurement(monkeypatch: pytest.MonkeyPatch, tmp_
     # The call returns false if the file cannot be written.
     (tmp_path / "file").touch()
     assert not remember(stand_in, Settings(cache_folder=tmp_path / "file" / "cache"), {512: 90.0})
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}', "\x00"])
-def test_recalibrates_when_the_cache_is_damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str) -> None:
-    (tmp_path / "calibration.json").write_text(content)
-    stand_in = on(monkeypatch, 1024)
-    assert calibrate(stand_in, Settings(cache_folder=tmp_path)).tokens == 1024
-    assert calibrate(stand_in, Settings(cache_folder=tmp_path)).tokens == 1024
-
-
-def test_calibrates_with_an_unwritable_cache_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    settings = Settings(cache_folder=tmp_path / "file" / "cache")
-    assert calibrate(on(monkeypatch, 1024), settings).tokens == 1024
-    assert str(settings.cache_folder) in caplog.text

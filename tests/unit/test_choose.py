@@ -7,10 +7,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from feedmill.cli.options import ClassifierOption
 from feedmill.evaluation.measures import usable_settings
 from feedmill.shared.errors import DeviceFull, ModelError, SettingsError
-from feedmill.shared.settings import CLASSIFIERS, Settings
+from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import registry
 from feedmill.workers.models.classifiers.pairs import Entailment
 from feedmill.workers.models.classifiers.registry import check_size, classifier_kind, load_classifier
@@ -21,12 +20,6 @@ from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_mod
 from tests.support import naming
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
-
-
-def test_settings_and_help_name_every_classifier() -> None:
-    assert set(CLASSIFIERS) == set(registry.CLASSIFIERS)
-    (option,) = ClassifierOption.__metadata__  # type: ignore[attr-defined]
-    assert all(kind in option.help for kind in registry.CLASSIFIERS)
 
 
 def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:

@@ -118,25 +118,6 @@ def test_keeps_freed_memory_on_a_cpu(device: str, variables: dict[str, str], kep
     assert (faults < 1000) == kept, faults
 
 
-def test_gpu_names_follow_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (Device(torch.device("cuda", index), torch.float16, "") for index in range(2))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-8f2a")
-    assert (first.name, second.name) == ("cuda:4", "cuda:GPU-8f2a")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert (first.name, second.name) == ("cuda:0", "cuda:1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    assert Device(torch.device("cpu"), torch.float32, "").name == "cpu"
-
-
-def test_rejects_a_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="FEEDMILL_DEVICE.*cuda"):
-        select_device("cuda")
-    with pytest.raises(SettingsError, match="FEEDMILL_DEVICE.*mps"):
-        select_device("mps")
-
-
 def test_rejects_an_engine_the_device_does_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

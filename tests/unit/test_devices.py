@@ -1,12 +1,11 @@
 """feedmill/stack/devices.py: devices and CPU cores of each worker."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
-from feedmill.shared.errors import SettingsError, UserError
+from feedmill.shared.errors import SettingsError
 from feedmill.stack import devices
 from feedmill.stack.devices import Share, cores_by_package, divide, shares
 from tests.support import naming
@@ -105,19 +104,6 @@ def test_workers_on_one_gpu_have_names_and_a_share_of_its_memory() -> None:
     assert len({share.node(None) for share in found}) == 3
 
 
-def test_all_means_the_cpu_without_gpus(gpus: Path) -> None:
-    gpus.write_text(TORCH.format(gpus=0))
-    assert shares("all") == shares("cpu") == [Share("cpu", "cpu:0", {})]
-    with pytest.raises(SettingsError, match=r"FEEDMILL_DEVICES.*\b0\b"):
-        shares("0")
-
-
-def test_reports_a_failing_torch_import(gpus: Path) -> None:
-    gpus.write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
-    with pytest.raises(UserError, match=r"ImportError: libcudart\.so\.13"):
-        shares("all")
-
-
 @pytest.mark.usefixtures("gpus")
 def test_cpu_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -126,10 +112,3 @@ def test_cpu_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second == Share("cpu", "cpu:1", {"RAYON_NUM_THREADS": "4"}, frozenset({4, 5, 6, 7}))
     with pytest.raises(SettingsError, match=naming("cpu:9", 8)):
         shares("cpu:9")
-
-
-def test_node_names_have_device_and_host() -> None:
-    share = Share("cuda", "cuda:2", {})
-    assert share.node(None) == f"feedmill-cuda:2@{socket.gethostname()}"
-    assert share.node("mill") == f"mill-cuda:2@{socket.gethostname()}"
-    assert share.node("mill@here") == "mill-cuda:2@here"

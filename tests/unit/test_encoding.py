@@ -4,8 +4,6 @@ import bz2
 import json
 import lzma
 import random
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,49 +19,6 @@ from feedmill.shared import encoding
 from feedmill.shared.messages import Post
 
 LIMIT = 1000
-#: Code to run in a new process, because the test process's decoders are already limited.
-NEIGHBOUR = """
-import datetime, decimal, uuid
-from celery import Celery
-from kombu import compression, serialization
-from kombu.utils import json
-
-registry = serialization.registry
-
-def state():
-    codecs = {name: registry._encoders[name] for name in ("json", "pickle", "yaml", "msgpack")}
-    tables = registry._decoders, registry.type_to_name, compression._encoders, compression._decoders
-    return codecs, *map(dict, tables)
-
-before = state()
-import feedmill
-from feedmill.shared.broker import make_app
-from feedmill.shared.settings import Settings
-
-make_app(Settings())
-make_app(Settings())
-assert state() == before
-assert registry._encoders["json"].encoder is json.dumps
-assert registry._decoders["application/json"] is json.loads
-
-neighbour = Celery("neighbour", broker="memory://", backend="cache+memory://")
-
-@neighbour.task
-def same(value):
-    return value
-
-value = [
-    datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC), datetime.date(2026, 1, 2), uuid.uuid4(),
-    decimal.Decimal("1.50"), b"bytes",
-]
-same.delay(value)
-with neighbour.connection_for_read() as connection:
-    message = connection.default_channel.basic_get("celery")
-assert (message.content_type, message.content_encoding) == ("application/json", "utf-8")
-assert message.decode()[0] == [value]
-neighbour.backend.store_result("1", value, "SUCCESS")
-assert neighbour.AsyncResult("1").get() == value
-"""
 kombu: Any = kombu_compression
 serialization: Any = kombu_serialization
 
@@ -129,10 +84,6 @@ def test_serializes_posts_as_plain_json(limited: bool) -> None:
     assert kombu.decompress(packed, encoding.GZIP) == data
 
 
-def test_leaves_kombus_codecs_to_other_applications() -> None:
-    subprocess.run([sys.executable, "-c", NEIGHBOUR], check=True, timeout=120)
-
-
 @pytest.mark.parametrize(
     "kind", [str, str.encode, lambda text: bytearray(text.encode()), lambda text: memoryview(text.encode())]
 )
@@ -140,12 +91,6 @@ def test_reads_kombus_json_types(kind: Callable[[str], Any]) -> None:
     value = {"at": datetime(2026, 1, 1, tzinfo=UTC), "x": [1, "ä"]}
     assert encoding.read(kind(kombu_json.dumps(value))) == value
     assert encoding.read(kind('{"x": 1}')) == {"x": 1}
-
-
-def test_missing_dates_of_pandas_decode_to_none() -> None:
-    """kombu takes pandas' NaT for a datetime and writes it as such, but cannot read it."""
-    missing = {"__type__": "datetime", "__value__": "NaT"}
-    assert encoding.read(json.dumps({"created_utc": missing})) == {"created_utc": None}
 
 
 def test_refuses_json_with_too_many_values() -> None:

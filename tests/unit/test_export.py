@@ -21,25 +21,20 @@ from feedmill.producers.files import Source
 from feedmill.producers.records import BadRecord
 from feedmill.reading.rows import ResultRow
 from feedmill.shared.errors import UserError
-from feedmill.shared.messages import Classification, Post
+from feedmill.shared.messages import Post
 from feedmill.shared.scripts.stream import Place
-from tests.support import naming
+from tests.support import make_classification, naming
 
 FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "''=1", "'twas", "\uff1d1", "a=1", "'")
 
 
 def row(post: Post, entry: str = "1-0", **fields: Any) -> ResultRow:
-    found = Classification(
-        id=post.id,
-        label="food",
+    found = make_classification(
+        post.id,
         scores={"food": 0.875, "odd, \"label'": 1e-17},
         model="a/model",
-        revision=None,
-        weights="00",
         fingerprint="f" * 32,
         classified_at=1_700_000_000.123456,
-        worker="w",
-        device="cpu",
         queued_seconds=0.25,
     )
     stored = json.loads(post.model_dump_json(exclude_defaults=True))

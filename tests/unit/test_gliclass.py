@@ -11,7 +11,7 @@ from gliclass import GLiClassModel, ZeroShotClassificationPipeline
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from feedmill.shared.errors import ModelError, RequestRefused, SettingsError
+from feedmill.shared.errors import ModelError, RequestRefused
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Row
@@ -124,17 +124,6 @@ def test_leaves_out_markers_in_a_post(tmp_path: Path, prompt_first: bool) -> Non
     assert (row.tokens.ids.count(label), row.tokens.ids.count(separator)) == (len(LABELS), 1)
 
 
-def test_limit_of_tokens_is_the_posts(folder: Path) -> None:
-    """Labels do not take from FEEDMILL_MAX_TOKENS."""
-    classifier = loaded(folder, max_tokens=12)
-    lengths = set()
-    for labels in (LABELS, LABELS[:1]):
-        label_set = classifier.label_set(ClassifyOptions.parse({"labels": labels}))
-        (row,) = classifier.prepare(["x " * 100], label_set)[0]
-        lengths.add(row.length - len(label_set.prepared))
-    assert lengths == {12}
-
-
 def test_refuses_labels_that_do_not_fit_and_names_the_number_that_does(folder: Path) -> None:
     classifier = loaded(folder)
     labels = [f"{letter}{other} sports" for letter in "abcdefgh" for other in "abcdefgh"]
@@ -145,12 +134,6 @@ def test_refuses_labels_that_do_not_fit_and_names_the_number_that_does(folder: P
     classifier.label_set(ClassifyOptions.parse({"labels": labels[:fitting]}))
     with pytest.raises(RequestRefused, match=naming(fitting)):
         classifier.label_set(ClassifyOptions.parse({"labels": labels[: fitting + 1]}))
-
-
-@pytest.mark.parametrize("labels", [["a", "b<<LABEL>>c"], ["a<<SEP>>", "b"], {"a": ["b", "c"], "d": "e"}])
-def test_refuses_labels_that_are_not_one_text_each(folder: Path, labels: Any) -> None:
-    with pytest.raises(RequestRefused, match=r"^labels: a label "):
-        loaded(folder).label_set(ClassifyOptions.parse({"labels": labels}))
 
 
 def test_detects_and_loads_a_checkpoint(folder: Path) -> None:
@@ -208,8 +191,3 @@ def test_rejects_missing_weights(tmp_path: Path, name: str) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelError, match=naming(folder, name)):
         load_classifier(Settings(model=str(folder)), fp())
-
-
-def test_rejects_an_engine_without_hidden_states(folder: Path) -> None:
-    with pytest.raises(SettingsError, match="FEEDMILL_ENGINE=torch"):
-        loaded(folder, engine="onnx")

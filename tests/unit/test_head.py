@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from typer.testing import CliRunner
 
 from feedmill.cli.main import app
 from feedmill.shared import logs
-from feedmill.shared.errors import ModelError, RequestRefused, SettingsError
+from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
-from feedmill.workers.models import hub
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.fixed_labels import read_head, write_head
 from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier
@@ -92,18 +90,6 @@ def test_learns_the_examples(model: Path) -> None:
     assert right >= 38
 
 
-def test_serves_only_its_labels(model: Path) -> None:
-    classifier = load_classifier(Settings(model=str(model), labels="sports,food"), FP32)
-    assert classifier.label_set(ClassifyOptions.parse({"labels": ["sports", "food"]})).labels == LABELS
-    for options in ({"labels": ["a", "b"]}, {"template": "About {}"}, {"multi_label": True}):
-        with pytest.raises(RequestRefused, match=next(iter(options))):
-            classifier.label_set(ClassifyOptions.parse(options))
-    for name, value in (("labels", "a,b"), ("template", "About {}."), ("post_prompt", "topic"), ("truncate_dim", 8)):
-        settings = Settings.model_validate({"model": str(model), name: value})
-        with pytest.raises(SettingsError, match=f"FEEDMILL_{name.upper()}"):
-            load_classifier(settings, FP32)
-
-
 def test_another_head_is_another_model(model: Path, tmp_path: Path) -> None:
     """Results, deployments and token budgets tell models apart by the digest of their weights."""
     other = tmp_path / "other"
@@ -166,14 +152,6 @@ def test_rejects_setfit_models_but_takes_them_as_a_base(tmp_path: Path, file: st
     out.mkdir()
     trained(folder).save(out)
     assert classifier_kind(locate(str(out))) == "head"
-
-
-def test_rejects_setfit_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old ones have no configuration file that would show what they are once they are downloaded."""
-    names = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "model_head.pkl")
-    monkeypatch.setattr(hub, "download", Mock(return_value=hub.Download(tmp_path, "c0ffee", names)))
-    with pytest.raises(ModelError, match=naming("SetFit/mini", "feedmill train --head")):
-        locate("SetFit/mini")
 
 
 def test_command_writes_a_tested_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

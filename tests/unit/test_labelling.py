@@ -27,6 +27,7 @@ from feedmill.producers.records import Columns
 from feedmill.shared.errors import InputError, UserError
 from feedmill.shared.messages import Classification, Outcome, Post, PostError
 from feedmill.tables import writing
+from tests.support import make_classification
 
 LABELS = ("good", "bad")
 LONG_ID = "x" * 200
@@ -34,11 +35,13 @@ LONG_ID = "x" * 200
 
 def classification(label: str, score: float) -> Classification:
     others = dict.fromkeys(LABELS, round(1 - score, 6))
-    return Classification(
-        id="1", label=label, scores=dict(sorted((others | {label: score}).items(), key=lambda item: -item[1])),
-        model="m", revision=None, weights="w", fingerprint="f", classified_at=0.0, worker="w", device="cpu",
-        queued_seconds=None,
-    )  # fmt: skip
+    return make_classification(
+        "1",
+        label=label,
+        scores=dict(sorted((others | {label: score}).items(), key=lambda item: -item[1])),
+        weights="w",
+        classified_at=0.0,
+    )
 
 
 def classify(posts: Iterable[Post]) -> Generator[tuple[Post, Outcome]]:

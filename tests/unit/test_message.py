@@ -39,16 +39,6 @@ def test_dead_letter_keeps_valid_posts_only() -> None:
     assert letters({"id": "1", "body": deep})[0].model_dump_json()
 
 
-def test_missing_ids_stay_missing() -> None:
-    """pandas and JSON's NaN write a missing id as NaN, which must not become the id "nan"."""
-    message = Message({"posts": [{"id": float("nan"), "title": "x"}]}, None)
-    (refused,) = message.read()
-    assert isinstance(refused, PostError)
-    assert refused.id is None
-    message.set_outcome(0, refused)
-    assert [letter.id for letter in message.dead_letters("worker", 1.0)] == [None]
-
-
 def test_bounds_all_dead_letters_of_one_message() -> None:
     posts = [{"id": str(number), "body": "x" * 100_000} for number in range(1000)]
     message = Message({"posts": posts, "labels": "x" * 15_000}, None)
@@ -101,14 +91,6 @@ def test_rejection_quotes_little_of_the_message(arguments: dict[str, Any], reaso
     with pytest.raises(RequestRefused, match=reason) as raised:
         message.read()
     assert len(str(raised.value)) < 400
-
-
-def test_too_many_posts_become_one_dead_letter() -> None:
-    message = Message({"posts": [0] * 20_000}, None, "the id")
-    message.refused = RequestRefused("posts: 20000 in one message")
-    (letter,) = message.dead_letters("worker", 1.0)
-    assert (letter.id, letter.reason, letter.message) == (None, "posts: 20000 in one message", "the id")
-    assert letter.post is None
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 import json
 import re
-from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feedmill.shared.errors import MessageFailed, PostRefused, RequestRefused
+from feedmill.shared.errors import PostRefused, RequestRefused
 from feedmill.shared.messages import (
     MESSAGE_VERSION,
     ClassifyOptions,
@@ -105,13 +104,6 @@ def test_missing_values_are_not_text(missing: object) -> None:
         assert refused.value.post_id == (None if raw["id"] is missing else "1")
 
 
-def test_times_may_be_datetimes() -> None:
-    """Celery and pandas pass times as datetime objects, which are in UTC unless they have a zone."""
-    time = datetime(2023, 11, 14, 22, 13, 20)
-    for same in (time, time.replace(tzinfo=UTC), time.replace(hour=23, tzinfo=timezone(timedelta(hours=1)))):
-        assert Post.parse({"id": "1", "title": "x", "created_utc": same}).created_utc == 1700000000.0
-
-
 def test_replaces_lone_surrogates() -> None:
     post = Post.parse(json.loads('{"id": "1", "title": "half a \\ud83d smile"}'))
     assert post.text.encode()
@@ -197,9 +189,3 @@ def test_fingerprints_differ_by_id_text_and_recipe() -> None:
     }
     assert fingerprint(post, "r") not in others
     assert digest("ab", "c") != digest("a", "bc")
-
-
-def test_failed_message_quotes_three_reasons() -> None:
-    error = MessageFailed.of([f"{n}: bad" for n in range(5)], posts=6)
-    assert "5 of 6" in str(error)
-    assert [f"{n}: bad" in str(error) for n in range(5)] == [True, True, True, False, False]

@@ -1,29 +1,25 @@
 """workers/models/engines/onnx_engine.py: the graph's scores equal torch's, and a graph is exported once."""
 
-import importlib
 import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from feedmill.shared.errors import ModelError, SettingsError
+from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.stack.demo import sample_posts
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import Device, select_device
-from feedmill.workers.models.engines import onnx_engine
 from feedmill.workers.models.engines.network import LOGITS
 from feedmill.workers.models.engines.onnx_engine import OnnxEngine
 from feedmill.workers.models.shapes import FEW, Shapes
 from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
 from tests.fakes.models import NLI, make_model
-from tests.support import naming
 
 LABELS = ["sports", "technology", "food"]
 TEXTS = ["The match ended in a draw.", "x", "My laptop will not boot. " * 30, "😀 </s> [SEP]"]
@@ -109,24 +105,6 @@ def test_int8_agrees_with_float32_on_most_posts(cache: Path, posts: list[str], e
     same = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in zip(exact, quantised, strict=True))
     assert same / len(posts) >= 0.9
     assert quantised != exact
-
-
-def test_failed_export_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("an operator is missing\nand a page of text")
-
-    monkeypatch.setattr(torch.onnx, "export", fail)
-    folder = make_model("bert", tmp_path / "model", NLI)
-    with pytest.raises(ModelError, match=naming("an operator is missing", "FEEDMILL_ENGINE=torch")):
-        loaded(folder, tmp_path / "cache", engine="onnx")
-    assert not list((tmp_path / "cache" / "onnx").glob("*/")), "no partial export is left"
-
-
-def test_engine_needs_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    monkeypatch.delitem(sys.modules, onnx_engine.__name__)
-    with pytest.raises(SettingsError, match=naming("FEEDMILL_ENGINE=onnx", "onnxruntime", "pip install")):
-        importlib.import_module(onnx_engine.__name__)
 
 
 def test_gpu_without_provider_does_not_fall_back_to_cpu(tmp_path: Path, cache: Path) -> None:

@@ -17,8 +17,8 @@ from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.api.submission import SubmittedRun
 from feedmill.shared.errors import SettingsError, UserError
-from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post
-from tests.support import naming
+from feedmill.shared.messages import ClassifyOptions, Outcome, Post
+from tests.support import make_classification, naming
 
 LABELS = ["praise", "complaint"]
 TEXTS = ["I love it", "It broke after a day"]
@@ -31,10 +31,7 @@ def by_words(posts: Iterable[Post], options: ClassifyOptions) -> Generator[tuple
             "complaint" if "broke" in post.text else "praise": 0.75
         }
         best = sorted(scores, key=lambda label: -scores[label])
-        yield post, Classification(
-            id=post.id, label=best[0], scores={label: scores[label] for label in best}, model="m", revision=None,
-            weights="00", fingerprint="f", classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
-        )  # fmt: skip
+        yield post, make_classification(post.id, label=best[0], scores={label: scores[label] for label in best})
 
 
 def classify(

@@ -4,7 +4,6 @@ import pytest
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from feedmill.shared.redis_errors import (
-    exception_chain,
     is_denied,
     is_full,
     is_replica,
@@ -59,11 +58,3 @@ def test_examines_the_causes_of_an_error() -> None:
     outer = ValueError("wrapped")
     outer.__cause__ = NoPermissionError("this user has no permissions to run the 'hdel' command")
     assert is_denied(outer)
-
-
-def test_circular_causes_end() -> None:
-    first, second = ValueError("first"), ValueError("second")
-    first.__cause__, second.__cause__ = second, first
-    assert list(exception_chain(first)) == [first, second]
-    first.__cause__ = first
-    assert permanent_reason(first) is None

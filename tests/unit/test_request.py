@@ -8,13 +8,14 @@ import pytest
 from celery.worker import state
 
 from feedmill.shared.broker import CLASSIFY_TASK, format_arguments
-from feedmill.shared.messages import Classification, PostError
+from feedmill.shared.messages import PostError
 from feedmill.shared.settings import Settings
 from feedmill.workers.app import make_worker_app
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.runtime.request import ClassifyRequest, check, withdrawn
 from feedmill.workers.runtime.task import CURRENT_MESSAGE, classify_task
 from tests.fakes.hostile_messages import good, protocol_1
+from tests.support import make_classification
 
 BODY = "private text"
 
@@ -46,11 +47,6 @@ def test_rejects_a_time_that_celery_cannot_convert(start: Any) -> None:
     (whole["headers"] or whole["body"])["eta"] = "9999-12-31T23:59:59-12:00"
     with pytest.raises(OverflowError):
         check(message)
-
-
-def test_leaves_messages_without_a_task_to_celery() -> None:
-    for body in ({"id": 5}, 5, [1, 2, 3]):
-        check(SimpleNamespace(headers={}, payload=body))
 
 
 def request(
@@ -117,10 +113,7 @@ def test_is_revoked_by_stamps_of_any_type(
 
 
 def test_ignored_result_is_a_summary() -> None:
-    found = Classification(
-        id="a", label="food", scores={"food": 1.0}, model="m", revision=None, weights="00", fingerprint="f",
-        classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
-    )  # fmt: skip
+    found = make_classification("a", scores={"food": 1.0})
     message = Message({"posts": [{"id": "a", "title": "A title"}, {"id": "b"}]}, None)
     message.set_outcome(0, found)
     message.set_outcome(1, PostError(id="b", error="no text"))

@@ -5,10 +5,11 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from feedmill.shared.messages import Classification, Post
+from feedmill.shared.messages import Post
 from feedmill.shared.results import Result
 from feedmill.shared.topics import TOPICS
 from feedmill.stack.demo import SAMPLE_ROWS, random_sample, sample_posts
+from tests.support import make_classification
 
 README = Path(__file__).parent.parent.parent / "README.md"
 
@@ -22,18 +23,8 @@ def test_sample_posts_cover_topics_and_lengths() -> None:
 
 
 def labelled(post: Post, label: str) -> Result:
-    found = Classification(
-        id=post.id,
-        label=label,
-        scores={label: 1.0},
-        model="m",
-        revision=None,
-        weights="0" * 64,
-        fingerprint="f" * 32,
-        classified_at=0.0,
-        worker="w",
-        device="cpu",
-        queued_seconds=None,
+    found = make_classification(
+        post.id, label=label, scores={label: 1.0}, weights="0" * 64, fingerprint="f" * 32, classified_at=0.0
     )
     return Result(post, found)
 

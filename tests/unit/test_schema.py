@@ -21,7 +21,6 @@ from feedmill.shared.errors import PostRefused
 from feedmill.shared.messages import MESSAGE_VERSION, Classification, ClassifyOptions, Post, PostError
 from feedmill.shared.schema import FOLDER, Request
 from feedmill.workers.pipeline.message import Message
-from tests.support import make_posts
 
 SCHEMAS = {path.name: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
 REQUEST, RESULT = (Draft202012Validator(SCHEMAS[name]) for name in ("request.json", "result.json"))
@@ -77,14 +76,6 @@ def test_models_accept_posts_that_the_schema_accepts(fields: dict[str, Any], tit
     check_accepted({"posts": [{"id": "1"} | fields]})
 
 
-@given(st.sampled_from([*sorted(ClassifyOptions.model_fields), "lables"]), values)
-@example("labels", "a, b ,")
-@example("labels", {"a": ["b", "c"], "d": "e"})
-@example("template", "On {}." + "x" * 494)
-def test_models_accept_options_that_the_schema_accepts(option: str, value: Any) -> None:
-    check_accepted({"posts": [GOOD], option: value})
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -97,12 +88,6 @@ def test_models_accept_options_that_the_schema_accepts(option: str, value: Any) 
 def test_schema_refuses_what_models_refuse(wrong: dict[str, Any]) -> None:
     assert model_errors({"posts": [GOOD]} | wrong)
     assert not REQUEST.is_valid({"posts": [GOOD]} | wrong)
-
-
-def test_accepts_messages_of_producers() -> None:
-    options = ClassifyOptions.parse({"labels": {"tea": ["tea", "a cup"], "cars": "cars"}, "template": "On {}."})
-    posts = [post.model_dump(mode="json", exclude_defaults=True) for post in make_posts(50)]
-    REQUEST.validate({"posts": posts, "version": MESSAGE_VERSION, **options.arguments()})
 
 
 def documented() -> Iterator[tuple[str, dict[str, Any]]]:

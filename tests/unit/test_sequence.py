@@ -79,13 +79,6 @@ def test_rejects_options_of_zero_shot_models(tmp_path: Path) -> None:
             classifier.label_set(ClassifyOptions.parse(options))
 
 
-def test_accepts_its_own_labels(tmp_path: Path) -> None:
-    """A model trained on a zero-shot model's results accepts the messages that were sent to the zero-shot model."""
-    own = ["MIXED", "NEGATIVE", "POSITIVE"]
-    classifier = loaded(make_model("bert", tmp_path, LABELS), labels=",".join(own))
-    assert classifier.label_set(ClassifyOptions.parse({"labels": own})) is classifier.label_set(ClassifyOptions())
-
-
 @pytest.mark.parametrize(
     ("labels", "reason"),
     [

@@ -8,7 +8,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-from feedmill.shared.errors import ModelError, SettingsError
+from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import MAX_LABEL_SETS
@@ -155,21 +155,6 @@ def test_prompts_by_name_match_sentence_transformers(tmp_path: Path, name: str |
     assert torch.allclose(torch.tensor([list(each.values()) for each in found]), of_posts @ of_labels.T, atol=1e-5)
 
 
-@pytest.mark.parametrize("dimensions", [1, 5, 16])
-def test_truncated_embeddings_match_sentence_transformers(tmp_path: Path, dimensions: int) -> None:
-    """The dimensions come from the setting, or else from the model's configuration."""
-    by_setting = Settings(truncate_dim=dimensions), prompted(tmp_path / "setting", truncate_dim=3)
-    by_config = Settings(), prompted(tmp_path / "config", truncate_dim=dimensions)
-    for settings, folder in (by_setting, by_config):
-        ours = Similarity(Weights("m", folder, None, "00"), FP32, settings)
-        with torch.inference_mode():
-            found = ours.embed([rows[0].tokens for rows in ours.prepare(TEXTS, ours.label_set(ClassifyOptions()))])
-        library = SentenceTransformer(str(folder), device="cpu", truncate_dim=settings.truncate_dim)
-        expected = library.encode(TEXTS, convert_to_tensor=True, normalize_embeddings=True)
-        assert found.shape == (len(TEXTS), dimensions)
-        assert torch.allclose(found, expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["query", None])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_generative_embedders_match_sentence_transformers(tmp_path: Path, side: str, name: str | None) -> None:
@@ -184,12 +169,6 @@ def test_generative_embedders_match_sentence_transformers(tmp_path: Path, side: 
     library = SentenceTransformer(str(folder), device="cpu")
     expected = library.encode(TEXTS, prompt_name=name, convert_to_tensor=True, normalize_embeddings=True)
     assert torch.allclose(found, expected, atol=1e-5)
-
-
-def test_rejects_an_unknown_prompt_name(tmp_path: Path) -> None:
-    weights = Weights("m", prompted(tmp_path), None, "00")
-    with pytest.raises(SettingsError, match=naming("FEEDMILL_LABEL_PROMPT", "passage", "Retrieval-passage")):
-        Similarity(weights, FP32, Settings(label_prompt="passage"))
 
 
 def test_rejects_more_dimensions_than_the_model_has(tmp_path: Path) -> None:
@@ -217,14 +196,6 @@ def test_recipe_of_the_default_settings_is_stable(classifier: Similarity) -> Non
     assert classifier.label_set(ClassifyOptions()).recipe == "2cbd59be497812017a0c67b09a8a449c"
 
 
-def test_embedded_model_matches_sentence_transformers(classifier: Similarity) -> None:
-    rows = [rows[0].tokens for rows in classifier.prepare(TEXTS, classifier.label_set(ClassifyOptions()))]
-    with torch.inference_mode():
-        found = classifier.embed(rows)
-    library = SentenceTransformer(str(locate(EMBEDDED_MODEL).folder), device="cpu")
-    assert torch.allclose(found, library.encode(TEXTS, convert_to_tensor=True), atol=1e-5)
-
-
 def test_descriptions_of_a_label_are_averaged(classifier: Similarity) -> None:
     (found,) = scores(classifier, TEXTS[:1], labels={"a": ["sports", "matches"]}, multi_label=True)
     texts = ["This post is about sports.", "This post is about matches."]
@@ -232,24 +203,6 @@ def test_descriptions_of_a_label_are_averaged(classifier: Similarity) -> None:
     between = described[0][2]
     expected = (post[1] + post[2]) / torch.sqrt(2 + 2 * between)
     assert found["a"] == pytest.approx(expected.item(), abs=1e-5)
-
-
-BROKEN: list[tuple[dict[str, str], str]] = [
-    ({"modules.json": "{"}, r"modules\.json"),
-    ({"modules.json": "[]"}, "0 pooling"),
-    ({"modules.json": '[{"type": "sentence_transformers.models.LSTM"}]'}, "LSTM"),
-    ({"modules.json": '[{"type": "a.Pooling", "path": "p"}]'}, r"p/config\.json"),
-    ({"modules.json": '[{"type": "a.Pooling", "path": "p"}]', "p/config.json": '{"pooling_mode": "odd"}'}, "'odd'"),
-]
-
-
-@pytest.mark.parametrize(("files", "named"), BROKEN)
-def test_rejects_unsupported_sentence_models(tmp_path: Path, files: dict[str, str], named: str) -> None:
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ModelError, match=named):
-        Similarity(Weights("m", tmp_path, None, "00"), FP32, Settings())
 
 
 def test_rejects_unsupported_dense_layers(tmp_path: Path) -> None:
@@ -266,13 +219,3 @@ def test_rejects_unsupported_dense_layers(tmp_path: Path) -> None:
     (folder / "2_Dense" / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match=naming("2_Dense", "model.safetensors")):
         Similarity(Weights("m", folder, None, "00"), FP32, Settings())
-
-
-def test_recipe_depends_on_pooling_and_dense_layers(tmp_path: Path) -> None:
-    """The models differ only in pooling and dense layers; their transformers have the same weights."""
-    recipes = set()
-    for number, (pooling, dense) in enumerate([("mean", 0), ("max", 0), ("mean", 16), ("mean", 8)]):
-        folder = make_sentence_model(tmp_path / str(number), pooling={"pooling_mode": pooling}, dense=dense)
-        made = Similarity(Weights("m", folder, None, "00"), FP32, Settings())
-        recipes.add(made.label_set(ClassifyOptions()).recipe)
-    assert len(recipes) == 4

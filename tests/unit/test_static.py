@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, StaticEmbedding
 from tokenizers import Tokenizer
 
-from feedmill.shared.errors import ModelError, SettingsError
+from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers.registry import load_classifier
@@ -125,22 +125,6 @@ def test_model2vec_folders_leave_out_unknown_tokens(tmp_path: Path, make_tokeniz
     assert not found[2].any()
     averaged = embed(load(save_static(tmp_path / "other", make_tokenizer())), [text, "food sports"])
     assert not torch.allclose(averaged[0], averaged[1], atol=1e-3)
-
-
-def test_default_precision_is_float32(tmp_path: Path) -> None:
-    folder = save_static(tmp_path / "model", models._bert())
-    half = FP32._replace(dtype=torch.bfloat16, automatic=True)
-    assert load_classifier(Settings(model=str(folder)), half).device.dtype == torch.float32
-    chosen = load_classifier(Settings(model=str(folder)), half._replace(automatic=False))
-    assert chosen.device.dtype == torch.bfloat16
-    assert isinstance(chosen, Similarity)
-    assert torch.allclose(embed(chosen, TEXTS), embed(load(folder), TEXTS), atol=0.03)
-
-
-def test_rejects_other_engines(tmp_path: Path) -> None:
-    folder = save_static(tmp_path / "model", models._bert())
-    with pytest.raises(SettingsError, match=naming("FEEDMILL_ENGINE", "onnx")):
-        load(folder, engine="onnx")
 
 
 def test_rejects_unusable_tables(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.shared.errors import SettingsError, StackError
+from feedmill.shared.errors import StackError
 from feedmill.shared.settings import Settings
 from feedmill.stack import processes
 from feedmill.stack.devices import Share
@@ -108,11 +108,6 @@ def test_workers_get_settings_and_devices(monkeypatch: pytest.MonkeyPatch, capsy
         "FEEDMILL_METRICS_PORT=9111",
         "CUDA_VISIBLE_DEVICES=7",
     }
-
-
-def test_rejects_ports_beyond_65535() -> None:
-    with pytest.raises(SettingsError, match=r"\b65534\b"):
-        supervised("true", metrics_port=65535)
 
 
 def test_forwards_output_in_marked_bounded_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,22 +10,16 @@ from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     BartForSequenceClassification,
-    FNetConfig,
-    T5Config,
-    T5EncoderModel,
-    XLNetConfig,
 )
 
-from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError
+from feedmill.shared.errors import DeviceFull, DeviceLost
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import device_errors, packing
 from feedmill.workers.models.engines.network import (
     LOGITS,
     OFFSET_POSITION_TYPES,
-    POOLINGS,
     Network,
     max_row_tokens,
-    pool,
     read_config,
 )
 from feedmill.workers.models.engines.packing import PACKABLE_TYPES, Run, attend, padded_for_attention
@@ -212,31 +206,6 @@ def test_decoders_read_the_last_token_of_each_row(tmp_path: Path) -> None:
     together = engine.forward(rows)
     for number, row in enumerate(rows):
         assert torch.allclose(together[number], engine.forward([row])[0], atol=1e-5)
-
-
-@pytest.mark.parametrize("config", [XLNetConfig(), FNetConfig()])
-def test_rejects_models_that_depend_on_padding(tmp_path: Path, config: Any) -> None:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=config.model_type):
-        engine_of(tmp_path)
-
-
-def test_sequence_to_sequence_models_use_the_encoder(tmp_path: Path) -> None:
-    torch.manual_seed(7)
-    config = T5Config(vocab_size=60, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4)
-    T5EncoderModel(config).save_pretrained(tmp_path)
-    engine = engine_of(tmp_path)
-    rows = rows_of(3, 9)
-    assert torch.allclose(engine.forward(rows)[0], engine.forward(rows[:1])[0], atol=1e-5)
-
-
-@pytest.mark.parametrize("way", sorted(POOLINGS))
-def test_pooling_ignores_padding(way: str) -> None:
-    states = torch.randn(2, 4, 8)
-    mask = torch.tensor([[True] * 4, [True, True, False, False]])
-    together = pool(states, mask, (way,))
-    assert torch.allclose(together[0], pool(states[:1], None, (way,))[0])
-    assert torch.allclose(together[1], pool(states[1:, :2], None, (way,))[0])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from feedmill.shared.errors import UserError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.workers.training import Report
@@ -18,7 +17,6 @@ from feedmill.workers.training.examples import Dataset, Example
 from feedmill.workers.training.finetune import Order, Trained, Training
 from feedmill.workers.training.options import TrainOptions
 from tests.fakes.models import make_model
-from tests.support import naming
 
 LABELS = ("food", "sports", "travel")
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
@@ -126,15 +124,6 @@ def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> No
     assert_same(resumed.model, straight.model, tolerance=0.0)
 
 
-def test_out_of_memory_names_what_to_set(still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(Training, "_loss_of_step", full)
-    with pytest.raises(UserError, match=naming("--batch-size", 16, "--accumulation")):
-        trained(still, tmp_path / "out")
-
-
 def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:
     lengths = [random.Random(number).randrange(5, 100) for number in range(203)]
     order = Order(lengths, 16, seed=3)
@@ -177,19 +166,6 @@ def test_learns_soft_labels(base: Path, tmp_path: Path) -> None:
     with torch.inference_mode():
         predicted = found.model.eval()(**tokens).logits.softmax(-1)
     torch.testing.assert_close(predicted, torch.tensor([[0.6, 0.3, 0.1]] * 2), atol=0.08, rtol=0)
-
-
-def test_class_weights_balance_rare_labels(base: Path, tmp_path: Path) -> None:
-    some = [example for example in examples(90) if example.label != "food"] + examples(9)
-    training = Training(
-        Dataset(LABELS, some, [], [], {}),
-        options_of(base, tmp_path / "out", class_weights=True),
-        Settings(device="cpu"),
-    )
-    assert training._class_weights is not None
-    by_label = dict(zip(LABELS, training._class_weights.tolist(), strict=True))
-    assert by_label["food"] == pytest.approx(11 * by_label["sports"])
-    assert sum(by_label[example.label] for example in some) == pytest.approx(len(some))
 
 
 def test_early_stopping_ends_training(base: Path, tmp_path: Path) -> None:

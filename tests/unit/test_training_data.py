@@ -15,7 +15,7 @@ from feedmill.export.batches import batch_of, schema_of
 from feedmill.export.columns import COLUMNS
 from feedmill.reading.rows import ResultRow
 from feedmill.shared import logs
-from feedmill.shared.errors import InputError, UserError
+from feedmill.shared.errors import InputError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.tables.writing import open_writer
@@ -81,13 +81,6 @@ def test_splits_by_time_or_subreddit() -> None:
     assert not sides[0] & sides[1]
 
 
-def test_early_stopping_holds_back_posts() -> None:
-    found = make_dataset(many(400), None, options_of(patience=2, split="random"))
-    assert 10 < len(found.validation) < 60
-    assert len(found.train) + len(found.validation) + len(found.test) == 400
-    assert not ids(found.validation) & (ids(found.train) | ids(found.test))
-
-
 @pytest.mark.parametrize(
     ("examples", "options", "named"),
     [
@@ -103,15 +96,6 @@ def test_early_stopping_holds_back_posts() -> None:
 def test_rejects_unsuitable_training_data(examples: list[Example], options: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         make_dataset(examples, None, options_of(**options))
-
-
-@pytest.mark.parametrize(
-    ("given", "option"),
-    [({"epochs": 0}, "epochs"), ({"split": "luck"}, "split"), ({"learning": 1}, "learning"), ({"out": None}, "out")],
-)
-def test_invalid_options_are_named(given: dict[str, Any], option: str) -> None:
-    with pytest.raises(UserError, match=f"{option}: "):
-        TrainOptions.parse({"from": "x", "out": "y"} | given)
 
 
 def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,16 +175,6 @@ def test_reads_a_file_of_posts_and_a_test_file(tmp_path: Path) -> None:
     assert found.tested is not None
     assert [(each.post.id, each.label) for each in found.tested] == [("9", "a")]
     assert collected(path, limit=2).provenance.read == 2
-
-
-def test_reads_files_with_chosen_columns_and_encoding(tmp_path: Path) -> None:
-    path = tmp_path / "posts.csv"
-    path.write_text("key;heading;comment;topic\n7;Café;très bien;a\n", encoding="cp1252")
-    options = {"id_column": "key", "title_column": "heading", "body_column": "comment", "encoding": "cp1252"}
-    found = collected(path, test=str(path), **options)
-    assert found.tested is not None
-    for (each,) in (found.examples, found.tested):
-        assert (each.post.id, each.post.title, each.post.body) == ("7", "Café", "très bien")
 
 
 @pytest.mark.parametrize(

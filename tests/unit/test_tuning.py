@@ -1,12 +1,10 @@
 """workers/pipeline/tuning.py: forming batches, combining rounds, and skipping sizes that do not fit."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from feedmill.shared import linux
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import LabelSet, Row
 from feedmill.workers.models.tokenizer import Tokens
@@ -102,16 +100,6 @@ def test_alternates_direction_and_keeps_medians(monkeypatch: pytest.MonkeyPatch)
         assert [point.seconds for point in found.curve(kind).points] == pytest.approx(seconds)
 
 
-def test_skips_sizes_beyond_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(best=1024, memory=1100)
-    found, _ = measured(monkeypatch, device, texts(*[50] * 1000), rounds=2)
-    assert values(found.curve(BATCH_SIZE)) == [5, 10, 15, 20]
-    assert found.curve(BATCH_SIZE).full == 25
-    assert values(found.curve(TOKEN_BUDGET)) == [512, 1024]
-    assert found.curve(TOKEN_BUDGET).full == 2048
-    assert found.curve(TOKEN_BUDGET).settled
-
-
 @pytest.mark.parametrize(
     ("unfilled", "fastest", "settled"), [(None, 2048, True), (4096, 2048, False), (4096, 1024, True)]
 )
@@ -122,9 +110,3 @@ def test_knee_is_unsettled_with_too_few_posts(unfilled: int | None, fastest: int
         for value in (512, 1024, 2048)
     ]
     assert Curve(points, None, unfilled).settled is settled
-
-
-def test_peak_memory_is_none_if_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(linux, "PROC", tmp_path)
-    found, _ = measured(monkeypatch, Device(best=1024), texts(*[5] * 5))
-    assert [point.peak_mb for point in found.curve(BATCH_SIZE).points] == [None]

@@ -13,12 +13,12 @@ from feedmill.producers.reddit.source import RedditSource
 from feedmill.producers.reddit.state import ReplacedSubreddit, State
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.messages import Classification, ClassifyOptions, Post, fingerprint
+from feedmill.shared.messages import ClassifyOptions, Post, fingerprint
 from feedmill.shared.results import Result
 from feedmill.shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
-from tests.support import RedisServer, body_of
+from tests.support import RedisServer, body_of, make_classification
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 TOPICS = {"food": ("cooking", "baking", "recipes"), "sport": ("tennis", "chess", "golf")}
@@ -93,8 +93,7 @@ class House:
 
 
 def result(post: Post, label: str = "x") -> Result:
-    found = Classification(
-        id=post.id, label=label, scores={label: 1.0}, model="m", revision=None, weights="w",
-        fingerprint=fingerprint(post, "r"), classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
-    )  # fmt: skip
+    found = make_classification(
+        post.id, label=label, scores={label: 1.0}, weights="w", fingerprint=fingerprint(post, "r")
+    )
     return Result(post, found)
