@@ -174,63 +174,45 @@ def body_of(message: str | bytes) -> Any:
 
 
 class RedisServer:
-    """A redis-server on loopback with a password and without persistence."""
+    """A redis-server on loopback, by default without persistence. password: empty for none."""
 
-    def __init__(self, path: str, folder: Path, configuration: str = "") -> None:
+    def __init__(self, path: str, folder: Path, configuration: str = "", password: str = PASSWORD) -> None:
         self.port = free_port()
         self.version = server_version(path)[1]
-        self.url = f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0"
-        basic = f'bind 127.0.0.1\nport {self.port}\nrequirepass {PASSWORD}\nsave ""\ndir "{folder}"\n'
-        self._child = Child("redis", [path, "-"], folder, dict(os.environ), stdin=basic + configuration)
+        self.url = f"redis://{f':{password}@' if password else ''}127.0.0.1:{self.port}/0"
+        self._path, self._folder = path, folder
+        basic = f'bind 127.0.0.1\nport {self.port}\nrequirepass "{password}"\nsave ""\ndir "{folder}"\n'
+        self._configuration = basic + configuration
         self.client = Redis.from_url(self.url, decode_responses=True)
-        self._child.wait_until(self._answers)
-
-    def _answers(self) -> bool:
-        with suppress(Exception):
-            return bool(self.client.ping())
-        return False
-
-    def stop(self) -> None:
-        self.client.close()
-        self._child.stop(10)
-
-    def kill(self) -> None:
-        """End the server with SIGKILL."""
-        self._child.kill()
-
-
-class Restartable:
-    """A persistent redis-server on loopback that can be killed and restarted."""
-
-    def __init__(self, path: str, folder: Path, appendfsync: str = "always") -> None:
-        self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = Redis.from_url(self.url, decode_responses=True)
-        self.folder, self._path = folder, path
-        self._configuration = (
-            f'bind 127.0.0.1\nport {self.port}\nsave ""\nappendonly yes\nappendfsync {appendfsync}\ndir "{folder}"\n'
-        )
         self.start()
 
     def start(self) -> None:
-        self.child = Child("redis", [self._path, "-"], self.folder, dict(os.environ), stdin=self._configuration)
-        wait_until(self._answers, "Redis answers")
+        self.child = Child("redis", [self._path, "-"], self._folder, dict(os.environ), stdin=self._configuration)
+        self.child.wait_until(self._answers)
 
     def _answers(self) -> bool:
         with suppress(Exception):
             return bool(self.client.ping())
         return False
-
-    def signal(self, which: signal.Signals) -> None:
-        os.kill(self.child.process.pid, which)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.child.process.wait()
 
     def stop(self) -> None:
         self.client.close()
         self.child.stop(10)
+
+    def kill(self) -> None:
+        """End the server with SIGKILL."""
+        self.child.kill()
+
+
+class Restartable(RedisServer):
+    """A persistent redis-server without a password that can be killed and restarted."""
+
+    def __init__(self, path: str, folder: Path, appendfsync: str = "always") -> None:
+        self.folder = folder
+        super().__init__(path, folder, f"appendonly yes\nappendfsync {appendfsync}\n", password="")
+
+    def signal(self, which: signal.Signals) -> None:
+        os.kill(self.child.process.pid, which)
 
 
 class Authority:
@@ -333,9 +315,7 @@ def wait_for_replies(app: Celery, workers: int = 1) -> None:
 
 
 @contextmanager
-def working(
-    redis: RedisServer | Restartable, cwd: Path, name: str = "worker", **environment: str
-) -> Iterator[Feedmill]:
+def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: str) -> Iterator[Feedmill]:
     """Run a real worker on the test's Redis. Yields once it is ready."""
     with running("worker", "--name", name, cwd=cwd, FEEDMILL_REDIS_URL=redis.url, **environment) as worker:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")

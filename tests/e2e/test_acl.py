@@ -326,18 +326,6 @@ def test_producers_and_readers_bring_no_code_to_redis(guarded: Guarded, user: st
     guarded.client.acl_log_reset()
 
 
-def test_enqueue_without_functions_says_to_start_a_worker(system_server: str, tmp_path: Path) -> None:
-    users = {user: f"{user}-secret" for user in ("worker", "producer", "reader")}
-    server = Guarded(system_server, tmp_path, rules(**users))  # a worker would load them again
-    try:
-        url = server.as_user("producer")
-        said = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(1)), FEEDMILL_REDIS_URL=url)
-    finally:
-        server.stop()
-    assert "user producer may not load them. Start a worker of this version first." in said.stderr
-    assert "Traceback" not in said.stderr
-
-
 def test_redis_does_not_start_with_placeholder_passwords(system_server: str, tmp_path: Path) -> None:
     said = subprocess.run(
         [system_server, "-"],

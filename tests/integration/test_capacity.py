@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from feedmill.monitoring import watch
-from feedmill.monitoring.capacity import Memory, estimate_memory, span
+from feedmill.monitoring.capacity import Memory, estimate_memory
 from feedmill.shared.results import HOUR_S, ResultsStore
 from feedmill.shared.retention import measure
 from feedmill.shared.settings import DAY_S, Settings
@@ -52,24 +52,6 @@ def test_forecasts_full_memory_at_the_current_rate(server: RedisServer) -> None:
 
 
 @pytest.mark.usefixtures("store")
-def test_forecast_counts_entries_until_the_stream_is_full(server: RedisServer) -> None:
-    info: Any = server.client.info("memory")
-    server.client.config_set("maxmemory", info["used_memory"] + 10**9)
-    try:
-        growing, trimmed = (
-            estimate_memory(server.client, Settings.model_validate({"results_stream_length": length}), RATE)[0]
-            for length in (10**9, 1)
-        )
-    finally:
-        server.client.config_set("maxmemory", 0)
-    assert growing
-    assert trimmed
-    assert growing.full_seconds
-    assert trimmed.full_seconds
-    assert growing.full_seconds < trimmed.full_seconds
-
-
-@pytest.mark.usefixtures("store")
 def test_memory_within_the_bounds_never_fills(server: RedisServer) -> None:
     """At a rate that would need terabytes, results and sent records are dropped instead."""
     bounds = Settings()
@@ -91,14 +73,6 @@ def test_warns_if_the_rate_needs_more_than_the_limit(server: RedisServer) -> Non
     assert watch._lasting(found._replace(full_seconds=None)) == (True, found.warning)
 
 
-def test_uses_the_machines_memory_without_maxmemory(server: RedisServer) -> None:
-    found, _ = estimate_memory(server.client, Settings(), 0.0)
-    assert found
-    assert found.machine
-    assert "maxmemory" in str(found)
-    assert found.full_seconds is None
-
-
 @pytest.mark.parametrize(
     ("seconds", "well", "said"),
     [
@@ -113,7 +87,3 @@ def test_health_warns_below_a_day_and_fails_below_an_hour(seconds: float | None,
     assert found[0] == well
     assert said in found[1]
     assert ("maxmemory" in found[1]) == (seconds is not None and seconds < DAY_S)
-
-
-def test_formats_a_duration_in_one_unit() -> None:
-    assert [span(seconds) for seconds in (1, 200, 3 * HOUR_S, 3 * DAY_S)] == ["1 s", "3 min", "3 h", "3 days"]

@@ -49,20 +49,6 @@ def label(session: Session, count: int) -> list[Answer]:
     return picks
 
 
-def test_answers_improve_the_head() -> None:
-    posts = pool(prior_blur=3.0)
-    none, some = accuracy(posts, []), accuracy(posts, [answer(place) for place in range(10 * LABELS)])
-    assert some > none + 0.1
-
-
-def test_the_head_is_a_linear_layer_on_embeddings() -> None:
-    vectors = normalize(torch.randn(60, 8, generator=torch.Generator().manual_seed(3)), dim=1)
-    posts = Pool(vectors, vectors[:3])
-    answers = [Answer(place, RANDOM, place % 3) for place in range(20)]
-    weight, bias = posts.head(answers)
-    assert (vectors @ weight.T + bias).argmax(1).tolist() == posts.predict(answers, range(60))
-
-
 def test_every_fifth_pick_is_random_and_none_repeats() -> None:
     session = Session(pool(), LABELS, seed=7)
     picks = label(session, FIRST_ROUND + 2 * ROUND_POSTS)
@@ -80,12 +66,6 @@ def test_later_picks_are_uncertain() -> None:
     answers = [Answer(place, RANDOM, place % 2) for place in range(20)]
     (pick,) = posts.pick(answers, 1, seed=7)
     assert pick.place >= 160
-
-
-def test_all_posts_are_picked_in_the_end() -> None:
-    session = Session(pool(), LABELS, seed=7)
-    assert {pick.place for pick in label(session, POSTS)} == set(range(POSTS))
-    assert session.next() is None
 
 
 def test_undo_shows_the_last_post_again() -> None:
@@ -121,14 +101,3 @@ def test_accuracy_is_that_of_random_posts_that_the_head_has_not_seen() -> None:
     other.next()
     assert other.measured
     assert other.measured.accuracy == pytest.approx(0.0, abs=1 - session.measured.accuracy)
-
-
-@pytest.mark.parametrize(("shift", "right"), [(0, 1.0), (1, 0.0)])
-def test_measures_zero_shot_on_the_same_posts(shift: int, right: float) -> None:
-    """The sentences are those of the posts' labels, or of the next label."""
-    sentences = torch.eye(LABELS)
-    session = Session(Pool(sentences[TRUTH], sentences.roll(shift, 0)), LABELS, seed=7)
-    label(session, FIRST_ROUND)
-    session.next()
-    assert session.measured
-    assert session.measured.zero_shot == right

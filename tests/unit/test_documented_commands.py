@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 from typer.main import get_command
 
 from feedmill.cli.main import app
@@ -35,20 +34,6 @@ class Shown(NamedTuple):
     page: str
     words: tuple[str, ...]
     whole: bool
-
-
-@pytest.mark.parametrize(
-    ("line", "commands"),
-    [
-        ("cat ids.txt | FEEDMILL_QUEUE=mine feedmill enqueue - < more.txt  # and more", [("feedmill", "enqueue", "-")]),
-        ("(cd x && feedmill purge ID…); .venv/bin/feedmill up", [("feedmill", "purge", "ID…"), ("feedmill", "up")]),
-        ("kubectl --namespace feedmill exec deploy/metrics -- feedmill health", [("feedmill", "health")]),
-        ("pip install 'feedmill[worker]'", []),
-        ("a user's feedmill", []),
-    ],
-)
-def test_extracts_commands_from_a_shell_line(line: str, commands: list[tuple[str, ...]]) -> None:
-    assert list(commands_in(line, "feedmill")) == commands
 
 
 def test_documented_commands_parse() -> None:

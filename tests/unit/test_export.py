@@ -12,18 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from feedmill.export.batches import TYPES, batch_of, schema_of
+from feedmill.export.batches import TYPES, schema_of
 from feedmill.export.columns import COLUMNS, ExportFilter, label_set_of
-from feedmill.export.files import STATE_FILE, Layout, opened, purge
+from feedmill.export.files import Layout, opened
 from feedmill.export.rewriting import PostKey, copy_rows, post_keys
 from feedmill.producers import exported
 from feedmill.producers.files import Source
-from feedmill.producers.records import BadRecord
 from feedmill.reading.rows import ResultRow
-from feedmill.shared.errors import UserError
 from feedmill.shared.messages import Post
 from feedmill.shared.scripts.stream import Place
-from tests.support import make_classification, naming
+from tests.support import make_classification
 
 FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "''=1", "'twas", "\uff1d1", "a=1", "'")
 
@@ -119,11 +117,6 @@ def test_parquet_matches_jsonl(tmp_path: Path) -> None:
     assert (other["topic"], other["score"], other["nsfw"], other["body"]) == (None, None, False, "")
 
 
-def test_writes_the_latest_possible_date() -> None:
-    latest = Post(id="1", title="t", created_utc=253_402_300_799)
-    assert batch_of([row(latest)], schema_of(COLUMNS)).column("date")[0].as_py().year == 9999
-
-
 @pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
 def test_copies_without_removed_posts(tmp_path: Path, form: str) -> None:
     ids = [f"={number}" for number in range(20)]
@@ -133,23 +126,6 @@ def test_copies_without_removed_posts(tmp_path: Path, form: str) -> None:
     assert [post.id for post in post_keys(copy, form)] == [post_id for post_id in ids if post_id not in ("=3", "=17")]
     copy_rows(copy, again, form, iter([True] * 18))
     assert again.read_bytes() == copy.read_bytes()
-
-
-def test_labels_of_other_files_are_topics(tmp_path: Path) -> None:
-    path = tmp_path / "other.csv"
-    path.write_bytes(b"id,title,label,scores,permalink\r\n1,'=a,food,{},p\r\n")
-    (post,) = Source(str(path)).items()
-    assert isinstance(post, Post)
-    assert (post.topic, post.title, post.url) == ("food", "'=a", "p")
-
-
-def test_reports_a_row_with_an_invalid_date(tmp_path: Path) -> None:
-    path = written(tmp_path / "out.jsonl", [row(FULL), row(BARE)])
-    path.write_text(path.read_text().replace('"date":"2023-', '"date":"about 2023-', 1))
-    bad, good = Source(str(path)).items()
-    assert isinstance(bad, BadRecord)
-    assert bad.reason.startswith("created_utc: ")
-    assert good == BARE
 
 
 def test_schema_equals_the_documented_one() -> None:
@@ -171,12 +147,6 @@ KINDS = {
     "true or false": pa.bool_(),
     "map of text to number": pa.map_(pa.string(), pa.float64()),
 }
-
-
-def test_refuses_to_purge_an_export_with_damaged_state(tmp_path: Path) -> None:
-    (tmp_path / STATE_FILE).write_text("{")
-    with pytest.raises(UserError, match=naming(STATE_FILE)):
-        purge(tmp_path, NoTombstones())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])

@@ -141,12 +141,6 @@ def test_counts_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"^left out: 1 row, first in line 6: 3 fields", shown, re.MULTILINE)
 
 
-def test_rows_without_text_are_no_failure(tmp_path: Path) -> None:
-    path = tmp_path / "in.csv"
-    path.write_text("id,text\n1,good\n2,\n3,[deleted]\n")
-    assert not label_file(path, tmp_path / "out.csv").has_failures
-
-
 def test_adds_a_column_for_each_label(tmp_path: Path) -> None:
     first, second, third = csv.reader(io.StringIO(written(tmp_path, 'text\ngood\n""\n', scores=True)))
     assert first == ["text", "label", "label_score", "score_good", "score_bad"]
@@ -186,13 +180,6 @@ def test_json_with_lone_surrogates_is_written(tmp_path: Path) -> None:
     assert written(tmp_path, data, "out.csv").splitlines()[1] == "good ?,1,good,0.9"
     written(tmp_path, data, "out.parquet")
     assert pq.read_table(tmp_path / "out.parquet").to_pylist()[0]["title"] == "good ?"
-
-
-def test_csv_cells_become_strings(tmp_path: Path) -> None:
-    data = ",text,a,a\n007,good,,x\n8\n"
-    first, second = (json.loads(line) for line in written(tmp_path, data, "out.jsonl").splitlines())
-    assert first == {"column_1": "007", "text": "good", "a": "", "a_4": "x", "label": "good", "label_score": 0.9}
-    assert list(second.values()) == ["8", "", "", "", None, None]
 
 
 def test_parquet_keeps_the_types_of_json(tmp_path: Path) -> None:
@@ -260,10 +247,6 @@ def test_damaged_parquet_keeps_the_rows_before_the_damage(
     assert pq.read_table(tmp_path / "out.parquet")["label"].to_pylist() == ["good", None, "bad", "good"]
 
 
-def test_utf16_input_is_marked_as_utf8(tmp_path: Path) -> None:
-    assert written(tmp_path, "text\ngood\n".encode("utf-16")).startswith("\ufefftext,")
-
-
 def test_reads_chosen_columns_in_any_case(tmp_path: Path) -> None:
     data = 'Title,"My Comment\n(free)"\ngood,no\n'
     found = written(tmp_path, data, text=(None, "my comment (FREE)"))
@@ -291,11 +274,6 @@ def test_marks_bytes_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(InputError, match="--encoding"):
         written(tmp_path, "text,Gr\udcf6ße\ngood,1\n".encode("utf-8", "surrogateescape"))
     assert written(tmp_path, "text,Größe\ngood,1\n".encode("cp1252"), encoding="cp1252").startswith("\ufefftext,Größe,")
-
-
-def test_limits_the_rows(tmp_path: Path) -> None:
-    assert len(written(tmp_path, 'text\ngood\nno\n""\nx\n', limit=3).splitlines()) == 4
-    assert len(written(tmp_path, RECORDS, limit=1).splitlines()[0].split(",")) == 8
 
 
 @pytest.mark.parametrize("kept", ["csv", "json"])

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from http.client import HTTPConnection
@@ -237,12 +236,6 @@ def test_rejects_an_address_of_another_machine() -> None:
         serve(settings, [], list, list)
     with pytest.raises(SettingsError, match="^--metrics-address: "):
         load(metrics_address="http://here")
-
-
-def test_serving_needs_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(UserError, match=naming("prometheus-client", "feedmill[monitor]")):
-        serve(Settings(), [], list, list)
 
 
 # Dashboard and alerts.

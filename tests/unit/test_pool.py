@@ -25,26 +25,6 @@ def pool() -> DevicePool:
     return made
 
 
-def test_room_in_bytes_follows_the_post_size(pool: DevicePool) -> None:
-    assert pool.room() == (64, 64 * 300)
-    for _ in range(1000):
-        pool._learn_size(1, 2000)
-    assert pool.room()[1] == pytest.approx(64 * 2000, rel=0.05)
-
-
-def test_large_message_counts_for_all_its_posts(pool: DevicePool) -> None:
-    """The average size is weighted by posts, so many messages of one post do not hide a large message."""
-    for _ in range(10_000):
-        pool._learn_size(1, 2000)
-    pool._learn_size(1000, 300_000)
-    assert pool.room()[1] == pytest.approx(64 * 300)
-
-
-def test_fetches_nothing_with_little_room(pool: DevicePool) -> None:
-    pool.pipeline.waiting = lambda: 193  # type: ignore[method-assign]
-    assert pool.room() == (0, 1)
-
-
 def test_new_connection_first_rewrites_results(pool: DevicePool) -> None:
     request = SimpleNamespace(eventer=None)
     pool._in_flight = InFlight(Celery(), (None, None))  # type: ignore[arg-type]

@@ -105,14 +105,6 @@ def test_each_model_computes_the_messages_of_its_time(kind: Callable[[str], Mode
         assert owner.failures == 0
 
 
-def test_idle_pipeline_switches_at_once() -> None:
-    with owning(Model("old")) as owner:
-        assert replace(owner, Model("new", rows=3)).wait(120)
-        assert owner.pipeline.classifier.weights.name == "new"
-        assert owner.pipeline.rows_per_post() == 3, "with the new model's labels"
-        assert owner.results("a post")[0]["label"] == "new yes"
-
-
 def test_pending_replacements_apply_in_order() -> None:
     old = Model("old")
     with owning(old) as owner:
@@ -164,11 +156,3 @@ def test_isolated_message_is_computed_by_its_own_model() -> None:
         assert replaced.is_set()
         assert old.batches == [1, 1, 1], "the device is tested before the isolated message"
         assert new.batches == [1, 1]
-
-
-def test_replacing_resets_the_measured_speed() -> None:
-    with owning(Model("old")) as owner:
-        owner.results("two words")
-        assert owner.pipeline.statistics.speed.rows_per_second
-        assert replace(owner, Model("new")).wait(120)
-        assert owner.pipeline.statistics.speed.rows_per_second is None

@@ -1,14 +1,12 @@
 """workers/pipeline/statistics.py: rates per interval, rates before the first interval ends, and histograms."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 
 from feedmill.workers.models.shapes import FEW
-from feedmill.workers.pipeline.statistics import Histogram, Rates, Speed, Statistics, Totals, rates
-from tests.fakes.interleaving import interleavings
+from feedmill.workers.pipeline.statistics import Histogram, Speed, Statistics, Totals, rates
 
 
 def test_rates_between_two_totals() -> None:
@@ -27,16 +25,6 @@ def test_rates_between_two_totals() -> None:
     assert (found.posts_per_second, found.rows_per_batch, found.tokens_per_batch) == (6.0, 30.0, 450.0)
     assert (found.padding_efficiency, found.device_busy, found.queue_wait) == (0.9, 0.9, 1.5)
     assert all(figure in str(found) for figure in ("6.0 posts/s", "30.0 rows", "450 tokens", "0.900", "0.90"))
-
-
-def test_reports_rates_per_interval() -> None:
-    statistics = Statistics(interval=60.0, now=100.0)
-    statistics.totals.posts = 30
-    assert statistics.next_interval(now=159.0) is None
-    turned = statistics.next_interval(now=160.0)
-    assert turned is not None
-    assert turned.posts_per_second == 0.5
-    assert statistics.next_interval(now=220.0) is None, "a quiet interval is not logged"
 
 
 def test_recent_rates_are_of_the_last_ten_seconds() -> None:
@@ -62,23 +50,6 @@ def test_counts_all_padding_of_the_device() -> None:
     statistics = Statistics(60.0, 0.0, FEW)
     statistics.count([Row(9)] * 5, seconds=1.0, share=1.0)
     assert (statistics.totals.tokens, statistics.totals.padded_tokens) == (45, 6 * 16)
-
-
-def test_rates_are_never_negative_across_threads() -> None:
-    """One thread may read the clock just before another one ends the first interval."""
-
-    def make() -> tuple[Callable[[], Rates], Callable[[], object]]:
-        statistics = Statistics(interval=60.0, now=100.0)
-        statistics.totals.posts = 60
-
-        def turn() -> None:
-            statistics.next_interval(now=160.5)
-            statistics.totals.posts = 61
-
-        return lambda: statistics.recent(now=160.0), turn
-
-    for found in interleavings(make):
-        assert found.posts_per_second == pytest.approx(1.0, rel=0.1)
 
 
 class Row(NamedTuple):

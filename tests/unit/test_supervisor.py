@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,15 +18,6 @@ from feedmill.stack.supervisor import Supervisor
 from tests.support import naming, wait_until
 
 GPUS = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) for number in (4, 7)]
-#: A child that reports that it is ready only if it is the first one in its folder.
-FIRST_IS_READY = """
-import pathlib, signal
-from feedmill.shared.linux import notify
-if not pathlib.Path("started").exists():
-    pathlib.Path("started").touch()
-    notify("READY=1")
-signal.pause()
-"""
 
 
 def supervised(command: str, **settings: Any) -> Supervisor:
@@ -75,18 +65,6 @@ def test_a_service_whose_folder_is_gone_is_not_restarted(tmp_path: Path) -> None
         folder.rename(tmp_path / "moved")
         with pytest.raises(StackError, match=naming(folder / "worker.log")):
             service.start()
-
-
-def test_a_restarted_child_is_not_ready_because_the_first_one_was(tmp_path: Path) -> None:
-    """Otherwise a signal that is forwarded to workers that are ready would kill one that loads its model."""
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", FIRST_IS_READY]
-    with closing(Service(lambda more: Child("worker", command, tmp_path, environment | more))) as service:
-        service.start()
-        wait_until(service.is_ready, "the child is ready")
-        service.child.kill()
-        service.start()
-        assert not service.is_ready()
 
 
 def test_workers_get_settings_and_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

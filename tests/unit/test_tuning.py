@@ -9,7 +9,7 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import LabelSet, Row
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.pipeline import tuning
-from feedmill.workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, Curve, Size, SizeMeasurement, Tuning
+from feedmill.workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, Curve, Size, Tuning
 from tests.unit.test_calibration import Device
 from tests.unit.test_pipeline import Done
 
@@ -47,18 +47,6 @@ def values(curve: Curve) -> list[int]:
     return [point.value for point in curve.points]
 
 
-def test_batch_sizes_take_posts_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = TwoRows()
-    found, _ = measured(monkeypatch, device, texts(9, 1, 5, 2, 7, 3, 8))
-    # All rows of five posts, sorted by length; then the rows of the remaining two posts.
-    assert [1, 2, 2, 3, 5, 6, 7, 8, 9, 10] in device.batches_of
-    assert [3, 4, 8, 9] in device.batches_of
-    assert values(found.curve(BATCH_SIZE)) == [5]
-    assert found.curve(BATCH_SIZE).unfilled == 10
-    (point,) = found.curve(BATCH_SIZE).points
-    assert point.padding_efficiency == found.tokens / (10 * 10 + 4 * 9)
-
-
 def test_token_budgets_cut_sorted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "CANDIDATES", {"cpu": (12,)})
     device = TwoRows()
@@ -81,32 +69,3 @@ def test_knee_is_the_fastest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = found.curve(BATCH_SIZE)
     assert values(sizes) == list(BATCH_SIZES)
     assert sizes.knee.value == 40  # 40 posts of 50 tokens
-
-
-def test_alternates_direction_and_keeps_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    posts = texts(*[50] * 200)
-    undisturbed, once = measured(monkeypatch, Device(best=1024), posts)
-    device = Device(best=1024)
-    monkeypatch.setattr(tuning, "time", device)
-    found = Tuning(device, posts, Settings(), 3)
-    sizes = []
-    for number, size in enumerate(found.run()):
-        sizes.append(size)
-        device.best = 10 if number < len(once) else 1024  # the first round is disturbed
-    assert sizes == once + once[::-1] + once
-    assert found.steps == len(sizes)
-    for kind in (BATCH_SIZE, TOKEN_BUDGET):
-        seconds = [point.seconds for point in undisturbed.curve(kind).points]
-        assert [point.seconds for point in found.curve(kind).points] == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    ("unfilled", "fastest", "settled"), [(None, 2048, True), (4096, 2048, False), (4096, 1024, True)]
-)
-def test_knee_is_unsettled_with_too_few_posts(unfilled: int | None, fastest: int, settled: bool) -> None:
-    """The largest size may be the fastest only because the posts fill no larger one."""
-    points = [
-        SizeMeasurement(TOKEN_BUDGET, value, 1.0, 1.0, 100.0 if value == fastest else 50.0, 1.0, None)
-        for value in (512, 1024, 2048)
-    ]
-    assert Curve(points, None, unfilled).settled is settled
