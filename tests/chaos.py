@@ -16,7 +16,7 @@ The last line is JSON. Counts of accepted posts:
 Figures:
 
 - `longest_pause_s`: longest time between two results
-- `worker_start_s` (--rolling): longest time from a worker's end after SIGTERM until its successor is ready
+- `workers_restarted`, `worker_start_s` (--rolling): longest time from a worker's end after SIGTERM until its successor is ready
 - `posts_per_second`, `faults`
 
 Exits 1 if posts are lost, duplicated, miscounted or wrongly dead-lettered, or if the time limit is reached.
@@ -385,7 +385,7 @@ class Chaos:
             "faults": dict(self._done),
         }
         if self._starts:
-            figures["worker_start_s"] = round(max(self._starts), 1)
+            figures |= {"worker_start_s": round(max(self._starts), 1), "workers_restarted": len(self._starts)}
         return {"finished": finished, **counted, **figures}
 
     def _go_on(self, began: float) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -19,15 +19,12 @@ from feedmill.cli import flower, main, measuring, offline, options, train
 from feedmill.cli.main import app
 from feedmill.cli.option_groups import excludes, needs
 from feedmill.shared import logs
-from feedmill.shared.errors import DeviceLost, FeedmillError, RequestRefused, StackError, UserError
+from feedmill.shared.errors import DeviceLost, FeedmillError, RequestRefused, UserError
 from feedmill.shared.messages import Classification, Post, PostError
 from feedmill.shared.settings import Settings
-from feedmill.stack import demo
 from feedmill.training import data as training_data
-from feedmill.workers.pipeline import tuning
 from tests.support import announced, naming
 
-ROOT = Path(__file__).parent.parent.parent
 POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
 
 
@@ -186,14 +183,6 @@ def test_training_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert f"feedmill{extras}" in str(CliRunner().invoke(app, given).exception)
 
 
-def test_training_refuses_a_file_as_output(tmp_path: Path) -> None:
-    (tmp_path / "out").touch()
-    with pytest.raises(UserError, match=naming(tmp_path / "out", "--out")):
-        train.check_folder(tmp_path / "out", resume=False)
-    with pytest.raises(UserError, match=naming("/out/below", "--out", "Not a directory")):
-        train.check_folder(tmp_path / "out" / "below", resume=False)
-
-
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("kind", [[], ["--head"]])
 def test_training_without_posts_leaves_no_folder(
@@ -265,55 +254,3 @@ def test_one_chart_needs_one_model() -> None:
 def test_model_failures_are_user_errors(fault: FeedmillError, named: str) -> None:
     with pytest.raises(UserError, match=named), local_model.explain_refusals(Settings(model="some/model")):
         raise fault
-
-
-def test_tune_reports_a_lost_device(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning.Tuning, "__init__", lambda *_: None)
-    monkeypatch.setattr(tuning.Tuning, "steps", 1)
-    monkeypatch.setattr(tuning.Tuning, "run", Mock(side_effect=DeviceLost("CUDA error")))
-    error = run("tune")
-    assert isinstance(error, UserError)
-    assert "CUDA error" in str(error)
-
-
-def test_evaluate_needs_a_classifiable_post(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = [(None, PostError(id="a", error="scores that are not finite"))]
-    monkeypatch.setattr("feedmill.workers.pipeline.offline.classify", lambda *_: iter(outcomes))
-    monkeypatch.setattr("feedmill.evaluation.measures.calibrate", lambda *_: None)
-    error = run("evaluate")
-    assert isinstance(error, FeedmillError)
-    assert "scores that are not finite" in str(error)
-
-
-def test_demo_reports_a_worker_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("connect", "make_app"):
-        monkeypatch.setattr(demo, name, Mock())
-    monkeypatch.setattr(demo, "ResultsStore", lambda *_: SimpleNamespace(latest=lambda _: []))
-    monkeypatch.setattr(demo, "worker_statistics", lambda *_: {})
-    with pytest.raises(StackError, match=naming("worker", "/data")):
-        demo._report(Mock(settings=Settings(data_folder=Path("/data"))), [], 1.0, Mock(), True, False)
-
-
-def test_up_prints_markup_in_settings_literally(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Stack:
-        step = ""
-
-        def __init__(self, *_: object, **__: object) -> None: ...
-
-        def start(self) -> Iterator[str]:
-            yield "Flower at http://127.0.0.1:1, user [/x]"
-
-        def stay(self, say: Callable[[str], None]) -> None:
-            say("the worker [/x] ended")
-
-        def stop(self) -> None: ...
-
-    monkeypatch.setattr(main, "Stack", Stack)
-    folder = tmp_path / "[b]" / "[" / "x]"
-    main.up(folder)
-    printed = capsys.readouterr().err
-    assert "Flower at http://127.0.0.1:1, user [/x]\n" in printed
-    assert str(folder) in printed
-    assert "the worker [/x] ended\n" in printed
