@@ -16,7 +16,7 @@ The last line is JSON. Counts of accepted posts:
 Figures:
 
 - `longest_pause_s`: longest time between two results
-- `workers_restarted`, `worker_start_s` (--rolling): longest time from a worker's end after SIGTERM until its successor is ready
+- `workers_restarted` (--rolling), and `worker_start_s`: longest time from a worker's end until its successor is ready
 - `posts_per_second`, `faults`
 
 Exits 1 if posts are lost, duplicated, miscounted or wrongly dead-lettered, or if the time limit is reached.
