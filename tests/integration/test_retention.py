@@ -1,24 +1,19 @@
 """Bounded memory of results and sent records (shared/retention.py) on every redis-server of this machine."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 from redis.exceptions import RedisError
 
-from feedmill.cli import status
-from feedmill.monitoring.capacity import estimate_memory, span
 from feedmill.reading.stream import Follower, Missed
-from feedmill.shared.keys import COUNTERS, MARKS, RESULTS_STREAM, STORED, find
+from feedmill.shared.keys import MARKS, RESULTS_STREAM, STORED, find
 from feedmill.shared.messages import digest
-from feedmill.shared.metrics import RedisMetrics
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore, memory_limits, stored_ids
-from feedmill.shared.retention import measure, needs
+from feedmill.shared.retention import measure
 from feedmill.shared.scripts import queue
 from feedmill.shared.scripts.queue import SENT, Mark, lookup
-from feedmill.shared.settings import Settings, load
+from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer, age, sent_count
 
@@ -65,13 +60,6 @@ def test_drops_the_oldest_results(server: RedisServer) -> None:
     assert store.counters().dropped == pytest.approx(6000 - len(left), abs=20)  # counts contexts, too
     assert store.get("05999")
     assert not store.get("00000")
-
-
-def test_drops_all_results_but_the_newest_if_the_bound_is_lowered(server: RedisServer) -> None:
-    fill(server, 3000)
-    store = ResultsStore(server.client, settings(results_memory=60_000))
-    store.write(results(3000, 1))
-    assert memory(server, f"{STORED}:*", RESULTS_STREAM) < 60_000
 
 
 def test_trims_the_stream_to_its_share_and_tells_readers(server: RedisServer) -> None:
@@ -184,43 +172,3 @@ def test_measures_what_is_kept(server: RedisServer) -> None:
     keys: Any = server.client.keys()
     assert all(find(key) for key in keys)
     assert kept.result_bytes * kept.results == pytest.approx(memory(server, f"{STORED}:*"), rel=0.1)
-
-
-def test_needs_grow_with_the_rate_and_end_at_the_bounds(server: RedisServer) -> None:
-    fill(server, 1000)
-    queue.mark(server.client, marks(0, 1000), HOUR_S, 10**7)
-    given = Settings()
-    kept = measure(server.client, given)
-    slow, fast = needs(kept, given, 1.0), needs(kept, given, 1000.0)
-    assert slow.results_kept_s is slow.sent_kept_s is None
-    assert fast.results_kept_s
-    assert fast.sent_kept_s
-    assert fast.results_kept_s < given.results_ttl
-    assert 800 * slow.sent < fast.sent < 1200 * slow.sent
-    assert fast.of_redis(kept, 10**8) < given.results_memory + given.sent_memory + 10**8 < fast.results
-    assert needs(kept, given, 0.0)[2:] == (None, None)
-
-
-def test_status_and_metrics_say_what_is_kept_and_dropped(server: RedisServer) -> None:
-    given = settings(redis_url=SecretStr(server.url), results_memory=10**7)
-    store = fill(server, 1000)
-    server.client.hset(COUNTERS, "dropped", 1234)
-    memory, kept = estimate_memory(server.client, given, 1000.0)
-    lines = status._memory(SimpleNamespace(memory=memory, kept=kept, results=store.counters()))  # type: ignore[arg-type]
-    text = "\n".join(lines)
-    assert "1,234 results dropped" in text
-    assert memory
-    assert memory.results_kept_seconds
-    assert f"results kept for about {span(memory.results_kept_seconds)}" in text
-    assert "sent records dropped" not in text
-    found = RedisMetrics(given).values()
-    assert found["feedmill_results_dropped_total"] == 1234
-    assert found["feedmill_memory_limit_bytes"]["results"] == 10**7
-    assert 0 < found["feedmill_memory_bytes"]["results"] < 10**6
-    assert found["feedmill_memory_kept_seconds"]["sent"] == given.sent_ttl
-
-
-def test_sizes_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEEDMILL_RESULTS_MEMORY", "64MB")
-    monkeypatch.setenv("FEEDMILL_SENT_MEMORY", "1GiB")
-    assert (load().results_memory, load().sent_memory) == (64 * 10**6, 2**30)

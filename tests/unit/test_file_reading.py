@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from feedmill.cli import file_reading as reading_module
-from feedmill.cli import measuring
-from feedmill.cli.file_reading import BAD_RECORDS_SHOWN, SAME_REASON_SHOWN, FileReading
-from feedmill.cli.main import app
+from feedmill.cli.file_reading import SAME_REASON_SHOWN, FileReading
 from feedmill.producers.records import Columns, Filters
 from feedmill.shared.errors import InputError
 
@@ -108,19 +105,6 @@ def test_limits_reported_bad_records(tmp_path: Path) -> None:
     assert "comment" in last
 
 
-def test_limits_reported_reasons(tmp_path: Path) -> None:
-    path = tmp_path / "comments.jsonl"
-    path.write_text('{"id": 0}\n' + "".join(f"[{number}]\n" for number in range(499)) + '{"id": 1}\n' * 500)
-    read, shown = reading(path)
-    assert list(read.posts()) == []
-    read.end()
-    assert read.skipped == 1000
-    *lines, known, others = shown.getvalue().splitlines()
-    assert len(lines) == BAD_RECORDS_SHOWN
-    assert re.search(r"\b500 more: .*title", known)
-    assert re.search(r"\b480 more", others)
-
-
 def test_sums_invalid_values_by_column(tmp_path: Path) -> None:
     """A column that only shares its name with one of Reddit's must not print a line per row."""
     path = tmp_path / "reviews.csv"
@@ -132,17 +116,6 @@ def test_sums_invalid_values_by_column(tmp_path: Path) -> None:
     assert re.search(rf"{path}:2: score: .*column ups, 700 posts", ups)
     assert re.search(rf"{path}:2: created_utc: .*yesterday.*--date-format.*column date, 700 posts", date)
     assert (read.wrong, read.skipped) == (1400, 0)
-
-
-def test_ignores_invalid_values_of_unused_fields(tmp_path: Path) -> None:
-    path = tmp_path / "reviews.csv"
-    path.write_text("key,text,score\n1,good,4.5 stars\n,bad,5 stars\n")
-    shown = io.StringIO()
-    read = FileReading(str(path), Console(file=shown, width=200), columns=Columns.of("key"), text_only=True)
-    assert len(list(read.posts())) == 2
-    read.end()
-    (line,) = shown.getvalue().splitlines()
-    assert line.startswith(f"{path}:3: key is empty")
 
 
 def test_notes_missing_id_columns_once(tmp_path: Path) -> None:
@@ -157,16 +130,3 @@ def test_notes_missing_id_columns_once(tmp_path: Path) -> None:
         assert len(list(read.posts())) == 2
         assert shown.getvalue().count("\n") == noted
         assert not noted or re.search(rf"{path}.*--id-column.*ticket, channel", shown.getvalue())
-
-
-def test_tune_reads_files_with_chosen_columns_and_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class FileWasReadError(Exception): ...
-
-    def load_model(_: object) -> None:
-        raise FileWasReadError
-
-    monkeypatch.setattr(measuring, "load_model", load_model)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "posts.csv").write_text("a;b\ncafé;x\n", encoding="cp1252")
-    found = CliRunner().invoke(app, ["tune", "posts.csv", "--body-column", "a", "--encoding", "cp1252"])
-    assert isinstance(found.exception, FileWasReadError), found.output

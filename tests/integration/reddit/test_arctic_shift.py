@@ -7,7 +7,6 @@ import pytest
 
 from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.daemon import LiveDaemon
-from feedmill.producers.live.source import RequestFailed
 from feedmill.producers.live.state import Gap
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
@@ -129,20 +128,6 @@ def test_faults_lose_and_repeat_nothing(house: House, archived: Archived, archiv
     assert len(house.ids()) == len(set(house.ids()))
 
 
-@pytest.mark.parametrize("fault", ["too_many", "truncated_json"])
-def test_keeps_pages_read_before_a_fault(house: House, archived: Archived, archive: ArcticShift, fault: str) -> None:
-    house.run(archived.daemon(), 2 * MINUTE)
-    posts = fresh(house, "cooking", 250)
-    later = "|".join(str(int(house.clock.time()) - age) for age in range(160))
-    archive.faults.always(fault, where=f"after=({later})", seconds=1)
-    running = archived.daemon()
-    house.run(running, 5 * MINUTE)
-    assert set(posts[:90]) <= set(house.ids())
-    archive.faults.clear()
-    house.run(running, 20 * MINUTE)
-    assert [house.ids().count(post) for post in posts] == [1] * 250
-
-
 def test_waits_for_the_archives_rate_limit(house: House, loopback: LoopbackReddit) -> None:
     with ArcticShift(loopback, window=60.0, budget=8) as archive:
         daemon = Archived(house, archive).daemon()
@@ -176,20 +161,6 @@ def test_rechecks_scores_and_deletions_after_the_second_read(
     house.run(daemon, 2 * DAY)
     assert house.redis.client.exists(tombstone_key(removed))
     assert not house.redis.client.exists(tombstone_key(kept))
-
-
-def test_a_timed_out_search_is_repeated_with_fewer_posts(
-    house: House, archived: Archived, archive: ArcticShift
-) -> None:
-    client = archived.client()
-    posts = fresh(house, "cooking", 60)
-    archive.overload = 1.0
-    with pytest.raises(RequestFailed, match="slow down"):
-        client.since("cooking", 0)
-    archive.overload = 0.0
-    span = client.since("cooking", house.clock.time() - 100)
-    assert [item.fullname for item in span.items] == posts[:25]
-    assert span.more
 
 
 # Gaps.
