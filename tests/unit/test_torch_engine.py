@@ -18,6 +18,7 @@ from feedmill.workers.models.engines import device_errors, packing
 from feedmill.workers.models.engines.network import (
     LOGITS,
     OFFSET_POSITION_TYPES,
+    PADDED_TYPES,
     Network,
     max_row_tokens,
     read_config,
@@ -197,6 +198,17 @@ def test_bart_clamps_float16_like_transformers(tmp_path: Path) -> None:
         expected = theirs(states, None)
         assert torch.equal(ours(states, None), expected)
     assert expected.abs().max() == torch.finfo(torch.float16).max - 1000
+
+
+@pytest.mark.parametrize("architecture", sorted(PADDED_TYPES & ARCHITECTURES.keys()))
+def test_padded_passes_read_nothing_on_the_host(tmp_path: Path, architecture: str) -> None:
+    """On a GPU, reading a value would wait for the device. On the device `meta`, it raises an error."""
+    half = FP32._replace(dtype=torch.float16)
+    folder = make_model(architecture, tmp_path, NLI)
+    engine = TorchEngine(weights(folder), half, LOGITS, 1, 200, packed=False, shapes=FEW)
+    engine.network.to("meta")
+    engine.device = half._replace(torch=torch.device("meta"))
+    assert engine.forward(rows_of(3, 40)).is_meta
 
 
 def test_decoders_read_the_last_token_of_each_row(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from feedmill.shared.errors import ModelError
 from feedmill.workers.models.engines.packing import PACKED, Run, packed_head, packed_states, prepare
@@ -24,9 +32,15 @@ LOGITS = ("logits",)
 POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
 #: Architectures whose positions start after the padding token's id instead of at 0.
 OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
-#: Architectures that take a ready-made mask of [rows, 1, 1, tokens]. Given a mask of [rows, tokens], the model would
-#: build the other one itself, and the host would have to wait for the device.
-READY_MASK_TYPES = frozenset({"bart", "bert", "camembert", "electra", "roberta", "xlm-roberta"})
+#: Name under which torch's attention with `padding_mask` is registered with transformers, and the architectures that use
+#: it. Tests check that their padded forward passes read nothing on the host.
+PADDED = "feedmill_padded"
+PADDED_TYPES = frozenset(
+    {
+        "bart", "bert", "camembert", "distilbert", "electra", "gpt2", "gte", "modernbert", "nomic_bert", "qwen3",
+        "roberta", "xlm-roberta",
+    }
+)  # fmt: skip
 #: Sequence-to-sequence models, and the class that loads only the encoder: embeddings do not need the decoder.
 ENCODER_CLASSES = {
     name: f"{kind}EncoderModel" for name, kind in (("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"), ("longt5", "LongT5"))
@@ -120,12 +134,6 @@ class Network(torch.nn.Module):
         self._extra: dict[str, Any] = {}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             self._extra["use_cache"] = False
-        # Only these implementations pass their mask straight to torch's attention.
-        self.takes_ready_mask = (
-            self.kind in READY_MASK_TYPES
-            and self.config._attn_implementation == "sdpa"
-            and type(model).__module__.startswith("transformers.")
-        )
         self.eval()
 
     def forward(
@@ -137,8 +145,8 @@ class Network(torch.nn.Module):
     ) -> torch.Tensor:
         """Return each row's outputs: [rows, …] in float32.
 
-        input_ids, token_type_ids: [rows, tokens]. mask: [rows, tokens], true for real tokens. attention_mask: the mask
-        in the form that the model takes; None if no row is padded.
+        input_ids, token_type_ids: [rows, tokens]. mask: [rows, tokens], true for real tokens. attention_mask: the same
+        as integers; None if no row is padded.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._extra}
         if token_type_ids is not None:
@@ -174,6 +182,26 @@ class Network(torch.nn.Module):
             ]
         )
         return packed_head(self.model, pooled.to(states.dtype)).float() if self.classifies else pooled
+
+
+def padding_mask(mask_function: Any, attention_mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
+    """Return a mask of rows that are padded on the right, for transformers' AttentionMaskInterface.
+
+    transformers' own function reads on the host whether any token is masked, and so waits for the device. In causal
+    attention, real tokens precede the padding and need no mask.
+    """
+    if mask_function is causal_mask_function and options["allow_is_causal_skip"]:
+        return None
+    if attention_mask is not None:
+        if mask_function is bidirectional_mask_function:
+            return attention_mask[:, None, None, :]
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: torch.Tensor | None = sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **options)
+    return mask
+
+
+AttentionInterface.register(PADDED, sdpa_attention_forward)
+AttentionMaskInterface.register(PADDED, padding_mask)
 
 
 def load_pretrained(architecture: Any, weights: Weights, remote_code: bool, **options: Any) -> tuple[Any, Any]:

@@ -96,7 +96,7 @@ class OnnxEngine:
 
 
 class _Graph(torch.nn.Module):
-    """The exported graph: a network that takes a single mask and derives the model's attention mask from it."""
+    """The exported graph: a network that takes a single mask."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -105,9 +105,7 @@ class _Graph(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        real = mask.bool()
-        given = real[:, None, None, :] if self.network.takes_ready_mask else mask
-        read: torch.Tensor = self.network(input_ids, real, token_type_ids, given)
+        read: torch.Tensor = self.network(input_ids, mask.bool(), token_type_ids, mask)
         return read
 
 

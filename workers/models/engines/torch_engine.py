@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from feedmill.workers.models.device import Device, onednn_has_bfloat16
 from feedmill.workers.models.engines import device_errors
-from feedmill.workers.models.engines.network import Network, first_position, read_config
+from feedmill.workers.models.engines.network import PADDED, PADDED_TYPES, Network, first_position, read_config
 from feedmill.workers.models.engines.packing import PACKABLE_TYPES, PACKED, Run
 from feedmill.workers.models.shapes import Shapes
 from feedmill.workers.models.tokenizer import Tokens, filled, padded
@@ -81,7 +81,8 @@ class TorchEngine:
         # Remote code may claim a known model type and behave differently.
         own = not (remote_code and getattr(config, "auto_map", None))
         self.packed = packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES
-        self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else None, remote_code)
+        padded = PADDED if own and config.model_type in PADDED_TYPES else None
+        self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else padded, remote_code)
         with device_errors():
             self.network.to(device.torch)
             if reordered and own and config.model_type in REORDERED_TYPES and can_reorder(device):
@@ -139,14 +140,11 @@ class TorchEngine:
         padding = bool(lengths.min() < longest) or self._shapes.few
         longest = max(longest, min(self._shapes.length(longest), self._most))
         mask = torch.arange(longest, device=self.device.torch) < self.to_device(lengths).unsqueeze(1)
-        given = None
-        if padding:
-            given = mask[:, None, None, :] if self.network.takes_ready_mask else mask.long()
         ids = self.to_device(padded([row.ids for row in rows], longest, self._pad_id, self._cuda))
         types = None
         if any(row.types for row in rows):
             types = self.to_device(padded([row.types or () for row in rows], longest, 0, self._cuda))
-        read: torch.Tensor = self.network(ids, mask, types, given)
+        read: torch.Tensor = self.network(ids, mask, types, mask.long() if padding else None)
         return read[: len(given_rows)]
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
