@@ -48,16 +48,6 @@ def run_on(cpus: Iterable[int]) -> None:
         os.sched_setaffinity(0, cpus)
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """Return the CPU time that a process has used; None if unknown."""
-    try:
-        # The name before the last parenthesis may contain blanks. User and system time are fields 14 and 15.
-        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 def process_namespace() -> str:
     """Return an identifier of this boot and PID namespace, within which a PID identifies a process; "" if unknown."""
     try:

@@ -1,8 +1,6 @@
 """What only Linux offers, and the fallbacks where it is hidden."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,6 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_measures_this_process() -> None:
-    used = linux.cpu_seconds(os.getpid())
-    assert used is not None
-    assert 0 < used <= sum(os.times()[:2]) + 0.1
     assert linux.allowed_cpus() == os.sched_getaffinity(0)
     assert linux.process_namespace()
     assert linux.processor()
@@ -30,15 +25,8 @@ def test_measures_this_process() -> None:
     assert (linux.peak_memory() or 0) > 1e6
 
 
-def test_an_ended_process_has_no_cpu_time() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    assert linux.cpu_seconds(process.pid) is None
-
-
 @pytest.mark.usefixtures("hidden")
 def test_falls_back_elsewhere() -> None:
-    assert linux.cpu_seconds(os.getpid()) is None
     assert linux.allowed_cpus() == set(range(os.cpu_count() or 1))
     assert linux.process_namespace() == ""
     assert linux.processor() is None
