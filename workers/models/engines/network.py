@@ -32,8 +32,8 @@ LOGITS = ("logits",)
 POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
 #: Architectures whose positions start after the padding token's id instead of at 0.
 OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
-#: Name under which torch's attention with `padding_mask` is registered with transformers, and the architectures that use
-#: it. Tests check that their padded forward passes read nothing on the host.
+#: Name under which torch's attention with `padding_mask` is registered with transformers, and the architectures that
+#: use it. Tests check that their padded forward passes read nothing on the host.
 PADDED = "feedmill_padded"
 PADDED_TYPES = frozenset(
     {
