@@ -71,7 +71,10 @@ class Table:
         label, *scores = columns.items()
         new = [nw.new_series(*label, nw.String, backend=package)]
         new += [nw.new_series(name, values, nw.Float64, backend=package) for name, values in scores]
-        return self._frame.with_columns(*new).to_native()
+        frame = self._frame.with_columns(*new).to_native()
+        if attributes := getattr(self._frame.to_native(), "attrs", None):  # of pandas: narwhals does not copy them
+            frame.attrs = attributes
+        return frame
 
 
 def table_of(given: Any) -> Table | None:

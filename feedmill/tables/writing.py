@@ -1,15 +1,11 @@
 """Write Arrow record batches as CSV, JSONL or Parquet.
 
-    with open_writer(Path("labels.csv.gz"), schema) as writer:
-        writer.write(batch)
-
-The ending of the name sets the format. Text formats can be compressed. In every format, a column of type `JSON` holds
-values of any kind: CSV and Parquet get a string as it is and other values as JSON, JSONL gets the value itself.
+Text formats can be compressed. In every format, a column of type `JSON` holds values of any kind: CSV and Parquet get a
+string as it is and other values as JSON, JSONL gets the value itself.
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,8 +15,6 @@ import pyarrow.parquet as pq
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from feedmill.producers.exported import escape_formula
-from feedmill.shared.atomic_files import replacing
-from feedmill.shared.errors import UserError
 
 try:
     from isal.igzip import open as gzip_open  # four times as fast
@@ -49,25 +43,6 @@ def format_of(name: str) -> str | None:
         form = FORMATS.get(Path(path.stem).suffix)
         return None if form == "parquet" else form
     return FORMATS.get(path.suffix)
-
-
-@contextmanager
-def open_writer(path: Path, schema: pa.Schema, escaped: Collection[str] = ()) -> Iterator["Writer"]:
-    """Write a file that appears under its name when the block ends, complete and synced to disk; not after an error.
-
-    escaped: columns of text from strangers, which get an apostrophe in CSV where a spreadsheet would run a formula.
-    Raises UserError for an unknown ending, and OSError.
-    """
-    form = format_of(path.name)
-    if form is None:
-        raise UserError(
-            f"Cannot tell the format of {path}. Give a name that ends in .csv, .tsv, .jsonl or .parquet; or in .csv.gz "
-            "or .jsonl.zst."
-        )
-    with replacing(path, durable=True) as temporary, temporary.open("wb") as file:
-        writer = writer_to(file, form, schema, escaped, Path(path.name.lower()).suffix)
-        yield writer
-        writer.close()
 
 
 def writer_to(

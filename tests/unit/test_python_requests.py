@@ -49,6 +49,12 @@ def classify(
     )
 
 
+def test_attributes_of_a_frame_stay() -> None:
+    frame = pandas.DataFrame({"text": TEXTS})
+    frame.attrs["source"] = "a survey"
+    assert classify(frame).attrs == {"source": "a survey"}
+
+
 @pytest.mark.parametrize("argument", ["multi_label", "scores", "progress"])
 @pytest.mark.parametrize("given", ["no", 1, None])
 def test_switches_must_be_bools(argument: str, given: Any) -> None:

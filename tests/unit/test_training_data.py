@@ -18,7 +18,7 @@ from feedmill.shared import logs
 from feedmill.shared.errors import InputError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
-from feedmill.tables.writing import open_writer
+from feedmill.tables.writing import writer_to
 from feedmill.training.data import Collected, collect
 from feedmill.workers.training.examples import Example, make_dataset, split
 from feedmill.workers.training.options import TrainOptions
@@ -138,8 +138,10 @@ def export(folder: Path, how: str) -> Path:
         (path / "day=2026-11-21").mkdir(parents=True)
         file = path / "day=2026-11-21" / "part-1-0_3-0.jsonl"
     schema = schema_of(COLUMNS, how == "parquet")
-    with open_writer(file, schema, escaped=["title"]) as writer:
+    with file.open("wb") as opened:
+        writer = writer_to(opened, file.suffix[1:], schema, ["title"])
         writer.write(batch_of(rows(), schema))
+        writer.close()
     return path
 
 
