@@ -1,4 +1,4 @@
-"""Empty a queue: remove its waiting messages, and forget that their posts were sent.
+"""Remove waiting messages, all or those of a run, and forget that their posts were sent.
 
 Otherwise the removed posts would be lost: sending their file again would skip them. Messages that workers hold are in
 flight and stay.
@@ -6,19 +6,20 @@ flight and stay.
 
 import json
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.client import NEVER_DECODE
 
 from feedmill.producers.push import mark_of, send_scope
-from feedmill.shared import encoding
+from feedmill.shared import encoding, model_routing, runs
 from feedmill.shared.broker import CLASSIFY_TASK, queue_lists
 from feedmill.shared.errors import PostRefused, RequestRefused
-from feedmill.shared.keys import CLEARS
+from feedmill.shared.keys import CLEARS, DEAD_LETTERS, RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions, Post
-from feedmill.shared.model_routing import deployed_weights
 from feedmill.shared.queue_redaction import MESSAGES_AT_ONCE
+from feedmill.shared.scripts import purge as purge_scripts
 from feedmill.shared.scripts import queue as scripts
 from feedmill.shared.settings import Settings
 
@@ -36,30 +37,65 @@ def messages_cleared(redis: Redis, queue: str) -> str:
     return str(found or 0)
 
 
-def clear(redis: Redis, settings: Settings) -> Cleared:
-    """Remove the messages that wait in the queue now. Raises redis.exceptions.RedisError.
+class RunPurged(NamedTuple):
+    """Numbers of what a purge of a run removed."""
 
-    Each message is removed together with the marks of its posts, and only if no worker has taken it meanwhile.
+    results: int = 0
+    dead_letters: int = 0
+    #: Removed messages, and the posts that waited in them.
+    messages: int = 0
+    waiting: int = 0
+    #: Results that were counted but are no longer in the stream: they remain until they expire.
+    outside: int = 0
+
+
+def clear(redis: Redis, settings: Settings) -> Cleared:
+    """Remove the messages that wait in the queue. Raises redis.exceptions.RedisError."""
+    return _remove_waiting(redis, settings.queue, lambda _, __: True)
+
+
+def purge_run(redis: Redis, settings: Settings, run: str) -> RunPurged:
+    """Delete everything stored about the posts of one run, without blocking their ids.
+
+    A purge by id (shared/purge.py) deletes and blocks an id in every run. Here, other runs keep their posts, and the
+    file can be sent again. Only results that are still in the results stream name their run; earlier ones expire after
+    `results_ttl`. Idempotent; a failed purge can be repeated. Raises redis.exceptions.RedisError.
+    """
+    queues = model_routing.queues(redis, settings)
+    # Before the results, so that no worker receives one of the posts any more.
+    removed = [
+        _remove_waiting(redis, queue, lambda count, named: 0 < count == len(named) and {*named} == {run})
+        for queue in queues
+    ]
+    known = runs.progress(redis, run)
+    results = purge_scripts.sweep_run(redis, RESULTS_STREAM, run)
+    letters = purge_scripts.sweep_run(redis, DEAD_LETTERS, run)
+    purge_scripts.forget_run(redis, run, queues, settings.tombstone_ttl)
+    messages, posts = map(sum, zip(*removed, strict=True))
+    return RunPurged(results, letters, messages, posts, max(0, known.stored - results) if known else 0)
+
+
+def _remove_waiting(redis: Any, queue: str, removes: Callable[[int, Sequence[str]], bool]) -> Cleared:
+    """Remove waiting messages, each together with the marks of its posts, and only if no worker has taken it meanwhile.
+
+    removes: decides on a message by the number of its posts and the runs of those that are readable.
     """
     messages = posts = 0
-    weights = deployed_weights(redis, settings.queue)
-    for name in queue_lists(settings.queue):
-        left: Any = redis.llen(name)
-        while left > 0:
-            for message in _oldest(redis, name, min(left, MESSAGES_AT_ONCE)):
-                found, marks = marks_in(message, settings.queue, weights)
-                if scripts.remove_waiting(redis, settings.queue, name, message, marks):
-                    messages, posts = messages + 1, posts + found
-                left -= 1
-            if not redis.llen(name):
-                break
+    weights = model_routing.deployed_weights(redis, queue)
+    for name in queue_lists(queue):
+        start = 0
+        # Newest first: new messages shift the others towards the part not yet read.
+        while read := redis.execute_command(
+            "LRANGE", name, start, start + MESSAGES_AT_ONCE - 1, **{NEVER_DECODE: True}
+        ):
+            for message in read:
+                count, marks = marks_in(message, queue, weights)
+                is_removed = removes(count, [run for _, run in marks]) and scripts.remove_waiting(
+                    redis, queue, name, message, marks
+                )
+                messages, posts = messages + is_removed, posts + count * is_removed
+                start += not is_removed
     return Cleared(messages, posts)
-
-
-def _oldest(redis: Any, name: str, count: int) -> list[bytes]:
-    """Return the messages that workers would take next."""
-    found: list[bytes] = redis.execute_command("LRANGE", name, -count, -1, **{NEVER_DECODE: True})
-    return found[::-1]
 
 
 def marks_in(message: bytes, queue: str, weights: str) -> tuple[int, list[tuple[list[scripts.Mark], str]]]:

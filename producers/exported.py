@@ -1,8 +1,8 @@
 """Read posts back from rows of an export of results.
 
-Exports have fixed column names, so they bypass the name guessing that other files need (records.py). Exports of earlier
-versions have names like `Title`, so case is ignored. In an export, `label` is a model's prediction, not a topic, and
-`permalink` is not `url`. This module depends neither on file formats nor on the code that writes exports.
+Exports have fixed column names, so they bypass the name guessing that other files need (records.py). In an export,
+`label` is a model's prediction, not a topic, and `permalink` is not `url`. This module depends neither on file formats
+nor on the code that writes exports.
 """
 
 import re
@@ -68,7 +68,7 @@ def is_export_row(columns: Collection[str]) -> bool:
 
 def parse_post(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
     """Yield the row's post, or a BadRecord. Keys must be in lower case."""
-    cells = ((field, record.get(column.lower())) for field, column in COLUMNS.items())
+    cells = ((field, record.get(column)) for field, column in COLUMNS.items())
     fields = {field: value for field, value in cells if value is not None and value != ""}
     for field in {"created_utc", "edited_utc"} & fields.keys():
         with suppress(ValueError):  # Post.parse rejects values that are not dates

@@ -1,22 +1,28 @@
-"""Resume positions of files, stored in Redis.
+"""Resume positions of files in Redis, and default names of runs. Both identify a file by its beginning.
 
 A position counts the records whose posts are all in the queue and marked as sent; the caller of `save` ensures that.
 """
 
 import re
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from redis import Redis
 
+from feedmill.producers.files import is_file
+from feedmill.shared.errors import UNPRINTABLE_CHARACTERS
 from feedmill.shared.keys import position_key
-from feedmill.shared.messages import digest
+from feedmill.shared.messages import MAX_RUN, digest
 from feedmill.shared.settings import DAY_S
 
 #: Lifetime of a position in seconds; equal to the default of the setting `sent_ttl`.
 POSITION_TTL = 30 * DAY_S
 #: Leading bytes that identify a file. Its size does not, since an interrupted download may continue later.
 HEAD_BYTES = 1 << 16
+#: Characters of the digest in a run's name.
+DIGEST_CHARACTERS = 6
 
 
 def head(path: str) -> str:
@@ -48,3 +54,21 @@ class Position:
     def forget(self) -> None:
         """Delete the position, so that the next run starts at the beginning."""
         self._redis.delete(self._key)
+
+
+def default_run(path: str) -> str:
+    """Return the run of a file's posts, without blanks: "posts.csv-3f2a9c".
+
+    Sending the file again continues its run and skips what was sent; another file of this name is another run. A file
+    that cannot be read twice, such as standard input, is a run of its own each time: "stdin-2026-11-22T21:30:05" (UTC).
+    """
+    suffix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+    if is_file(path):
+        with suppress(OSError):  # reading the file reports it
+            suffix = digest(head(path))[:DIGEST_CHARACTERS]
+    name = "_".join(UNPRINTABLE_CHARACTERS.sub("_", Path(path).name).split())
+    if path == "-":
+        name = "stdin"
+    elif name.isdecimal() and not is_file(path):  # /dev/fd/63, the shell's name of <(command)
+        name = "pipe"
+    return f"{name[: MAX_RUN - len(suffix) - 1]}-{suffix}"

@@ -22,10 +22,9 @@ from feedmill.console import LiveBar
 from feedmill.export.columns import COLUMNS
 from feedmill.producers.clear import messages_cleared
 from feedmill.producers.files import is_file
-from feedmill.producers.positions import Position
+from feedmill.producers.positions import Position, default_run
 from feedmill.producers.push import Pusher, send_scope
 from feedmill.producers.records import NO_FILTERS, Columns, Filters, subreddit_name
-from feedmill.producers.runs import default_run
 from feedmill.shared import runs
 from feedmill.shared.broker import connect, make_app, user_errors
 from feedmill.shared.errors import UserError, printable

@@ -18,7 +18,7 @@ from feedmill.cli.dates import utc
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import AsJson, MessageFlags, MetricsPort, RedisUrl, settings_of
 from feedmill.monitoring.capacity import span
-from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.budget import RequestBudget, with_retries
 from feedmill.producers.live.clock import Clock, Stopped
 from feedmill.producers.live.daemon import LiveDaemon, send_events
 from feedmill.producers.live.metrics import LiveMetrics
@@ -248,7 +248,7 @@ def _one_pass(settings: Settings, flags: MessageFlags, kind: ListingKind, limit:
     # Imported late: needs PRAW, an optional package.
     from feedmill.producers.reddit.client import RedditClient  # noqa: PLC0415
     from feedmill.producers.reddit.rechecks import Rechecker  # noqa: PLC0415
-    from feedmill.producers.reddit.snapshot import Listing, Snapshot, with_retries  # noqa: PLC0415
+    from feedmill.producers.reddit.snapshot import Listing, Snapshot  # noqa: PLC0415
     from feedmill.producers.reddit.subreddits import Roster  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
@@ -326,8 +326,7 @@ def _gap_state(gap: Gap) -> str:
 def _fill_gaps(settings: Settings, flags: MessageFlags) -> None:
     """Fill all open gaps from Arctic Shift. Failures are stored with the gaps."""
     # Imported late: these need optional packages.
-    from feedmill.producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
-    from feedmill.producers.reddit.gap_filler import GapFiller  # noqa: PLC0415
+    from feedmill.producers.reddit.arctic_shift import ArcticShiftClient, GapFiller  # noqa: PLC0415
 
     clock = Clock()
     topics = topics_file.read(settings.reddit_topics)

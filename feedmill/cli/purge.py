@@ -10,7 +10,7 @@ from redis import Redis
 
 from feedmill.cli.option_groups import excludes
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
-from feedmill.producers.purge_run import purge_run
+from feedmill.producers.clear import purge_run
 from feedmill.reading.names import unknown_run
 from feedmill.shared import runs
 from feedmill.shared.broker import connect, user_errors

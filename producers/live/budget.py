@@ -1,9 +1,14 @@
-"""A token bucket for requests: the configured rate, or less if a server's rate-limit headers require it."""
+"""When requests may be sent: a token bucket at the configured rate, and exponential backoff after failures."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from redis.backoff import EqualJitterBackoff
 
 from feedmill.producers.live.clock import Clock
+from feedmill.producers.live.source import SourceFailed
 
 #: Maximum requests without a pause after an idle period.
 BURST_REQUESTS = 30
@@ -16,6 +21,12 @@ MAX_WAIT_S = 3600.0
 MIN_RESET_TIME = 1e9
 #: Tolerance for rounding in the token count, without which a nearly full token causes ever smaller waits.
 TOKEN_TOLERANCE = 1e-6
+#: Pauses in seconds after failures in a row. Integers: floats would overflow after 1,024 failures.
+BACKOFF = EqualJitterBackoff(cap=600, base=5)
+#: Attempts before a failure is final, if something waits for the answer.
+MAX_ATTEMPTS = 4
+
+Answer = TypeVar("Answer")
 
 
 class RequestBudget:
@@ -84,3 +95,35 @@ def number(text: str | None) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) and value >= 0 else None
+
+
+@dataclass
+class Retry:
+    """Failures in a row, and the time of the next attempt (monotonic seconds)."""
+
+    due: float = -math.inf
+    failures: int = 0
+
+    def fail(self, now: float) -> float:
+        """Count a failure; return the seconds until the next attempt."""
+        pause = float(BACKOFF.compute(self.failures))
+        self.failures, self.due = self.failures + 1, now + pause
+        return pause
+
+
+def with_retries(
+    ask: Callable[[], Answer],
+    clock: Clock,
+    attempts: int = MAX_ATTEMPTS,
+    failure: type[SourceFailed] = SourceFailed,
+) -> Answer:
+    """Call `ask`, and again after failures of this type that may be temporary. Raises the last one, and Stopped."""
+    retry = Retry()
+    while True:
+        try:
+            return ask()
+        except failure as fault:
+            pause = retry.fail(clock.monotonic())
+            if fault.is_final or retry.failures == attempts:
+                raise
+            clock.wait(max(pause, fault.retry_after))

@@ -3,25 +3,42 @@
 It serves posts in ascending order of creation, so reading can stop and go on at any post, and a busy subreddit leaves
 no gap. Its documentation does not say whether bounds are inclusive: requests overlap by a second until an answer shows
 that they are, and items outside the bounds are dropped.
+
+`GapFiller` reads the posts of recorded gaps there, and sends them like any other post.
 """
 
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import requests
 
-from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.budget import MAX_ATTEMPTS, RequestBudget, Retry
+from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.http import HttpClient
-from feedmill.producers.live.source import RequestFailed
+from feedmill.producers.live.source import RequestFailed, SourceFailed
+from feedmill.producers.live.state import Gap
 from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, parse_items
+from feedmill.producers.reddit.state import State
 from feedmill.shared.errors import printable
 from feedmill.shared.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 #: Posts requested per search after the server timed out.
 SMALL_PAGE_SIZE = 25
 #: Seconds without requests after the server reports that it is overloaded.
 OVERLOAD_PAUSE_S = 30.0
+#: Seconds between checks for open gaps.
+POLL_INTERVAL_S = 60.0
+#: Seconds after the end of a gap from which on the archive counts as complete, even if it has no later post.
+COMPLETE_AFTER_S = 86_400.0
+#: Start of the reason for keeping a gap with a second that has more posts than a page, which cannot be paged.
+CROWDED = "Arctic Shift returns only some of the posts of second"
+#: Reason for keeping a gap that the archive has not reached.
+BEHIND = "Arctic Shift has no post from the end of the gap yet"
 
 
 class Span(NamedTuple):
@@ -147,3 +164,86 @@ class ArcticShiftClient:
 
 def _age(item: ListingItem) -> tuple[float, str]:
     return item.created_utc, item.fullname
+
+
+class GapFiller:
+    """Fill Reddit's gaps one after the other, one request per step. The progress is stored with the gap."""
+
+    def __init__(self, archive: ArcticShiftClient, state: State, clock: Clock) -> None:
+        self._archive = archive
+        self._state = state
+        self._clock = clock
+        #: Failures of open gaps.
+        self._retries: defaultdict[str, Retry] = defaultdict(Retry)
+        #: Filled gaps, and posts found in them, since the start.
+        self.filled = self.found = 0
+
+    def run(self) -> Generator[Any, None, float]:
+        """Send one request for the first open gap, and yield its posts; return the seconds until the next run.
+
+        Raises redis.exceptions.RedisError.
+        """
+        gap = min(self._state.gaps.open("reddit"), key=self._due, default=None)
+        pause = POLL_INTERVAL_S if gap is None else self._due(gap) - self._clock.monotonic()
+        if gap is None or pause > 0:
+            return min(pause, POLL_INTERVAL_S)
+        yield from self._fill_part(gap)
+        return 0.0
+
+    def _due(self, gap: Gap) -> float:
+        return self._retries[gap.field].due
+
+    def fill(self, gap: Gap) -> Generator[Any]:
+        """Fill a gap now, until several failures in a row."""
+        while self._retries[gap.field].failures < MAX_ATTEMPTS and not gap.filled:
+            self._clock.wait(self._due(gap) - self._clock.monotonic())
+            gap = yield from self._fill_part(gap)
+
+    def _fill_part(self, gap: Gap) -> Generator[Any, None, Gap]:
+        """Read and send the next part of a gap. Return the gap as it is stored now."""
+        try:
+            span = self._archive.since(gap.subreddit, gap.reached or gap.since, gap.until)
+            behind = not span.more and not self._reaches(gap)
+        except SourceFailed as fault:
+            failed = self._fail(gap, str(fault))
+            if not isinstance(fault, RequestFailed):
+                self._archive.budget.pause(max(self._due(gap) - self._clock.monotonic(), fault.retry_after))
+            return failed
+        if behind:
+            return self._fail(gap, BEHIND)
+        # Posts of the last second are read again in the next part: count them then.
+        counted = [item for item in span.items if not item.gone and (not span.more or item.created_utc < span.reached)]
+        # Known posts are left out: the archive may have text that was deleted since.
+        known = self._state.track(gap.subreddit).known
+        yield from self._state.send([item for item in span.items if item.fullname not in known])
+        # A crowded second keeps the gap open: some of its posts may be missing.
+        crowded = gap.problem if gap.problem.startswith(CROWDED) else ""
+        if span.crowded is not None:
+            crowded = f"{CROWDED} {span.crowded:.0f}"
+        self.found += len(counted)
+        reached = span.reached if span.more else gap.until
+        gap = gap._replace(reached=reached, found=gap.found + len(counted), problem=crowded)
+        if not span.more and crowded:
+            return self._fail(gap, crowded)
+        self._retries.pop(gap.field)
+        if not span.more:
+            gap = gap._replace(filled=self._clock.time())
+            self.filled += 1
+            logger.info("filled the gap in r/%s with %d posts from Arctic Shift", gap.subreddit, gap.found)
+        self._state.gaps.record(gap)
+        return gap
+
+    def _reaches(self, gap: Gap) -> bool:
+        """Return whether the archive has read the subreddit up to the end of the gap."""
+        if self._clock.time() - gap.until > COMPLETE_AFTER_S:
+            return True
+        return bool(self._archive.since(gap.subreddit, gap.until - 1).items)
+
+    def _fail(self, gap: Gap, reason: str) -> Gap:
+        """Store the reason why a gap remains open. A crowded second stays the reason: other posts of it are missing."""
+        pause = self._retries[gap.field].fail(self._clock.monotonic())
+        if gap.problem != reason:
+            logger.warning("cannot fill the gap in r/%s: %s; retrying in %.0f s", gap.subreddit, reason, pause)
+        gap = gap._replace(problem=gap.problem if gap.problem.startswith(CROWDED) else reason)
+        self._state.gaps.record(gap)
+        return gap

@@ -23,6 +23,8 @@ UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated
 class SubredditUnreadable(RequestFailed):
     """A subreddit cannot be read. why: the reason given by Reddit."""
 
+    is_final = True
+
     def __init__(self, why: UnreadableReason) -> None:
         super().__init__(why)
         self.why: UnreadableReason = why
@@ -30,6 +32,8 @@ class SubredditUnreadable(RequestFailed):
 
 class CredentialsRefused(SourceFailed):
     """Reddit rejected the client ID or secret. The reason is the message for the user."""
+
+    is_final = True
 
 
 class ListingItem(NamedTuple):

@@ -3,14 +3,14 @@
 By then scores have settled, authors have edited their texts, and most deletions have happened. Posts that were deleted
 on Reddit are purged here, as Reddit's rules require.
 
-A removal by moderators or filters is not a deletion: many removed posts are approved later, and a subreddit that is
-private for a day takes all its posts with it. These posts wait before they are purged, and are rechecked afterwards, so
-that a post that comes back is sent again. Every recheck ends with its post's next one, so that posts that Reddit does
-not return never hold up the others.
+A removal by moderators or filters is not a deletion: many removed posts are approved later. Nor is a missing post: a
+subreddit that is private for a day takes all its posts with it. These posts wait before they are purged, and are
+rechecked afterwards, so that a post that comes back is sent again. Every recheck ends with its post's next one, so that
+posts that Reddit does not return never hold up the others.
 """
 
 import logging
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from redis import Redis
 
 from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.source import RequestFailed
-from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, PostSource, SubredditUnreadable, events_of
+from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, PostSource, events_of
 from feedmill.producers.reddit.state import Recheck, RecheckReason, State
 from feedmill.shared.purge import lift_matching, purge, tombstones
 from feedmill.shared.results import ResultsStore
@@ -28,16 +28,12 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between checks for due posts.
 POLL_INTERVAL_S = 60.0
-#: From this many posts on, a response that contains none of them is treated as an error.
-MIN_POSTS_TO_TRUST_ABSENCE = 3
-#: Seconds after which a post missing from a response is requested again, before it counts as deleted.
-ABSENT_RETRY_S = 600.0
-#: Seconds for which responses without any of the requested posts are treated as errors.
-ABSENT_PATIENCE_S = 86_400.0
-#: Seconds between rechecks of a post that was removed, or whose subreddit has closed.
+#: Seconds until posts are rechecked whose request failed.
+FAILED_RETRY_S = 600.0
+#: Seconds between rechecks of a post that was removed or is missing.
 WAITING_RETRY_S = 6 * 3600.0
 #: Seconds until such a post is purged. Most removed posts that come back do so within a day.
-REMOVED_PATIENCE_S, CLOSED_PATIENCE_S = 86_400.0, 3 * 86_400.0
+REMOVED_PATIENCE_S, MISSING_PATIENCE_S = 86_400.0, 2 * 86_400.0
 #: Seconds after the purge of such a post at which it is rechecked.
 RETURN_DELAYS_S = (86_400.0, 3 * 86_400.0, 7 * 86_400.0, 14 * 86_400.0)
 
@@ -79,22 +75,16 @@ class Rechecker:
             return POLL_INTERVAL_S
         try:
             found = self._reddit.info([recheck.fullname for recheck in rechecks])
-            unknown = [recheck for recheck in rechecks if recheck.fullname not in found]
-            closed = self._closed(unknown)
         except RequestFailed:
-            self._state.finish_rechecks((), dict.fromkeys(rechecks, self._clock.time() + ABSENT_RETRY_S))
+            self._state.finish_rechecks((), dict.fromkeys(rechecks, self._clock.time() + FAILED_RETRY_S))
             raise
         scores = {name: item.score for name, item in found.items() if not item.gone}
         self._store.refresh_scores(scores, self._clock.time())
-        doubtful = [recheck for recheck in unknown if recheck.subreddit.lower() not in closed]
-        doubted = not found and len(doubtful) >= MIN_POSTS_TO_TRUST_ABSENCE
-        verdicts = self._judge(rechecks, found, closed, doubted)
+        verdicts = self._judge(rechecks, found)
         self._purge(verdicts)
         yield from self._send(found, verdicts)
         self._state.finish_rechecks(rechecks, verdicts.again)
         self.rechecked += len(rechecks)
-        if doubted:
-            raise RequestFailed(f"Reddit returned none of {len(doubtful)} posts that were requested by id")
         return 0.0 if len(rechecks) == PAGE_SIZE else POLL_INTERVAL_S
 
     def run_all(self) -> Generator[Any]:
@@ -102,20 +92,8 @@ class Rechecker:
         while not (yield from self.run()):
             pass
 
-    def _closed(self, unknown: Sequence[Recheck]) -> set[str]:
-        """Return the names in lower case of those subreddits of unknown posts that cannot be read."""
-        closed = set()
-        for name in sorted({recheck.subreddit.lower() for recheck in unknown}):
-            try:
-                self._reddit.page([name], limit=1)
-            except SubredditUnreadable:
-                closed.add(name)
-        return closed
-
-    def _judge(
-        self, rechecks: Sequence[Recheck], found: Mapping[str, ListingItem], closed: Collection[str], doubted: bool
-    ) -> _Verdicts:
-        """Decide on each post. doubted: the response contains none of the posts and may be wrong."""
+    def _judge(self, rechecks: Sequence[Recheck], found: Mapping[str, ListingItem]) -> _Verdicts:
+        """Decide on each post."""
         verdicts = _Verdicts()
         for recheck in rechecks:
             item = found.get(recheck.fullname)
@@ -128,12 +106,8 @@ class Rechecker:
                 self._await_return(recheck, verdicts)
             elif item and recheck.text == "gone":
                 continue  # removed before it was read, and still removed: nothing was sent
-            elif item:
-                self._wait(recheck, REMOVED_PATIENCE_S, verdicts)
-            elif recheck.subreddit.lower() in closed:
-                self._wait(recheck, CLOSED_PATIENCE_S, verdicts)
             else:
-                self._miss(recheck, doubted, verdicts)
+                self._wait(recheck, REMOVED_PATIENCE_S if item else MISSING_PATIENCE_S, verdicts)
         return verdicts
 
     def _wait(self, recheck: Recheck, patience: float, verdicts: _Verdicts) -> None:
@@ -144,15 +118,6 @@ class Rechecker:
         else:
             waiting = recheck._replace(reason=RecheckReason.WAITING, at=since)
             verdicts.again[waiting] = now + WAITING_RETRY_S
-
-    def _miss(self, recheck: Recheck, doubted: bool, verdicts: _Verdicts) -> None:
-        now = self._clock.time()
-        absent = recheck.reason == RecheckReason.ABSENT
-        if absent and not (doubted and now - recheck.at < ABSENT_PATIENCE_S):
-            verdicts.removed.append(recheck)
-        else:
-            since = recheck.at if absent else int(now)
-            verdicts.again[recheck._replace(reason=RecheckReason.ABSENT, at=since)] = now + ABSENT_RETRY_S
 
     def _await_return(self, recheck: Recheck, verdicts: _Verdicts) -> None:
         if recheck.stage + 1 < len(RETURN_DELAYS_S):

@@ -1,20 +1,14 @@
 """Read a snapshot: up to a limit of posts per topic, from one of Reddit's listings."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from redis.backoff import EqualJitterBackoff
-
+from feedmill.producers.live.budget import with_retries
 from feedmill.producers.live.clock import Clock
-from feedmill.producers.live.source import RequestFailed, SourceFailed
-from feedmill.producers.reddit.listing import CredentialsRefused, PostSource, SubredditUnreadable
+from feedmill.producers.live.source import RequestFailed
+from feedmill.producers.reddit.listing import PostSource
 from feedmill.producers.reddit.state import State
-
-#: Attempts per request, and pauses in seconds between them, unless Reddit asks for a longer one.
-MAX_ATTEMPTS, BACKOFF = 4, EqualJitterBackoff(cap=20, base=5)
-
-Answer = TypeVar("Answer")
 
 
 class Listing(NamedTuple):
@@ -71,15 +65,3 @@ class Snapshot:
             after = page.after
             if after is None or not posts:
                 return
-
-
-def with_retries(ask: Callable[[], Answer], clock: Clock) -> Answer:
-    """Call `ask`, and retry temporary failures with backoff. Raises the last SourceFailed."""
-    for failures in range(MAX_ATTEMPTS - 1):
-        try:
-            return ask()
-        except (SubredditUnreadable, CredentialsRefused):
-            raise
-        except SourceFailed as fault:
-            clock.wait(fault.retry_after or BACKOFF.compute(failures))
-    return ask()

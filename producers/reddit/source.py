@@ -16,14 +16,13 @@ from typing import Any
 
 from kombu.exceptions import OperationalError
 from redis import Redis
-from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
 
+from feedmill.producers.live.budget import Retry, with_retries
 from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.source import Event, Pause, RequestFailed, Source, SourceFailed
 from feedmill.producers.live.state import Gap
-from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
-from feedmill.producers.reddit.gap_filler import GapFiller
+from feedmill.producers.reddit.arctic_shift import ArcticShiftClient, GapFiller
 from feedmill.producers.reddit.listing import (
     CredentialsRefused,
     ListingPage,
@@ -47,30 +46,14 @@ FULL_WALK_INTERVAL_S = 6 * 3600.0
 #: Seconds between checks of a topic's subreddits, and until the next one after a failure.
 CHECK_INTERVAL_S = 86_400.0
 CHECK_RETRY_S = 600.0
-#: Attempts for each page of a walk after the first page.
-MAX_PAGE_ATTEMPTS = 3
-#: Pauses in seconds after failures of a subreddit or a job. Integers: floats would overflow after 1,024 failures.
-BACKOFF = EqualJitterBackoff(cap=600, base=5)
+#: Attempts for each page of a walk after the first page: a failure would repeat the whole walk.
+PAGE_ATTEMPTS = 3
 #: The archive: seconds below the watermark from which each poll reads, because posts can be archived late; the same for
 #: a full read; and maximum requests per subreddit and poll. A subreddit with more new posts continues in the next poll.
 ARCHIVE_OVERLAP_S, ARCHIVE_FULL_OVERLAP_S, ARCHIVE_MAX_PAGES = 900.0, 12 * 3600.0, 10
 
 #: A generator of events that returns the seconds until its next run.
 Run = Generator[Any, None, float]
-
-
-@dataclass
-class Retry:
-    """Consecutive failures, and the time of the next attempt (monotonic seconds)."""
-
-    due: float
-    failures: int = 0
-
-    def fail(self, now: float) -> float:
-        """Count a failure; return the seconds until the next attempt."""
-        pause = float(BACKOFF.compute(self.failures))
-        self.failures, self.due = self.failures + 1, now + pause
-        return pause
 
 
 @dataclass
@@ -224,7 +207,7 @@ class RedditSource(Source):
             self._roster.drop(topic, track.name, fault.why)
         except RequestFailed as fault:
             self._count(fault)
-            failing = self._failing.setdefault(track.name, Retry(0.0))
+            failing = self._failing.setdefault(track.name, Retry())
             pause = failing.fail(self._clock.monotonic())
             log = logger.warning if failing.failures == 1 else logger.debug
             log("cannot read r/%s: %s; retrying in %.0f s", track.name, fault, pause)
@@ -248,16 +231,8 @@ class RedditSource(Source):
             yield from self._send_walk(found, tracks)
 
     def _page(self, names: Sequence[str], after: str | None) -> ListingPage:
-        """Fetch a page. Pages after the first are retried, because a failure would repeat the whole walk."""
-        for _ in range(0 if after is None else MAX_PAGE_ATTEMPTS - 1):
-            try:
-                return self._reddit.page(names, after=after)
-            except SubredditUnreadable:
-                raise
-            except RequestFailed as fault:
-                self._count(fault)
-                self._clock.wait(uniform(0.5, 1.5))
-        return self._reddit.page(names, after=after)
+        attempts = 1 if after is None else PAGE_ATTEMPTS
+        return with_retries(partial(self._reddit.page, names, after=after), self._clock, attempts, RequestFailed)
 
     def _send_walk(self, found: Walk, tracks: Sequence[Track], others: Iterable[Gap] = ()) -> Generator[Any]:
         """Send the walk's posts of these subreddits that are new or edited, and record gaps. others: further gaps."""

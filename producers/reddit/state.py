@@ -43,9 +43,7 @@ class RecheckReason(StrEnum):
 
     #: Its score and text may have changed.
     ROUTINE = "."
-    #: It was missing from the previous response, perhaps only temporarily.
-    ABSENT = "?"
-    #: It was removed, or its subreddit closed, and may come back before it is purged.
+    #: It was removed, or missing from the response, and may come back before it is purged.
     WAITING = "w"
     #: It was purged after a removal, and may come back.
     PURGED = "x"
@@ -55,7 +53,7 @@ class Recheck(NamedTuple):
     """A scheduled recheck of a post.
 
     stage: index into the delays. text: digest of the text that was sent.
-    at: in seconds since 1970: when the post was first found absent or removed; of a purged post, its tombstone's time.
+    at: in seconds since 1970: when the post was first found removed or missing; of a purged post, its tombstone's time.
     """
 
     fullname: str

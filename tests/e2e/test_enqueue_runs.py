@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from feedmill.cli.enqueue import _resuming_command
+from feedmill.producers.positions import default_run
 from feedmill.producers.push import Pusher
-from feedmill.producers.runs import default_run
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
 from feedmill.shared.keys import MODELS, run_key

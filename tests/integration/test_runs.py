@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from feedmill.cli.main import app
-from feedmill.producers.clear import Cleared, clear, messages_cleared
-from feedmill.producers.purge_run import RunPurged, purge_run
+from feedmill.producers.clear import Cleared, RunPurged, clear, messages_cleared, purge_run
 from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from feedmill.shared import runs

@@ -54,14 +54,6 @@ def names(tracks: Iterable[Track]) -> list[str]:
     return [track.name for track in tracks]
 
 
-def test_ends_at_a_known_post_and_yields_oldest_first() -> None:
-    listing = Listing(newest_first(1, 500))
-    found = walk(listing, [known(1, 250)], OVERLAP, depth=100)
-    assert found.missed == []
-    assert fullnames(found.items) == [f"t3_{number}" for number in range(201, 501)]
-    assert len(listing.requests) == 3
-
-
 def test_ends_at_the_watermark_without_known_posts() -> None:
     listing = Listing(newest_first(1, 500))
     track = Track("a", beginning=1.0, watermark=250.0, known={"t3_deleted": (0.0, "")})
@@ -70,44 +62,10 @@ def test_ends_at_the_watermark_without_known_posts() -> None:
     assert len(listing.requests) == 3
 
 
-def test_reports_a_gap_if_the_listing_ends_early() -> None:
-    listing = Listing(newest_first(1, 3000))
-    found = walk(listing, [known(1, 1500)], OVERLAP, depth=100)
-    assert names(found.missed) == ["a"]
-    assert (found.oldest, found.newest) == (2001.0, 3000.0)
-    assert len(found.items) == 1000
-
-
 def test_reports_a_gap_if_the_pages_run_out() -> None:
     found = walk(Listing(newest_first(1, 900)), [known(1, 100)], OVERLAP, depth=100, pages=3)
     assert names(found.missed) == ["a"]
     assert found.oldest == 601.0
-
-
-def test_ignores_a_pinned_post_at_the_head() -> None:
-    """The pinned post is old and known. Ending the walk at this post would lose all posts after it."""
-    pinned = item(5, stickied=True)
-    listing = Listing([pinned, *newest_first(6, 500)])
-    found = walk(listing, [known(1, 200)], OVERLAP, depth=100)
-    assert "t3_201" in fullnames(found.items)
-    assert found.missed == []
-
-
-def test_ignores_an_old_post_out_of_order() -> None:
-    """Reddit does not always mark a pinned post."""
-    listing = Listing([item(5), *newest_first(6, 500)])
-    found = walk(listing, [known(1, 200)], OVERLAP, depth=100)
-    assert "t3_201" in fullnames(found.items)
-
-
-def test_joined_walk_continues_until_each_subreddit_is_met() -> None:
-    busy = newest_first(1, 800, "busy")
-    quiet = [item(10_000 + number, "Quiet", created=float(number)) for number in (700, 650, 300, 20)]
-    merged = sorted([*busy, *quiet], key=lambda each: -each.created_utc)
-    track = Track("quiet", beginning=0.0, watermark=310.0, known={"t3_10300": (0.0, "")})
-    found = walk(Listing(merged), [known(1, 750, "busy"), track], OVERLAP, depth=100)
-    assert {"t3_10700", "t3_10650"} <= set(fullnames(found.items))
-    assert found.missed == []
 
 
 def test_joined_walk_reports_subreddits_with_gaps() -> None:
@@ -119,49 +77,12 @@ def test_joined_walk_reports_subreddits_with_gaps() -> None:
     assert names(found.missed) == ["quiet"]
 
 
-def test_overlap_reads_below_the_watermark() -> None:
-    found = walk(Listing(newest_first(1, 500)), [known(1, 490)], overlap=250.0, depth=100)
-    assert found.oldest <= 240.0
-
-
-@pytest.mark.parametrize(("depth", "expected"), [(1, 100), (100, 100), (250, 300), (1000, 500)])
-def test_first_walk_reads_to_the_given_depth(depth: int, expected: int) -> None:
-    found = walk(Listing(newest_first(1, 500)), [Track("a")], OVERLAP, depth=depth)
-    assert len(found.items) == expected
-    assert found.missed == []
-
-
 def test_short_listing_without_a_known_post_is_a_gap() -> None:
     """It may be complete, or may have ended early: the latter would lose posts."""
     track = Track("a", beginning=1.0, watermark=3.0, known={"t3_deleted": (0.0, "")})
     found = walk(Listing(newest_first(10, 40)), [track], OVERLAP, depth=100)
     assert names(found.missed) == ["a"]
     assert found.frontier(3.0) == 10.0
-
-
-def test_short_listing_that_meets_a_known_post_has_no_gap() -> None:
-    found = walk(Listing(newest_first(1, 4)), [known(1, 1)], OVERLAP, depth=100)
-    assert found.missed == []
-
-
-def test_reads_on_below_a_listing_that_ends_early() -> None:
-    whole = Listing(newest_first(1, 500))
-
-    def fetch(after: str | None) -> ListingPage:
-        page = whole(after)
-        return ListingPage(page.items[:20], None) if after is None else page
-
-    found = walk(fetch, [known(1, 250)], OVERLAP, depth=100)
-    assert found.missed == []
-    assert {f"t3_{number}" for number in range(251, 501)} <= set(fullnames(found.items))
-
-
-def test_an_old_post_at_the_end_of_a_page_does_not_end_the_walk() -> None:
-    listing = newest_first(1, 500)
-    listing.insert(99, item(5))
-    found = walk(Listing(listing), [known(1, 200)], OVERLAP, depth=100)
-    assert found.missed == []
-    assert {f"t3_{number}" for number in range(201, 501)} <= set(fullnames(found.items))
 
 
 def test_gap_ends_before_an_old_post_at_the_end_of_the_listing() -> None:

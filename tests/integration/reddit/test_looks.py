@@ -2,7 +2,7 @@
 
 import pytest
 
-from feedmill.producers.reddit.rechecks import CLOSED_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_DELAYS_S, WAITING_RETRY_S
+from feedmill.producers.reddit.rechecks import MISSING_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_DELAYS_S, WAITING_RETRY_S
 from feedmill.producers.reddit.state import RECHECK_DELAYS_S
 from feedmill.shared.keys import MARKS, tombstone_key
 from feedmill.shared.messages import Post
@@ -16,7 +16,7 @@ SELDOM = 6 * HOUR
 
 
 def test_recheck_refreshes_resends_and_purges(house: House) -> None:
-    """Scores are refreshed, edited posts sent again, deleted posts purged at once, and removed ones after a day."""
+    """Scores are refreshed, edited posts sent again, deleted posts purged at once, removed and missing ones later."""
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     kept, edited, deleted, removed, vanished = house.publish("cooking", 5, body="before")
@@ -37,29 +37,18 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
     assert score.score == 4321
     assert [post["body"] for post in house.queued() if post["id"] == edited] == ["before", "after"]
     assert store.get(removed)
-    for gone in (deleted, vanished):
+    assert store.get(vanished)
+    assert daemon.status()["purged"] == 1
+    house.run(daemon, REMOVED_PATIENCE_S + WAITING_RETRY_S)
+    assert house.redis.client.exists(tombstone_key(removed))
+    assert store.get(vanished)
+    house.run(daemon, MISSING_PATIENCE_S - REMOVED_PATIENCE_S)
+    for gone in (deleted, removed, vanished):
         assert store.get(gone) == []
         assert not has_results(house.redis.client, gone)
         assert not sent_marks(house.redis.client, gone)
         assert house.redis.client.exists(tombstone_key(gone))
-    assert daemon.status()["purged"] == 2
-    house.run(daemon, REMOVED_PATIENCE_S + WAITING_RETRY_S)
-    assert house.redis.client.exists(tombstone_key(removed))
     assert {entry.post.id for entry in store.latest(100)} == {kept, edited}
-
-
-def test_a_post_briefly_unknown_to_reddit_is_kept(house: House) -> None:
-    daemon = house.daemon()
-    house.run(daemon, 2 * MINUTE)
-    (fullname,) = house.publish("cooking")
-    house.run(daemon, RECHECK_DELAYS_S[0] - 5 * MINUTE)
-    house.loopback.faults.always("empty_listing", where="/api/info")
-    house.run(daemon, 8 * MINUTE)
-    assert house.loopback.ledger.faults["empty_listing"] >= 1
-    house.loopback.faults.clear()
-    house.run(daemon, HOUR)
-    assert not house.redis.client.exists(tombstone_key(fullname))
-    assert sent_marks(house.redis.client, fullname)
 
 
 def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:
@@ -68,9 +57,11 @@ def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:
     house.run(daemon, RECHECK_DELAYS_S[0] - MINUTE)
     house.loopback.faults.always("empty_listing", where="/api/info")
     house.run(daemon, 40 * MINUTE)
-    assert house.redis.client.exists(*map(tombstone_key, fullnames)) == 0
+    assert house.loopback.ledger.faults["empty_listing"] >= 1
     house.loopback.faults.clear()
-    house.run(daemon, 30 * MINUTE)
+    house.run(daemon, DAY)
+    assert house.redis.client.exists(*map(tombstone_key, fullnames)) == 0
+    assert all(sent_marks(house.redis.client, fullname) for fullname in fullnames)
     assert daemon.status()["rechecked"] >= 50
 
 
@@ -118,7 +109,7 @@ def test_posts_of_a_subreddit_that_stays_private_are_purged_and_come_back_with_i
     posts = house.publish("cooking", 5)
     house.run(daemon, 5 * MINUTE)
     house.loopback.set_kind("cooking", "private")
-    house.run(daemon, CLOSED_PATIENCE_S + DAY)
+    house.run(daemon, MISSING_PATIENCE_S + DAY)
     assert house.redis.client.exists(*map(tombstone_key, posts)) == 5
     house.loopback.set_kind("cooking", "public")
     house.run(daemon, RETURN_DELAYS_S[1])

@@ -2,10 +2,11 @@
 
 import pytest
 
+from feedmill.producers.live.budget import MAX_ATTEMPTS, with_retries
 from feedmill.producers.live.daemon import send_events
 from feedmill.producers.live.source import SourceFailed
 from feedmill.producers.push import Pusher
-from feedmill.producers.reddit.snapshot import MAX_ATTEMPTS, Listing, Snapshot, with_retries
+from feedmill.producers.reddit.snapshot import Listing, Snapshot
 from feedmill.shared.broker import make_app
 from feedmill.shared.messages import ClassifyOptions
 from tests.integration.reddit.house import MINUTE, House
