@@ -29,6 +29,7 @@ from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.errors import UserError, explain_missing
 from feedmill.shared.messages import parse_run
 from feedmill.shared.runs import progress
+from feedmill.tables import format_of
 
 if TYPE_CHECKING:
     from feedmill.export.files import File, Folder
@@ -108,20 +109,20 @@ def export_results(
     """
     is_table, is_printed = destination.startswith(DATABASE_SCHEMES), destination == STANDARD
     out = Path(destination)
-    of_name = None if is_table else _format_of(out)
-    form = form or of_name
-    in_parts = follow or out.is_dir() or (form == "parquet" and of_name is None and not is_printed)
+    of_name = None if is_table else format_of(out.name)
+    kind = form or of_name
+    in_parts = follow or out.is_dir() or (kind == "parquet" and of_name is None and not is_printed)
     of_file = any(value is not None for value in (form, columns, part_seconds)) or latest
     refuse(
         (is_table and of_file, "A table has all columns and results. Leave out --format, --columns, --latest and "
          "--part-seconds."),
         (table is not None and not is_table, "--table needs a database: an OUT such as postgresql://user@host/database."),
-        (is_printed and (form not in ("csv", "jsonl") or follow or purge or as_json), "OUT - prints CSV or JSONL: give "
+        (is_printed and (kind not in ("csv", "jsonl") or follow or purge or as_json), "OUT - prints CSV or JSONL: give "
          "--format csv or --format jsonl, without --follow, --purge and --json."),
-        (not (is_table or purge or form), f"Cannot tell the format of {out}. Give --format, or an OUT that ends in "
-         ".parquet, .csv or .jsonl."),
+        (not (is_table or purge or kind in get_args(Form)), f"Cannot tell the format of {out}. Give --format, or an "
+         "OUT that ends in .parquet, .csv or .jsonl."),
         (follow and of_name is not None and not out.is_dir(), "--follow needs a folder, to which it adds files until "
-         f"it is stopped, such as --format {form} {out.with_suffix('')}/"),
+         f"it is stopped, such as --format {kind} {out.with_suffix('')}/"),
         (latest and in_parts, "--latest needs a single file, because finished parts cannot be changed. Give an OUT "
          "that ends in .parquet, .csv or .jsonl, without --follow."),
         (part_seconds is not None and part_seconds <= 0, "--part-seconds must be above 0."),
@@ -149,7 +150,7 @@ def export_results(
                 target = stack.enter_context(sinks.opened(destination, table or DEFAULT_TABLE, selection, reader))
             else:
                 chosen = _chosen(columns, own, selection)
-                layout = sinks.Layout(str(form), chosen)
+                layout = sinks.Layout(str(kind), chosen)
                 path = stack.enter_context(_printed(layout.form)) if is_printed else out
                 target = stack.enter_context(sinks.opened(path, layout, selection, reader, in_parts))
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
@@ -160,14 +161,6 @@ def export_results(
     where = str(target) if is_table else None if is_printed else f"the folder {out}" if in_parts else str(out)
     typer.echo(json.dumps(this.summary()) if as_json else this.described(where), err=is_printed)
     raise typer.Exit(this.status)
-
-
-def _format_of(out: Path) -> Form | None:
-    """Return the format for the ending of OUT; None for any other ending."""
-    name = out.name.lower()
-    text = name.removesuffix(".gz").removesuffix(".zst")
-    forms = get_args(Form)[:-1] if text != name else get_args(Form)
-    return next((form for form in forms if text.endswith(f".{form}")), None)
 
 
 def _files() -> ModuleType:

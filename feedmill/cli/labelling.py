@@ -23,6 +23,7 @@ from feedmill.producers.tables import NOT_UTF8, CsvTable, ParquetTable, Place
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import InputError, UserError, explain_missing, printable
 from feedmill.shared.messages import Classification, Outcome
+from feedmill.tables import format_of
 from feedmill.tables.labels import Classify, check_new_columns, label_columns, with_outcomes
 
 #: Labels and reasons in the summary; the rest are only counted.
@@ -130,13 +131,13 @@ class Labelling:
         self, open_source: Callable[[], Source], path: str, flags: OutFlags, limit: int | None, alone: bool
     ) -> None:
         with explain_missing("--out", "tables"):
-            from feedmill.tables import copying, writing  # noqa: PLC0415 - pyarrow, an extra
+            from feedmill.tables import copying  # noqa: PLC0415 - pyarrow, an extra
         self._open_source, self._path, self._flags, self._limit = open_source, path, flags, limit
         self._copying = copying
         self._out = Path(flags.out or STANDARD)
         self._is_printed = flags.out == STANDARD
         #: None is the input's format.
-        self._form = None if self._is_printed else writing.format_of(str(self._out))
+        self._form = None if self._is_printed else format_of(str(self._out))
         self._check_out()
         self._notes = Console(stderr=True, soft_wrap=True, highlight=False)
         self._broken: InputError | None = None

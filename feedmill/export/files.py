@@ -21,15 +21,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from feedmill.export.batches import batch_of, schema_of
+import pyarrow as pa
+
+from feedmill.export.batches import ENTRY, schema_of
 from feedmill.export.columns import COLUMNS, UNESCAPED, ExportFilter, check_options
 from feedmill.export.rewriting import copy_rows, format_of_file, post_keys
 from feedmill.reading.entry_ids import id_before, order, seconds_of
-from feedmill.reading.rows import ResultRow, RowReader
+from feedmill.reading.rows import RowReader
 from feedmill.shared.atomic_files import publish, replacing, sync, temporary_path
 from feedmill.shared.errors import UserError
 from feedmill.shared.scripts.stream import Place
-from feedmill.tables.writing import COMPRESSIONS, writer_to
+from feedmill.tables import COMPRESSIONS
+from feedmill.tables.writing import writer_to
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE_FILE = "_export.json"
@@ -49,6 +52,10 @@ class Layout(NamedTuple):
     form: str
     columns: Sequence[str] = COLUMNS
 
+    @property
+    def schema(self) -> pa.Schema:
+        return schema_of(self.columns, self.form == "parquet")
+
 
 class _Output:
     """A file that is being written, to become `out` or a part of it.
@@ -65,30 +72,20 @@ class _Output:
             self._file.close()
             raise
         self._file.truncate(0)
-        self._schema = schema_of(layout.columns, layout.form == "parquet")
         escaped = set(layout.columns) - UNESCAPED
-        self._writer = writer_to(self._file, layout.form, self._schema, escaped, compression)
-        self._rows: list[ResultRow] = []
+        self._writer = writer_to(self._file, layout.form, layout.schema, escaped, compression)
         #: Rows that were added.
         self.rows = 0
 
-    def add(self, rows: Sequence[ResultRow]) -> None:
-        self._rows += rows
-        self.rows += len(rows)
-        if len(self._rows) >= BATCH_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._writer.write(batch_of(self._rows, self._schema))
-            self._rows.clear()
+    def add(self, batch: pa.RecordBatch) -> None:
+        self._writer.write(batch)
+        self.rows += batch.num_rows
 
     def publish(self, path: Path, form: str, reader: RowReader, latest: bool = False) -> int:
         """Complete the file, and rename it, or publish a copy without purged posts: see `_remove_purged`.
 
         Returns the number of removed rows of purged posts, and sets `rows` to the number of rows left.
         """
-        self._flush()
         self._writer.close()
         self._file.flush()
         removed, left = _remove_purged(self.path, path, form, reader, latest)
@@ -119,9 +116,12 @@ class File:
     can_resume = resumed = replaces_rows = False
     #: Rows that were refused.
     refused = 0
+    batch_rows = BATCH_ROWS
 
     def __init__(self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader) -> None:
         self._out, self._form, self._latest, self._reader = out, layout.form, selection.latest, reader
+        #: Schema of the batches.
+        self.schema = layout.schema
         #: Rows in the file, and rows removed because their posts were purged.
         self.written = self.removed = 0
         #: Stream position up to which rows were added.
@@ -131,9 +131,9 @@ class File:
         path = out.with_name(f".{out.name}.partial{compression}")
         self._output = _Output(path, out, layout, compression)
 
-    def add(self, rows: Sequence[ResultRow], place: Place) -> None:
+    def add(self, batch: pa.RecordBatch, place: Place) -> None:
         """Append rows. place: the reader's position after them."""
-        self._output.add(rows)
+        self._output.add(batch)
         self.place = place
 
     def close(self, _: Place) -> None:
@@ -150,9 +150,11 @@ class Folder:
     """A folder of parts, one or more per UTC day on which results were stored: OUT/day=2026-11-21/part-….parquet."""
 
     can_resume, replaces_rows, refused = True, False, 0
+    batch_rows = BATCH_ROWS
 
     def __init__(self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader) -> None:
         self._out, self._layout, self._reader = out, layout, reader
+        self.schema = layout.schema.append(ENTRY)
         self._state = {"format": layout.form, "columns": [*layout.columns], **selection._asdict()}
         stored = _read_state(out / STATE_FILE)
         if stored:
@@ -175,22 +177,27 @@ class Folder:
         if order(newest) > order(self.place.cursor):
             self.place = Place(newest)
 
-    def add(self, rows: Sequence[ResultRow], place: Place) -> None:
-        for day, rows_of_day in groupby(rows, key=lambda row: _day_of(row.entry)):
+    def add(self, batch: pa.RecordBatch, place: Place) -> None:
+        entries = batch.column(ENTRY.name).to_pylist()
+        batch, start = batch.drop_columns([ENTRY.name]), 0
+        for day, group in groupby(entries, key=_day_of):
+            of_day = list(group)
             if self._output and day != _day_of(self._last):
                 self._publish()
-            self._write(day, list(rows_of_day))
+            self._write(day, batch.slice(start, len(of_day)), of_day[0], of_day[-1])
+            start += len(of_day)
         if self._output and self._output.rows >= PART_ROWS:
             self.close(place)
 
-    def _write(self, day: str, rows: Sequence[ResultRow]) -> None:
+    def _write(self, day: str, batch: pa.RecordBatch, first: str, last: str) -> None:
+        """Add the rows of a day, with their first and last stream entry."""
         if self._output is None:
             folder = self._out / f"day={day}"
             folder.mkdir(exist_ok=True)
             self._output = _Output(folder / f".part.{self._layout.form}.tmp", self._out, self._layout)
-            self._first, self.begun = rows[0].entry, time.monotonic()
-        self._output.add(rows)
-        self._last = rows[-1].entry
+            self._first, self.begun = first, time.monotonic()
+        self._output.add(batch)
+        self._last = last
 
     def close(self, place: Place) -> None:
         """Publish all rows added so far, and remove posts that were purged since their parts were published."""

@@ -2,16 +2,16 @@
 
 One transaction copies a batch of rows to a temporary table, inserts them into the results table, deletes purged posts,
 and stores the positions in the streams of results and of purges. So whatever crashes, each result is in the table once.
-A thread runs the transaction while the caller reads the next rows. Docs: docs/export.md.
+Docs: docs/export.md.
 """
 
 import json
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, LiteralString, NamedTuple
 from urllib.parse import urlsplit
@@ -25,11 +25,11 @@ from psycopg.sql import SQL, Composable, Identifier
 from psycopg.types.json import set_json_dumps
 from pydantic_core import from_json, to_json
 
-from feedmill.export.batches import TIME, batch_of, schema_of
+from feedmill.export.batches import STORED_AT, TIME, schema_of
 from feedmill.export.columns import COLUMNS, ExportFilter, check_options
 from feedmill.reading.entry_ids import id_before
-from feedmill.reading.purges import Purges, newest_purge, read_purges
-from feedmill.reading.rows import ResultRow, RowReader
+from feedmill.reading.purges import Purge, Purges, newest_purge, read_purges
+from feedmill.reading.rows import RowReader
 from feedmill.shared.errors import DatabaseUnavailable, UserError, printable
 from feedmill.shared.scripts.stream import Place
 from feedmill.tables.writing import JSON
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Rows per transaction. They fit into PostgreSQL's default `temp_buffers`, 8 MB.
 BATCH_ROWS = 5000
+#: Purges that are repeated after the next rows: the reader may have fetched these before the purges.
+REPEATED_PURGES = 1000
 #: Rows whose posts are compared with the tombstones at once.
 CHECKED_ROWS = 10_000
 #: Table of the positions, one row per results table, in the same schema.
@@ -71,7 +73,7 @@ TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.Re
 #: errors that a trigger raises. Some of them are OperationalErrors.
 ROW_REFUSED = ("22", "23", "54", "P0")
 #: The columns of a table: those of every export, and the time at which the result was stored in Redis.
-SCHEMA = schema_of((*COLUMNS, "stored_at"))
+SCHEMA = schema_of(COLUMNS).append(STORED_AT)
 KEY = ("id", "fingerprint")
 REQUIRED = {"id", "label", "scores", "fingerprint", "stored_at"}
 ARROW_TYPES: dict[pa.DataType, LiteralString] = {
@@ -114,17 +116,6 @@ class Address(NamedTuple):
         return cls(CONNECTION | given | {"client_encoding": "utf8"}, printable(name))
 
 
-class _Written(NamedTuple):
-    """Changes of a transaction: rows inserted, rows of purged posts removed, and the new positions."""
-
-    rows: int
-    removed: int
-    place: Place
-    purges: str
-    #: Id and reason of each row that the database refused.
-    refused: list[tuple[str, str]]
-
-
 @contextmanager
 def opened(url: str, table: str, selection: ExportFilter | None, reader: RowReader) -> Iterator["Table"]:
     """Connect, lock the table and create it if needed. An earlier export to it is resumed if its options are the same.
@@ -155,6 +146,7 @@ class Table:
     """
 
     can_resume = replaces_rows = True
+    batch_rows, schema = BATCH_ROWS, SCHEMA
 
     def __init__(self, address: Address, table: str, selection: ExportFilter | None, reader: RowReader) -> None:
         parts = TABLE_NAME.fullmatch(table)
@@ -169,9 +161,7 @@ class Table:
         self._options = None if selection is None else selection._asdict()
         #: Rows written, rows removed because their posts were purged, and rows that the database refused.
         self.written = self.removed = self.refused = 0
-        self._rows: list[ResultRow] = []
-        self._thread = ThreadPoolExecutor(1, "postgres")
-        self._running: Future[_Written] | None = None
+        self._repeated = deque[Purge](maxlen=REPEATED_PURGES)
         self._connect()
 
     def __str__(self) -> str:
@@ -271,57 +261,37 @@ class Table:
         row = self._connection.execute(query, parameters).fetchone()
         return row and row[0]
 
-    def add(self, rows: Sequence[ResultRow], place: Place) -> None:
-        """Append rows. place: the reader's position after them."""
-        self._rows += rows
-        if len(self._rows) >= BATCH_ROWS:
-            self._write(place)
+    def add(self, batch: pa.RecordBatch, place: Place) -> None:
+        """Write rows. place: the reader's position after them."""
+        self._write(batch, place)
 
     def close(self, place: Place) -> None:
-        """Write all rows added so far, and delete the posts that were purged since."""
-        more = True
-        while more:
-            more = self._write(place)
-            self._finish()
+        """Delete the posts that were purged since, and store the place."""
+        while self._write(None, place):
+            pass
 
-    def _write(self, place: Place) -> bool:
-        """Start a transaction, and return whether there may be more purges.
+    def _write(self, batch: pa.RecordBatch | None, place: Place) -> bool:
+        """Write rows and delete purged ones in one transaction; return whether there may be more purges.
 
-        Purges are read after the rows of this batch, which may be of posts that were purged meanwhile. Rows read later
-        are not of posts that these purges concern.
+        Purges are read after the rows, which may be of posts that were purged meanwhile.
         """
-        self._finish()
         self.begun = time.monotonic()
         purges = read_purges(self._redis, self._purged)
-        rows, self._rows = self._rows, []
         if purges.missed:
-            self._start(rows, place, Purges([], self._purged))
+            self._transact(batch, place, Purges([], self._purged))
             self.check_posts()
-            rows = []
-        if rows or purges.position != self._purged or place != self.place:
-            self._start(rows, place, purges)
+            batch = None
+        if batch is not None or purges.position != self._purged or place != self.place:
+            self._transact(batch, place, purges)
         return bool(purges.purges)
 
-    def _start(self, rows: Sequence[ResultRow], place: Place, purges: Purges) -> None:
-        self._running = self._thread.submit(self._transact, rows, place, purges)
-
-    def _finish(self) -> None:
-        """Wait for the transaction in progress."""
-        if self._running is None:
-            return
-        running, self._running = self._running, None
-        done = running.result()
-        self.written, self.removed = self.written + done.rows, self.removed + done.removed
-        self.place, self._purged = done.place, done.purges
-        for post_id, reason in done.refused[: max(0, MAX_REFUSED_NAMED - self.refused)]:
-            logger.warning("%s refused the result of post %s (%s); continuing without it", self, post_id, reason)
-        self.refused += len(done.refused)
-
-    def _transact(self, rows: Sequence[ResultRow], place: Place, purges: Purges) -> _Written:
+    def _transact(self, batch: pa.RecordBatch | None, place: Place, purges: Purges) -> None:
+        refused: list[tuple[str, str]] = []
+        inserted = 0
         with self._explaining(), self._connection.transaction(), self._connection.cursor() as cursor:
-            refused: list[tuple[str, str]] = []
-            inserted = self._insert(cursor, _latest(batch_of(rows, SCHEMA)), refused) if rows else 0
-            removed = self._remove(cursor, purges)
+            if batch is not None:
+                inserted = self._insert(cursor, _latest(batch), refused)
+            removed = self._remove(cursor, [*self._repeated, *purges.purges])
             cursor.execute(
                 SQL(
                     "UPDATE {} SET place = %s, purges = %s, updated_at = now() "
@@ -331,7 +301,14 @@ class Table:
             )
             if cursor.rowcount == 0:
                 raise UserError(f"Another export has written to {self}. Run only one, then run this command again.")
-        return _Written(inserted, removed, place, purges.position, refused)
+        self.place, self._purged = place, purges.position
+        self.written, self.removed = self.written + inserted, self.removed + removed
+        if batch is not None:
+            self._repeated.clear()
+        self._repeated.extend(purges.purges)
+        for post_id, reason in refused[: max(0, MAX_REFUSED_NAMED - self.refused)]:
+            logger.warning("%s refused the result of post %s (%s); continuing without it", self, post_id, reason)
+        self.refused += len(refused)
 
     def _insert(self, cursor: Any, batch: pa.RecordBatch, refused: list[tuple[str, str]]) -> int:
         """Insert rows; return how many were inserted. Rows that the database refuses are left out, in `refused`.
@@ -368,9 +345,9 @@ class Table:
         )
         return int(cursor.rowcount)
 
-    def _remove(self, cursor: Any, purges: Purges) -> int:
+    def _remove(self, cursor: Any, purges: Iterable[Purge]) -> int:
         removed = 0
-        for ids, run, until in purges.purges:
+        for ids, run, until in purges:
             which = SQL("id = ANY(%s)") if run is None else SQL("run = %s")
             statement = SQL("DELETE FROM {} WHERE {} AND stored_at <= %s").format(self._table, which)
             posts = [post_id.replace(NUL, REPLACEMENT) for post_id in ids] if run is None else run
@@ -379,7 +356,6 @@ class Table:
 
     def check_posts(self) -> None:
         """Compare all posts in the table with the tombstones in Redis, and delete the purged ones."""
-        self._finish()
         last = ""
         query = SQL("SELECT DISTINCT id FROM {} WHERE id > %s ORDER BY id LIMIT %s").format(self._table)
         while True:
@@ -393,23 +369,14 @@ class Table:
                     self.removed += self._connection.execute(delete, [[*gone]]).rowcount
             last = ids[-1]
 
-    def abandon(self) -> None:
-        """Discard the rows that are not in the table. The reader resumes at `place` and adds them again."""
-        with suppress(UserError):
-            self._finish()
-        self._rows.clear()
-
     def resume(self) -> Place:
-        """Discard the rows that are not in the table, reconnect if needed, and return the place to read from."""
-        self.abandon()
+        """Reconnect if needed, and return the place to read from."""
         if self._connection.closed:
             self._connect()  # reads the position: the last transaction may have been committed
         return self.place
 
     def disconnect(self) -> None:
-        """Discard the rows that are not in the table, and release its lock."""
-        self.abandon()
-        self._thread.shutdown()
+        """Release the table's lock."""
         self._connection.close()
 
     @contextmanager

@@ -13,7 +13,7 @@ from rich.console import Console
 from feedmill.console import LiveBar, format_rows
 from feedmill.export.columns import ExportFilter
 from feedmill.reading.names import unknown_label
-from feedmill.reading.rows import Chunk, RowReader
+from feedmill.reading.rows import Chunk, ResultRow, RowReader
 from feedmill.shared.errors import DatabaseUnavailable, UserError, clause
 from feedmill.shared.redis_errors import is_temporary
 from feedmill.shared.scripts.stream import Place
@@ -73,6 +73,8 @@ class ExportRun:
         self._reader, self._target, self._selection = reader, target, selection
         self._stop, self._notes, self._follow, self._close_after = stop, notes, follow, close_after
         self._place = target.place
+        #: Rows that are not in a batch yet.
+        self._pending: list[ResultRow] = []
         #: Attempts to reconnect since Redis and the database last answered.
         self._failures = 0
         #: Trimmed results, None if their number is unknown; and if there were any.
@@ -97,6 +99,7 @@ class ExportRun:
             while not (self._stop or self._complete):
                 try:
                     if self._failures:
+                        self._pending.clear()
                         self._place = self._target.resume()  # type: ignore[union-attr]  # a single file follows nothing
                     self._read_to_end()
                     if self._follow and not self._stop:
@@ -106,7 +109,7 @@ class ExportRun:
             if self._complete and not (self._target.resumed or self._rows):
                 self._check_label()
             if not self._failures and (self._complete or self._target.can_resume):
-                self._target.close(self._place)
+                self._publish()
         self._complete |= self._follow
 
     def _read_to_end(self) -> None:
@@ -119,19 +122,31 @@ class ExportRun:
             rows = self._selection.of(chunk.rows)
             if chunk.missed != 0:
                 self._report_missed(chunk)
-            if rows:
-                self._target.add(rows, self._place)
+            self._pending += rows
+            if len(self._pending) >= self._target.batch_rows:
+                self._flush()
             self._rows += len(rows)
             self._read += len(chunk.rows)
             self._total = None if chunk.left is None else self._read + chunk.left
             if self._is_due():
-                self._target.close(self._place)
+                self._publish()
             if self._failures:
                 logger.warning("connected again; continuing at the same position")
             self._failures = 0
             if self._stop and not chunk.ended:
                 return
         self._complete = not self._follow
+
+    def _flush(self) -> None:
+        from feedmill.export.batches import batch_of  # noqa: PLC0415 - pyarrow, which takes time to import
+
+        if self._pending:
+            self._target.add(batch_of(self._pending, self._target.schema), self._place)
+            self._pending.clear()
+
+    def _publish(self) -> None:
+        self._flush()
+        self._target.close(self._place)
 
     def _is_due(self) -> bool:
         """Return whether to publish the rows that were added."""

@@ -6,7 +6,6 @@ string as it is and other values as JSON, JSONL gets the value itself.
 
 import json
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
@@ -23,26 +22,12 @@ except ImportError:  # isal has no wheel for this platform
 
 #: Type of a column whose values are JSON texts.
 JSON = pa.json_()
-#: Formats by ending, and endings of compressed text files.
-FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-COMPRESSIONS = (".gz", ".zst")
 #: A cell that a spreadsheet would run as a formula, plain or escaped. See producers/exported.py.
 FORMULA = r"\A('*[=+\-@\t\r\n＝＋－＠])"
 #: Rows and bytes at which a row group of Parquet is closed. Readers skip or load whole row groups.
 GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
-#: Characters that JSON escapes in texts, in this order; patterns of any character to escape, and of the rare ones.
-ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+#: A character that JSON escapes in texts.
 SPECIAL = r'[\x00-\x1f"\\]'
-CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f]"
-
-
-def format_of(name: str) -> str | None:
-    """Return the format for the ending of a file's name, in any case; None for another ending."""
-    path = Path(name.lower())
-    if path.suffix in COMPRESSIONS:
-        form = FORMATS.get(Path(path.stem).suffix)
-        return None if form == "parquet" else form
-    return FORMATS.get(path.suffix)
 
 
 def writer_to(
@@ -223,9 +208,5 @@ def _json(column: pa.Array) -> pa.Array:
         return pa.array(texts, pa.string())
     texts = _text(column)
     if pc.any(pc.match_substring_regex(texts, SPECIAL)).as_py():
-        if pc.any(pc.match_substring_regex(texts, CONTROL)).as_py():
-            values = texts.to_pylist()
-            return pa.array([None if value is None else to_json(value).decode() for value in values], pa.string())
-        for character, escape_sequence in ESCAPES.items():
-            texts = pc.replace_substring(texts, character, escape_sequence)
+        return json_column(texts.to_pylist()).storage
     return pc.binary_join_element_wise('"', texts, '"', "")

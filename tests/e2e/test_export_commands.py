@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from feedmill.export.files import STATE_FILE, parts
+from feedmill.export.files import BATCH_ROWS, STATE_FILE, parts
 from feedmill.export.rewriting import post_keys
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
@@ -139,10 +139,13 @@ def test_interrupting_follow_completes_the_part(redis: RedisServer, tmp_path: Pa
         "export", "--format", "jsonl", "--follow", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
     ) as following:
         wait_until((out / STATE_FILE).exists, "the export has started")
-        fill(redis, "1")
+        posts = [str(number) for number in range(3 * BATCH_ROWS // 2)]
+        fill(redis, *posts)
         wait_until(lambda: list(out.rglob("*.tmp")), "a part is being written")
         assert following.end(signal.SIGINT) == 0
-    assert exported(out, "jsonl") == ["1"]
+    found = exported(out, "jsonl")
+    assert len(found) >= BATCH_ROWS
+    assert found == posts[: len(found)]
 
 
 def test_exports_chosen_columns_and_latest_results(redis: RedisServer, tmp_path: Path) -> None:

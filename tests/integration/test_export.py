@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from feedmill.export import files
+from feedmill.export.batches import batch_of
 from feedmill.export.columns import ExportFilter
 from feedmill.export.files import STATE_FILE, Layout, opened, parts, purge
 from feedmill.export.rewriting import format_of_file, post_keys
@@ -67,7 +68,7 @@ def run(
         place = target.place
         for chunk in reader.chunks(place):
             place = chunk.place
-            target.add((selection or ExportFilter()).of(chunk.rows), place)
+            target.add(batch_of((selection or ExportFilter()).of(chunk.rows), target.schema), place)
         target.close(place)
     return target
 
@@ -179,7 +180,7 @@ def test_interrupted_file_starts_over(tmp_path: Path, store: ResultsStore, reade
     (tmp_path / f".out.{name}.partial").write_bytes(b"half")  # left by kill -9
     store.write([result("230")])
     with pytest.raises(KeyError), opened(out, Layout(form), ExportFilter(), reader) as target:  # noqa: PT012
-        target.add(reader.fetch(target.place).rows, target.place)
+        target.add(batch_of(reader.fetch(target.place).rows, target.schema), target.place)
         raise KeyError
     assert out.read_bytes() == earlier
     assert (run(out, reader, name).written, len(exported(out))) == (231, 231)
@@ -229,7 +230,7 @@ def test_parts_appear_only_when_complete(tmp_path: Path, server: RedisServer, re
     add(server, NOON + DAY, "3")
     with opened(out, Layout(name), ExportFilter(), reader, in_parts=True) as target:
         chunk = reader.fetch(target.place)
-        target.add(chunk.rows, chunk.place)  # not closed: the second day's part stays open
+        target.add(batch_of(chunk.rows, target.schema), chunk.place)  # not closed: the second day's part stays open
     assert exported(out) == ["1", "2"]
     left_over = out / "day=2026-11-21" / f".part.{name}.tmp"
     left_over.write_bytes(b"half")  # left by kill -9
@@ -260,7 +261,7 @@ def test_parts_sort_in_stream_order(
         with opened(tmp_path / "out", Layout("csv"), ExportFilter(), reader, in_parts=True) as target:
             (chunk,) = reader.chunks(target.place)
             rows = chunk.rows[: until - int(chunk.rows[0].post["id"])]
-            target.add(rows, chunk.place._replace(cursor=rows[-1].entry))
+            target.add(batch_of(rows, target.schema), chunk.place._replace(cursor=rows[-1].entry))
     assert [match[1] for _, match in parts(tmp_path / "out")] == [f"{NOON}000-0", f"{NOON}000-9"]
     assert exported(tmp_path / "out") == [str(number) for number in range(11)]
 
@@ -301,7 +302,7 @@ def test_post_purged_before_its_part_is_complete_is_left_out(
     with opened(out, Layout(name), ExportFilter(), reader, in_parts=True) as target:
         chunk = reader.fetch(target.place)
         purge_now(server, "2", "4")
-        target.add(chunk.rows, chunk.place)
+        target.add(batch_of(chunk.rows, target.schema), chunk.place)
         target.close(chunk.place)
     assert (exported(out), target.written) == (["1", "3"], 2)
 
@@ -314,7 +315,7 @@ def test_post_purged_before_the_file_is_complete_is_left_out(
     add(server, NOON, "1", "2", "3")
     with opened(out, Layout(name.partition(".")[0]), ExportFilter(), reader) as target:
         chunk = reader.fetch(target.place)
-        target.add(chunk.rows, chunk.place)
+        target.add(batch_of(chunk.rows, target.schema), chunk.place)
         purge_now(server, "2")
         target.close(chunk.place)
     assert (exported(out), target.written, target.removed) == (["1", "3"], 2, 1)

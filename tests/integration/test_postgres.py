@@ -14,9 +14,10 @@ import pytest
 from redis import Redis
 
 from feedmill.export import postgres
+from feedmill.export.batches import batch_of
 from feedmill.export.columns import ExportFilter
 from feedmill.export.postgres import TYPES, Table, opened
-from feedmill.producers.purge_run import purge_run
+from feedmill.producers.clear import purge_run
 from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.purges import PURGES_PER_READ
 from feedmill.reading.rows import RowReader
@@ -86,7 +87,7 @@ def export(
         place = target.place
         for chunk in reader.chunks(place):
             place = chunk.place
-            target.add((wanted or ExportFilter()).of(chunk.rows), place)
+            target.add(batch_of((wanted or ExportFilter()).of(chunk.rows), target.schema), place)
         target.close(place)
     return target
 
@@ -158,7 +159,6 @@ def test_continues_where_the_last_export_stopped(
     redis: RedisServer, database: PostgresServer, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("feedmill.reading.rows.FETCH_BYTES", 1)
-    monkeypatch.setattr(postgres, "BATCH_ROWS", 60)
     wanted = [f"{number:03}" for number in range(180)]
     store.write([result(post_id) for post_id in wanted[:130]])
     assert not export(redis, database).resumed
@@ -230,12 +230,26 @@ def test_post_purged_after_it_was_read_leaves_the_table(
         purge(redis.client, Settings(), ["1"])
         if missed:
             redis.client.xtrim(PURGES, 0)
-        target.add(chunk.rows, chunk.place)
+        target.add(batch_of(chunk.rows, target.schema), chunk.place)
         target.close(chunk.place)
         assert ids(database) == ["2"]
         purge(redis.client, Settings(), ["2"])
         target.close(chunk.place)
     assert (ids(database), target.removed) == ([], 2)
+
+
+def test_post_purged_between_fetching_and_writing_its_row_leaves_the_table(
+    redis: RedisServer, database: PostgresServer, store: ResultsStore
+) -> None:
+    """The log of purges is read before the row is written, because the reader fetches ahead."""
+    store.write([result("1"), result("2")])
+    reader = RowReader(redis.client)
+    with opened(database.url, TABLE, ExportFilter(), reader) as target:
+        chunk = reader.fetch(target.place)
+        purge(redis.client, Settings(), ["1"])
+        target.close(target.place)
+        target.add(batch_of(chunk.rows, target.schema), chunk.place)
+    assert ids(database) == ["2"]
 
 
 def test_purged_runs_leave_the_table(redis: RedisServer, database: PostgresServer, store: ResultsStore) -> None:
@@ -281,9 +295,8 @@ def test_second_export_to_a_table_is_refused(
         # As if a pooler in transaction mode had let a second one in.
         database.rows("UPDATE feedmill_exports SET place = '{}' WHERE table_name = %s", TABLE)
         chunk = reader.fetch(target.place)
-        target.add(chunk.rows, chunk.place)
         with pytest.raises(UserError, match=TABLE):
-            target.close(chunk.place)
+            target.add(batch_of(chunk.rows, target.schema), chunk.place)
     assert (ids(database), ids(database, "another")) == ([], ["1"])
 
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from feedmill.export.batches import TYPES, schema_of
+from feedmill.export.batches import batch_of
 from feedmill.export.columns import COLUMNS, ExportFilter, label_set_of
 from feedmill.export.files import Layout, opened
 from feedmill.export.rewriting import PostKey, copy_rows, post_keys
@@ -57,7 +58,7 @@ class NoTombstones:
 def written(path: Path, rows: Sequence[ResultRow], columns: Sequence[str] = COLUMNS) -> Path:
     layout = Layout(path.suffix[1:], columns)
     with opened(path, layout, ExportFilter(), NoTombstones()) as target:  # type: ignore[arg-type]
-        target.add(rows, Place("1-0"))
+        target.add(batch_of(rows, target.schema), Place("1-0"))
         target.close(Place("1-0"))
     return path
 
@@ -151,10 +152,10 @@ KINDS = {
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
 def test_writes_run_label_set_and_own_columns(tmp_path: Path, form: str) -> None:
-    own = {"device": "phone", "=own": 5}
+    own = {"device": "phone", "=own": 5, "stored_at": "noon"}
     rows = [row(Post(id="1", title="a", run="=monday", extra=own)), row(Post(id="t3_x", title="b", run="tuesday")),
             row(Post(id="2", title="c"))]  # fmt: skip
-    path = written(tmp_path / f"out.{form}", rows, ("id", "run", "label_set", "device", "=own"))
+    path = written(tmp_path / f"out.{form}", rows, ("id", "run", "label_set", "device", "=own", "stored_at"))
     assert list(post_keys(path, form)) == [PostKey("1", "=monday"), PostKey("t3_x", "tuesday"), PostKey("2")]
     if form == "parquet":
         records: list[dict[str, object]] = pq.read_table(path).to_pylist()
@@ -167,4 +168,5 @@ def test_writes_run_label_set_and_own_columns(tmp_path: Path, form: str) -> None
     assert [record["run"] for record in records] == ["=monday", "tuesday", None]
     assert [record["label_set"] for record in records] == [label_set_of(rows[0].found)] * 3
     assert [record["device"] for record in records] == ["phone", None, None]
+    assert [record["stored_at"] for record in records] == ["noon", None, None]
     assert [str(record["=own"]) for record in records] == ["5", "None", "None"]

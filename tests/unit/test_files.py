@@ -253,11 +253,6 @@ def test_lists_columns_that_could_be_the_id(tmp_path: Path, data: str, columns: 
     assert source.columns_to_choose == columns
 
 
-def test_csv_reads_quotes_and_line_breaks(tmp_path: Path) -> None:
-    (post,) = posts(tmp_path, 'Topic,Title,Body,Subreddit,Score,URL,Date\nmusic,"A, ""b""","two\nlines",m,5,,\n')
-    assert (post.topic, post.title, post.body, post.score) == ("music", 'A, "b"', "two\nlines", 5)
-
-
 def test_reports_bad_lines_and_keeps_good_ones(tmp_path: Path) -> None:
     data = '{"id": 1, "title": "x"}\nnope\n\n[1]\n{"id": 2}\n"text"\n{"id": 3, "body": "y"}\n'
     good, bad = both(tmp_path, data, "posts.jsonl")
@@ -374,10 +369,6 @@ def test_rejects_a_header_without_rows(tmp_path: Path, data: str) -> None:
         items_of(tmp_path, data)
 
 
-def test_resuming_at_the_end_of_a_csv_file_is_no_error(tmp_path: Path) -> None:
-    assert items_of(tmp_path, "id,title\n1,x\n", start=1) == []
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -402,23 +393,14 @@ def test_junk_is_an_input_error_or_a_bad_record(tmp_path: Path, data: bytes) -> 
         assert bad
 
 
-def test_rejects_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=str(tmp_path)):
-        list(Source(str(tmp_path)).items())
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("pack", [bytes, *PACKED])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize(
     "data",
     ["id\ttitle\r\n1\tone\r\n2\tzwei – 😀\r\n", jsonl({"id": 1, "title": "one"}) + '{"id":2,"title":"zwei – 😀"}'],
 )
-def test_reads_utf16_with_a_byte_order_mark(
-    tmp_path: Path, data: str, pack: Callable[[bytes], bytes], encoding: str
-) -> None:
+def test_reads_utf16_with_a_byte_order_mark(tmp_path: Path, data: str, encoding: str) -> None:
     """Excel saves "Unicode text" as UTF-16."""
-    data = data if encoding == "utf-16" else f"\ufeff{data}"
-    found = posts(tmp_path, pack(data.encode(encoding)))
+    found = posts(tmp_path, f"\ufeff{data}".encode(encoding))
     assert [(post.id, post.title) for post in found] == [("1", "one"), ("2", "zwei – 😀")]
 
 
@@ -444,18 +426,12 @@ def test_reports_bytes_that_the_given_encoding_lacks(tmp_path: Path) -> None:
     assert isinstance(three, Post)
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "idna", "punycode"])
-def test_explains_a_wrong_encoding(tmp_path: Path, encoding: str) -> None:
+@pytest.mark.parametrize("encoding", ["utf-16", "idna", "klingon", "base64", "x\0"])
+def test_rejects_unknown_and_wrong_encodings(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "file"
     path.write_bytes("id;text\n1;né\n".encode("cp1252"))
-    with pytest.raises(UserError, match=naming(f"as {encoding}", "--encoding")):
-        list(Source(str(path), encoding=encoding).items())
-
-
-@pytest.mark.parametrize("encoding", ["klingon", "base64", "rot13", "x\0"])
-def test_rejects_unknown_encodings(tmp_path: Path, encoding: str) -> None:
     with pytest.raises(UserError, match="--encoding"):
-        Source(str(tmp_path / "file"), encoding=encoding)
+        list(Source(str(path), encoding=encoding).items())
 
 
 NAN = '{"id": 1, "title": NaN, "body": "good", "score": NaN, "date": NaN, "topic": NaN}'
@@ -526,19 +502,6 @@ def test_reports_lines_lost_to_a_stray_quote(tmp_path: Path, rows: str, ids: lis
     assert "quot" in bad[0].reason
 
 
-def test_reports_an_unclosed_quote(tmp_path: Path) -> None:
-    good, bad = both(tmp_path, 'id,title\n1,x\n2,"y\n3,z\n')
-    assert [post.id for post in good] == ["1"]
-    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["3-4"]
-    assert "quot" in bad[0].reason
-
-
-def test_reports_nested_lists(tmp_path: Path) -> None:
-    good, bad = both(tmp_path, '\n[[{"id": 1, "title": "x"}],\n{"id": 2, "title": "y"}]')
-    assert [post.id for post in good] == ["2"]
-    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["element 1"]
-
-
 def test_reports_numbers_that_are_not_times(tmp_path: Path) -> None:
     good, bad = both(tmp_path, f'{{"id": 1, "title": "x", "created_utc": 1{"0" * 400}}}\n{{"id": 2, "title": "y"}}')
     assert [(post.id, post.created_utc) for post in good] == [("1", None), ("2", None)]
@@ -603,11 +566,6 @@ def test_reads_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [post for post in items_of(tmp_path, path.read_bytes(), since) if isinstance(post, Post)]
 
 
-def test_rejects_a_missing_file() -> None:
-    with pytest.raises(InputError, match="/no/such/file"):
-        list(Source("/no/such/file").items())
-
-
 def test_truncated_zstd_gives_the_complete_records(tmp_path: Path) -> None:
     """Cut the file at random places and between two frames. Exactly the posts before the cut are read."""
     rng = random.Random(5)
@@ -628,18 +586,6 @@ def test_truncated_zstd_gives_the_complete_records(tmp_path: Path) -> None:
     assert (found[0], found[2], found[3], found[5]) == (0, 250, 250, 500)
     assert 100 < found[1] < 250
     assert 350 < found[4] < 500
-
-
-def test_keeps_posts_before_damage(tmp_path: Path) -> None:
-    """Read each complete block of 128 KiB. zstandard's own stream loses all blocks of the failing read."""
-    packed = zstd("".join(f'{{"id": {number}, "title": "x"}}\n' for number in range(40_000)).encode())
-    damaged = bytearray(packed)
-    damaged[-1000:] = bytes(1000)
-    path = tmp_path / "posts.zst"
-    path.write_bytes(damaged)
-    good, why = read_until_error(Source(str(path)))
-    assert len(good) > 30_000
-    assert str(path) in why
 
 
 def test_zstd_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -686,35 +632,14 @@ def test_reads_a_submission_of_a_dump(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"removed_by_category": "moderator"},
-        {"title": "[deleted]"},
-        {"title": "[ Removed by Reddit ]"},
-        {"title": "[deleted by user]"},
-        {"selftext": "[removed]"},
-        {"selftext": "[deleted]"},
-        {"_meta": {"was_deleted_later": True, "removal_type": "deleted"}},
-    ],
-)
-def test_skips_posts_removed_from_reddit(tmp_path: Path, fields: dict[str, object]) -> None:
-    assert items_of(tmp_path, jsonl(SUBMISSION | fields)) == [LeftOut.REMOVED]
+def test_skips_posts_removed_from_reddit(tmp_path: Path) -> None:
+    assert items_of(tmp_path, jsonl(SUBMISSION | {"selftext": "[removed]"})) == [LeftOut.REMOVED]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"title": "[removed] from my house"},
-        {"removed_by_category": "None"},
-        {"_meta": {"was_initially_deleted": True}},
-        {"_meta": 5},
-        {"title": 7},
-        {"selftext": None},
-    ],
-)
-def test_keeps_posts_that_only_look_removed(tmp_path: Path, fields: dict[str, object]) -> None:
-    assert len(posts(tmp_path, jsonl(SUBMISSION | fields))) == 1
+@pytest.mark.parametrize("name", ["missing", ""])
+def test_rejects_what_is_no_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=str(tmp_path / name)):
+        list(Source(str(tmp_path / name)).items())
 
 
 def test_rejects_comments(tmp_path: Path) -> None:

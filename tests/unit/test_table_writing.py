@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from feedmill.tables.writing import JSON, format_of, writer_to
+from feedmill.tables import format_of
+from feedmill.tables.writing import JSON, writer_to
 
 SCHEMA = pa.schema([
     ("text", pa.string()), ("time", pa.timestamp("us", tz="UTC")), ("right", pa.bool_()), ("number", pa.float64()),
