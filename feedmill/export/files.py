@@ -272,11 +272,6 @@ def opened(
             folder.abandon()
 
 
-def is_folder(out: Path) -> bool:
-    """Return whether OUT is the folder of an earlier export."""
-    return (out / STATE_FILE).is_file()
-
-
 def parts(out: Path) -> list[tuple[Path, re.Match[str]]]:
     """Return the parts in a folder, oldest first, each with its PART_NAME match."""
     named = ((path, PART_NAME.fullmatch(path.name)) for path in out.glob("day=*/part-*"))
