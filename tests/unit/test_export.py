@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from feedmill.export.batches import TYPES, schema_of
-from feedmill.export.batches import batch_of
+from feedmill.export.batches import TYPES, batch_of, schema_of
 from feedmill.export.columns import COLUMNS, ExportFilter, label_set_of
 from feedmill.export.files import Layout, opened
 from feedmill.export.rewriting import PostKey, copy_rows, post_keys
