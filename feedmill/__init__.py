@@ -48,7 +48,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from feedmill.api.classifier import Classifier as Classifier
+    from feedmill.api.classify import Classifier as Classifier
     from feedmill.api.classify import classify as classify
     from feedmill.api.predictions import Prediction as Prediction
     from feedmill.api.predictions import Predictions as Predictions
@@ -66,7 +66,7 @@ __version__ = "0.1.0"
 
 #: Public names, each with the module that defines it.
 _LAZY_NAMES = {
-    "Classifier": "feedmill.api.classifier",
+    "Classifier": "feedmill.api.classify",
     "ClassifyTask": "feedmill.workers.runtime.task",
     "MessageFailed": "feedmill.shared.errors",
     "Missed": "feedmill.reading.stream",

@@ -29,11 +29,17 @@ def load_model(settings: Settings) -> "Classifier":
 
 def load_calibrated(settings: Settings) -> "tuple[Classifier, TokenBudget]":
     """Load the model in the settings, and return it with its token budget. Raises UserError as `load_model` does."""
-    loaded = load_model(settings)  # first: it explains missing packages, which the import below does not
+    loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
+    import torch  # noqa: PLC0415
+
     from feedmill.workers.pipeline.calibration import calibrate  # noqa: PLC0415
 
-    with explain_refusals(settings):
-        return loaded, calibrate(loaded, settings)
+    threads = torch.get_num_threads()
+    try:
+        with explain_refusals(settings):
+            return loaded, calibrate(loaded, settings)
+    finally:
+        torch.set_num_threads(threads)  # calibration uses a lane's share of the cores
 
 
 @contextmanager

@@ -1,34 +1,190 @@
-"""The function `feedmill.classify`: classify in this process, with a model that is kept for the next call."""
+"""Classify in this process: `feedmill.Classifier`, and `feedmill.classify`, which keeps its models between calls."""
 
-from collections.abc import Generator, Iterable
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
-from feedmill.api.arguments import (
-    Frame,
-    FrameT,
-    Labels,
-    ModelOptions,
-    OneItem,
-    Series,
-    naming_arguments,
-)
-from feedmill.api.classifier import KeptClassifiers, local_settings
+from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Series
 from feedmill.api.items import columns_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
+from feedmill.local_model import explain_refusals, load_calibrated
+from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post
+from feedmill.shared.settings import Settings, load_arguments
+
+if TYPE_CHECKING:
+    from feedmill.workers.pipeline.offline import OfflinePipeline
+
+#: Models that `feedmill.classify` keeps loaded. The least recently used one is released first.
+MAX_KEPT_MODELS = 2
+
+
+class Classifier:
+    """A model, loaded on a device of this process and ready to classify.
+
+    `feedmill.classify` keeps its models by itself; use a Classifier to decide when a model is loaded and released.
+    Several threads may use it at once.
+
+    Args:
+        model: A folder with a transformers or sentence-transformers model, `package:NAME`, or a name on the Hugging
+            Face Hub. Default: FEEDMILL_MODEL, else the included all-MiniLM-L6-v2.
+        labels: Labels of calls that name none; see `feedmill.classify`.
+        device: `cpu`, `cuda`, `cuda:1` or `mps`. Default: FEEDMILL_DEVICE, else the fastest one of this machine.
+        dtype: `float32`, `bfloat16`, `float16`, or `int8` with engine `onnx`. Default: half precision where the device
+            supports it.
+        engine: `torch` or `onnx`.
+        revision: Branch, tag or commit of a model on the Hub.
+
+    Attributes:
+        model: The model's name.
+        device: The device's name: cpu, mps or cuda:0.
+        labels: The labels of calls that name none.
+
+    Raises:
+        feedmill.UserError: If torch is not installed, the model or the labels are invalid, or the device is missing.
+
+    Example:
+        with feedmill.Classifier(device="cpu", labels=["praise", "complaint"]) as classifier:
+            found = classifier(["I love it", "It broke"])
+            subjects = classifier(["I love it", "It broke"], labels=["feelings", "things"])
+            for prediction in classifier.stream(open("comments.txt")):
+                print(prediction.label)
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        labels: Labels | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        engine: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        self._default = read_options(labels, None, False)
+        self._settings = local_settings(model, device, dtype=dtype, engine=engine, revision=revision)
+        loaded, budget = load_calibrated(self._settings)  # first: it explains missing packages
+        from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
+
+        with explain_refusals(self._settings):
+            self.labels = loaded.label_set(self._default).labels
+        self.model, self.device = loaded.weights.name, loaded.device.name
+        #: Ends its threads when the last call has ended that refers to it.
+        self._pipeline: OfflinePipeline | None = offline.OfflinePipeline(loaded, self._settings, budget)
+
+    @overload
+    def classify(self, items: OneItem, labels: Labels | None = None, **options: Any) -> Prediction: ...
+    @overload
+    def classify(self, items: FrameT, labels: Labels | None = None, **options: Any) -> FrameT: ...
+    @overload
+    def classify(self, items: Series, labels: Labels | None = None, **options: Any) -> Any: ...
+    @overload
+    def classify(self, items: Iterable[Any], labels: Labels | None = None, **options: Any) -> Predictions: ...
+    def classify(  # type: ignore[misc]  # the overloads leave the options to this signature
+        self,
+        items: "OneItem | Frame | Series | Iterable[Any]",
+        labels: Labels | None = None,
+        *,
+        title: Any = None,
+        body: Any = None,
+        id: Any = None,  # noqa: A002 - the name of the field
+        template: str | None = None,
+        multi_label: bool = False,
+        scores: bool = False,
+        prefix: str = "",
+        progress: bool = False,
+    ) -> "Prediction | Predictions | Any":
+        """Classify items with this model. See `feedmill.classify` for the arguments and the result."""
+        options = self._options(labels, template, multi_label)
+        return self._run(Request(items, options, columns_of(title, body, id), scores, prefix, progress))
+
+    __call__ = classify
+
+    def stream(
+        self,
+        items: Iterable[Any],
+        labels: Labels | None = None,
+        *,
+        title: Any = None,
+        body: Any = None,
+        id: Any = None,  # noqa: A002 - the name of the field
+        template: str | None = None,
+        multi_label: bool = False,
+    ) -> Iterator[Prediction]:
+        """Yield a Prediction for each item, in order, as it is ready.
+
+        Reads the items as they are needed, at most FEEDMILL_WINDOW_ROWS and a message ahead, so that any number of
+        them fits in memory.
+        """
+        request = Request(items, self._options(labels, template, multi_label), columns_of(title, body, id))
+        return request.predictions(self._outcomes)
+
+    def _options(self, labels: Labels | None, template: str | None, multi_label: bool) -> ClassifyOptions:
+        return read_options(self._default.labels if labels is None else labels, template, multi_label)
+
+    def _run(self, request: Request) -> Any:
+        return request.run(self._outcomes, self.labels)
+
+    def _outcomes(self, posts: Iterable[Post], options: ClassifyOptions) -> Generator[tuple[Post, Outcome]]:
+        if self._pipeline is None:
+            raise UserError("This classifier is closed. Create another one.")
+        with explain_refusals(self._settings):
+            yield from self._pipeline.classify(posts, options)
+
+    @property
+    def _works(self) -> bool:
+        return self._pipeline is not None and self._pipeline.failure is None
+
+    def close(self) -> None:
+        """Release the model once the running calls have ended. Later calls raise UserError."""
+        self._pipeline = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = " closed" if self._pipeline is None else ""
+        return f"<feedmill.Classifier {self.model} on {self.device}{state}>"
+
+
+def local_settings(model: str | Path | None, device: str | None, **others: Any) -> Settings:
+    """Return the settings of a model in this process. Raises SettingsError, which names the argument."""
+    return load_arguments(model=None if model is None else str(model), device=device, **others)
+
+
+#: The models that `feedmill.classify` keeps, by process and settings: a forked process has none of the threads.
+_kept: OrderedDict[tuple[int, str], Classifier] = OrderedDict()
+_lock = threading.Lock()
+
+
+def kept_classifier(model: str | Path | None, device: str | None) -> Classifier:
+    """Return the kept model of this name on this device; load it if needed. Raises UserError."""
+    key = (os.getpid(), local_settings(model, device).model_dump_json())
+    with _lock:
+        if key not in _kept or not _kept[key]._works:
+            _kept[key] = Classifier(model, device=device)
+        _kept.move_to_end(key)
+        while len(_kept) > MAX_KEPT_MODELS:
+            _kept.popitem(last=False)
+        return _kept[key]
 
 
 @overload
-def classify(items: OneItem, labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Prediction: ...
+def classify(items: OneItem, labels: Labels | None = None, **options: Any) -> Prediction: ...
 @overload
-def classify(items: FrameT, labels: Labels | None = None, **options: Unpack[ModelOptions]) -> FrameT: ...
+def classify(items: FrameT, labels: Labels | None = None, **options: Any) -> FrameT: ...
 @overload
-def classify(items: Series, labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Any: ...
+def classify(items: Series, labels: Labels | None = None, **options: Any) -> Any: ...
 @overload
-def classify(items: Iterable[Any], labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Predictions: ...
-def classify(
+def classify(items: Iterable[Any], labels: Labels | None = None, **options: Any) -> Predictions: ...
+def classify(  # type: ignore[misc]  # the overloads leave the options to this signature
     items: "OneItem | Frame | Series | Iterable[Any]",
     labels: Labels | None = None,
     *,
@@ -86,15 +242,7 @@ with the same index |
           praise     0.73  I love it
           complaint  0.89  It broke after a day
     """
-    options = read_options(labels, template, multi_label)
-    settings = local_settings(model, device)
-    request = Request(items, options, columns_of(title, body, id), scores, prefix, progress)
-    if request.is_empty:
-        return request.run(_no_outcomes, ())
-    with naming_arguments(model=model, device=device):
-        return KeptClassifiers.run(settings, request)
-
-
-def _no_outcomes(posts: Iterable[Post], options: ClassifyOptions) -> Generator[tuple[Post, Outcome]]:  # noqa: ARG001
-    """Classify no posts."""
-    yield from ()
+    request = Request(
+        items, read_options(labels, template, multi_label), columns_of(title, body, id), scores, prefix, progress
+    )
+    return kept_classifier(model, device)._run(request)

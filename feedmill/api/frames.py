@@ -3,30 +3,27 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import islice
 from typing import Any
 
 import narwhals as nw
 
-from feedmill.api.items import TEXT_FIELDS, Item, make_item, type_of
-from feedmill.producers.records import TEXT_NAMES, Columns, check_columns, listed, normalize_column
+from feedmill.api.items import TEXT_FIELDS, Item, make_item
+from feedmill.producers.records import Columns, check_columns, listed, normalize_column
 from feedmill.shared.errors import InputError, UserError
 
 #: Rows converted to Python objects at once.
 ROWS_AT_ONCE = 10_000
 #: Name of a Series' column, if the Series has no name.
 SERIES_NAME = "text"
-#: Columns of a frame, one row of which could be taken for a column of texts.
-MAX_ROW_COLUMNS = 1000
 #: Types of columns that may hold text.
 TEXT_TYPES = (nw.String, nw.Categorical, nw.Enum, nw.Object, nw.Unknown)
 
 
 class Table:
-    """A frame of any package. is_series: it was made of a Series."""
+    """A frame of any package."""
 
-    def __init__(self, frame: nw.DataFrame[Any], is_series: bool) -> None:
-        self._frame, self.is_series = frame, is_series
+    def __init__(self, frame: nw.DataFrame[Any]) -> None:
+        self._frame = frame
         self.names: list[Any] = frame.columns
 
     def __len__(self) -> int:
@@ -78,7 +75,7 @@ class Table:
 
 
 def table_of(given: Any) -> Table | None:
-    """Return a frame or a Series as a table; None if it is neither. Raises InputError for other packages' tables."""
+    """Return a frame or a Series as a table; None if it is neither. Raises InputError for columns of one name."""
     allow_series = hasattr(given, "to_frame")
     try:
         frame: Any = nw.from_native(given, pass_through=True, allow_series=allow_series)
@@ -86,19 +83,9 @@ def table_of(given: Any) -> Table | None:
         raise InputError(f"The frame has several columns of one name ({error}). Rename all but one of them.") from None
     if isinstance(frame, nw.LazyFrame):
         frame = frame.collect()
-    if isinstance(frame, nw.DataFrame):
-        return Table(frame, is_series=False)
     if isinstance(frame, nw.Series):
-        names = map(str, islice(getattr(given, "index", ()), MAX_ROW_COLUMNS))
-        if any(normalize_column(name) in TEXT_NAMES for name in names):
-            raise InputError(
-                "The Series is a row of a DataFrame, not a column. Give its to_dict(), or the DataFrame's rows, as in "
-                "frame.iloc[[0]]."
-            )
-        return Table((frame if frame.name else frame.alias(SERIES_NAME)).to_frame(), is_series=True)
-    if hasattr(given, "columns"):  # iterating it would yield the names of its columns
-        raise InputError(f"Cannot read a {type_of(given)}. Convert it to a pandas or polars DataFrame first.")
-    return None
+        frame = (frame if frame.name else frame.alias(SERIES_NAME)).to_frame()
+    return Table(frame) if isinstance(frame, nw.DataFrame) else None
 
 
 def make_frame(columns: Mapping[str, Sequence[Any]]) -> Any:

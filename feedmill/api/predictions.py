@@ -2,14 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from html import escape
-from numbers import Real
+from dataclasses import asdict, dataclass, field
 from typing import Any, SupportsIndex, overload
 
-from feedmill.api.arguments import check_switch
 from feedmill.api.frames import make_frame
-from feedmill.shared.errors import UserError, printable, truncate
+from feedmill.shared.errors import printable, truncate
 from feedmill.tables.labels import SCORE_COLUMN
 
 #: Characters of a text in a repr, and items in the repr of a list.
@@ -46,16 +43,13 @@ class Prediction:
     def labels_above(self, threshold: float) -> list[str]:
         """Return the labels with at least this score, best first: the labels that apply, with `multi_label=True`.
 
-        Models differ in their scores: choose the threshold by looking at the scores of some texts. Raises
-        feedmill.UserError if it is not a number.
+        Models differ in their scores: choose the threshold by looking at the scores of some texts.
 
         Example:
             >>> found = feedmill.classify("The parcel was late and wet", ["delivery", "damage"], multi_label=True)
             >>> found.labels_above(0.1)
             ['delivery', 'damage']
         """
-        if not isinstance(threshold, Real):
-            raise UserError(f"The threshold must be a number, not {truncate(repr(threshold))}.")
         return [label for label, score in self.scores.items() if score >= threshold]
 
     def __repr__(self) -> str:
@@ -85,9 +79,8 @@ class Predictions(list[Prediction]):
         `score_<label>` for each label in the order given, and `error` (if any item has one).
 
         Raises:
-            feedmill.UserError: If neither package is installed, or `scores` is not a bool.
+            feedmill.UserError: If neither package is installed.
         """
-        check_switch("scores", scores)
         columns: dict[str, list[Any]] = {}
         if any(each.id is not None for each in self):
             columns["id"] = [each.id for each in self]
@@ -103,17 +96,7 @@ class Predictions(list[Prediction]):
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the attributes of each prediction as a dictionary, for `json.dumps`."""
-        return [
-            {
-                "id": each.id,
-                "text": each.text,
-                "label": each.label,
-                "score": each.score,
-                "scores": dict(each.scores),
-                "error": each.error,
-            }
-            for each in self
-        ]
+        return [asdict(each) for each in self]
 
     def counts(self) -> dict[str | None, int]:
         """Return how many items have each label, the most frequent first; None counts items without a label."""
@@ -129,18 +112,10 @@ class Predictions(list[Prediction]):
         return super().__getitem__(index)
 
     def __repr__(self) -> str:
-        lines = [self._summary(), *_lines(self[:SHOWN_ITEMS]), *self._more()]
+        lines = [self._summary(), *_lines(self[:SHOWN_ITEMS])]
+        if len(self) > SHOWN_ITEMS:
+            lines.append(f"… and {len(self) - SHOWN_ITEMS:,} more")
         return "\n".join(map(printable, lines))
-
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks."""
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in _cells(each))}</tr>"
-            for each in self[:SHOWN_ITEMS]
-        )
-        notes = "".join(f"<p>{escape(printable(line))}</p>" for line in self._more())
-        head = "<tr><th>label</th><th>score</th><th>text</th></tr>"
-        return f"<p>{escape(printable(self._summary()))}</p><table>{head}{rows}</table>{notes}"
 
     def _summary(self) -> str:
         """Return the number of predictions, and of each label."""
@@ -148,10 +123,6 @@ class Predictions(list[Prediction]):
         more = ", …" if len(counted) > SHOWN_LABELS else ""
         head = f"{len(self):,} prediction{'' if len(self) == 1 else 's'}"
         return f"{head}: {', '.join(counted[:SHOWN_LABELS])}{more}" if counted else head
-
-    def _more(self) -> list[str]:
-        """Return a line about the predictions that are not shown, if any."""
-        return [f"… and {len(self) - SHOWN_ITEMS:,} more"] if len(self) > SHOWN_ITEMS else []
 
 
 def _cells(shown: Prediction) -> tuple[str, str, str]:

@@ -5,7 +5,6 @@ from datetime import datetime
 
 from redis import Redis
 
-from feedmill.api.arguments import check_switch, check_text, naming_arguments
 from feedmill.api.request import warn
 from feedmill.producers.records import in_utc
 from feedmill.reading.names import check_run, unknown_label
@@ -72,9 +71,6 @@ def results(
                 found = item.classification
                 print(item.post.id, found.label, found.scores[found.label])
     """
-    check_switch("follow", follow)
-    for argument, given in (("label", label), ("subreddit", subreddit), ("group", group), ("consumer", consumer)):
-        check_text(argument, given)
     settings = load_arguments(redis_url=redis_url)
     if since is None and not follow and group is None:
         since = 0.0
@@ -84,18 +80,18 @@ def results(
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, run)
     reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
-    return _items(reader, follow, filters, settings, redis, redis_url)
+    return _items(reader, follow, filters, settings, redis)
 
 
 def _items(
-    reader: Reader, follow: bool, filters: ResultFilter, settings: Settings, redis: Redis, redis_url: str | None
+    reader: Reader, follow: bool, filters: ResultFilter, settings: Settings, redis: Redis
 ) -> Generator[Result | Missed]:
     """Yield the reader's items, and close the connection when the generator ends.
 
     Without `follow`, the run must exist, and a label that no result has causes a warning.
     """
     try:
-        with naming_arguments(redis_url=redis_url), user_errors(settings):
+        with user_errors(settings):
             if not follow and filters.run is not None:
                 check_run(redis, filters.run)
             found = False

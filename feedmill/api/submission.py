@@ -6,31 +6,35 @@ it does not know failures, and an id may have results of other labels. Celery ke
 results store without computing.
 """
 
-import asyncio
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import datetime
 from itertools import islice
-from numbers import Real
 from secrets import token_hex
 from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.api.arguments import Frame, Labels, OneItem, Series, check_switch, naming_arguments
-from feedmill.api.items import Item, columns_of, type_of
+from feedmill.api.arguments import Frame, Labels, OneItem, Series
+from feedmill.api.items import Item, columns_of
 from feedmill.api.predictions import Prediction, Predictions
-from feedmill.api.progress import progress_bar
-from feedmill.api.request import Failures, LabelColumns, Request, failed_prediction, read_options, warn
+from feedmill.api.request import (
+    Failures,
+    LabelColumns,
+    Request,
+    failed_prediction,
+    prediction,
+    progress_bar,
+    read_options,
+    warn,
+)
 from feedmill.producers.clear import messages_cleared
 from feedmill.producers.push import Pusher
 from feedmill.producers.records import id_of_text
 from feedmill.shared import runs
 from feedmill.shared.broker import Application, connect, make_app, user_errors
-from feedmill.shared.errors import PostRefused, RequestRefused, UserError, sentence, truncate
+from feedmill.shared.errors import PostRefused, RequestRefused, UserError, sentence
 from feedmill.shared.messages import MAX_ID, Post, is_missing, parse_run
 from feedmill.shared.model_routing import check_options, check_queue, missing_worker
 from feedmill.shared.settings import Settings, load_arguments
@@ -70,14 +74,11 @@ class SubmittedRun:
         labelled = run.wait(timeout=600).to_frame()
     """
 
-    def __init__(
-        self, name: str, request: Request, settings: Settings, redis: Redis, prefix: str, redis_url: str | None
-    ) -> None:
+    def __init__(self, name: str, request: Request, settings: Settings, redis: Redis) -> None:
         self.name = name
-        self._request, self._settings, self._redis, self._prefix = request, settings, redis, prefix
-        self._redis_url = redis_url
+        self._request, self._settings, self._redis = request, settings, redis
         self._backend: Any = make_app(settings, current=False).backend
-        with self._naming(), user_errors(settings):
+        with user_errors(settings):
             self._cleared = messages_cleared(redis, settings.queue)
         self._lock = threading.Lock()
         self._items: list[Item] = []
@@ -109,12 +110,8 @@ class SubmittedRun:
             _sending_app(self._settings), self._redis, self._settings, self._request.options, again=True,
             refuse=self._settings.when_full == "refuse", run=self.name, on_published=self._published,
         )  # fmt: skip
-        with self._naming(), user_errors(self._settings):
+        with user_errors(self._settings):
             pusher.push(posts)
-
-    def _naming(self) -> AbstractContextManager[None]:
-        """Name the argument of `submit` in errors about Redis."""
-        return naming_arguments(redis_url=self._redis_url)
 
     def _posts(self) -> Iterator[Post]:
         for place, item in enumerate(self._request.items):
@@ -155,10 +152,8 @@ class SubmittedRun:
 
         Raises:
             TimeoutError: If the time is over. The workers continue; call `wait` again.
-            feedmill.UserError: If `timeout` is not a number, `progress` is not a bool, Redis is unreachable, or the
-                worker refuses the labels.
+            feedmill.UserError: If Redis is unreachable, or the worker refuses the labels.
         """
-        check_switch("progress", progress)
         with progress_bar(progress, self.name, self._sent) as advance:
             for pause in self._pauses(timeout):
                 found = self.progress()
@@ -166,14 +161,6 @@ class SubmittedRun:
                 if found.finished:
                     break
                 time.sleep(pause)
-        return self
-
-    async def wait_async(self, timeout: float | None = None) -> "SubmittedRun":
-        """Wait like `wait`, without blocking the event loop."""
-        for pause in self._pauses(timeout):
-            if (await asyncio.to_thread(self.progress)).finished:
-                break
-            await asyncio.sleep(pause)
         return self
 
     def results(self, timeout: float | None = None) -> Predictions:
@@ -186,14 +173,9 @@ class SubmittedRun:
         predictions = (self._found[place] for place in range(self._sent))
         found = Predictions(failures.watch(predictions, lambda _: None), tuple(self._request.options.labels or ()))
         if not self._has_warned:
-            failures.warn("row" if self._request.table is not None else "item")
+            failures.warn(self._request.unit)
             self._has_warned = True
         return found
-
-    async def results_async(self, timeout: float | None = None) -> Predictions:
-        """Wait like `results`, without blocking the event loop."""
-        await self.wait_async(timeout)
-        return self.results()
 
     def to_frame(self, *, scores: bool = False, timeout: float | None = None) -> Any:
         """Wait, and return a DataFrame. Raises like `wait`.
@@ -201,24 +183,17 @@ class SubmittedRun:
         For a DataFrame or a Series, the result is the one of `feedmill.classify`. For other items, it is a DataFrame of
         texts and labels.
         """
-        check_switch("scores", scores)
         found = self.results(timeout)
         if self._request.table is None:
             return found.to_frame(scores=scores)
         labels = tuple(self._request.options.labels or sorted({label for each in found for label in each.scores}))
-        return LabelColumns(self._request.table, labels if scores else (), self._prefix).add(found)
+        return LabelColumns(self._request.table, labels if scores else (), self._request.prefix).add(found)
 
     def __repr__(self) -> str:
         return f"<feedmill.SubmittedRun {self.name!r}: {len(self._found):,} of {self._sent:,} done>"
 
     def _pauses(self, timeout: float | None) -> Iterator[float]:
-        """Yield how long to sleep before each look. Raises TimeoutError, and UserError for an invalid timeout."""
-        is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
-        if timeout is not None and not (is_number and timeout >= 0):
-            raise UserError(
-                "timeout= must be a number of seconds from 0, or None to wait without a limit, not "
-                f"{truncate(repr(timeout))} ({type_of(timeout)})."
-            )
+        """Yield how long to sleep before each look. Raises TimeoutError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_PAUSE_S
         while True:
@@ -234,7 +209,7 @@ class SubmittedRun:
 
     def _collect(self) -> None:
         """Fetch the results that are there."""
-        with self._lock, self._naming(), user_errors(self._settings):
+        with self._lock, user_errors(self._settings):
             collected = False
             while ready := self._ready():
                 collected = True
@@ -293,9 +268,7 @@ def _outcomes(state: Mapping[str, Any], posts: Sequence[Post]) -> Sequence[Mappi
 def _prediction(item: Item, outcome: Mapping[str, Any]) -> Prediction:
     if "error" in outcome:
         return failed_prediction(item, str(outcome["error"]))
-    text = item.post.text if item.post else ""
-    label, scores = outcome["label"], outcome["scores"]
-    return Prediction(label, scores[label], scores, text, item.id)
+    return prediction(item, outcome["label"], outcome["scores"])
 
 
 def _complete(item: Item, post: Post, own_id: str) -> Post:
@@ -314,12 +287,6 @@ def _sending_app(settings: Settings) -> Application:
     app = make_app(settings, current=False)
     app.conf.update(result_backend="disabled")
     return app
-
-
-def _replace_flags(text: str) -> str:
-    """Replace the flags of `feedmill enqueue` in an error by the arguments of `submit`, which has no `model`."""
-    text = text.replace("--model or --queue", "--queue")
-    return re.sub(r"--([\w-]+)(:?)", lambda flag: flag[1].replace("-", "_") + (flag[2] or "="), text)
 
 
 def _new_name() -> str:
@@ -361,7 +328,7 @@ def submit(
         redis_url: URL of Redis. Default: FEEDMILL_REDIS_URL, else the running `feedmill up`, else localhost.
 
     Returns:
-        A handle with `progress()`, `wait()`, `results()` and `to_frame()`, and `wait_async()` and `results_async()`.
+        A handle with `progress()`, `wait()`, `results()` and `to_frame()`.
 
     Raises:
         feedmill.UserError: For an invalid argument, a queue that no worker has served, or if Redis is unreachable.
@@ -380,15 +347,12 @@ def submit(
     if request.table is not None:
         LabelColumns(request.table, (), prefix)
     redis = connect(settings)
-    with naming_arguments(redis_url=redis_url), user_errors(settings):
-        try:
-            if queue is not None:
-                check_queue(redis, queue)
-            check_options(redis, settings.queue, options)
-        except UserError as refused:
-            raise UserError(_replace_flags(str(refused))) from None
+    with user_errors(settings):
+        if queue is not None:
+            check_queue(redis, queue)
+        check_options(redis, settings.queue, options)
         if said := missing_worker(redis, settings):
             warn(sentence(said[0].upper() + said[1:]))
-    submitted = SubmittedRun(name, request, settings, redis, prefix, redis_url)
+    submitted = SubmittedRun(name, request, settings, redis)
     submitted._send()
     return submitted

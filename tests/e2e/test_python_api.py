@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 import feedmill as api
 from feedmill import Classifier, Prediction, Predictions, UserError
-from feedmill.api import classifier as kept
+from feedmill.api import classify as kept
 from feedmill.shared.settings import Settings
 from tests.support import FEEDMILL, _environment, naming, run
 
@@ -36,9 +37,9 @@ def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module", autouse=True)
 def _release() -> Iterator[None]:
     yield
-    for classifier in kept.KeptClassifiers._kept.values():
+    for classifier in kept._kept.values():
         classifier.close()
-    kept.KeptClassifiers._kept.clear()
+    kept._kept.clear()
 
 
 def labels(found: Any) -> list[str | None]:
@@ -123,23 +124,6 @@ def test_missing_and_unusable_items_do_not_affect_others() -> None:
     ]  # fmt: skip
     assert found[0].label == "praise"
     assert found[7].text == "5"
-
-
-@pytest.mark.parametrize(
-    ("items", "kind"),
-    [
-        ([], Predictions),
-        ((), Predictions),
-        (pandas.DataFrame({"text": []}), pandas.DataFrame),
-        (polars.Series("text", [], polars.String), polars.DataFrame),
-    ],
-)
-def test_nothing_to_classify_needs_no_model(items: Any, kind: Any) -> None:
-    found = api.classify(items, LABELS, model="/no/such/model")
-    assert isinstance(found, kind)
-    assert len(found) == 0
-    if kind is not Predictions:
-        assert list(found.columns) == ["text", "label", "label_score"]
 
 
 def test_generator_is_read_as_needed() -> None:
@@ -231,7 +215,7 @@ def test_unsuitable_frames_are_refused(frame: Any, arguments: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("items", "arguments", "words"),
     [
-        (TEXTS, {"labels": "praise, complaint"}, ["labels=['praise', 'complaint']"]),
+        (TEXTS, {"labels": "praise, complaint"}, ["labels must be a list", "'praise, complaint'"]),
         (TEXTS, {"labels": ["a", "b", "a"]}, ["'a'", "twice"]),
         (TEXTS, {"labels": 5}, ["labels", "int"]),
         (TEXTS, {"template": "no place"}, ["template", "{}"]),
@@ -239,8 +223,8 @@ def test_unsuitable_frames_are_refused(frame: Any, arguments: dict[str, Any], wo
         (TEXTS, {"model": "/no/such/model"}, ["/no/such/model"]),
         ("", {}, [REASON]),
         ({"review": "x"}, {}, ["review", "body="]),
-        ("posts.csv", {}, ["posts.csv", "read_csv"]),
-        (Path("posts"), {}, ["posts", "read_csv"]),
+        (Path("posts.csv"), {}, ["Path", "feedmill classify"]),
+        (b"bytes", {}, ["bytes"]),
         (5, {}, ["int"]),
     ],
 )
@@ -304,13 +288,13 @@ def test_predictions_become_a_frame() -> None:
 
 def test_least_recently_used_model_is_released() -> None:
     api.classify(TEXTS, LABELS)
-    first = next(reversed(kept.KeptClassifiers._kept.values()))
+    first = weakref.ref(next(reversed(kept._kept.values())))
     for dtype in ("float32", "bfloat16"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FEEDMILL_DTYPE", dtype)
             assert labels(api.classify(TEXTS, LABELS)) == EXPECTED
-    assert len(kept.KeptClassifiers._kept) == kept.MAX_KEPT_MODELS
-    assert repr(first).endswith("closed>")
+    assert len(kept._kept) == kept.MAX_KEPT_MODELS
+    assert first() is None
     assert labels(api.classify(TEXTS, LABELS)) == EXPECTED
 
 

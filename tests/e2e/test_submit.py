@@ -1,6 +1,5 @@
 """`feedmill.submit` with a real worker: progress, results in order, failures, and frames."""
 
-import asyncio
 import os
 import sys
 from collections.abc import Iterator
@@ -140,16 +139,6 @@ def test_expired_results_are_requested_again(worker: RedisServer, monkeypatch: p
     assert worker.client.hget("feedmill:counters", "stored") == before
 
 
-@pytest.mark.usefixtures("worker")
-def test_waits_without_blocking_the_event_loop() -> None:
-    async def main() -> tuple[list[str | None], list[str | None]]:
-        first, second = api.submit(TEXTS, LABELS), api.submit(TEXTS[::-1], LABELS)
-        await asyncio.gather(first.wait_async(60), second.wait_async(60))
-        return labels(await first.results_async(60)), labels(await second.results_async())
-
-    assert asyncio.run(main()) == (EXPECTED, EXPECTED[::-1])
-
-
 # Without a worker on the queue.
 
 
@@ -162,16 +151,9 @@ def submit_unserved(items: Any = TEXTS, **options: Any) -> api.SubmittedRun:
 
 def test_misspelt_queue_is_refused(redis_server: RedisServer) -> None:
     """As by `feedmill enqueue --queue`."""
-    with pytest.raises(UserError, match=naming("queue:", "'nosuch'", "FEEDMILL_QUEUE")) as raised:
+    with pytest.raises(UserError, match=naming("'nosuch'", "FEEDMILL_QUEUE")):
         api.submit(TEXTS, LABELS, queue="nosuch")
-    assert "--" not in str(raised.value)
     assert redis_server.client.llen("nosuch") == 0
-
-
-@pytest.mark.parametrize("timeout", ["5", True, float("nan"), -5])
-def test_timeout_must_be_a_number(timeout: Any) -> None:
-    with pytest.raises(UserError, match=naming("timeout=", "seconds")):
-        submit_unserved().wait(timeout)
 
 
 def test_wait_ends_at_its_timeout(redis_server: RedisServer) -> None:
@@ -179,8 +161,6 @@ def test_wait_ends_at_its_timeout(redis_server: RedisServer) -> None:
     assert sent.progress() == (2, 0, 0)
     with pytest.raises(TimeoutError, match=naming("0 of 2", "'late'", "queue unserved", "feedmill status")):
         sent.wait(timeout=0)
-    with pytest.raises(TimeoutError):
-        asyncio.run(sent.results_async(timeout=0))
     with pytest.raises(TimeoutError):
         sent.to_frame(timeout=0)
     assert redis_server.client.llen("unserved") >= 1
@@ -217,7 +197,7 @@ def test_cleared_queue_ends_the_run(redis_server: RedisServer, monkeypatch: pyte
         ({"run": "x" * 101}, ["name of a run", "100"]),
         ({"run": ""}, ["name of a run"]),
         ({"run": 5}, ["name of a run", "not 5"]),
-        ({"labels": "a, b"}, ["labels=['a', 'b']"]),
+        ({"labels": "a, b"}, ["labels must be a list"]),
         ({"queue": "no queue"}, ["queue:", "'no queue'"]),
         ({"redis_url": "localhost"}, ["redis_url:"]),
         ({"redis_url": f"redis://:{PASSWORD}@127.0.0.1:1/0"}, ["127.0.0.1:1", "unreachable"]),

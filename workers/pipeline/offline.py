@@ -79,7 +79,7 @@ class OfflinePipeline:
         self._submitting = threading.Lock()
         self._pipeline = Pipeline(classifier, store or NullStore(), settings, budget, worker, self._callers)
         self._pipeline.start()
-        weakref.finalize(self, _stop, self._pipeline, os.getpid()).atexit = False
+        weakref.finalize(self, _stop, self._pipeline, os.getpid())
 
     @property
     def failure(self) -> BaseException | None:
