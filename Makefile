@@ -118,7 +118,7 @@ $(VENV)/test: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	@touch $@ $(VENV)/demo
 
 $(VENV)/rivals: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
-	$(INSTALL) --editable '.[demo,charts,rivals]'
+	$(INSTALL) --editable '.[demo,rivals]'
 	@$(STAMP_TORCH)
 	@touch $@ $(VENV)/demo
 

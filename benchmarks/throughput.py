@@ -82,7 +82,7 @@ def parsed() -> argparse.Namespace:
     if arguments.chart and arguments.chart.suffix not in (".svg", ".png"):
         parser.error("--chart: the file name must end in .svg or .png")
     if arguments.chart and not find_spec("matplotlib"):
-        parser.error("--chart requires the package matplotlib: run `pip install 'feedmill[charts]'`")
+        parser.error("--chart requires the package matplotlib: run `make rivals`")
     return arguments
 
 

@@ -208,7 +208,7 @@ def parsed() -> argparse.Namespace:
     if arguments.limit < SAMPLE or arguments.rounds < 1:
         parser.error(f"--limit must be at least {SAMPLE}, and --rounds at least 1")
     if arguments.chart and not find_spec("matplotlib"):
-        parser.error("--chart requires the package matplotlib: run `pip install 'feedmill[charts]'`")
+        parser.error("--chart requires the package matplotlib: run `make rivals`")
     return arguments
 
 

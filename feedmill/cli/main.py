@@ -41,7 +41,7 @@ from feedmill.cli import (
     status,
     train,
 )
-from feedmill.cli.option_groups import excludes, with_groups
+from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import (
     ClassifierOption,
     DataFolder,
@@ -63,9 +63,8 @@ from feedmill.shared.errors import (
     printable,
     printable_lines,
 )
-from feedmill.shared.settings import PREFIX, Settings, is_folder_locked, load
+from feedmill.shared.settings import PREFIX, Settings, is_folder_locked
 from feedmill.stack.demo import run as run_demo
-from feedmill.stack.demo import run_own
 from feedmill.stack.devices import shares
 from feedmill.stack.embedded import Stack, flower_url, start
 from feedmill.stack.lock import stop_stack
@@ -73,8 +72,6 @@ from feedmill.stack.processes import python_command
 from feedmill.stack.signals import not_ignored, note_signals
 from feedmill.stack.supervisor import Supervisor
 
-#: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
-OWN_TOKEN_BUDGET = 2048
 #: Base of the errors that typer raises for options and arguments. Its newer versions have their own copy of click.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 #: Seconds that `feedmill down` waits longer than the worker may take to finish its messages.
@@ -126,34 +123,16 @@ def main(
 
 
 @app.command(rich_help_panel="Try it")
-@excludes("--own", "--keep", "--all")
 def demo(
     keep: Annotated[bool, typer.Option(help="Keep everything running until Ctrl-C.")] = False,
     all_posts: Annotated[bool, typer.Option("--all", help="Show every post instead of a random sample.")] = False,
-    own: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LABELS",
-            help="Classify three sentences that you type or pipe in, by these labels: a,b,c or JSON.",
-        ),
-    ] = None,
     as_json: JsonSummary = False,
 ) -> None:
     """Run the whole system once on the bundled posts.
 
-    Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops. With
-    --own, classifies your sentences without starting anything.
+    Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops.
     """
-    if own is None:
-        run_demo(settings_of(), keep, as_json, all_posts)
-        return
-    try:
-        chosen = load(labels=own).labels or {}
-    except SettingsError as error:
-        raise SettingsError(str(error).replace("--labels", "--own", 1)) from None
-    if len(chosen) < 2:
-        raise UserError("--own needs at least two labels, separated by commas, such as delivery,refund.")
-    run_own(settings_of(labels=own, token_budget=OWN_TOKEN_BUDGET), as_json)
+    run_demo(settings_of(), keep, as_json, all_posts)
 
 
 @app.command(rich_help_panel="Run it")

@@ -1,11 +1,8 @@
 """The `feedmill tune` and `feedmill evaluate` commands: measure a model's speed and accuracy on a file's posts."""
 
-import os
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,8 +14,7 @@ from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import FileFlags, JsonSummary, Limit, ModelFlags, ModelOption, settings_of
 from feedmill.console import output_console
 from feedmill.local_model import explain_refusals, load_model
-from feedmill.report import plots
-from feedmill.shared.errors import InputError, UserError, explain_missing, json_line, printable
+from feedmill.shared.errors import InputError, explain_missing, json_line, printable
 from feedmill.shared.messages import ClassifyOptions, Post
 
 app = typer.Typer()
@@ -43,7 +39,6 @@ def tune(
     rounds: Annotated[
         int, typer.Option(help="Measurements per batch size and token budget; their median is reported.", min=1)
     ] = 3,
-    png: Annotated[Path | None, typer.Option(help="Image file for the chart.")] = None,
     as_json: JsonSummary = False,
 ) -> None:
     """Measure batch sizes and token budgets on a file's posts.
@@ -51,7 +46,6 @@ def tune(
     Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
     """
     settings = settings_of(model=model, **vars(flags), plain_logs=True)
-    _check_writable(png)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, text_only=True)
     posts = _first(reading, file, limit)
@@ -79,9 +73,6 @@ def tune(
         )
     if settings.token_budget:
         typer.echo(f"FEEDMILL_TOKEN_BUDGET is set, so workers use that budget: {settings.token_budget}.")
-    if png:
-        curves = [(SIZES[kind][0], curve) for kind, curve in report.measured.items()]
-        plots.save(png, partial(plots.draw_curves, curves=curves, title=report.title), notes)
     if as_json:
         typer.echo(json_line({"posts": len(posts), "rounds": rounds, **report.summary(), "stored": stored}))
     _end(reading)
@@ -98,7 +89,6 @@ def evaluate(
     flags: ModelFlags,
     limit: Limit = None,
     columns: FileFlags,
-    png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix of a single model.")] = None,
     as_json: JsonSummary = False,
 ) -> None:
     """Compare a model's labels with the topics of a file's posts.
@@ -107,9 +97,6 @@ def evaluate(
     compare models. Exits 1 if a post failed or a record was malformed.
     """
     each = [settings_of(model=model, **vars(flags), plain_logs=True) for model in models or (None,)]
-    if png and len(each) > 1:
-        raise UserError("--png needs a single model. Give one --model, or leave it out.")
-    _check_writable(png)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, shows_ids=False)
     posts = _first(reading, file, limit)
@@ -143,9 +130,6 @@ def evaluate(
         typer.echo(
             f"Excluded: {len(first.failures):,} posts that could not be classified; the first: {first.failures[0]}"
         )
-    if png:
-        title = f"{first.model}: accuracy {first.evaluation.accuracy:.3f}, {first.evaluation.posts:,} posts"
-        plots.save(png, partial(plots.draw_confusion, found=first.evaluation, title=title), notes)
     if as_json:
         typer.echo(json_line({"posts": len(known), "models": summaries} if compared else summaries[first.model]))
     _end(reading, bool(first.failures) and not compared)
@@ -184,12 +168,3 @@ def _end(reading: FileReading, failed: bool = False) -> None:
     """Report skipped records and exit, with status 1 if a post failed or a record was malformed."""
     reading.end()
     raise typer.Exit(1 if failed or reading.skipped > reading.without_text else 0)
-
-
-def _check_writable(png: Path | None) -> None:
-    """Check the chart's file before a long measurement. Raises UserError if it cannot be written or drawn."""
-    if png is None:
-        return
-    plots.require()
-    if png.is_dir() or not os.access(png if png.exists() else png.parent, os.W_OK):
-        raise UserError(f"Cannot write {png}. Choose a file in an existing folder that you may write to.")

@@ -6,17 +6,16 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import DeviceOption, RedisUrl, settings_of
+from feedmill.cli.options import AsJson, DeviceOption, RedisUrl, settings_of
 from feedmill.console import output_console
 from feedmill.local_model import load_model
-from feedmill.report import plots
-from feedmill.shared.errors import UserError
+from feedmill.shared.errors import UserError, json_line
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import DESCRIBED_TOPICS
 from feedmill.workers.training.options import BEGUN, CHECKPOINTS, TrainOptions
@@ -39,9 +38,7 @@ def train(
     options: TrainOptions,
     device: DeviceOption = None,
     redis_url: RedisUrl = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one object per line: plan, progress, trained.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fine-tune a classifier on labelled posts, or fit a head on embeddings (--head).
 
@@ -62,7 +59,7 @@ def train(
 
 
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
-    """Collect the posts, train, and write the model, its test results and its charts. Only rank 0 writes."""
+    """Collect the posts, train, and write the model, and its test results. Only rank 0 writes."""
     first = os.environ.get("RANK", "0") == "0"  # torchrun numbers its processes
     notes = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
     folder = Path(options.out).expanduser().absolute()
@@ -72,12 +69,12 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     # Imported late: needs torch, which only workers have and which loads slowly.
     from feedmill.training import model_card  # noqa: PLC0415
     from feedmill.training.data import collect  # noqa: PLC0415
-    from feedmill.training.report import TrainingReport  # noqa: PLC0415
+    from feedmill.training.report import TrainingReport, show_trained  # noqa: PLC0415
     from feedmill.workers.training.examples import make_dataset  # noqa: PLC0415
 
     collected = collect(options, settings, notes)
     dataset = make_dataset(collected.examples, collected.tested, options)
-    report = TrainingReport(notes, as_json, quiet=not first)
+    report = TrainingReport(notes)
     report.data(dataset)
     try:
         if options.head:
@@ -98,10 +95,10 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     finally:
         report.stop()
     record = model_card.write(folder, options, dataset, collected.provenance, trained.record, tested, zero_shot)
-    if record["curve"]:
-        title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {record['plan']['effective_batch']}"
-        plots.save(folder / "training.png", partial(plots.draw_training, curve=record["curve"], title=title), notes)
-    report.finished(output_console(), record, folder)
+    if as_json:
+        typer.echo(json_line({"folder": str(folder), **record}))
+    else:
+        show_trained(output_console(), record, folder)
 
 
 def check_folder(folder: Path, resume: bool) -> None:

@@ -57,7 +57,7 @@ def show(console: Console, found: Evaluation) -> None:
         matrix.columns[0].max_width = max(MIN_LABEL_WIDTH, console.width // 5)
         console.print(matrix)
     else:
-        typer.echo(f"The confusion matrix of {len(labels)} labels is too wide for a table. Draw it with --png.")
+        typer.echo(f"The confusion matrix of {len(labels)} labels is too wide for a table; --json has it.")
     typer.echo(f"Accuracy {found.accuracy:.3f}, macro-F1 {found.macro_f1:.3f}, {found.posts:,} posts.")
 
 

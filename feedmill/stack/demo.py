@@ -1,10 +1,6 @@
-"""`feedmill demo`: start the whole system, classify the bundled posts, show the labels, stop everything.
-
-With labels of the user's own, classify three sentences in this process instead.
-"""
+"""`feedmill demo`: start the whole system, classify the bundled posts, show the labels, stop everything."""
 
 import html
-import io
 import json
 import random
 import shlex
@@ -12,25 +8,22 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
-from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from feedmill.cli.offline import classify_posts
 from feedmill.console import output_console
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.errors import PostRefused, StackError, UserError, json_line, printable
-from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
+from feedmill.shared.errors import StackError, printable
+from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.stack.embedded import WORKER_NODE, Stack, start
@@ -45,10 +38,6 @@ SAMPLE_ROWS = 16
 #: Seed of the sample. Fixed before any result was seen, so that the rows are neither picked by hand nor different in
 #: each run.
 SAMPLE_SEED = 7
-#: Sentences that `--own` classifies, and the maximum characters of one.
-OWN_SENTENCES, OWN_CHARACTERS = 3, 10_000
-#: Labels shown per sentence, and the width of the longest bar in characters.
-OWN_LABELS, BAR_WIDTH = 5, 30
 #: Labels in the examples of the next steps. Subjects, because the embedded model recognises a text's subject.
 EXAMPLE_LABELS = "delivery,refund,password"
 
@@ -171,7 +160,7 @@ def _next_steps() -> str:
     """Return the commands to try next, with the user's own labels."""
     activate = Path(sys.executable).parent / "activate"
     steps = {
-        f"feedmill demo --own {EXAMPLE_LABELS}": "type three sentences",
+        f'feedmill classify "I want my money back" --labels {EXAMPLE_LABELS}': "label a text",
         f"feedmill classify posts.csv --labels {EXAMPLE_LABELS}": "label your own file, named posts.csv here",
         "feedmill up": "keep everything running",
     }
@@ -190,66 +179,3 @@ def _is_on_path() -> bool:
 def _from_here(path: Path) -> str:
     """Return the path relative to the current directory if it lies below it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def run_own(settings: Settings, as_json: bool) -> None:
-    """Classify three sentences from standard input by the labels in the settings, and print the scores.
-
-    Raises UserError without a sentence, and if the model cannot be loaded.
-    """
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    sentences: list[str] = []
-    if isinstance(sys.stdin, io.TextIOWrapper):  # None if the parent process closed it
-        sys.stdin.reconfigure(errors="replace")
-        sentences = _ask(notes, list(settings.labels or {})) if sys.stdin.isatty() else list(_read(sys.stdin))
-    if not sentences:
-        raise UserError(
-            "No sentence was given. Type one in a terminal, or pipe one per line: "
-            "echo 'The parcel never came' | feedmill demo --own delivery,refund"
-        )
-    if len(sentences) > OWN_SENTENCES:
-        sentences.pop()
-        notes.print(f"The demo classifies the first {OWN_SENTENCES} lines. For a file, use `feedmill classify FILE`.")
-    try:
-        posts = [Post.parse({"id": str(number), "body": text}) for number, text in enumerate(sentences, 1)]
-    except PostRefused as refused:
-        raise UserError(f"Cannot classify line {refused.post_id}: {refused.reason}.") from None
-    with notes.status("loading the model …"):
-        outcomes = list(classify_posts(posts, settings, ClassifyOptions()))
-    for post, outcome in outcomes:
-        if as_json:
-            found = {"error": outcome.error} if isinstance(outcome, PostError) else outcome.model_dump(mode="json")
-            sys.stdout.write(json_line({"sentence": post.body} | found) + "\n")
-        else:
-            _show_own(post, outcome)
-
-
-def _ask(notes: Console, labels: Sequence[str]) -> list[str]:
-    """Read sentences from the terminal until an empty line."""
-    notes.print(f"Labels: {printable(', '.join(labels))}", markup=False)
-    notes.print(f"Type {OWN_SENTENCES} sentences, with Enter after each. An empty line ends earlier.")
-    found: list[str] = []
-    while len(found) < OWN_SENTENCES:
-        notes.print(f"{len(found) + 1}> ", end="")
-        if not (line := sys.stdin.readline(OWN_CHARACTERS).strip()):
-            break
-        found.append(line)
-    return found
-
-
-def _read(lines: IO[str]) -> Iterable[str]:
-    """Return the first non-empty lines: one more than are classified, to know whether there are more."""
-    found = iter(partial(lines.readline, OWN_CHARACTERS), "")
-    return islice((line.strip() for line in found if line.strip()), OWN_SENTENCES + 1)
-
-
-def _show_own(post: Post, outcome: Outcome) -> None:
-    console = output_console()
-    console.print(Text(f"\n{printable(post.body)}", "bold"))
-    if not isinstance(outcome, Classification):
-        console.print(Text(f"failed: {printable(outcome.error)}", "red"))
-        return
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for label, score in list(outcome.scores.items())[:OWN_LABELS]:
-        table.add_row(f"  {score:.2f}", Text(printable(label)), "█" * round(BAR_WIDTH * max(0.0, score)))
-    console.print(table)

@@ -2,17 +2,14 @@
 
 import html
 import json
-import os
-import pty
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from feedmill.stack.demo import sample_posts
-from tests.support import FEEDMILL, feedmill, processes_in, running, wait_until
+from tests.support import feedmill, processes_in, running, wait_until
 
 
 def hostile(folder: Path) -> Path:
@@ -49,7 +46,7 @@ def test_demo_ignores_packages_named_like_ours(tmp_path: Path) -> None:
     shown = " ".join(demo.text().split())
     assert all(" ".join(html.unescape(post.title).split()) in shown for post in sample_posts())
     assert "padding" not in demo.text().replace(told, "")
-    assert "feedmill demo --own " in demo.text()
+    assert "feedmill classify " in demo.text()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name)
@@ -67,42 +64,3 @@ def test_failed_startup_leaves_no_process(tmp_path: Path) -> None:
     assert "'/no/such/model'" in said.stderr
     assert "Traceback" not in said.stderr
     assert processes_in(tmp_path) == []
-
-
-SENTENCES = "The parcel never came\n\nPlease reset my password\n I want my money back \n"
-OWN_LABELS = ("--own", "delivery,refund,password")
-
-
-def test_own_labels_from_a_pipe(tmp_path: Path) -> None:
-    said = feedmill("demo", *OWN_LABELS, cwd=tmp_path, stdin=SENTENCES)
-    assert said.returncode == 0, said.stderr
-    found = re.findall(r"^(\S.*)\n +\S+ +(\S+)", said.stdout, re.MULTILINE)
-    assert found == [
-        ("The parcel never came", "delivery"),
-        ("Please reset my password", "password"),
-        ("I want my money back", "refund"),
-    ]
-    assert processes_in(tmp_path) == []
-
-
-def test_own_labels_in_a_terminal(tmp_path: Path) -> None:
-    """An empty line ends the input. Control characters are shown escaped."""
-    terminal, theirs = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
-    with subprocess.Popen(
-        [FEEDMILL, "demo", *OWN_LABELS],
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-    ) as command:
-        os.close(theirs)
-        os.write(terminal, b"The parcel never came\nsend me a new \x1b[31mpass\x9bword\n\n")
-        said = command.communicate(timeout=120)[0]
-    os.close(terminal)
-    assert command.returncode == 0
-    assert "The parcel never came" in said
-    assert "\\x1b[31mpass\ufffdword" in said
-    assert "\x1b" not in said

@@ -1,8 +1,6 @@
 """feedmill/evaluation/measures.py: figures equal those computed by hand, invariants hold, and tables are printed."""
 
-import sys
 from io import StringIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ from rich.console import Console
 
 from feedmill.evaluation import report
 from feedmill.evaluation.measures import Evaluation, LabelFigures, matching_label
-from feedmill.report import plots
 from feedmill.shared.topics import TOPICS
 
 LABELS = ("a", "b", "c", "d")
@@ -65,12 +62,3 @@ def test_labels_are_escaped_when_printed() -> None:
     shown = printed(Evaluation.of(["[red]", "b\x1b"], [("[red]", "b\x1b")]), 100)
     assert "[red]" in shown
     assert "b\\x1b" in shown
-
-
-def test_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    notes = Console(file=StringIO(), width=200)
-    assert not plots.save(tmp_path / "x.png", lambda _: None, notes)
-    assert isinstance(notes.file, StringIO)
-    assert "pip install 'feedmill[charts]'" in notes.file.getvalue()
-    assert not (tmp_path / "x.png").exists()

@@ -42,7 +42,6 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
     ("arguments", "words"),
     [
         ("enqueue posts.csv --limti 3", ["Try 'feedmill enqueue --help'", "--limti", "--limit"]),
-        ("demo --own", ["--own"]),
         ("classify", ["TEXT|FILE"]),
         ("results --limit x", ["--limit", "integer"]),
         ("classify x --limit 0", ["--limit"]),
@@ -56,7 +55,6 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("enqueue - --labels a,a", ["--labels: ", "'a'"]),
         ("enqueue - --since yesterday", ["--since: ", "'yesterday'"]),
         ("enqueue - --since 2024-02-01 --until 2024-01-01", ["--since", "2024-02-01", "2024-01-01"]),
-        ("demo --own a,b --all", ["feedmill: --own cannot be combined with --all."]),
         ("status --run x --watch", ["--run cannot be combined with --watch."]),
         ("results --from-start", ["--from-start needs --group."]),
         ("export x --purge --follow", ["--purge cannot be combined with --follow."]),
@@ -236,12 +234,6 @@ def test_warns_about_a_single_label(
     monkeypatch.setattr(options, "log_format", None)  # another test's command may have set it
     options.settings_of(labels=labels)
     assert ("only one label" in capsys.readouterr().err) == warned
-
-
-def test_one_chart_needs_one_model() -> None:
-    error = CliRunner().invoke(app, ["evaluate", "x", "--model", "a", "--model", "b", "--png", "x.png"]).exception
-    assert isinstance(error, UserError)
-    assert all(flag in str(error) for flag in ("--png", "--model"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""feedmill/training/report.py: what a training prints, on a terminal and without one."""
+"""feedmill/training/report.py: what a training prints at its end."""
 
 import io
 from pathlib import Path
@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from feedmill.training import report
-from feedmill.training.report import TrainingReport
-
-
-@pytest.fixture(autouse=True)
-def _each_line_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "PROGRESS_INTERVAL_S", -1.0)
+from feedmill.training.report import show_trained
 
 
 def finished(capsys: pytest.CaptureFixture[str], accuracy: float, zero_shot: float | None, head: bool) -> str:
@@ -24,8 +18,7 @@ def finished(capsys: pytest.CaptureFixture[str], accuracy: float, zero_shot: flo
         "seconds": 1.0, "samples_per_s": 2.0, "curve": [], "options": {"head": head}, "metrics": metrics(accuracy),
         "zero_shot": None if zero_shot is None else metrics(zero_shot),
     }  # fmt: skip
-    console = Console(file=io.StringIO())
-    TrainingReport(console, as_json=False, quiet=False).finished(console, record, Path("model"))
+    show_trained(Console(file=io.StringIO()), record, Path("model"))
     return capsys.readouterr().out
 
 
