@@ -20,10 +20,10 @@ from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.console import output_console
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import size, span
-from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
+from feedmill.monitoring.watch import HealthPart, Status
 from feedmill.reading.names import unknown_run
 from feedmill.shared import runs
-from feedmill.shared.broker import user_errors
+from feedmill.shared.broker import make_app, user_errors
 from feedmill.shared.errors import UserError, clause, printable
 from feedmill.shared.messages import parse_run
 from feedmill.shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, serve
@@ -60,11 +60,11 @@ def status(
         return
     if not watched:
         with user_errors(settings):
-            seen = watch.status(settings)
+            seen = watch.status(connect_for_monitoring(settings), make_app(settings), settings)
         if as_json:
             typer.echo(json.dumps(seen.as_json()))
         else:
-            output_console().print(_table(StatusWithRates(seen, None), settings))
+            output_console().print(_table(seen, settings))
         return
     with user_errors(settings):
         connect_for_monitoring(settings).ping()  # fail if Redis is unreachable now; later losses are retried
@@ -100,23 +100,23 @@ def _missing(node: str, age: float) -> str:
     return f"{node} does not answer; last report, one a minute, {span(age)} ago"
 
 
-def _queue(seen: watch.Status) -> str:
+def _queue(seen: Status) -> str:
     oldest = "" if seen.oldest_seconds is None else f" · oldest sent {span(seen.oldest_seconds)} ago"
     return f"{seen.queue.waiting:,} messages waiting · {seen.queue.held:,} held by workers{oldest}"
 
 
-def _results(seen: watch.Status) -> str:
+def _results(seen: Status) -> str:
     return f"{seen.results.stored:,} stored so far · {seen.results.answered + seen.results.repeated:,} duplicates"
 
 
-def _memory(seen: watch.Status) -> list[str]:
+def _memory(seen: Status) -> list[str]:
     """Return lines about Redis' memory, and that of results and sent records, estimated from a sample."""
     kept = seen.kept
     if not seen.memory or not kept:
         return [MEMORY_UNKNOWN]
     # Results that were stored are counted. The estimate may be higher.
     count = min(kept.results, seen.results.stored)
-    lines = str(seen.memory).split("; ")
+    lines = [str(seen.memory)]
     lines.append(_used("results", kept.results_bytes, kept.results_limit, count, kept.result_bytes))
     if kept.stream_entries:
         lines.append(f"their stream: {kept.stream_entries:,} of {kept.stream_entry_bytes:,.0f} bytes")
@@ -132,7 +132,7 @@ def _used(what: str, used: float, limit: int, count: int, record_bytes: float) -
     return f"{what}: about {size(used)} of {size(limit)} · {shown} of {record_bytes:,.0f} bytes"
 
 
-def _memory_warnings(seen: watch.Status) -> list[str]:
+def _memory_warnings(seen: Status) -> list[str]:
     """Return what the current rate needs, if it is more than there is, and what was dropped therefore."""
     memory, counts = seen.memory, seen.results
     if not memory:
@@ -153,7 +153,7 @@ def _dropping(what: str, needed: float, kept_seconds: float | None, dropped: int
     return " · ".join(facts)
 
 
-def _queues(seen: watch.Status) -> list[str]:
+def _queues(seen: Status) -> list[str]:
     """Return a line per queue."""
     served = {name for pool in seen.workers.values() for name in pool["queues"]}
     return [
@@ -163,7 +163,7 @@ def _queues(seen: watch.Status) -> list[str]:
     ]
 
 
-def _dead_letters(seen: watch.Status) -> str:
+def _dead_letters(seen: Status) -> str:
     """Format the number of dead letters, and of those that were trimmed."""
     trimmed = f", {seen.results.dead_trimmed:,} older ones trimmed" if seen.results.dead_trimmed else ""
     there = seen.dead_letters or trimmed
@@ -177,9 +177,8 @@ def _watch(settings: Settings, as_json: bool) -> None:
     if as_json:
         for seen in snapshots:
             entry: dict[str, Any] = {"at": time.time()}
-            if isinstance(seen, StatusWithRates):
-                entry |= seen.status.as_json()
-                entry["results_per_second"] = seen.results
+            if isinstance(seen, Status):
+                entry |= seen.as_json()
             else:
                 entry["error"] = seen
             typer.echo(json.dumps(entry))
@@ -192,19 +191,19 @@ def _watch(settings: Settings, as_json: bool) -> None:
             console.print(_screen(seen, settings), "")
 
 
-def _snapshots(settings: Settings) -> Iterator[StatusWithRates | str]:
+def _snapshots(settings: Settings) -> Iterator[Status | str]:
     """Yield a snapshot every two seconds without end, or an error message while Redis is unreachable."""
-    lookout = StatusMonitor(settings)
+    redis, app = connect_for_monitoring(settings), make_app(settings)
     while True:
         began = time.monotonic()
         try:
-            yield lookout.look()
+            yield watch.status(redis, app, settings)
         except (RedisError, OperationalError) as fault:
             yield f"Redis at {settings.redis_address} is unreachable ({clause(fault)})"
         time.sleep(max(0.0, began + REFRESH_INTERVAL_S - time.monotonic()))
 
 
-def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
+def _screen(seen: Status | str, settings: Settings) -> RenderableType:
     """Return a screen 80 columns wide."""
     head = Text(f"feedmill · {settings.redis_address} · {time.strftime('%H:%M:%S')} · Ctrl-C quits", style="bold")
     if isinstance(seen, str):
@@ -212,21 +211,20 @@ def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
     return Group(head, Text(), _table(seen, settings))
 
 
-def _table(seen: StatusWithRates, settings: Settings) -> RenderableType:
+def _table(seen: Status, settings: Settings) -> RenderableType:
     """Return a line or more for each part of the system and a table of the workers, in 80 columns."""
     facts = Table.grid(padding=(0, 2))
     for name, values in _facts(seen, settings):
         for number, value in enumerate(values):
             style = "red" if name.startswith("worker") else ""
             facts.add_row("" if number else printable(name), Text(printable(value), style))
-    return Group(facts, Text(), _workers(seen)) if seen.status.workers else facts
+    return Group(facts, Text(), _workers(seen)) if seen.workers else facts
 
 
-def _facts(seen: StatusWithRates, settings: Settings) -> Iterator[tuple[str, list[str]]]:
+def _facts(found: Status, settings: Settings) -> Iterator[tuple[str, list[str]]]:
     """Yield the name of each part of the system, and lines about it."""
-    found = seen.status
     yield "queue", [_queue(found), *_queues(found)]
-    pace = "" if seen.results is None else f"{60 * seen.results:,.0f} a minute · "
+    pace = f"{60 * found.results_per_second:,.0f} a minute · " if found.results_per_second else ""
     yield "results", [f"{pace}{_results(found)}"]
     yield "dead letters", [_dead_letters(found)]
     has_worker, has_messages = bool(found.workers) or not found.asked, bool(found.queue.waiting or found.queue.held)
@@ -242,13 +240,13 @@ def _facts(seen: StatusWithRates, settings: Settings) -> Iterator[tuple[str, lis
         yield "workers", [_no_worker(settings)]
 
 
-def _workers(seen: StatusWithRates) -> Table:
+def _workers(seen: Status) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=32)
     table.add_column("device", no_wrap=True)
     for name in ("posts/s", "busy", "waiting", "posts"):
         table.add_column(name, justify="right", no_wrap=True)
-    for node, pool in seen.status.workers.items():
+    for node, pool in seen.workers.items():
         recent = pool["recent"]
         table.add_row(
             Text(printable(node)),

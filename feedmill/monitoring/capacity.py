@@ -1,9 +1,7 @@
-"""Estimate how much of Redis' memory the current rate needs, and how long the memory lasts.
+"""Compare Redis' memory with what the current rate of posts needs until results and sent records expire.
 
-Each new post adds a result (kept for `results_ttl`), a sent record (kept for `sent_ttl`) and, until the results stream
-reaches its maximum length, a stream entry, up to `results_memory` and `sent_memory` (shared/retention.py). If what the
-rate needs in the end does not fit, memory is full when the room is used up. The backlog (bounded by `queue_limit`) and
-dead letters are not counted.
+Both are dropped beyond `results_memory` and `sent_memory` (shared/retention.py). The backlog (bounded by `queue_limit`)
+and dead letters are not counted.
 """
 
 from typing import NamedTuple
@@ -15,12 +13,14 @@ from feedmill.shared.results import HOUR_S
 from feedmill.shared.retention import Kept, needs
 from feedmill.shared.settings import DAY_S, PREFIX, Settings
 
-#: The health check warns if memory is full in less than WARNING_S seconds, and fails below CRITICAL_S.
-WARNING_S, CRITICAL_S = DAY_S, HOUR_S
+#: Share of the memory limit from which the health check fails.
+FULL_SHARE = 0.95
+#: How to need less memory.
+ADVICE = f"raise maxmemory, or lower {PREFIX}RESULTS_MEMORY and {PREFIX}SENT_MEMORY"
 
 
 class Memory(NamedTuple):
-    """Redis' memory use in bytes, with an estimate of the time until it is full."""
+    """Redis' memory use in bytes, and what the current rate needs."""
 
     used: int
     limit: int
@@ -28,8 +28,6 @@ class Memory(NamedTuple):
     machine: bool
     #: Recent throughput of all workers together.
     posts_per_second: float
-    #: Seconds until the limit is reached at that rate; None if it never is.
-    full_seconds: float | None
     #: Bytes that Redis needs at that rate until results and sent records expire, or reach their bounds.
     needed: float = 0.0
     #: Bytes that results and sent records would need without bounds.
@@ -41,7 +39,7 @@ class Memory(NamedTuple):
 
     @property
     def full(self) -> bool:
-        return self.used >= self.limit
+        return self.used >= FULL_SHARE * self.limit
 
     @property
     def warning(self) -> str:
@@ -55,26 +53,13 @@ class Memory(NamedTuple):
 
     def __str__(self) -> str:
         text = f"{size(self.used)} of {size(self.limit)}"
-        if self.machine:
-            text += " (the machine's memory: maxmemory is not set)"
-        if self.full:
-            return f"{text}: full"
-        if not self.posts_per_second:
-            return text
-        rate = f"at {self.posts_per_second:,.1f} posts/s"
-        if self.full_seconds is None:
-            return f"{text}; suffices {rate}"
-        return f"{text}; full in about {span(self.full_seconds)} {rate}"
-
-
-#: How to need less memory.
-ADVICE = f"raise maxmemory, or lower {PREFIX}RESULTS_MEMORY and {PREFIX}SENT_MEMORY"
+        return f"{text} (the machine's memory: maxmemory is not set)" if self.machine else text
 
 
 def estimate_memory(
     redis: Redis, settings: Settings, posts_per_second: float
 ) -> tuple[Memory, Kept] | tuple[None, None]:
-    """Estimate what is kept of posts, and how long Redis' memory lasts.
+    """Return Redis' memory, and an estimate of what is kept of posts.
 
     Returns None, None if this Redis user may not run INFO and MEMORY USAGE. Raises redis.exceptions.RedisError.
     """
@@ -82,15 +67,7 @@ def estimate_memory(
         return None, None
     used, limit, is_machine, kept = memory
     wanted = needs(kept, settings, posts_per_second)
-    needed = wanted.of_redis(kept, used)
-    seconds = None
-    if used >= limit:
-        seconds = 0.0
-    elif posts_per_second and needed > limit:
-        is_growing = kept.stream_entries < settings.results_stream_length
-        per_post = kept.result_bytes + kept.sent_record_bytes + is_growing * kept.stream_entry_bytes
-        seconds = (limit - used) / (posts_per_second * per_post) if per_post else None
-    return Memory(used, limit, is_machine, posts_per_second, seconds, needed, *wanted), kept
+    return Memory(used, limit, is_machine, posts_per_second, wanted.of_redis(kept, used), *wanted), kept
 
 
 def size(count: float) -> str:

@@ -1,11 +1,8 @@
 """Observe the running system (queues, workers, results, ingesting daemons) and check its health.
 
-`status` takes one snapshot, `StatusMonitor` many, with the rate of results between them. `check_health` checks the
-health of each part from a snapshot.
+`status` takes a snapshot. `check_health` checks the health of each part from a snapshot.
 """
 
-import time
-from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from enum import StrEnum
@@ -17,7 +14,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from feedmill.monitoring import capacity
-from feedmill.monitoring.capacity import CRITICAL_S, WARNING_S, Memory
+from feedmill.monitoring.capacity import Memory
 from feedmill.producers.live.state import Gaps, LiveStatus, statuses
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
@@ -30,8 +27,6 @@ from feedmill.shared.retention import Kept
 from feedmill.shared.runs import Progress, recent
 from feedmill.shared.settings import Settings
 
-#: Window in seconds over which `StatusMonitor` computes rates.
-RATE_WINDOW_S = 60.0
 #: Seconds to wait for a further answer: when no worker is registered, and for each registered one.
 ANSWER_TIMEOUT_S, REGISTERED_TIMEOUT_S = 1.0, 3.0
 
@@ -63,6 +58,8 @@ class Status(NamedTuple):
     #: Statistics of `DevicePool` by node name.
     workers: dict[str, dict[str, Any]]
     results: Counters
+    #: Recent throughput of all workers together.
+    results_per_second: float
     #: Status report of the daemon of each live source that runs, by the source's name.
     live: dict[str, dict[str, Any]]
     #: Age of the oldest waiting message over all queues in seconds; None if all are empty.
@@ -90,16 +87,11 @@ class Status(NamedTuple):
         return fields | {"memory": memory, "kept": kept, "runs": [run.as_json() for run in self.runs]}
 
 
-def status(settings: Settings) -> Status:
+def status(redis: Redis, app: Celery | None, settings: Settings) -> Status:
     """Return a snapshot from Redis and all workers. Takes seconds if a registered worker does not answer.
 
-    Raises redis.exceptions.RedisError.
+    redis: client of `connect_for_monitoring`. app: None leaves out the workers. Raises redis.exceptions.RedisError.
     """
-    return _look(connect_for_monitoring(settings), make_app(settings), settings)
-
-
-def _look(redis: Redis, app: Celery | None, settings: Settings) -> Status:
-    """Return a snapshot. app: None leaves out the workers."""
     redis.ping()  # fails soon if Redis does not answer; Celery's connections are patient
     # First, because it can take seconds: totals read before would be older than the figures of workers and runs.
     workers = _ask(app, redis) if app else {}
@@ -108,10 +100,13 @@ def _look(redis: Redis, app: Celery | None, settings: Settings) -> Status:
     dead = DeadLetters(redis).count()
     depth, queues = _queues(redis, settings)
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
-    memory, kept = capacity.estimate_memory(redis, settings, _rate(workers))
+    rate = sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
+    memory, kept = capacity.estimate_memory(redis, settings, rate)
     gaps = len(Gaps(redis).open())
     live = {name: found.report for name, found in statuses(redis).items() if found.running}
-    return Status(depth, queues, workers or {}, results, live, oldest, gaps, dead, asked, missing, memory, kept, runs)
+    return Status(
+        depth, queues, workers or {}, results, rate, live, oldest, gaps, dead, asked, missing, memory, kept, runs
+    )
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
@@ -201,44 +196,6 @@ def _missing(redis: Redis, workers: dict[str, dict[str, Any]] | None) -> dict[st
     )
 
 
-def _rate(workers: dict[str, dict[str, Any]] | None) -> float:
-    """Return the recent throughput of all workers together, in posts/s."""
-    return sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
-
-
-class StatusWithRates(NamedTuple):
-    """A snapshot, and the results per second since earlier ones; None if unknown."""
-
-    status: Status
-    results: float | None
-
-
-class StatusMonitor:
-    """A source of snapshots of one system, with the rate of results over the last RATE_WINDOW_S seconds."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._redis = connect_for_monitoring(settings)
-        self._app = make_app(settings)
-        #: Times in monotonic seconds, and numbers of results stored until then.
-        self._readings: deque[tuple[float, int]] = deque()
-
-    def look(self) -> StatusWithRates:
-        """Return a snapshot and the rate. Raises redis.exceptions.RedisError."""
-        status = _look(self._redis, self._app, self._settings)
-        return StatusWithRates(status, self._rate(time.monotonic(), status.results.stored))
-
-    def _rate(self, now: float, stored: int) -> float | None:
-        """Add a reading; return the growth per second. None for the first one and after the store was deleted."""
-        if self._readings and stored < self._readings[-1][1]:
-            self._readings.clear()
-        self._readings.append((now, stored))
-        while now - self._readings[0][0] > RATE_WINDOW_S:
-            self._readings.popleft()
-        since, before = self._readings[0]
-        return (stored - before) / (now - since) if now > since else None
-
-
 class HealthPart(StrEnum):
     """A part of the system with its own health check."""
 
@@ -264,7 +221,7 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> list[Find
     asks = not {HealthPart.WORKERS, HealthPart.ROWS, HealthPart.MEMORY}.isdisjoint(parts)
     try:
         with user_errors(settings):
-            seen = _look(redis, make_app(settings) if asks else None, settings)
+            seen = status(redis, make_app(settings) if asks else None, settings)
             live = statuses(redis)
     except RedisUnavailable as error:
         return [Finding(HealthPart.REDIS, False, str(error))]
@@ -290,12 +247,10 @@ def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
 
 
 def _lasting(memory: Memory | None) -> tuple[bool, str]:
-    """Check the time until Redis' memory is full: warn below WARNING_S, fail below CRITICAL_S."""
+    """Check that Redis' memory is not full; warn if the current rate needs more than there is."""
     if memory is None:
         return True, "unknown: this Redis user may not run INFO and MEMORY USAGE (docs/redis.md)"
-    if memory.full_seconds is None or memory.full_seconds >= WARNING_S:
-        return True, memory.warning or str(memory)
-    return memory.full_seconds >= CRITICAL_S, f"warning: {memory}: {capacity.ADVICE}"
+    return not memory.full, memory.warning or (f"{memory}: {capacity.ADVICE}" if memory.full else str(memory))
 
 
 def _full(seen: Status, settings: Settings) -> tuple[bool, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from feedmill.cli import status
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import HealthPart
 from feedmill.shared.broker import make_app, publish
@@ -53,7 +54,8 @@ def replica(filled: RedisServer) -> Iterator[RedisServer]:
 
 
 def test_status_reads_a_full_redis(full: RedisServer, settings: Settings) -> None:
-    seen = watch.status(settings)
+    seen = next(status._snapshots(settings))
+    assert isinstance(seen, watch.Status)
     assert seen.queue.waiting == 1
     assert (seen.results.stored, seen.dead_letters, seen.gaps) == (1, 2, 1)
     assert (seen.asked, seen.workers) == (False, {})

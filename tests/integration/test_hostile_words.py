@@ -14,7 +14,6 @@ from rich.console import Console
 
 from feedmill.cli import main, status
 from feedmill.monitoring import watch
-from feedmill.monitoring.watch import StatusMonitor
 from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable, printable_lines
 from feedmill.shared.keys import LIVE_GAPS, LIVE_STATUS, MODELS, REQUESTED_MODELS, UNDECODABLE, WORKERS
 from feedmill.shared.logs import JsonFormatter, TextFormatter
@@ -149,7 +148,7 @@ def test_commands_print_no_control_characters(
 @pytest.mark.usefixtures("hostile")
 def test_status_screen_shows_no_control_characters(settings: Settings) -> None:
     shown = io.StringIO()
-    Console(file=shown, width=80).print(status._screen(StatusMonitor(settings).look(), settings))
+    Console(file=shown, width=80).print(status._screen(next(status._snapshots(settings)), settings))
     assert not UNPRINTABLE_CHARACTERS.search(ALLOWED.sub("", shown.getvalue()))
 
 

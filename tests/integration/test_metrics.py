@@ -15,7 +15,7 @@ from rich.console import Console
 
 from feedmill.cli import status
 from feedmill.monitoring import watch
-from feedmill.monitoring.watch import RATE_WINDOW_S, HealthPart, StatusMonitor, StatusWithRates, check_health
+from feedmill.monitoring.watch import HealthPart, Status, check_health
 from feedmill.producers.live.state import Gap, Gaps, LiveState
 from feedmill.producers.push import Pusher
 from feedmill.shared import encoding
@@ -231,7 +231,7 @@ def test_health_does_not_miss_a_daemon_that_was_stopped(redis: RedisServer, sett
     well, said = findings(settings, HealthPart.LIVE)[HealthPart.LIVE]
     assert well
     assert "bluesky was stopped" in said
-    assert StatusMonitor(settings).look().status.live == {}
+    assert look(settings).live == {}
 
 
 @pytest.mark.parametrize(
@@ -252,14 +252,8 @@ def test_health_reports_only_redis_while_it_is_unusable(redis: RedisServer, url:
 # Watching.
 
 
-def test_rate_of_results_covers_the_last_minute(settings: Settings) -> None:
-    monitor = StatusMonitor(settings)
-    assert monitor._rate(1000.0, 100) is None
-    assert monitor._rate(1002.0, 120) == 10
-    assert monitor._rate(1000.0 + RATE_WINDOW_S, 120) == pytest.approx(20 / RATE_WINDOW_S)
-    assert monitor._rate(1002.0 + RATE_WINDOW_S, 180) == pytest.approx(60 / RATE_WINDOW_S)
-    assert monitor._rate(1004.0 + RATE_WINDOW_S, 5) is None, "the store was deleted"
-    assert monitor._rate(1006.0 + RATE_WINDOW_S, 7) == 1
+def look(settings: Settings) -> Status:
+    return watch.status(connect_for_monitoring(settings), make_app(settings), settings)
 
 
 def screen(seen: Any, settings: Settings) -> str:
@@ -281,17 +275,17 @@ def test_screen_fits_80_columns(redis: RedisServer, settings: Settings, workers:
     LiveState(redis.client, "bluesky").store_status(LIVE_REPORT | {"sent": 7_654_321})
     for gap in (Gap("reddit", "cooking", 1.0, 2.0, 3.0), Gap("bluesky", "", 1.0, 2.0, 3.0)):
         Gaps(redis.client).record(gap)
-    shown = screen(StatusMonitor(settings).look(), settings)
+    shown = screen(look(settings), settings)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 18 + len(workers)
-    assert StatusMonitor(settings).look().status.gaps == 2
+    assert look(settings).gaps == 2
     for words in ("0 messages waiting", "12,345,678 stored", "99 ", "12,345 ", "`feedmill dead list`",
                   "`feedmill ingest gaps`",
                   "PAUSED", "7,654,321 sent", "1,021", "0.97", "12.5"):  # fmt: skip
         assert words in shown
     workers.clear()
-    assert "`feedmill worker`" in screen(StatusMonitor(settings).look(), settings)
+    assert "`feedmill worker`" in screen(look(settings), settings)
 
 
 def test_a_snapshot_reads_totals_and_runs_after_the_workers_answered(
@@ -309,7 +303,7 @@ def test_a_snapshot_reads_totals_and_runs_after_the_workers_answered(
 
     send(make_app(settings))
     monkeypatch.setattr(watch, "worker_statistics", answer)
-    found = StatusMonitor(settings).look().status
+    found = look(settings)
     assert (found.results.stored, found.runs[0].stored, found.workers["one@here"]["posts"]) == (500, 500, 500)
     assert (found.queue.waiting, found.dead_letters) == (0, 1)
 
@@ -321,13 +315,13 @@ def test_a_run_without_workers_is_waiting(redis: RedisServer, settings: Settings
     redis.client.hset(run_key("monday"), mapping=counts)
     redis.client.zadd(RUNS, {"monday": now})
 
-    def lines(found: StatusWithRates) -> list[str]:
+    def lines(found: Status) -> list[str]:
         return [line for line in screen(found, settings).splitlines() if "monday" in line]
 
-    served = StatusMonitor(settings).look()
+    served = look(settings)
     assert all("monday: 357 of 500 done · 35.7 posts/s · about 4 s left" in line for line in lines(served))
     workers.clear()
-    for line in lines(StatusMonitor(settings).look()):
+    for line in lines(look(settings)):
         assert "monday: 357 of 500 done · waiting for " in line
         assert "posts/s" not in line
 
@@ -337,11 +331,11 @@ def test_screen_lists_each_queue_with_its_model(redis: RedisServer, settings: Se
     announce(redis.client, "other", "a model \x1b")
     send(app, queue="other", sent_at=time.time() - 90)
     send(app, 2, sent_at=time.time())
-    seen = StatusMonitor(settings).look()
-    assert seen.status.queue.waiting == 3
-    assert seen.status.oldest_seconds
-    assert seen.status.oldest_seconds >= 90
-    assert json.loads(json.dumps(seen.status.as_json()))["queues"]["other"]["waiting"] == 1
+    seen = look(settings)
+    assert seen.queue.waiting == 3
+    assert seen.oldest_seconds
+    assert seen.oldest_seconds >= 90
+    assert json.loads(json.dumps(seen.as_json()))["queues"]["other"]["waiting"] == 1
     shown = screen(seen, settings)
     assert re.search("feedmill: 2 ", shown)
     assert re.search(r"other: 1 .*a model \\x1b \(no worker\)", shown)
@@ -361,9 +355,9 @@ def test_watching_survives_a_lost_redis_connection(
     monkeypatch.setattr(watch, "queue_depth", flaky)
     monkeypatch.setattr(status, "REFRESH_INTERVAL_S", 0.0)
     looks = status._snapshots(settings)
-    assert list(next(looks).status.workers) == list(workers)  # type: ignore[union-attr]
+    assert list(next(looks).workers) == list(workers)  # type: ignore[union-attr]
     away = next(looks)
     assert isinstance(away, str)
     assert settings.redis_address in away
     assert "gone" in screen(away, settings)
-    assert json.dumps(next(looks).status.as_json())  # type: ignore[union-attr]
+    assert json.dumps(next(looks).as_json())  # type: ignore[union-attr]

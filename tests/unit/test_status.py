@@ -10,7 +10,7 @@ from feedmill.shared.results import Counters
 from feedmill.shared.retention import Kept
 from feedmill.shared.runs import Progress
 
-MEMORY = Memory(412_000_000, 10**9, False, 198.0, 35 * 60.0)
+MEMORY = Memory(412_000_000, 10**9, False, 198.0)
 #: An estimate of 1,340 where 1,300 results were stored.
 KEPT = Kept(33e6, 512_000_000, 1340, 127.4, 1.3e6, 900, 1439.2, 26_000.0, 500_000_000, 1306, 20.1)
 NOTHING = Kept(0.0, 10**9, 0, 0.0, 0.0, 0, 0.0, 0.0, 500_000_000, 0, 0.0)
@@ -24,7 +24,6 @@ def lines(memory: Memory, kept: Kept, results: Counters) -> list[str]:
 def test_memory_marks_estimates_and_shows_no_more_results_than_were_stored() -> None:
     assert lines(MEMORY, KEPT, Counters(stored=1300)) == [
         "412 MB of 1.0 GB",
-        "full in about 35 min at 198.0 posts/s",
         "results: about 33 MB of 512 MB · about 1,300 of 127 bytes",
         "their stream: 900 of 1,439 bytes",
         "sent records: about 26 KB of 500 MB · about 1,310 of 20 bytes",
@@ -32,7 +31,7 @@ def test_memory_marks_estimates_and_shows_no_more_results_than_were_stored() -> 
 
 
 def test_memory_of_an_empty_redis_has_no_zeros() -> None:
-    assert lines(MEMORY._replace(posts_per_second=0.0, full_seconds=None), NOTHING, Counters()) == [
+    assert lines(MEMORY._replace(posts_per_second=0.0), NOTHING, Counters()) == [
         "412 MB of 1.0 GB",
         "results: nothing stored, limit 1.0 GB",
         "sent records: nothing stored, limit 500 MB",
