@@ -4,20 +4,18 @@ Independent of the command line and of Celery's tasks.
 """
 
 import logging
-import math
 import os
 import re
 import socket
 import time
 from collections.abc import Iterator
-from numbers import Real
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from feedmill.reading.groups import CLAIM_AFTER_S, GroupReader
 from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, normalize
-from feedmill.shared.errors import UserError, clause, printable, truncate
+from feedmill.shared.errors import UserError, clause, printable
 from feedmill.shared.redis_errors import is_temporary, rejects_writes
 from feedmill.shared.results import Result
 
@@ -48,21 +46,16 @@ def open_reader(
 
     consumer: the member's name; default: host name and process id.
     """
-    if wanted.min_score is not None and not _is_finite(wanted.min_score):
-        least: object = wanted.min_score
-        raise UserError(f"min_score must be a finite number, not {truncate(repr(least))}.")
     if wanted.subreddit is not None and not normalize(wanted.subreddit):
         raise UserError(f"{printable(wanted.subreddit)!r:.80} is not a subreddit's name; write python, or r/python.")
-    if since is not None and not (_is_finite(since) and 0 <= since < MAX_UNIX_TIME):
-        raise UserError(
-            f"since must be a datetime, or in seconds since 1970, before the year 10000, not {truncate(repr(since))}."
-        )
+    if since is not None and not 0 <= since < MAX_UNIX_TIME:
+        raise UserError(f"since must be a time before the year 10000, not {since!r}.")
     if group is None:
         if consumer is not None:
             raise UserError("consumer requires a group. Name the group as well, or leave out the consumer.")
         return Follower(redis, wanted, since, history)
-    if not (_is_finite(claim_after) and 0 < claim_after < MAX_UNIX_TIME):
-        raise UserError(f"claim_after must be a positive number of seconds, not {truncate(repr(claim_after))}.")
+    if not 0 < claim_after < MAX_UNIX_TIME:
+        raise UserError(f"claim_after must be a positive number of seconds, not {claim_after!r}.")
     if consumer is None:
         consumer = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{socket.gethostname():.48}-{os.getpid()}")
     for what, name in (("group", group), ("consumer", consumer)):
@@ -71,10 +64,6 @@ def open_reader(
                 f"'{printable(name):.80}' is not a valid {what} name. Use 1 to 64 letters, digits, or any of - _ . : @"
             )
     return GroupReader(redis, group, consumer, wanted, since, claim_after)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def batches(reader: Reader, follow: bool = True, wait: float = WAIT_S) -> Iterator[list[Read]]:

@@ -1,11 +1,11 @@
-"""Gather the figures of a report in one pass over the results of the last hours in Redis.
+"""Gather the figures of a report from the results of the last hours in Redis.
 
 Presentation is in page.py.
 """
 
-import json
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import quantiles
 
@@ -18,27 +18,18 @@ from feedmill.reading.rows import ResultRow, RowReader
 from feedmill.shared import keys
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.results import HOUR_S, ResultsStore, newest_first
-from feedmill.shared.runs import MAX_PAUSE_MS
 from feedmill.shared.scripts.stream import Place
 from feedmill.shared.settings import Settings
 
 #: Maximum labels with separate colours; all other labels share the name OTHERS and one colour.
 MAX_COLOURED_LABELS = 16
 OTHERS = "others"
-#: Maximum numbers of subreddits, dead letters and gaps to show.
-SUBREDDITS, DEAD_LETTERS, GAPS = 15, 10, 20
+#: Maximum numbers of subreddits, reasons of dead letters and gaps to show.
+SUBREDDITS, REASONS, GAPS = 15, 10, 20
 #: Bins of a score histogram from 0 to 1.
 NUM_BINS = 20
 #: Maximum number of columns in charts over time. Longer reports merge several hours into a column.
 MAX_COLUMNS = 72
-#: Maximum number of label sets to gather figures of. Beyond it, those whose newest result is oldest are dropped.
-MAX_LABEL_SETS = 20
-#: Maximum number of label sets to count, because applications can send any number.
-MAX_LABEL_SETS_COUNTED = 1000
-#: Maximum seconds between two results that count as time in use. In longer pauses, there was no work.
-MAX_PAUSE_S = MAX_PAUSE_MS / 1000
-#: Seconds of use below which a rate would say nothing: the results of a single message are stored at once.
-MIN_USED_S = 1.0
 #: Maximum length of an example title, in characters.
 TITLE_LENGTH = 120
 
@@ -87,9 +78,6 @@ class Report:
     label_set: str = ""
     #: Numbers of results of the other label sets in this period, which a report never mixes.
     others: dict[str, int] = field(default_factory=dict)
-    #: Seconds in which results were stored, without longer pauses; and the time of the newest result.
-    used: float = 0.0
-    latest: float | None = None
     #: Number of results read from the stream; less than `posts` if older results were trimmed.
     read: int = 0
     labels: Counter[str] = field(default_factory=Counter)
@@ -101,18 +89,12 @@ class Report:
     examples: dict[str, str] = field(default_factory=dict)
     models: Counter[str] = field(default_factory=Counter)
     gaps: list[Gap] = field(default_factory=list)
-    dead: list[DeadLetter] = field(default_factory=list)
     #: Number of dead letters by reason.
     reasons: Counter[str] = field(default_factory=Counter)
 
     @property
     def posts(self) -> int:
         return self.labels.total()
-
-    @property
-    def rate(self) -> float | None:
-        """Return the results per second of the time used; None if they were stored within MIN_USED_S seconds."""
-        return self.read / self.used if self.used >= MIN_USED_S else None
 
     @property
     def is_of_reddit(self) -> bool:
@@ -129,36 +111,22 @@ def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None,
     """Gather the report of the last `hours` hours. Purged posts appear only in the hourly counts.
 
     run: only results of this run. labels: the label set, as feedmill.export.columns.label_set names it; None selects
-    that of the most results, the newer of two. Raises redis.exceptions.RedisError.
+    that of the most results. Raises redis.exceptions.RedisError.
     """
     now = time.time()
-    last = int(now // HOUR_S)
     width = -(-hours // MAX_COLUMNS)
+    last = int(now // HOUR_S)
     first = last - hours + 1
-    reports: OrderedDict[str, Report] = OrderedDict()
-    others: Counter[str] = Counter()
-
-    def report_of(name: str) -> Report:
-        if name not in reports:
-            columns = [Column(hour) for hour in range(first, last + 1, width)]
-            reports[name] = Report(now, hours, width, columns, run, name)
-            if len(reports) > MAX_LABEL_SETS:
-                reports.popitem(last=False)
-        reports.move_to_end(name)
-        return reports[name]
-
-    for chunk in RowReader(redis).chunks(Place(id_before(first * HOUR_S))):
-        for row in chunk.rows:
-            if run is None or row.post.get("run") == run:
-                name = label_set_of(row.found)
-                if name in others or len(others) < MAX_LABEL_SETS_COUNTED:
-                    others[name] += 1
-                if labels is None or labels == name:
-                    report = report_of(name)
-                    hour = int(seconds_of(row.entry) // HOUR_S)
-                    _count(report, row, report.columns[min((hour - first) // width, len(report.columns) - 1)])
-    report = max(reversed(reports.values()), key=lambda each: each.posts) if reports else report_of(labels or "")
-    report.others = {name: count for name, count in others.most_common() if name != report.label_set}
+    others = Counter(label_set_of(row.found) for row in _rows(redis, first, run))
+    ((largest, _),) = others.most_common(1) or [("", 0)]
+    chosen = largest if labels is None else labels
+    others.pop(chosen, None)
+    columns = [Column(hour) for hour in range(first, last + 1, width)]
+    report = Report(now, hours, width, columns, run, chosen, dict(others.most_common()))
+    for row in _rows(redis, first, run):
+        if label_set_of(row.found) == chosen:
+            hour = int(seconds_of(row.entry) // HOUR_S)
+            _count(report, row, columns[min((hour - first) // width, len(columns) - 1)])
     if run is None and labels is None:
         _count_trimmed(report, ResultsStore(redis, settings).labels(hours), first)
     if run is None:
@@ -167,9 +135,13 @@ def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None,
         letter = DeadLetter.model_validate_json(fields["letter"])
         if letter.failed_at >= first * HOUR_S and (run is None or letter.run == run):
             report.reasons[letter.reason] += 1
-            if len(report.dead) < DEAD_LETTERS:
-                report.dead.append(letter)
     return report
+
+
+def _rows(redis: Redis, first: int, run: str | None) -> Iterator[ResultRow]:
+    """Yield the results since an hour, of the run if one is given. first: hours since 1970."""
+    for chunk in RowReader(redis).chunks(Place(id_before(first * HOUR_S))):
+        yield from (row for row in chunk.rows if run is None or row.post.get("run") == run)
 
 
 def _count_trimmed(report: Report, counts: dict[int, dict[str, int]], first: int) -> None:
@@ -193,10 +165,6 @@ def _count_trimmed(report: Report, counts: dict[int, dict[str, int]], first: int
 def _count(report: Report, row: ResultRow, column: Column) -> None:
     found, post = row.found, row.post
     label = found["label"]
-    at = seconds_of(row.entry)
-    if report.latest is not None and at - report.latest <= MAX_PAUSE_S:
-        report.used += at - report.latest
-    report.latest = at
     report.labels[label] += 1
     column.labels[label] += 1
     report.read += 1
@@ -209,13 +177,3 @@ def _count(report: Report, row: ResultRow, column: Column) -> None:
     report.examples[label] = " ".join((post.get("title") or post.get("body", "")).split())[:TITLE_LENGTH]
     if found["queued_seconds"] is not None:
         column.waits.append(found["queued_seconds"])
-
-
-def title_of(letter: DeadLetter) -> str:
-    """Return the title of a dead letter's post, or the start of its body; empty if the post is unreadable."""
-    try:
-        post = json.loads(letter.post or "{}")
-    except ValueError:
-        return ""
-    text = str(post.get("title") or post.get("body") or "") if isinstance(post, dict) else ""
-    return " ".join(text.split())[:TITLE_LENGTH]

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
-from feedmill.report.data import DEAD_LETTERS, GAPS, NUM_BINS, OTHERS, SUBREDDITS, Column, Report, title_of
+from feedmill.report.data import GAPS, NUM_BINS, OTHERS, REASONS, SUBREDDITS, Column, Report
 from feedmill.shared.errors import printable, truncate
 from feedmill.shared.results import HOUR_S
 
@@ -70,7 +70,6 @@ def _figures(report: Report) -> str:
     waits = Column(0, waits=[wait for column in report.columns for wait in column.waits])
     figures = [
         (f"{report.posts:,}", "posts classified"),
-        ("–" if report.rate is None else f"{_rate(report.rate)}/s", "posts, while there was work"),
         (_rate(max((column.busiest for column in report.columns), default=0.0)), "posts/s in the busiest minute"),
         (_seconds(waits.wait(50)), "median time from sending to result"),
         (f"{report.reasons.total():,}", "dead letters" if report.reasons.total() != 1 else "dead letter"),
@@ -183,16 +182,9 @@ def _lines(
 def _dead(report: Report) -> str:
     items = [
         f"<li>{_text(reason)}<small>{count:,} post{'s' if count != 1 else ''}</small></li>"
-        for reason, count in report.reasons.most_common(DEAD_LETTERS)
+        for reason, count in report.reasons.most_common(REASONS)
     ]
-    newest = [
-        f"<li>{_text(title_of(letter) or letter.id or 'post without id')}"
-        f"<small>{_when(letter.failed_at)}: {_text(letter.reason)}</small></li>"
-        for letter in report.dead
-    ]
-    caption = "Posts that could not be classified, by reason."
-    more = ("<h2>Newest dead letters</h2>", _list(newest)) if items else ()
-    return _section("dead", "Dead letters", caption, _list(items), *more)
+    return _section("dead", "Dead letters", "Posts that could not be classified, by reason.", _list(items))
 
 
 def _gaps(report: Report) -> str:

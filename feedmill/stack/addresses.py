@@ -3,17 +3,16 @@
 Applications and commands that are still running then find the same Redis again.
 """
 
+import json
 import random
 import secrets
 import socket
 import time
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import NamedTuple
 
 from feedmill.shared.atomic_files import replacing
-from feedmill.shared.errors import StackError, first_problem
+from feedmill.shared.errors import StackError
 
 #: File in the data folder with the ports and passwords, readable by its owner only.
 ADDRESSES_FILE = "addresses.json"
@@ -25,20 +24,14 @@ PORT_TIMEOUT_S = 5.0
 #: Seconds between attempts.
 PORT_POLL_S = 0.1
 
-Port = Annotated[int, Field(ge=1024, le=65535)]
-#: Alphabet of secrets.token_urlsafe, safe in a URL and in Redis' configuration.
-Password = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{16,128}$")]
 
-
-class Addresses(BaseModel):
+class Addresses(NamedTuple):
     """Ports and passwords of one stack. All ports are on 127.0.0.1."""
 
-    model_config = ConfigDict(frozen=True)
-
-    redis_port: Port
-    redis_password: Password
-    flower_port: Port
-    flower_password: Password
+    redis_port: int
+    redis_password: str
+    flower_port: int
+    flower_password: str
 
 
 def new_addresses() -> Addresses:
@@ -62,10 +55,10 @@ def kept_addresses(folder: Path) -> Addresses:
         if not path.exists():
             with replacing(path) as temporary:
                 temporary.touch(mode=0o600)
-                temporary.write_text(new_addresses().model_dump_json(indent=2) + "\n")
-        kept = Addresses.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        reason = str(error.strerror) if isinstance(error, OSError) else ": ".join(first_problem(error))
+                temporary.write_text(json.dumps(new_addresses()._asdict(), indent=2) + "\n")
+        kept = Addresses(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise StackError(f"Cannot use {path}: {reason}. Delete it to use new ports and passwords.") from None
     for program, port in (("Redis", kept.redis_port), ("Flower", kept.flower_port)):
         if not _is_soon_free(port):

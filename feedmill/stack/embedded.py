@@ -6,7 +6,6 @@ The worker is the ordinary `feedmill worker`, connected to a Redis that this pro
 import json
 import os
 import signal
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.text import Text
 
-from feedmill.cli.flower import is_regular_file
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import StackError
 from feedmill.shared.metrics import connect_for_monitoring
@@ -30,15 +28,9 @@ from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child, Service, python_command
 from feedmill.stack.signals import interrupt
 
-#: Log line of workers/pipeline/calibration.py while it measures at the first start.
-MEASURING = "measuring the token budget"
 WORKER_NODE = "worker@feedmill"
-#: Part of the log line of a server that cannot read its data: Redis and Valkey have formats of their own by now.
-UNREADABLE_DATA = "Can't handle RDB format version"
 #: Seconds between checks for processes that have exited.
 POLL_INTERVAL_S = 0.1
-#: Secrets that are removed from the children's environment. Only Flower's own process gets `flower_password`.
-WITHHELD_SETTINGS = ("flower_password", "reddit_client_id", "reddit_client_secret")
 #: Settings for the connection to an external Redis, which the embedded stack does not use.
 EXTERNAL_REDIS_SETTINGS = (
     "redis_ca_file",
@@ -68,23 +60,12 @@ class Stack:
         self.flower_url = f"http://127.0.0.1:{self._addresses.flower_port}"
         chosen = settings.flower_password
         self.flower_password = chosen.get_secret_value() if chosen else self._addresses.flower_password
-        # Passwords are passed in the environment and through a pipe, because `ps` shows command lines.
-        withheld = {f"{PREFIX}{name.upper()}" for name in WITHHELD_SETTINGS}
-        self._environment = (
-            {name: value for name, value in os.environ.items() if name.upper() not in withheld}
-            | variables(settings)
-            | {f"{PREFIX}{name.upper()}": "" for name in EXTERNAL_REDIS_SETTINGS}
-            | {
-                f"{PREFIX}REDIS_URL": url,
-                f"{PREFIX}DATA_FOLDER": str(folder),
-                # The stack runs a single worker; only `feedmill worker` supports several devices.
-                f"{PREFIX}DEVICES": "",
-                # Absolute, because the children run in the data folder.
-                f"{PREFIX}MODEL": str(Path(settings.model).absolute())
-                if Path(settings.model).is_dir()
-                else settings.model,
-            }
-        )
+        # Passwords are passed in the environment and through a pipe, because `ps` shows command lines. The worker gets
+        # no other secret. The model's folder is absolute, because the children run in the data folder.
+        model = str(Path(settings.model).absolute()) if Path(settings.model).is_dir() else settings.model
+        others = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+        given = variables(settings.model_copy(update=unset | {"data_folder": folder, "model": model, "devices": None}))
+        self._environment = others | given | {f"{PREFIX}REDIS_URL": url}
         #: For all checks. Its timeouts are short, because another program may hold Redis' port.
         self._redis = connect_for_monitoring(self.settings)
         #: The processes in the order in which they are stopped.
@@ -99,20 +80,16 @@ class Stack:
         """
         redis = self._start_redis()
         self._announce()  # at once: a command that finds no address cannot tell this stack from one that is stopping
-        self.step = "loading the model"
+        self.step = "loading the model, and measuring its token budget at the first start"
         yield redis
         worker = self._add(self._launch_worker)
         flower = self._add(self._launch_flower, lambda: _answers(f"{self.flower_url}/healthcheck"))
-        self._wait(worker, lambda: MEASURING in worker.child.output() or worker.is_ready())
-        if not worker.is_ready():
-            self.step = "measuring the token budget of a micro-batch (about 10 s, once per machine)"
-        yield "model loaded"
         self._wait(worker, worker.is_ready)
         self.step = "waiting for Flower"
         yield f"worker {WORKER_NODE}"
         # Flower misses events that are sent before it subscribes to them: the first pattern is the worker's.
         self._wait(flower, lambda: flower.answers() and int(self._redis.pubsub_numpat()) >= 2)
-        yield f"Flower at {self.flower_url}, user {FLOWER_USER}, {self._password_hint()}"
+        yield f"Flower at {self.flower_url}; `feedmill url --flower` shows it with user and password"
 
     def _add(self, launch: Callable[[dict[str, str]], Child], answers: Callable[[], bool] | None = None) -> Service:
         """Start a process. It is stopped before those that were started earlier: a worker needs Redis to the end."""
@@ -139,30 +116,14 @@ class Stack:
         _, version = server_version(server)
         # SIGTERM, not SIGKILL, lets an orphaned redis-server finish writing its append-only file.
         environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
-        from_snapshot = self._has_only_snapshot()
         redis = self._add(
             lambda _: Child(
                 "redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=self._configuration()
             ),
             self._redis_answers,
         )
-        try:
-            self._wait(redis, redis.answers)
-        except StackError:
-            if UNREADABLE_DATA not in redis.child.output():
-                raise
-            raise StackError(
-                f"{server} cannot read the data in {self._folder}, which a newer server or one of another kind wrote. "
-                "Put that server back on the PATH, or use another --data-folder."
-            ) from None
-        if from_snapshot:
-            self._redis.config_set("appendonly", "yes")
+        self._wait(redis, redis.answers)
         return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._addresses.redis_port}"
-
-    def _has_only_snapshot(self) -> bool:
-        """Return whether the folder has a snapshot and no append-only file, which Redis would then start empty."""
-        logs = [*self._folder.glob("appendonly.aof"), *self._folder.glob("appendonlydir/*.manifest")]
-        return self._durable and not logs and (self._folder / "dump.rdb").is_file()
 
     def _configuration(self) -> str:
         """Return redis-server's configuration."""
@@ -172,7 +133,7 @@ class Stack:
             "requirepass": self._addresses.redis_password,
             "dir": f'"{self._folder}"',
             "save": '""',
-            "appendonly": "yes" if self._durable and not self._has_only_snapshot() else "no",
+            "appendonly": "yes" if self._durable else "no",
             "appendfsync": "everysec",
             # Eviction would lose queued messages.
             "maxmemory-policy": "noeviction",
@@ -207,14 +168,6 @@ class Stack:
         with replacing(self._folder / STACK_FILE) as temporary:
             temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(found))
-
-    def _password_hint(self) -> str:
-        """Return Flower's password, or where to find it if standard error is a log file."""
-        if self.settings.flower_password is not None:
-            return f"password from {PREFIX}FLOWER_PASSWORD"
-        if is_regular_file(sys.stderr):
-            return f"password in {self._folder / STACK_FILE}"
-        return f"password {self.flower_password}"
 
     def check(self) -> None:
         """Raise KeyboardInterrupt or SystemExit after a signal, and StackError if one of the processes has exited."""

@@ -205,17 +205,3 @@ def test_counts_include_trimmed_results_of_the_only_label_set(redis: RedisServer
     redis.client.xtrim(RESULTS_STREAM, 1, approximate=False)
     report = gather(redis.client, Settings(), hours=2)
     assert (report.posts, report.read) == (3, 1)
-
-
-def test_rates_leave_out_pauses(redis: RedisServer) -> None:
-    """480 posts in ten minutes are not 20 posts an hour of the day."""
-    store = ResultsStore(redis.client, Settings())
-    store.write([result(str(number)) for number in range(4)])
-    entries: Any = redis.client.xrange(RESULTS_STREAM)
-    redis.client.delete(RESULTS_STREAM)
-    now = int(time.time() * 1000)
-    for (_, fields), ago in zip(entries, (1_800_000, 1_799_000, 2_000, 1_000), strict=True):
-        redis.client.xadd(RESULTS_STREAM, fields, id=f"{now - ago}-0")
-    report = gather(redis.client, Settings(), hours=2)
-    assert report.used == pytest.approx(1 + 1)
-    assert report.rate == pytest.approx(4 / 2)

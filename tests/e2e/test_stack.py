@@ -20,19 +20,16 @@ from redis import Redis
 from feedmill.shared.errors import StackError
 from feedmill.shared.settings import Settings
 from feedmill.stack import addresses, processes
-from feedmill.stack import embedded as stack_module
 from feedmill.stack.addresses import ADDRESSES_FILE, kept_addresses
 from feedmill.stack.embedded import Stack
 from tests.support import (
     FEEDMILL,
     Feedmill,
-    RedisServer,
     as_jsonl,
     feedmill,
     make_posts,
     naming,
     processes_in,
-    redis_servers,
     running,
     wait_until,
 )
@@ -52,50 +49,11 @@ def test_rejects_data_that_the_server_cannot_read(tmp_path: Path) -> None:
     (folder / "appendonly.aof.1.base.rdb").write_bytes(b"REDIS0999\xff" + bytes(8))
     made = Stack(Settings(), tmp_path / "data", durable=True)
     try:
-        with pytest.raises(StackError, match="cannot read the data in .*--data-folder"):
+        with pytest.raises(StackError, match="RDB format version"):
             next(made.start())
     finally:
         made.stop()
     assert processes_in(tmp_path) == []
-
-
-@pytest.mark.parametrize("source", redis_servers())
-def test_reads_the_log_of_redis_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    """Redis 6.2 wrote a single file, which newer servers move into a folder."""
-    monkeypatch.setattr(stack_module, "find_redis_server", lambda: redis_servers()[source])
-    (tmp_path / "data").mkdir()
-    commands = [["SELECT", "0"], ["LPUSH", "feedmill", "a message"]]
-    log = "".join(f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words) for words in commands)
-    (tmp_path / "data" / "appendonly.aof").write_text(log, newline="")
-    made = Stack(Settings(), tmp_path / "data", durable=True)
-    try:
-        next(made.start())
-        assert made._redis.lrange("feedmill", 0, -1) == ["a message"]
-    finally:
-        made.stop()
-
-
-@pytest.mark.parametrize("source", redis_servers())
-def test_reads_a_snapshot_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    """With an append-only file, Redis ignores snapshots and would start empty."""
-    monkeypatch.setattr(stack_module, "find_redis_server", lambda: redis_servers()[source])
-    data = tmp_path / "data"
-    data.mkdir()
-    before = RedisServer(redis_servers()[source], data)
-    before.client.lpush("feedmill", "a message")
-    before.client.save()
-    before.stop()
-    for messages in (["a message"], ["another", "a message"]):
-        made = Stack(Settings(), data, durable=True)
-        try:
-            next(made.start())
-            if len(messages) == 1:
-                wait_until(lambda: list(data.glob("appendonlydir/*.manifest")), "the append-only file is complete")
-                made._redis.lpush("feedmill", "another")
-            else:
-                assert made._redis.lrange("feedmill", 0, -1) == messages
-        finally:
-            made.stop()
 
 
 def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
@@ -112,8 +70,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         wait_until(lambda: _stored(tmp_path, data) == 40, "all results are stored")
         kept = tmp_path / "data" / "stack.json"
         assert kept.stat().st_mode & 0o777 == 0o600
-        # The output goes to a file here, so the password must not appear in it.
-        assert up.says(f"user feedmill, password in {kept}")
+        assert up.says("feedmill url --flower")
         assert json.loads(kept.read_text())["flower_password"] not in up.text()
         redis = urlsplit(feedmill("url", cwd=tmp_path, **data).stdout.strip())
         assert redis.username == "default", "redis-cli cannot log in without a user name"
@@ -130,7 +87,8 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         found = json.loads(kept.read_text())
         assert found == before
         assert (tmp_path / "data" / ADDRESSES_FILE).stat().st_mode & 0o777 == 0o600
-        assert said.endswith(f"Flower at {found['flower_url']}, user feedmill, password {found['flower_password']}\n")
+        assert f"Flower at {found['flower_url']}; " in said
+        assert found["flower_password"] not in said
         sent = feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=posts, **data)
         assert re.findall(r"\d+", sent.stdout)[:3] == ["0", "0", "40"]
         assert _stored(tmp_path, data) == 40
@@ -233,14 +191,12 @@ def test_keeps_ports_until_another_program_takes_one(tmp_path: Path, monkeypatch
             kept_addresses(tmp_path)
 
 
-@pytest.mark.parametrize("password", ['x\nrequirepass ""', "short"])
-def test_kept_passwords_cannot_change_the_configuration(tmp_path: Path, password: str) -> None:
-    found = kept_addresses(tmp_path)
+def test_damaged_addresses_are_named(tmp_path: Path) -> None:
     path = tmp_path / ADDRESSES_FILE
-    path.write_text(json.dumps(found.model_dump() | {"redis_password": password}))
-    with pytest.raises(StackError, match=f"{re.escape(str(path))}: redis_password: .*Delete it") as error:
-        kept_addresses(tmp_path)
-    assert password not in str(error.value)
+    for content in ("{", '{"redis_port": 1}'):
+        path.write_text(content)
+        with pytest.raises(StackError, match=f"{re.escape(str(path))}.*Delete it"):
+            kept_addresses(tmp_path)
 
 
 @contextmanager
@@ -279,7 +235,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
         assert "-server " in next(lines)
         # Commands find this Redis before the worker answers.
         assert Settings(data_folder=tmp_path / "data").broker_url == made.settings.broker_url
-        assert [line.split()[0] for line in lines] == ["model", "worker", "Flower"]
+        assert [line.split()[0] for line in lines] == ["worker", "Flower"]
         yield made
     finally:
         made.stop()

@@ -19,7 +19,6 @@ from feedmill.shared.keys import RESULTS_STREAM, find
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from feedmill.stack.embedded import MEASURING
 from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, run, wait_until, working
 from tests.unit.test_canary import overflowing
 
@@ -167,12 +166,12 @@ def test_a_dead_or_hung_thread_stops_the_worker(
 def test_first_start_measures_and_stores_the_token_budget(redis: RedisServer, tmp_path: Path) -> None:
     # An empty variable counts as unset.
     with working(redis, tmp_path, "first", FEEDMILL_TOKEN_BUDGET="") as worker:
-        assert MEASURING in worker.text()
+        assert "measuring the token budget" in worker.text()
         measured = re.search(r"token budget (\d+).* at 512, ", worker.text())
         assert measured, worker.text()
     with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:
         assert f"token budget {measured[1]}\n" in worker.text()
-        assert MEASURING not in worker.text()
+        assert "measuring the token budget" not in worker.text()
 
 
 @pytest.mark.parametrize(

@@ -556,15 +556,11 @@ def test_python_api_warns_about_an_unknown_label(store: ResultsStore, server: Re
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
-        ({"follow": "no"}, "follow= must be True or False, not 'no'"),
-        ({"group": 3}, "group= must be text, not 3"),
         ({"consumer": "me"}, "group"),
         ({"group": "a b"}, "'a b'"),
         ({"group": "g", "consumer": "\x1b"}, r"'\x1b'"),
-        ({"min_score": float("nan")}, "nan"),
         ({"subreddit": "r/"}, "'r/'"),
-        ({"since": "yesterday"}, "a datetime, or in seconds since 1970, before the year 10000, not 'yesterday'"),
-        ({"group": "g", "claim_after": "1"}, "'1'"),
+        ({"since": -1.0}, "-1.0"),
     ],
 )
 def test_rejects_invalid_reader_arguments_before_connecting(wishes: dict[str, Any], words: str) -> None:
