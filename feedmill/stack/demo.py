@@ -29,7 +29,7 @@ from feedmill.shared.settings import Settings
 from feedmill.stack.embedded import WORKER_NODE, Stack, start
 from feedmill.stack.signals import note_signals
 
-#: Maximum seconds to wait for all results. After that, the results so far are shown.
+#: Maximum seconds to wait for another result. After that, the results so far are shown.
 RESULTS_TIMEOUT_S = 300.0
 #: Maximum seconds to wait for the worker's answer about its statistics.
 PATIENCE_S = 10.0
@@ -77,14 +77,14 @@ def _classify(stack: Stack, posts: Sequence[Post], notes: Console) -> float:
     with Progress(*columns, console=notes) as progress:
         bar = progress.add_task("", total=len(posts))
         Pusher(make_app(stack.settings), redis, stack.settings, ClassifyOptions()).push(posts)
+        done, latest = 0, began
         while not progress.finished:
             counters = store.counters()
-            progress.update(bar, completed=counters.stored + counters.failed)
-            if time.monotonic() - began > RESULTS_TIMEOUT_S:
-                notes.print(
-                    f"[red]Not all posts were classified within {RESULTS_TIMEOUT_S:.0f} s; showing the results so "
-                    "far.[/]"
-                )
+            if counters.stored + counters.failed > done:
+                done, latest = counters.stored + counters.failed, time.monotonic()
+                progress.update(bar, completed=done)
+            elif time.monotonic() - latest > RESULTS_TIMEOUT_S:
+                notes.print(f"[red]No result for {RESULTS_TIMEOUT_S:.0f} s; showing the results so far.[/]")
                 break
             stack.check()
             time.sleep(0.02)
