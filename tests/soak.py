@@ -62,7 +62,7 @@ REST_S = 600.0
 #: allocators do not return all memory.
 FILLED, MAX_GROWTH = 5, 0.05
 #: Share of requests with a fault, and the seconds of delays. Faults of Reddit, and of its archive.
-FAULT_RATE, FAULT_SECONDS = 0.01, 0.05
+FAULT_RATE, FAULT_SECONDS = 0.02, 0.05
 FAULTS = (
     "too_many", "too_many_bare", "too_many_word", "server_error_500", "server_error_502", "server_error_503",
     "server_error_504", "server_error_520", "html", "html_403", "redirect_nowhere", "token_expired", "cut", "cut_body",

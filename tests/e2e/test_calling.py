@@ -168,13 +168,6 @@ def test_invalid_calls_raise_however_the_task_is_called(here: Caller, arguments:
     assert here.say("labels(feedmill.classify_task(POSTS[1:]))") == ["food"]
 
 
-def test_always_eager_runs_in_this_process(here: Caller) -> None:
-    here.run("sent = feedmill.classify_task.delay(posts=POSTS)")
-    assert here.say("[type(sent).__name__, labels(sent.get())]") == ["EagerResult", ["sports", "food"]]
-    here.run("sent = app.tasks['feedmill.classify'].apply_async((POSTS,), ignore_result=True)")
-    assert here.say("[sent.state, labels(sent.get())]") == ["SUCCESS", ["sports", "food"]]
-
-
 def test_threads_share_one_model(here: Caller) -> None:
     here.run("""
 found, loaded = {}, feedmill.classify_task(posts=POSTS[:1])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -101,21 +100,3 @@ def test_custom_engine_gives_the_same_scores(tmp_path: Path) -> None:
     usual, ours = (json.loads(each.stdout) for each in found)
     assert ours["scores"] == usual["scores"]
     assert ours["label"] == "food"
-
-
-@pytest.mark.parametrize(
-    ("flag", "name", "words"),
-    [
-        (
-            "--classifier",
-            "no.such:Thing",
-            "--classifier: .*no.such",
-        ),
-        ("--engine", "logged:Thing", f"--engine: .*logged.*{EXAMPLES}/logged.py.*Thing"),
-        ("--engine", "tensorflow", "--engine: .*torch, onnx.*'tensorflow'"),
-    ],
-)
-def test_missing_extensions_name_the_setting(tmp_path: Path, flag: str, name: str, words: str) -> None:
-    said = feedmill("classify", "a text", flag, name, cwd=tmp_path, **OURS)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert re.search(words, said.stderr)

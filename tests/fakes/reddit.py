@@ -427,27 +427,23 @@ class Reddit:
         url: str | None = None,
         created_utc: float | None = None,
         visible_from: float = 0.0,
-        listed_utc: float | None = None,
         crosspost_of: str | None = None,
-        captions: Sequence[str] = (),
         options: Sequence[str] = (),
         **more: Any,
     ) -> str:
         """Publish a post and return its fullname.
 
         created_utc: now by default, in whole seconds as on Reddit. visible_from: the time at which the post appears at
-        its position by creation time, like a post that a filter held back. listed_utc: the creation time that its
-        position corresponds to, if it is out of order. crosspost_of: fullname of the original post. captions, options:
-        texts of a gallery and of a poll. more: other fields, such as score, stickied or promoted (an advertisement).
+        its position by creation time, like a post that a filter held back. crosspost_of: fullname of the original
+        post. options: texts of a poll. more: other fields, such as score, stickied or promoted (an advertisement).
         """
         with self.lock:
             home = self.subreddits[subreddit.lower()]
             number = FIRST_POST + len(self.ledger.published)
             created = float(int(self.clock())) if created_utc is None else created_utc
-            data = _fields(home.name, number, title, body, url, created) | _extras(captions, options) | more
-            key = (created if listed_utc is None else listed_utc), number
+            data = _fields(home.name, number, title, body, url, created) | _poll(options) | more
             parent = self.posts[crosspost_of] if crosspost_of else None
-            post = Post(data, home, key, max(created, visible_from), parent)
+            post = Post(data, home, (created, number), max(created, visible_from), parent)
             self.posts[post.fullname] = post
             insort(home.posts, post, key=lambda each: each.age_key)
             self.ledger.published[post.fullname] = Published(home.name, created)
@@ -636,15 +632,13 @@ def _fields(subreddit: str, number: int, title: str, body: str, url: str | None,
     }
 
 
-def _extras(captions: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of galleries and polls, as in answers of 2026."""
-    said: dict[str, Any] = {}
-    if captions:
-        items = [{"media_id": f"m{number}", "id": number, "caption": text} for number, text in enumerate(captions)]
-        said |= {"is_gallery": True, "gallery_data": {"items": items}}
-    if options:
-        said["poll_data"] = {"options": [{"id": str(number), "text": text} for number, text in enumerate(options)]}
-    return said
+def _poll(options: Sequence[str]) -> dict[str, Any]:
+    """Return the field of a poll, as in answers of 2026."""
+    return (
+        {"poll_data": {"options": [{"id": str(at), "text": text} for at, text in enumerate(options)]}}
+        if options
+        else {}
+    )
 
 
 class _Server(ThreadingHTTPServer):

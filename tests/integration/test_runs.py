@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from feedmill.cli.main import app
 from feedmill.producers.clear import Cleared, RunPurged, clear, messages_cleared, purge_run
 from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
@@ -27,7 +25,7 @@ from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, body_of, has_results, make_classification, sent_count, sent_marks
+from tests.support import RedisServer, has_results, make_classification, sent_count, sent_marks
 
 
 @pytest.fixture
@@ -82,12 +80,6 @@ def test_posts_are_marked_as_sent_by_run(server: RedisServer, settings: Settings
     assert (again.sent, again.skipped) == (2, 0)
     assert push(server, settings, posts, None).sent == 2
     assert sent_marks(server.client, "0") == 3
-
-
-def test_messages_carry_the_run(server: RedisServer, settings: Settings) -> None:
-    push(server, settings, [post("0", "of an export")], "monday")
-    (message,) = server.client.lrange("feedmill", 0, -1)
-    assert body_of(message)[1]["posts"] == [{"id": "0", "title": "a title", "run": "monday"}]
 
 
 def test_progress_counts_each_post_once(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
@@ -239,9 +231,3 @@ def test_purging_a_run_leaves_messages_of_several_runs(server: RedisServer, sett
     push(server, settings, [post("0", "a"), post("1", "b")], None)
     assert purge_run(server.client, settings, "a").messages == 0
     assert server.client.llen(settings.queue) == 1
-
-
-@pytest.mark.parametrize("arguments", [[], ["1", "--run", "a"], ["--run", "a", "--lift"], ["--run", ""]])
-def test_purge_takes_ids_or_a_run(arguments: list[str]) -> None:
-    found = CliRunner().invoke(app, ["purge", *arguments])
-    assert isinstance(found.exception, UserError)

@@ -1,7 +1,6 @@
 """workers/pipeline/window.py: each row is taken once, no row starves, the token budget holds, and padding is low."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import given, settings
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from feedmill.workers.models.shapes import FEW
 from feedmill.workers.pipeline.window import Window
-from tests.fakes.interleaving import interleavings
 
 
 @dataclass(eq=False)
@@ -156,11 +154,3 @@ def test_other_rows_fill_batches_of_urgent_ones() -> None:
     assert [row.length for row in second] == [10, 10, 11, 11]  # no row longer than the urgent ones
     assert [row.length for row in window.take(44, 100)] == [10] * 4
     assert len(window) == 14
-
-
-def test_counts_rows_while_another_thread_adds_a_priority() -> None:
-    def make() -> tuple[Callable[[], int], Callable[[], object]]:
-        window, _ = filled([1] * 3)
-        return window.__len__, lambda: window.add(Row(1), priority=3)
-
-    assert set(interleavings(make)) <= {3, 4}
