@@ -5,14 +5,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
-from feedmill import __version__
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
@@ -202,18 +200,6 @@ def test_commands_work_with_closed_streams(redis: RedisServer, tmp_path: Path, c
     )
     assert "Traceback" not in said.stderr
     assert said.returncode == status, said.stderr
-
-
-def test_packages_named_like_ours_in_the_working_folder(tmp_path: Path) -> None:
-    """Neither the installed command nor `python -m` imports them."""
-    for name in ("shared", "workers", "producers"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")
-    assert feedmill("--version", cwd=tmp_path).stdout == f"feedmill {__version__}\n"
-    said = subprocess.run(
-        [sys.executable, "-m", "feedmill", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (said.stdout, said.returncode) == (f"feedmill {__version__}\n", 0)
 
 
 def test_worker_without_torch_names_the_extra(tmp_path: Path) -> None:

@@ -108,13 +108,3 @@ def test_classify_writes_a_labelled_copy(tmp_path: Path) -> None:
     best = [max(("food", "sports", "music"), key=lambda label: float(line[f"score_{label}"])) for line in table[:-1]]
     assert [line["label"] for line in table] == [*best, ""]
     assert all(line["label_score"] == line[f"score_{line['label']}"] for line in table[:-1])
-
-
-def test_classify_labels_a_pipe(tmp_path: Path) -> None:
-    data = 'not JSON\n{"Text": "Bread soup", "n": 1}\n{"Text": NaN}\n'
-    said = feedmill("classify", "-", "--out", "-", "--labels", "food,music", cwd=tmp_path, stdin=data)
-    assert said.returncode == 1
-    first, second = map(json.loads, said.stdout.splitlines())
-    assert (first["Text"], first["n"], first["label"]) == ("Bread soup", 1, "food")
-    assert (second["Text"], second["label"], second["label_score"]) == (None, None, None)
-    assert re.search(r"left out: 1 row, first in line 1", said.stderr)

@@ -288,19 +288,3 @@ def test_documented_web_hook_receives_results(redis: RedisServer, tmp_path: Path
             reading.wait()
             server.shutdown()
     assert [(each["id"], each["label"]) for each in told] == [("a1", "food"), ("a2", "food")]
-
-
-def test_get_shows_the_posts_latest_score(redis: RedisServer, tmp_path: Path) -> None:
-    store = stored(redis, "a1")
-    get = ["results", "get", "a1"]
-    assert "score" not in feedmill(*get, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout.replace(
-        "scores", ""
-    )
-    store.refresh_scores({"a1": 123}, 1_795_255_200.0)
-    said = feedmill(*get, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
-    assert "   0.900  food\n" in said
-    assert re.search(r"123, .*2026-11-21 10:00:00\+00:00\n$", said)
-    found = json.loads(feedmill(*get, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout)
-    (listed,) = feedmill("results", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout.splitlines()
-    assert json.loads(listed) == {"post": {"id": "a1", "title": "t"}} | store.get("a1")[0].model_dump()
-    assert found == json.loads(listed) | {"score": 123, "score_seen_at": 1_795_255_200.0}

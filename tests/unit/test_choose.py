@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from feedmill.evaluation.measures import usable_settings
 from feedmill.shared.errors import DeviceFull, ModelError, SettingsError
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import registry
@@ -55,20 +54,6 @@ def test_rejects_settings_without_effect(tmp_path: Path) -> None:
                 continue
             with pytest.raises(SettingsError, match=naming(f"FEEDMILL_{setting.upper()}", kind)):
                 load_classifier(settings, FP32)
-
-
-def test_comparison_leaves_out_settings_without_effect(tmp_path: Path) -> None:
-    settings = Settings(post_prompt="query: ", label_prompt="none", truncate_dim=8, labels="a,b", template="{}")
-    own = make_model("bert", tmp_path / "a", {0: "NEGATIVE", 1: "POSITIVE"})
-    found = usable_settings(settings.model_copy(update={"model": str(own)}))
-    unset = (found.post_prompt, found.label_prompt, found.truncate_dim, found.labels, found.template)
-    assert unset == (None,) * 5
-    reranker = make_model("bert", tmp_path / "b", {0: "LABEL_0"})
-    found = usable_settings(settings.model_copy(update={"model": str(reranker)}))
-    assert (found.post_prompt, found.label_prompt, found.truncate_dim) == ("query: ", None, None)
-    assert found.labels == settings.labels
-    embedder = settings.model_copy(update={"model": str(make_sentence_model(tmp_path / "c"))})
-    assert usable_settings(embedder) == embedder
 
 
 def test_rejects_a_tokenizer_with_another_end_token(tmp_path: Path) -> None:

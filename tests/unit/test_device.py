@@ -11,7 +11,6 @@ import torch
 
 from feedmill.shared.errors import SettingsError
 from feedmill.workers.models.device import Device, limit_memory, select_device
-from tests.support import naming
 
 
 def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
@@ -116,10 +115,3 @@ def test_keeps_freed_memory_on_a_cpu(device: str, variables: dict[str, str], kep
     command = [sys.executable, "-c", REPEATED_ALLOCATION, device]
     faults = int(subprocess.run(command, env=inherited | variables, check=True, capture_output=True).stdout)
     assert (faults < 1000) == kept, faults
-
-
-def test_rejects_an_engine_the_device_does_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    with pytest.raises(SettingsError, match=naming("FEEDMILL_ENGINE", "onnx", "mps")):
-        select_device(engine="onnx")

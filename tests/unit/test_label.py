@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from feedmill.cli import label as label_command
 from feedmill.cli.main import app
 from feedmill.shared import logs
-from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.training.data import collect
 from feedmill.workers.models.classifiers.registry import load_classifier
@@ -83,37 +83,6 @@ def test_undo_skip_and_resume(label: Label, tmp_path: Path) -> None:
     straight = label("2\ns\n1\n", "--out", str(tmp_path / "straight"))
     assert straight.exit_code == 0, straight.output
     assert (tmp_path / "straight" / "labels.csv").read_text() == (tmp_path / "out" / "labels.csv").read_text()
-
-
-def test_resumes_with_posts_that_the_file_has_no_more(label: Label, tmp_path: Path) -> None:
-    assert label("1\n2\n").exit_code == 0
-    gone = {row["id"] for row in saved(tmp_path)}
-    lines = (tmp_path / "posts.jsonl").read_text().splitlines()
-    (tmp_path / "posts.jsonl").write_text("".join(f"{line}\n" for line in lines if json.loads(line)["id"] not in gone))
-    found = label("1\n", "--json")
-    assert json.loads(found.stdout.splitlines()[-1])["labelled"] == 3
-
-
-def test_samples_the_whole_file_without_repeats() -> None:
-    posts = [Post(id=f"p{number}", title=f"text {number % 300}") for number in range(600)]
-    sample, read = label_command._sample(posts, 100, seed=7)
-    titles = [post.title for post in sample]
-    assert 80 < len(set(titles)) == len(titles)
-    assert read == 600
-    assert any(int(post.id[1:]) >= 300 for post in sample)
-    assert sample == label_command._sample(posts, 100, seed=7)[0]
-
-
-def test_quitting_at_once_writes_no_model(label: Label, tmp_path: Path) -> None:
-    found = label("q\n", "--json")
-    assert json.loads(found.stdout.splitlines()[-1])["model"] is None
-    assert not (tmp_path / "out" / "model").exists()
-    assert label("1\n").exit_code == 0
-
-
-def test_labels_that_are_keys_are_their_own(label: Label, tmp_path: Path) -> None:
-    assert label("1\n3\n", labels="3,2,1").exit_code == 0
-    assert [row["label"] for row in saved(tmp_path)] == ["1", "3"]
 
 
 def test_control_characters_are_escaped(label: Label) -> None:

@@ -247,12 +247,6 @@ def test_damaged_parquet_keeps_the_rows_before_the_damage(
     assert pq.read_table(tmp_path / "out.parquet")["label"].to_pylist() == ["good", None, "bad", "good"]
 
 
-def test_reads_chosen_columns_in_any_case(tmp_path: Path) -> None:
-    data = 'Title,"My Comment\n(free)"\ngood,no\n'
-    found = written(tmp_path, data, text=(None, "my comment (FREE)"))
-    assert found.splitlines()[2] == "good,no,bad,0.9"
-
-
 @pytest.mark.parametrize("name", ["label", "Label", " label_score", "score_bad"])
 @pytest.mark.parametrize("form", ["csv", "json"])
 def test_never_replaces_a_column(tmp_path: Path, name: str, form: str) -> None:
@@ -284,14 +278,6 @@ def test_writes_the_rows_before_damage(tmp_path: Path, row: str) -> None:
     with pytest.raises(InputError, match=f"Cannot read {path}: "):
         label_file(path, tmp_path / "out.csv")
     assert len((tmp_path / "out.csv").read_text().splitlines()) > 1000
-
-
-@pytest.mark.parametrize("data", ["", "text\n", "[]", "a,b\n1,2\n"])
-def test_a_file_without_posts_leaves_the_output_unchanged(tmp_path: Path, data: str) -> None:
-    (tmp_path / "out.csv").write_text("before")
-    with pytest.raises(InputError, match=f"{tmp_path}/in "):
-        written(tmp_path, data)
-    assert (tmp_path / "out.csv").read_text() == "before"
 
 
 def test_an_interrupt_leaves_the_output_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from feedmill.shared.errors import StackError
 from feedmill.stack import embedded, prerequisites
-from feedmill.stack.prerequisites import installed_redis_server, is_supported, main, missing_prerequisite, torch_index
+from feedmill.stack.prerequisites import installed_redis_server, is_supported, missing_prerequisite, torch_index
 
 
 def fake_server(folder: Path, name: str, version: str) -> str:
@@ -113,15 +113,3 @@ def test_takes_torchs_cpu_build_without_an_nvidia_driver(
     driver.touch()
     assert torch_index("auto", index)[0] is None
     assert torch_index("cpu", index)[0] == index
-
-
-@pytest.mark.parametrize("path", ["/else", None])
-def test_takes_pips_own_torch_if_the_index_does_not_answer(
-    index: str, path: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(prerequisites, "NVIDIA_FILES", ())
-    address = index.replace("/cpu", path) if path else "no address"
-    assert main(["torch", "auto", address]) is None
-    output = capsys.readouterr()
-    assert output.out == "\n"
-    assert address in output.err

@@ -72,13 +72,6 @@ def test_writes_parquet_with_types(tmp_path: Path) -> None:
     assert table.to_pylist() == [ROWS[0] | {"any": "-x"}, *ROWS[1:]]
 
 
-def test_maps_of_a_slice(tmp_path: Path) -> None:
-    batch = pa.RecordBatch.from_pylist(ROWS, schema=SCHEMA).slice(0, 2).slice(1)
-    with (tmp_path / "a.jsonl").open("wb") as file:
-        writer_to(file, "jsonl", SCHEMA).write(batch)
-    assert json.loads((tmp_path / "a.jsonl").read_text())["scores"] == {}
-
-
 @pytest.mark.parametrize("name", ["a.txt", "a", "a.gz", "a.parquet.gz"])
 def test_other_endings_have_no_format(name: str) -> None:
     assert format_of(name) is None

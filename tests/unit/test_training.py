@@ -140,22 +140,6 @@ def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:
     assert list(Order(lengths, 16, seed=4)) != first
 
 
-def test_fits_the_head_before_training(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learning rate is near zero, so only the fit can learn the labels."""
-    found = trained(base, tmp_path / "fitted", epochs=1, learning_rate=1e-9)
-    assert share_right(found) > 0.7
-    monkeypatch.setattr(Training, "_fit_head", lambda *_: None)
-    assert share_right(trained(base, tmp_path / "not", epochs=1, learning_rate=1e-9)) < 0.6
-
-
-def share_right(found: Trained) -> float:
-    some = examples(100)
-    tokens = found.tokenizer([example.post.text for example in some], padding=True, return_tensors="pt")
-    with torch.inference_mode():
-        best = found.model.eval()(**tokens).logits.argmax(-1).tolist()
-    return sum(LABELS[place] == example.label for place, example in zip(best, some, strict=True)) / len(some)
-
-
 def test_learns_soft_labels(base: Path, tmp_path: Path) -> None:
     """A model trained on the scores 0.6, 0.3, 0.1 predicts them for any text."""
     scores = dict(zip(LABELS, (0.6, 0.3, 0.1), strict=True))
@@ -166,14 +150,6 @@ def test_learns_soft_labels(base: Path, tmp_path: Path) -> None:
     with torch.inference_mode():
         predicted = found.model.eval()(**tokens).logits.softmax(-1)
     torch.testing.assert_close(predicted, torch.tensor([[0.6, 0.3, 0.1]] * 2), atol=0.08, rtol=0)
-
-
-def test_early_stopping_ends_training(base: Path, tmp_path: Path) -> None:
-    """The learning rate is so high that the loss only rises after the fit."""
-    found = trained(base, tmp_path / "out", held_back=30, patience=1, epochs=30, learning_rate=0.3)
-    losses = [point["eval_loss"] for point in found.record["curve"] if "eval_loss" in point]
-    assert len(losses) < 30
-    assert losses[-1] >= min(losses)
 
 
 def test_saves_the_trained_model(base: Path, tmp_path: Path) -> None:

@@ -179,25 +179,6 @@ def test_reads_a_file_of_posts_and_a_test_file(tmp_path: Path) -> None:
     assert collected(path, limit=2).provenance.read == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "named"),
-    [
-        ('{"id": 1, "title": "t"}\n', {}, "topic"),
-        ('{"id": 1, "title": "t", "topic": "a"}\n', {"targets": "zero-shot"}, "--targets|--min-score"),
-        ('{"id": 1, "title": "t", "topic": "a"}\n', {"test": "/no/such"}, "/no/such"),
-        ('{"id": 1, "title": "t"}\n', {"test": "posts.jsonl"}, naming("posts.jsonl", "topic")),
-    ],
-)
-def test_rejects_files_without_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, options: dict[str, Any], named: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "posts.jsonl"
-    path.write_text(text)
-    with pytest.raises(InputError, match=named):
-        collected(path, **options)
-
-
 def test_calibration_error_of_known_bins() -> None:
     bins = bins_of([(0.95, True), (0.95, False), (0.55, True), (1.0, True)])
     assert [(each.least, each.posts) for each in bins] == [(0.5, 1), (0.9, 3)]
