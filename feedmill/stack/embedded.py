@@ -116,6 +116,7 @@ class Stack:
         _, version = server_version(server)
         # SIGTERM, not SIGKILL, lets an orphaned redis-server finish writing its append-only file.
         environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+        from_snapshot = self._has_only_snapshot()
         redis = self._add(
             lambda _: Child(
                 "redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=self._configuration()
@@ -123,7 +124,14 @@ class Stack:
             self._redis_answers,
         )
         self._wait(redis, redis.answers)
+        if from_snapshot:
+            self._redis.config_set("appendonly", "yes")
         return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._addresses.redis_port}"
+
+    def _has_only_snapshot(self) -> bool:
+        """Return whether the folder has a snapshot and no append-only file, which Redis would then start empty."""
+        logs = [*self._folder.glob("appendonly.aof"), *self._folder.glob("appendonlydir/*.manifest")]
+        return self._durable and not logs and (self._folder / "dump.rdb").is_file()
 
     def _configuration(self) -> str:
         """Return redis-server's configuration."""
@@ -133,7 +141,7 @@ class Stack:
             "requirepass": self._addresses.redis_password,
             "dir": f'"{self._folder}"',
             "save": '""',
-            "appendonly": "yes" if self._durable else "no",
+            "appendonly": "yes" if self._durable and not self._has_only_snapshot() else "no",
             "appendfsync": "everysec",
             # Eviction would lose queued messages.
             "maxmemory-policy": "noeviction",

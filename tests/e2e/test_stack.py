@@ -20,16 +20,19 @@ from redis import Redis
 from feedmill.shared.errors import StackError
 from feedmill.shared.settings import Settings
 from feedmill.stack import addresses, processes
+from feedmill.stack import embedded as stack_module
 from feedmill.stack.addresses import ADDRESSES_FILE, kept_addresses
 from feedmill.stack.embedded import Stack
 from tests.support import (
     FEEDMILL,
     Feedmill,
+    RedisServer,
     as_jsonl,
     feedmill,
     make_posts,
     naming,
     processes_in,
+    redis_servers,
     running,
     wait_until,
 )
@@ -54,6 +57,45 @@ def test_rejects_data_that_the_server_cannot_read(tmp_path: Path) -> None:
     finally:
         made.stop()
     assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("source", redis_servers())
+def test_reads_the_log_of_redis_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Redis 6.2 wrote a single file, which newer servers move into a folder."""
+    monkeypatch.setattr(stack_module, "find_redis_server", lambda: redis_servers()[source])
+    (tmp_path / "data").mkdir()
+    commands = [["SELECT", "0"], ["LPUSH", "feedmill", "a message"]]
+    log = "".join(f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words) for words in commands)
+    (tmp_path / "data" / "appendonly.aof").write_text(log, newline="")
+    made = Stack(Settings(), tmp_path / "data", durable=True)
+    try:
+        next(made.start())
+        assert made._redis.lrange("feedmill", 0, -1) == ["a message"]
+    finally:
+        made.stop()
+
+
+@pytest.mark.parametrize("source", redis_servers())
+def test_reads_a_snapshot_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """With an append-only file, Redis ignores snapshots and would start empty."""
+    monkeypatch.setattr(stack_module, "find_redis_server", lambda: redis_servers()[source])
+    data = tmp_path / "data"
+    data.mkdir()
+    before = RedisServer(redis_servers()[source], data)
+    before.client.lpush("feedmill", "a message")
+    before.client.save()
+    before.stop()
+    for messages in (["a message"], ["another", "a message"]):
+        made = Stack(Settings(), data, durable=True)
+        try:
+            next(made.start())
+            if len(messages) == 1:
+                wait_until(lambda: list(data.glob("appendonlydir/*.manifest")), "the append-only file is complete")
+                made._redis.lpush("feedmill", "another")
+            else:
+                assert made._redis.lrange("feedmill", 0, -1) == messages
+        finally:
+            made.stop()
 
 
 def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
