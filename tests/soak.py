@@ -71,7 +71,7 @@ FAULTS = (
 )  # fmt: skip
 ARCHIVE_FAULTS = ("too_many", "server_error_502", "server_error_503", "html", "truncated_json", "cut", "cut_body")
 #: Share of Bluesky's posts that are deleted, and of events with a fault. Events that the loopback Jetstream keeps.
-DELETED, EVENT_FAULT_RATE, KEPT_EVENTS = 0.02, 0.00001, 50_000
+DELETED, EVENT_FAULT_RATE, KEPT_EVENTS = 0.02, 0.00005, 50_000
 
 
 class SharedClock(SimulatedClock):
