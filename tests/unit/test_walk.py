@@ -85,6 +85,46 @@ def test_short_listing_without_a_known_post_is_a_gap() -> None:
     assert found.frontier(3.0) == 10.0
 
 
+def test_reports_a_gap_if_the_listing_ends_early() -> None:
+    listing = Listing(newest_first(1, 3000))
+    found = walk(listing, [known(1, 1500)], OVERLAP, depth=100)
+    assert names(found.missed) == ["a"]
+    assert (found.oldest, found.newest) == (2001.0, 3000.0)
+    assert len(found.items) == 1000
+
+
+def test_ignores_an_old_post_out_of_order() -> None:
+    """Reddit does not always mark a pinned post."""
+    listing = Listing([item(5), *newest_first(6, 500)])
+    found = walk(listing, [known(1, 200)], OVERLAP, depth=100)
+    assert "t3_201" in fullnames(found.items)
+
+
+def test_short_listing_that_meets_a_known_post_has_no_gap() -> None:
+    found = walk(Listing(newest_first(1, 4)), [known(1, 1)], OVERLAP, depth=100)
+    assert found.missed == []
+
+
+def test_reads_on_below_a_listing_that_ends_early() -> None:
+    whole = Listing(newest_first(1, 500))
+
+    def fetch(after: str | None) -> ListingPage:
+        page = whole(after)
+        return ListingPage(page.items[:20], None) if after is None else page
+
+    found = walk(fetch, [known(1, 250)], OVERLAP, depth=100)
+    assert found.missed == []
+    assert {f"t3_{number}" for number in range(251, 501)} <= set(fullnames(found.items))
+
+
+def test_an_old_post_at_the_end_of_a_page_does_not_end_the_walk() -> None:
+    listing = newest_first(1, 500)
+    listing.insert(99, item(5))
+    found = walk(Listing(listing), [known(1, 200)], OVERLAP, depth=100)
+    assert found.missed == []
+    assert {f"t3_{number}" for number in range(201, 501)} <= set(fullnames(found.items))
+
+
 def test_gap_ends_before_an_old_post_at_the_end_of_the_listing() -> None:
     listing = newest_first(1001, 3000)[:999]
     found = walk(Listing([*listing, item(5)]), [known(1, 1500)], OVERLAP, depth=100)
