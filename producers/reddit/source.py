@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from operator import itemgetter
 from random import uniform
 from typing import Any
 
@@ -111,8 +112,12 @@ class RedditSource(Source):
         """Run the jobs in turn. Raises CredentialsError if Reddit rejects the credentials at the start."""
         self._state.forget_cached()  # what was not sent is read again
         while True:
-            job = min(self._jobs, key=self._ready_at)
-            pause = self._ready_at(job) - self._clock.monotonic()
+            now = self._clock.monotonic()
+            # Of those that are ready, the one that has waited longest: else slow answers starve the last topics.
+            ready_at, _, job = min(
+                ((self._ready_at(job, now), job.due, job) for job in self._jobs), key=itemgetter(0, 1)
+            )
+            pause = ready_at - now
             if pause > 0:
                 yield Pause(pause)
                 continue
@@ -121,8 +126,8 @@ class RedditSource(Source):
             if job.reddit.budget.spent > spent:
                 yield Event(None, self._clock.time())  # progress: the source answers
 
-    def _ready_at(self, job: Job) -> float:
-        return max(job.due, self._clock.monotonic() + job.reddit.budget.pending())
+    def _ready_at(self, job: Job, now: float) -> float:
+        return max(job.due, now + job.reddit.budget.pending())
 
     def _guarded(self, job: Job) -> Generator[Any]:
         """Run a job. Its failure does not stop the others, unless Reddit or Redis fails for all."""

@@ -6,6 +6,8 @@ import pytest
 
 from feedmill.producers.records import parse_post
 from feedmill.producers.reddit import listing
+from feedmill.producers.reddit.client import RedditClient
+from feedmill.producers.reddit.listing import ListingPage
 from feedmill.producers.reddit.state import RECHECK_DELAYS_S
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.messages import Post
@@ -61,6 +63,23 @@ def test_reads_a_topics_subreddits_in_one_request(house: House) -> None:
     assert 18 <= house.loopback.ledger.total - begun <= 23  # two topics, one request a minute each
     paths = [request.path for request in list(house.loopback.ledger.requests)[begun:]]
     assert set(paths) == {"/r/cooking+baking/new", "/r/tennis+chess/new"}
+
+
+def test_slow_answers_starve_no_topic(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer takes longer than the interval between two polls of a topic."""
+    page = RedditClient.page
+
+    def slow(*arguments: Any, **options: Any) -> ListingPage:
+        house.clock.wait(100.0)
+        return page(*arguments, **options)
+
+    monkeypatch.setattr(RedditClient, "page", slow)
+    house.topics = Topics(active=1, topics={"food": ("cooking",), "tennis": ("tennis",), "golf": ("golf",)})
+    daemon = house.daemon()
+    house.run(daemon, HOUR)
+    posts = [house.publish(name)[0] for name in ("cooking", "tennis", "golf")]
+    house.run(daemon, HOUR / 2)
+    assert set(posts) <= set(house.ids())
 
 
 def test_first_read_is_limited_in_depth(house: House) -> None:
