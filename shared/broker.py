@@ -46,7 +46,7 @@ TRANSPORT_KEYS = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "re
     "undecodable_key": UNDECODABLE
 }
 #: Timeouts in seconds of connections that Celery opens: of a command, and of connecting. Workers have their own
-#: (workers/transport/channel.py).
+#: (workers/transport/redis_transport.py).
 APPLICATION_TIMEOUTS = {"socket_timeout": 10, "socket_connect_timeout": 5}
 #: Limits on a message's arguments in events, logs and Flower: arguments, ids of posts, and characters of each.
 MAX_SHOWN_ARGUMENTS, MAX_SHOWN_ITEMS, MAX_SHOWN_CHARACTERS = 8, 3, 40

@@ -182,8 +182,7 @@ class Settings(BaseSettings):
 
     # Workers.
 
-    #: Model: a folder, package:NAME for a model in an installed package, or a name on the model hub. The default is
-    #: included and needs no hub.
+    #: Model: a folder with a transformers model, or a name on the model hub. The default is included and needs no hub.
     model: str = "sentence-transformers/all-MiniLM-L6-v2"
     #: Branch, tag or commit of a model on the hub. A commit pins the model.
     revision: Annotated[str, _form(r"[A-Za-z0-9._/-]{1,128}", "a branch, tag or commit")] | None = None
@@ -226,9 +225,6 @@ class Settings(BaseSettings):
     post_prompt: Prompt | None = None
     #: Prompt before each label's sentence, for embedding models: a name, a text or none, as in `post_prompt`.
     label_prompt: Prompt | None = None
-    #: Dimensions to keep of each embedding, for models trained with a Matryoshka loss. Unset: as the model's
-    #: configuration says, else all.
-    truncate_dim: Count | None = None
     #: Maximum tokens per post. The model's own limit applies if it is lower. For gliclass, labels come in addition.
     max_tokens: Annotated[int, Field(ge=8)] = 256
     #: Maximum tokens per micro-batch: rows times the longest row. Unset: measured on the first start.
@@ -242,7 +238,6 @@ class Settings(BaseSettings):
     #: a slow device.
     prefetch_seconds: Seconds = 2.0
     #: Seconds after which a hanging forward pass, other classifier call, or trial of a deployed model ends the worker.
-    #: An application's own task without a time limit is only logged.
     forward_timeout: Seconds = 300.0
     #: Seconds between statistics in the worker's log.
     statistics_interval: Seconds = 60.0
@@ -250,8 +245,6 @@ class Settings(BaseSettings):
     cache_folder: Path = Path("~/.cache/feedmill")
     #: Comma-separated modules with your own Celery tasks for the worker to load (docs/celery.md).
     include: Annotated[tuple[str, ...], NoDecode] = ()
-    #: Store the state STARTED when a message's first row enters a forward pass. Costs one round trip per message.
-    track_started: bool = False
     #: Celery result backend: redis, or rpc to reply directly to the sender's queue.
     celery_results: Literal["redis", "rpc"] = "redis"
     #: Seconds that a worker has on SIGTERM to finish its messages. Unfinished ones return to the queue.

@@ -38,8 +38,8 @@ from feedmill.shared.errors import RequestRefused
 from feedmill.shared.keys import CELERY_RESULTS, DEAD_LETTERS
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.runtime.task import arguments_by_name
-from feedmill.workers.transport.channel import Channel
 from feedmill.workers.transport.leases import MAX_UNDECODABLE_BYTES, UndecodableError, count_delivery, decoded
+from feedmill.workers.transport.redis_transport import Channel
 from tests.fakes.hostile_messages import HOSTILE, Hostile
 from tests.support import Process, RedisServer, has_results, redis_servers, start, wait_until
 

@@ -42,7 +42,6 @@ def make_worker_app(settings: Settings) -> Application:
         # the limit, it stops prefetching altogether. So the limit is high, and consumer.py bounds the memory of
         # these messages.
         worker_eta_task_limit=20 * min(settings.window_rows, MAX_MESSAGES),
-        task_track_started=settings.track_started,
     )
     app.steps["consumer"].add("feedmill.workers.runtime.consumer:ConsumerFit")
     for module in settings.include:

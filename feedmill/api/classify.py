@@ -30,8 +30,8 @@ class Classifier:
     Several threads may use it at once.
 
     Args:
-        model: A folder with a transformers or sentence-transformers model, `package:NAME`, or a name on the Hugging
-            Face Hub. Default: FEEDMILL_MODEL, else the included all-MiniLM-L6-v2.
+        model: A folder with a transformers or sentence-transformers model, or a name on the Hugging Face Hub.
+            Default: FEEDMILL_MODEL, else the included all-MiniLM-L6-v2.
         labels: Labels of calls that name none; see `feedmill.classify`.
         device: `cpu`, `cuda`, `cuda:1` or `mps`. Default: FEEDMILL_DEVICE, else the fastest one of this machine.
         dtype: `float32`, `bfloat16`, `float16`, or `int8` with engine `onnx`. Default: half precision where the device
@@ -217,7 +217,7 @@ def classify(  # type: ignore[misc]  # the overloads leave the options to this s
         scores: Add a column `score_<label>` for each label to a DataFrame.
         prefix: Text before the name of each new column of a DataFrame.
         progress: Show a progress bar, in a terminal or a notebook.
-        model: A folder, `package:NAME` or a name on the Hugging Face Hub. Default: FEEDMILL_MODEL, else the included
+        model: A folder or a name on the Hugging Face Hub. Default: FEEDMILL_MODEL, else the included
             all-MiniLM-L6-v2. Two models are kept loaded; `feedmill.Classifier` holds others.
         device: `cpu`, `cuda`, `cuda:1` or `mps`. Default: FEEDMILL_DEVICE, else the fastest one of this machine.
 

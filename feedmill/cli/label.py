@@ -72,9 +72,7 @@ def label(
     out: Annotated[Path, typer.Option(help="Folder for the labels and the model; one with labels is resumed.")],
     labels: LabelsOption = None,
     template: TemplateOption = None,
-    base: Annotated[
-        str, typer.Option(help="Embedding model: a folder, package:NAME or a Hugging Face Hub name.")
-    ] = DEFAULTS["base"],
+    base: Annotated[str, typer.Option(help="Embedding model: a folder or a Hugging Face Hub name.")] = DEFAULTS["base"],
     pool: Annotated[
         int, typer.Option(metavar="N", min=10, max=MAX_POOL, help="Posts to choose from: a random sample of the file.")
     ] = USUAL_POOL,

@@ -34,9 +34,7 @@ JsonSummary = Annotated[bool, typer.Option("--json", help="Print the summary as 
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).")]
 ModelOption = Annotated[
     str | None,
-    typer.Option(
-        help="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2)."
-    ),
+    typer.Option(help="Model: a folder or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2)."),
 ]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).")]
 ClassifierOption = Annotated[

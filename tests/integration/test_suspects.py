@@ -203,7 +203,7 @@ def send(owner: Owner, posts: int, redelivered: bool) -> Message:
         {"posts": [{"id": str(number), "title": "two words"} for number in range(posts)]},
         None,
         "the message",
-        redelivered=redelivered,
+        attempts=1 + redelivered,
     )
     owner.pipeline.submit(message)
     wait_until(lambda: message in owner.finished, "the message is finished")
@@ -241,7 +241,7 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     owner = make_owner()
     owner.store.refusals = 1_000_000
     posts = [{"id": str(number), "title": "x"} for number in range(12)]
-    owner.pipeline.submit(Message({"posts": posts}, None, "the message", redelivered=True))
+    owner.pipeline.submit(Message({"posts": posts}, None, "the message", attempts=2))
     alone = (str(4 + 1),)  # the writer holds one result, and its queue the others
     wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits")  # type: ignore[attr-defined]
     wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "the pass has ended")
@@ -266,6 +266,6 @@ def test_a_broken_device_is_not_blamed_on_the_post(client: Redis, make_owner: Ca
     note(PoisonTracker(client), 0, [("the message", 0)])
     owner = make_owner()
     owner.classifier.forward = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]
-    owner.pipeline.submit(Message({"posts": [{"id": "0", "title": "x"}]}, None, "the message", redelivered=True))
+    owner.pipeline.submit(Message({"posts": [{"id": "0", "title": "x"}]}, None, "the message", attempts=2))
     wait_until(lambda: owner.failures, "the worker fails")
     assert PoisonTracker(client).deaths("the message") == {0: 1}

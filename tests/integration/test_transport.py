@@ -22,7 +22,7 @@ from redis import Redis, RedisError
 from feedmill.shared import encoding
 from feedmill.shared.scripts.leases import LeaseScripts, Reservation
 from feedmill.stack.processes import Child
-from feedmill.workers.transport import channel, leases
+from feedmill.workers.transport import leases, redis_transport
 from feedmill.workers.transport.leases import admit, claim, count_delivery, end_isolation, postpone, unclaim
 from tests.support import PASSWORD, RedisServer, free_port, wait_until
 
@@ -202,7 +202,7 @@ def test_reserves_no_more_bytes_than_the_consumer_has_room_for(redis: RedisServe
 
 
 def test_reservation_stops_at_the_byte_budget(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "RESERVE_BYTES", 2000)
+    monkeypatch.setattr(redis_transport, "RESERVE_BYTES", 2000)
     publish(redis, *["x" * 1000] * 5)
     with consuming(redis) as consumer:
         consumer.until(1)
@@ -285,8 +285,8 @@ def test_moves_oversized_messages_aside_truncated_and_unread(
 def test_reserves_no_more_while_claimed_messages_fill_the_memory_limit(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "HELD_BYTES", 9000)
-    monkeypatch.setattr(channel, "RESERVE_BYTES", 6000)
+    monkeypatch.setattr(redis_transport, "HELD_BYTES", 9000)
+    monkeypatch.setattr(redis_transport, "RESERVE_BYTES", 6000)
     publish(redis, *(list(range(1000)) for _ in range(10)))
     with consuming(redis) as consumer:
         consumer.claiming = True

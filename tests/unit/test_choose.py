@@ -38,24 +38,6 @@ def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:
     assert classifier_kind(locate(EMBEDDED_MODEL)) == "similarity"
 
 
-def test_rejects_settings_without_effect(tmp_path: Path) -> None:
-    folders = {
-        "nli": make_model("bert", tmp_path / "a", NLI),
-        "rerank": make_model("bert", tmp_path / "b", {0: "LABEL_0"}),
-        "sequence": make_model("bert", tmp_path / "c", {0: "NEGATIVE", 1: "POSITIVE"}),
-        "gliclass": make_gliclass(tmp_path / "d"),
-    }
-    values: dict[str, str | int] = {"post_prompt": "query: ", "label_prompt": "none", "truncate_dim": 8}
-    for kind, folder in folders.items():
-        for setting, value in values.items():
-            settings = Settings.model_validate({"model": str(folder), setting: value})
-            if kind in registry.USED_BY[setting]:
-                load_classifier(settings, FP32)
-                continue
-            with pytest.raises(SettingsError, match=naming(f"FEEDMILL_{setting.upper()}", kind)):
-                load_classifier(settings, FP32)
-
-
 def test_rejects_a_tokenizer_with_another_end_token(tmp_path: Path) -> None:
     folder = make_model("bart", tmp_path, NLI)
     config = json.loads((folder / "config.json").read_text())

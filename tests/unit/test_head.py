@@ -51,7 +51,7 @@ def trained(base: Path, settings: Settings | None = None, **options: Any) -> Hea
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_sentence_model(tmp_path_factory.mktemp("base"))
-    prompts = {"prompts": {"topic": "climate: "}, "default_prompt_name": None}
+    prompts = {"prompts": {"topic": "climate: "}, "default_prompt_name": None, "truncate_dim": 24}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     return folder
 
@@ -59,7 +59,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    settings = Settings(device="cpu", dtype="float32", post_prompt="topic", truncate_dim=24)
+    settings = Settings(device="cpu", dtype="float32", post_prompt="topic")
     trained(base, settings).save(folder)
     return folder
 

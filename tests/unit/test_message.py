@@ -17,7 +17,7 @@ from feedmill.shared.messages import (
     DeadLetter,
     PostError,
 )
-from feedmill.workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
+from feedmill.workers.pipeline.message import Message, traceback_of
 
 
 def test_dead_letter_keeps_valid_posts_only() -> None:
@@ -106,7 +106,7 @@ def test_invalid_posts_argument_becomes_one_dead_letter(posts: Any, post_id: str
 
 def test_unreadable_body_is_kept_truncated() -> None:
     def payload(body: object) -> str | None:
-        return dead_letter_without_posts(body, "no", "the id", "worker", 1.0, None, 1).payload
+        return Message({}, None).dead_letter_of_body(body, "no", None, "worker", 1.0).payload
 
     assert payload(b"\xff{") == "\ufffd{"
     assert payload("\ud800") == "?"

@@ -28,8 +28,6 @@ from feedmill.workers.pipeline.message import Message, State
 from feedmill.workers.pipeline.offline import pipeline_error
 from feedmill.workers.pipeline.pipeline import Pipeline
 from feedmill.workers.pipeline.poison import PoisonTracker
-from feedmill.workers.runtime import in_flight
-from feedmill.workers.runtime.in_flight import PendingTask
 from tests.support import wait_until
 
 LABELS = LabelSet(("good", "bad"), False, "recipe")
@@ -453,22 +451,6 @@ def test_hung_classifier_call_ends_the_worker(
     assert re.search(rf"{named}.*FEEDMILL_FORWARD_TIMEOUT", caplog.text)
     assert "gate.wait()" in caplog.text, "the stack of the hung thread"
     assert message not in owner.finished
-    gate.set()
-    owner.pipeline.stop()
-
-
-def test_own_task_ends_the_worker_though_the_event_loop_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Celery's timers enforce a task's time limit, but do not run while the consumer waits for Redis."""
-    owner, gate = Owner(forward_timeout=0.4), threading.Event()
-    monkeypatch.setattr(in_flight, "GRACE_S", 0.1)
-    monkeypatch.setattr(PendingTask, "trace", lambda _: gate.wait())
-    monkeypatch.setattr(in_flight, "withdrawn", lambda _: False)
-    requests = in_flight.InFlight(Mock(tasks={}), (None, None))
-    requests.pipeline = owner.pipeline
-    task = Mock(soft_time_limit=None, time_limit=None)
-    requests.run(Mock(task=task, type="own.long", id="1", time_limits=(0.1, None)))
-    wait_until(lambda: owner.failures == 1, "the failure is reported")
-    assert str(owner.pipeline.failure) == "task own.long[1] has hung for 0.2 s (its time limit)"
     gate.set()
     owner.pipeline.stop()
 

@@ -145,10 +145,10 @@ def test_isolated_message_is_computed_by_its_own_model() -> None:
         old.gate.clear()
         owner.send("it keeps the device busy")
         wait_until(lambda: owner.started, "the device is busy")
-        sent = [Message({"posts": [{"id": "s", "title": "two words"}]}, None, task_id="s", redelivered=True)]
+        sent = [Message({"posts": [{"id": "s", "title": "two words"}]}, None, task_id="s", attempts=2)]
         owner.pipeline.submit(sent[0])
         replaced = replace(owner, new)
-        sent.append(Message({"posts": [{"id": "s", "title": "two words"}]}, None, task_id="s", redelivered=True))
+        sent.append(Message({"posts": [{"id": "s", "title": "two words"}]}, None, task_id="s", attempts=2))
         owner.pipeline.submit(sent[1])
         old.gate.set()
         wait_until(lambda: len(owner.finished) == 3, "all are finished")

@@ -12,7 +12,6 @@ from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import MAX_LABEL_SETS
-from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.classifiers.similarity import COSINE_SCALE, Similarity
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.weights import EMBEDDED_MODEL, Weights, locate
@@ -142,11 +141,9 @@ def prompted(folder: Path, **config: object) -> Path:
 @pytest.mark.parametrize("name", [*PROMPTS, None])
 def test_prompts_by_name_match_sentence_transformers(tmp_path: Path, name: str | None) -> None:
     """Compare the scores of prompts for posts and labels with the cosines of `encode(prompt_name=…)`."""
-    folder, label_prompt = prompted(tmp_path), "I baked "
-    ours = Similarity(
-        Weights("m", folder, None, "00"), FP32, Settings(post_prompt=name, label_prompt=label_prompt, truncate_dim=8)
-    )
-    library = SentenceTransformer(str(folder), device="cpu", truncate_dim=8)
+    folder, label_prompt = prompted(tmp_path, truncate_dim=8), "I baked "
+    ours = Similarity(Weights("m", folder, None, "00"), FP32, Settings(post_prompt=name, label_prompt=label_prompt))
+    library = SentenceTransformer(str(folder), device="cpu")
     of_posts = library.encode(TEXTS, prompt_name=name, convert_to_tensor=True, normalize_embeddings=True)
     sentences = [f"This post is about {label}." for label in ("sports", "food")]
     of_labels = library.encode(sentences, prompt=label_prompt, convert_to_tensor=True, normalize_embeddings=True)
@@ -171,20 +168,13 @@ def test_generative_embedders_match_sentence_transformers(tmp_path: Path, side: 
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_rejects_more_dimensions_than_the_model_has(tmp_path: Path) -> None:
-    settings = Settings(model=str(prompted(tmp_path)), truncate_dim=17)
-    with pytest.raises(ModelError, match=naming("16", "17", "FEEDMILL_TRUNCATE_DIM")):
-        load_classifier(settings, FP32)
-
-
-def test_recipe_depends_on_prompts_and_dimensions(tmp_path: Path) -> None:
+def test_recipe_depends_on_prompts(tmp_path: Path) -> None:
     weights = Weights("m", prompted(tmp_path), None, "00")
     recipes = {}
     for name, options in {
         "default": {}, "named": {"post_prompt": "query"}, "written": {"post_prompt": "search this: "},
         "both": {"post_prompt": "search this: ", "label_prompt": "query"}, "none": {"post_prompt": "none"},
-        "label": {"label_prompt": "none"}, "other": {"post_prompt": "classification"}, "short": {"truncate_dim": 8},
-        "shorter": {"truncate_dim": 4},
+        "label": {"label_prompt": "none"}, "other": {"post_prompt": "classification"},
     }.items():  # fmt: skip
         recipes[name] = Similarity(weights, FP32, Settings(**options)).label_set(ClassifyOptions()).recipe  # type: ignore[arg-type]
     assert recipes["default"] == recipes["named"] == recipes["written"] == recipes["both"]

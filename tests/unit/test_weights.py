@@ -102,25 +102,13 @@ def test_finds_sharded_weights(tmp_path: Path) -> None:
         locate(str(tmp_path))
 
 
-@pytest.mark.parametrize("files", [("vocab.txt",), ("vocab.json", "merges.txt")])
-def test_accepts_tokenizers_transformers_can_convert(tmp_path: Path, files: tuple[str, ...]) -> None:
-    assert locate(str(model(tmp_path, *files))).folder == tmp_path
-    (tmp_path / files[-1]).unlink()
-    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+def test_rejects_pickled_weights(tmp_path: Path) -> None:
+    weights = model(tmp_path) / "model.safetensors"
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert locate(str(tmp_path)).files == (weights,)
+    weights.unlink()
+    with pytest.raises(ModelError, match=naming("model.safetensors", "pickled", "FEEDMILL_REVISION")):
         locate(str(tmp_path))
-
-
-@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "pytorch_model.bin.index.json", "2_Dense/pytorch_model.bin"])
-def test_rejects_pickled_weights(tmp_path: Path, pickle: str) -> None:
-    model(tmp_path)
-    (tmp_path / "2_Dense").mkdir()
-    (tmp_path / pickle).write_bytes(b"")
-    beside = (tmp_path / pickle).parent / "model.safetensors"
-    beside.unlink(missing_ok=True)
-    with pytest.raises(ModelError, match=naming(pickle, "pickle")):
-        locate(str(tmp_path))
-    safetensors(beside, (3, 4))
-    assert locate(str(tmp_path)).files == (tmp_path / "model.safetensors",)
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -132,42 +120,3 @@ def test_rejects_weights_of_the_wrong_size(tmp_path: Path, change: int) -> None:
         file.write_bytes(broken)
         with pytest.raises(ModelError, match=naming(file, "git lfs pull")):
             locate(str(tmp_path))
-
-
-# Packages.
-
-
-def install(site: Path, monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
-    """Write a package named some-model as pip installs it. Importing it fails."""
-    (site / "some_model").mkdir(parents=True)
-    (site / "some_model" / "__init__.py").write_text("raise AssertionError('the package was imported')\n")
-    for folder in folders:
-        model(site / folder)
-    files = [path.relative_to(site) for path in site.rglob("*") if path.is_file()]
-    record = site / "some_model-1.2.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: some-model\nVersion: 1.2\n")
-    (record / "RECORD").write_text("".join(f"{file},,\n" for file in files))
-    monkeypatch.syspath_prepend(str(site))
-
-
-def test_finds_a_model_in_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "some_model/data", "some_model/data/2_Dense")
-    found = locate("package:some-model")
-    assert (found.name, found.folder) == ("package:some-model", tmp_path / "some_model" / "data")
-    assert found.revision == "some-model 1.2"
-    assert parameters(found) == 17
-    with pytest.raises(ModelError, match=naming("package:some-model", "FEEDMILL_REVISION")):
-        locate("package:some-model", revision="main")
-
-
-@pytest.mark.parametrize(
-    ("folders", "named"),
-    [((), ("config.json",)), (("some_model/a", "some_model/b"), (2, "FEEDMILL_MODEL"))],
-)
-def test_rejects_a_package_without_exactly_one_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: tuple[str, ...], named: tuple[object, ...]
-) -> None:
-    install(tmp_path, monkeypatch, *folders)
-    with pytest.raises(ModelError, match=naming("some-model", *named)):
-        locate("package:some-model")

@@ -1,15 +1,13 @@
 """Locate a model's files and verify that they are the expected ones.
 
-A model is a folder: on this machine, in an installed package (such as the embedded model's), or downloaded from the hub
-(hub.py). Packages are found through their metadata and never imported, because only their files are needed. Weights
-must be safetensors; pickles are refused.
+A model is a folder: on this machine, in the embedded model's package, or downloaded from the hub (hub.py). The package
+is found through its metadata and never imported. Weights must be safetensors; pickles are refused.
 """
 
 import hashlib
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -48,22 +46,13 @@ SETFIT_HEAD, SETFIT_CONFIG = "model_head.pkl", "config_setfit.json"
 MODULES_FILE = "modules.json"
 #: Folders in which sentence-transformers stores static embeddings and their tokenizer; versions differ.
 STATIC_FOLDERS = ("", "0_StaticEmbedding/")
-#: Sets of files to build a tokenizer from. A model needs one of these sets.
-TOKENIZERS = (
-    {"tokenizer.json"}, {"vocab.txt"}, {"vocab.json", "merges.txt"}, {"sentencepiece.bpe.model"}, {"spiece.model"},
-    {"spm.model"}, {"tokenizer.model"},
-)  # fmt: skip
 #: Patterns of a model's files: configurations, vocabularies and merges, SentencePiece models, weights.
 FILE_PATTERNS = (
     "*.json", "*.txt", "*.model", "*.codes", WEIGHTS_FILE, "model-*.safetensors", f"[0-9]*_*/{WEIGHTS_FILE}",
 )  # fmt: skip
-#: Folder names of model parts in sentence-transformers, such as 1_Pooling and 2_Dense.
-MODULE_FOLDER = re.compile(r"\d+_\w+")
-#: Prefix of a package's name in FEEDMILL_MODEL.
-PACKAGE_PREFIX = "package:"
 MODEL_FORMS = (
-    f"Set FEEDMILL_MODEL to a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, to {PACKAGE_PREFIX}NAME for an installed "
-    "package with such a folder, or to a model on the hub, such as facebook/bart-large-mnli."
+    f"Set FEEDMILL_MODEL to a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or to a model on the hub, such as "
+    "facebook/bart-large-mnli. Without safetensors, FEEDMILL_REVISION may name a revision with them, often refs/pr/N."
 )
 
 
@@ -72,7 +61,7 @@ class Weights(NamedTuple):
 
     name: str
     folder: Path
-    #: Package and version for a folder in a package, or the commit for a model from the hub.
+    #: Package and version for the embedded model, or the commit for a model from the hub.
     revision: str | None
     #: SHA-256 of the weights file in hex. For several files: of their concatenated digests, in the order of `files`.
     sha256: str
@@ -92,7 +81,7 @@ def loading(what: object, advice: str = "Download the model again, or use anothe
 
 
 def locate(model: str, revision: str | None = None, offline: bool = False, remote_code: bool = False) -> Weights:
-    """Locate the files of `model`: a folder, package:NAME, a name on the hub, or the embedded model.
+    """Locate the files of `model`: a folder, a name on the hub, or the embedded model.
 
     revision: branch, tag or commit of a model on the hub. With a revision, the embedded model's name selects the model
     of that name on the hub. offline: never contact the hub. remote_code: also download Python files.
@@ -101,7 +90,7 @@ def locate(model: str, revision: str | None = None, offline: bool = False, remot
     with loading(f"the model {model}", "Check its files and their permissions."):
         if model == EMBEDDED_MODEL and revision is None:
             return _embedded()
-        folder, package = _on_this_machine(model)
+        folder = _on_this_machine(model)
         if folder is None:
             return _from_hub(model, revision, offline, remote_code)
         if revision is not None:
@@ -111,7 +100,7 @@ def locate(model: str, revision: str | None = None, offline: bool = False, remot
             )
         paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
         names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
-        return _verified(model, f"The model folder {folder}", folder, names, package)
+        return _verified(model, f"The model folder {folder}", folder, names, None)
 
 
 def parameters(weights: Weights) -> int:
@@ -154,34 +143,14 @@ def _embedded() -> Weights:
     return Weights(EMBEDDED_MODEL, folder, f"{EMBEDDED_PACKAGE} {package.version}", EMBEDDED_SHA256, (files[0],))
 
 
-def _on_this_machine(model: str) -> tuple[Path | None, str | None]:
-    """Return the model's folder and its package, if any; no folder if `model` can only be a name on the hub."""
-    if model.startswith(PACKAGE_PREFIX):
-        return _in_package(model.removeprefix(PACKAGE_PREFIX))
+def _on_this_machine(model: str) -> Path | None:
+    """Return the model's folder; None if `model` can only be a name on the hub."""
     folder = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises if there is no such user
     if model.strip() and folder.is_dir():
-        return folder, None
+        return folder
     if not hub.is_name(model) or folder.is_file():
         raise ModelError(f"There is no model folder {model!r}, and it is not a valid name on the hub. {MODEL_FORMS}")
-    return None, None
-
-
-def _in_package(name: str) -> tuple[Path, str]:
-    try:
-        package = distribution(name)
-    except (PackageNotFoundError, ValueError):
-        raise ModelError(f"The package {name!r} is not installed. {MODEL_FORMS}") from None
-    files = package.files or []
-    configured = {file.parent for file in files if file.name == CONFIG_FILE}
-    folders = configured & {file.parent for file in files if file.name in (WEIGHTS_FILE, INDEX_FILE)}
-    # A part of a model, such as 2_Dense, also has a configuration and weights.
-    outermost = sorted(folder for folder in folders if folders.isdisjoint(folder.parents))
-    if len(outermost) != 1:
-        raise ModelError(
-            f"The package {name} has {len(outermost)} folders with {CONFIG_FILE} and {WEIGHTS_FILE}, and must have "
-            "one. Set FEEDMILL_MODEL to the folder itself or to another model."
-        )
-    return Path(str(package.locate_file(outermost[0]))), f"{name} {package.version}"
+    return None
 
 
 def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool) -> Weights:
@@ -209,16 +178,10 @@ def _verified(model: str, what: str, folder: Path, names: Collection[str], revis
     """Return the weights of a folder. what: the model in errors. names: all files of the model. Raises ModelError."""
     shards = _static(folder, names)
     if not shards:
-        _refuse_pickles(what, names)
         indexed = INDEX_FILE in names and WEIGHTS_FILE not in names
         shards = _indexed(folder / INDEX_FILE) if indexed else (WEIGHTS_FILE,)
         if missing := [name for name in (CONFIG_FILE, *shards) if name not in names]:
-            raise ModelError(f"{what} has no {missing[0]}. {MODEL_FORMS}")
-        if not any(files <= set(names) for files in TOKENIZERS):
-            raise ModelError(
-                f"{what} has no tokenizer.json and no files to build a tokenizer from, such as vocab.txt. Write them "
-                "with the tokenizer's save_pretrained."
-            )
+            raise ModelError(f"{what} has no {missing[0]}, and pickled weights are not loaded. {MODEL_FORMS}")
     files = tuple(folder / name for name in (*shards, HEAD_FILE) if name in names)
     for file in files:
         _count(file)
@@ -255,19 +218,6 @@ def _static(folder: Path, names: Collection[str]) -> tuple[str, ...]:
         return ()
     found = (f"{part}{WEIGHTS_FILE}" for part in STATIC_FOLDERS if f"{part}tokenizer.json" in names)
     return tuple(file for file in found if file in names)[:1]
-
-
-def _refuse_pickles(model: str, names: Collection[str]) -> None:
-    for name in sorted(names):
-        folder, slash, file = name.rpartition("/")
-        if not file.startswith("pytorch_model") or (folder and not MODULE_FOLDER.fullmatch(folder)):
-            continue
-        if f"{folder}{slash}{WEIGHTS_FILE}" not in names and f"{folder}{slash}{INDEX_FILE}" not in names:
-            raise ModelError(
-                f"{model} has weights only as a pickle ({name}), which can run any code when loaded. Set "
-                "FEEDMILL_REVISION to a revision with safetensors, often refs/pr/N, or convert a model that you trust "
-                "with save_pretrained."
-            )
 
 
 def _indexed(index: Path) -> tuple[str, ...]:

@@ -71,18 +71,6 @@ class Batch(NamedTuple):
     isolated: bool
 
 
-class Job(NamedTuple):
-    """Work to run between two micro-batches.
-
-    what: its name in the log.
-    limit: seconds after which it counts as hung; None for no limit. See Watch.
-    """
-
-    run: Callable[[], None]
-    what: str
-    limit: float | None
-
-
 class Backlog:
     """Rows and jobs that wait for the device's lanes.
 
@@ -105,11 +93,10 @@ class Backlog:
         self._lanes = lanes
         self._batch_rows = batch_rows
         self._owner = context.owner
-        self._watch = context.watch
         self._on_replaced = on_replaced
         #: Guards this object and the state of every message.
         self._ready = threading.Condition()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[Callable[[], None]] = deque()
         #: Number of lanes that have a micro-batch.
         self._busy = 0
         #: True while suspected poison posts are on the device; nothing else may run then.
@@ -157,7 +144,7 @@ class Backlog:
             loaded.isolated.append(sorted(rows, key=lambda row: row.length))
             self._ready.notify_all()
 
-    def run(self, job: Job) -> None:
+    def run(self, job: Callable[[], None]) -> None:
         """Queue a job for the first lane, which alternates between jobs and micro-batches."""
         with self._ready:
             self._jobs.append(job)
@@ -206,8 +193,7 @@ class Backlog:
         with self._ready:
             job = self._jobs.popleft() if self._jobs else None
         if job:
-            with self._watch.step(job.what, job.limit):
-                job.run()
+            job()
 
     # Called with the lock held.
 

@@ -85,7 +85,7 @@ class BatchLoop:
     def _compute(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> Outputs:
         self._note(rows, lane)
         self._latest[lane] = None
-        with self._context.watch.step("a forward pass", self._context.timeout):
+        with self._context.watch.step("a forward pass"):
             outputs = self._latest[lane] = loaded.classifier.forward(rows)
         return outputs
 
@@ -111,6 +111,6 @@ class BatchLoop:
         return parts
 
     def _wait_for(self, outputs: Outputs) -> None:
-        with self._context.watch.step("a forward pass", self._context.timeout):
+        with self._context.watch.step("a forward pass"):
             while not outputs.ready() and not self._context.stopping.wait(0.001):
                 pass

@@ -97,8 +97,6 @@ class Step(NamedTuple):
     what: str
     #: Start time, in monotonic seconds.
     began: float
-    #: Seconds after which the step counts as hung; None for no limit.
-    limit: float | None
 
 
 class Watch:
@@ -108,20 +106,19 @@ class Watch:
         self._steps: dict[int, Step] = {}
 
     @contextmanager
-    def step(self, what: str, limit: float | None) -> Iterator[None]:
+    def step(self, what: str) -> Iterator[None]:
         """Run the block as a watched step of the calling thread. Steps do not nest."""
         thread = threading.get_ident()
-        self._steps[thread] = Step(thread, what, time.monotonic(), limit)
+        self._steps[thread] = Step(thread, what, time.monotonic())
         try:
             yield
         finally:
             del self._steps[thread]
 
     def longer_than(self, seconds: float) -> list[Step]:
-        """Return the steps that have run for longer than their limit, or longer than `seconds`."""
+        """Return the steps that have run for longer than `seconds`."""
         now = time.monotonic()
-        steps = list(self._steps.values())
-        return [step for step in steps if now - step.began > min(seconds, step.limit or seconds)]
+        return [step for step in list(self._steps.values()) if now - step.began > seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +133,5 @@ class Context:
     watch: Watch
     #: Set when the pipeline stops. Ends every wait.
     stopping: threading.Event
-    #: Seconds after which a forward pass or another call of the classifier counts as hung. Waits for Redis or Celery's
-    #: result backend have no limit.
-    timeout: float
     #: Name recorded in results.
     worker: str

@@ -55,7 +55,6 @@ class Message:
     sent_at: the sender's time, in seconds since 1970; ignored unless plausible.
     task_id: Celery's task id, for dead letters.
     priority: 0 (first) to 9 (last).
-    redelivered: whether a worker had the message before.
     pending: anything that the owner needs to reply to the message.
     attempts: number of deliveries, including this one.
     queue: the queue that the message was taken from, if any.
@@ -67,7 +66,6 @@ class Message:
         sent_at: object,
         task_id: str | None = None,
         priority: int = 0,
-        redelivered: bool = False,
         pending: Any = None,
         attempts: int = 1,
         queue: str | None = None,
@@ -77,7 +75,6 @@ class Message:
         self.sent_at = float(sent_at) if isinstance(sent_at, int | float) and 0 < sent_at < MAX_TIMESTAMP_S else None
         self.task_id = task_id
         self.priority = priority
-        self.redelivered = redelivered
         #: Number of workers that died in a forward pass with a post, by the post's index (workers/pipeline/poison.py).
         self.deaths: Mapping[int, int] = {}
         self.pending = pending
@@ -147,21 +144,7 @@ class Message:
         if self.sent_again or not self.has_failed():
             return []
         failures = self._failures()
-        bare = [
-            DeadLetter(
-                id=_id_of(raw),
-                reason=why,
-                post=None,
-                options=None,
-                message=self.task_id,
-                worker=worker,
-                failed_at=now,
-                attempts=self.attempts,
-                queue=self.queue,
-                run=run_of(raw),
-            )
-            for raw, why, _ in failures
-        ]
+        bare = [self._letter(why, worker, now, id=_id_of(raw), run=run_of(raw)) for raw, why, _ in failures]
         options = _as_json(self.arguments, MAX_DEAD_OPTIONS_BYTES)
         letters, room = [], MAX_DEAD_MESSAGE_BYTES - sum(len(letter.model_dump_json().encode()) for letter in bare)
         for letter, (raw, _, traceback) in zip(bare, failures, strict=True):
@@ -173,6 +156,21 @@ class Message:
                     kept[name], room = text, room - size
             letters.append(letter.model_copy(update=kept))
         return letters
+
+    def dead_letter_of_body(
+        self, body: object, reason: str, traceback: str | None, worker: str, now: float
+    ) -> DeadLetter:
+        """Return the dead letter of a message in which no posts are found. body: undecoded if possible."""
+        start = body if isinstance(body, str | bytes) else _as_json(body, MAX_DEAD_POST_BYTES) or ""
+        payload = start[:MAX_DEAD_POST_BYTES]
+        text = payload.decode("utf-8", "replace") if isinstance(payload, bytes) else payload
+        return self._letter(reason, worker, now, traceback=traceback, payload=text)
+
+    def _letter(self, reason: str, worker: str, now: float, **fields: Any) -> DeadLetter:
+        """Return a dead letter without the post and the options."""
+        source = {"message": self.task_id, "attempts": self.attempts, "queue": self.queue}
+        unset = {"id": None, "post": None, "options": None}
+        return DeadLetter(reason=reason, worker=worker, failed_at=now, **unset | source | fields)
 
     def _failures(self) -> list[tuple[object, str, str | None]]:
         """Return each raw post without a classification, with the reason and the traceback."""
@@ -213,36 +211,6 @@ class Message:
         if self.options.top_k and "scores" in reply:
             reply["scores"] = dict(list(reply["scores"].items())[: self.options.top_k])  # sorted by score, best first
         return reply
-
-
-def dead_letter_without_posts(
-    body: object,
-    reason: str,
-    message: str | None,
-    worker: str,
-    now: float,
-    traceback: str | None,
-    attempts: int,
-    queue: str | None = None,
-) -> DeadLetter:
-    """Return the dead letter of a message in which no posts are found.
-
-    body: the message's body, undecoded if possible.
-    """
-    start = (body if isinstance(body, str | bytes) else _as_json(body, MAX_DEAD_POST_BYTES) or "")[:MAX_DEAD_POST_BYTES]
-    return DeadLetter(
-        id=None,
-        reason=reason,
-        post=None,
-        options=None,
-        message=message,
-        worker=worker,
-        failed_at=now,
-        traceback=traceback,
-        attempts=attempts,
-        queue=queue,
-        payload=start.decode("utf-8", "replace") if isinstance(start, bytes) else start,
-    )
 
 
 def traceback_of(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from functools import partial
 from feedmill.shared.errors import ForwardTimeout, RedisUnavailable
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
-from feedmill.workers.pipeline.backlog import Backlog, Job, Loaded
+from feedmill.workers.pipeline.backlog import Backlog, Loaded
 from feedmill.workers.pipeline.batch_loop import BatchLoop
 from feedmill.workers.pipeline.calibration import TokenBudget
 from feedmill.workers.pipeline.context import Context, Owner, Store, Watch
@@ -59,9 +59,7 @@ class Pipeline:
         self._watch = Watch()
         self.failure: BaseException | None = None
         self.statistics = Statistics(settings.statistics_interval, time.monotonic(), classifier.device.shapes)
-        context = Context(
-            owner, store, poison, self.statistics, self._watch, self._stopping, self._forward_timeout, worker
-        )
+        context = Context(owner, store, poison, self.statistics, self._watch, self._stopping, worker)
         self._backlog = Backlog(
             Loaded(classifier, budget), self._lanes, settings.batch_rows, context, self._on_replaced
         )
@@ -108,13 +106,9 @@ class Pipeline:
         """
         self._preparation.load(Loaded(classifier, budget, on_replaced))
 
-    def run_on_device_thread(self, job: Callable[[], None], what: str, limit: float | None = None) -> None:
-        """Run a job on the device thread between two micro-batches. Jobs and micro-batches alternate.
-
-        what: its name in the log.
-        limit: seconds after which it counts as hung; None only logs a warning.
-        """
-        self._backlog.run(Job(job, what, limit))
+    def run_on_device_thread(self, job: Callable[[], None]) -> None:
+        """Run a job on the device thread between two micro-batches. How long it takes is not watched."""
+        self._backlog.run(job)
 
     def fail_as_hung(self, what: str) -> None:
         """Fail the pipeline, because a job on the device thread hangs. what: the reason, for the log."""
@@ -191,23 +185,13 @@ class Pipeline:
 
     def _watcher_loop(self) -> None:
         """Log statistics periodically, and end the worker when a forward pass or another step hangs."""
-        warned_of = None
         while not self._stopping.wait(self._watch_interval):
             if rates := self.statistics.next_interval(time.monotonic()):
                 logger.info("%s; oldest row waiting for %.1f s", rates, self.oldest_age())
             for step in self._watch.longer_than(self._forward_timeout):
-                if step.limit is not None and time.monotonic() - step.began > step.limit:
-                    limit = "FEEDMILL_FORWARD_TIMEOUT" if step.limit == self._forward_timeout else "its time limit"
-                    self._fail_as_hanging(step.thread, f"{step.what} has hung for {step.limit:.4g} s ({limit})")
-                    return
-                if step is not warned_of:
-                    warned_of = step
-                    logger.warning(
-                        "%s has occupied the device thread for %.0f s. If it hangs, the task's time_limit ends this "
-                        "worker; without one, restart the worker",
-                        step.what,
-                        self._forward_timeout,
-                    )
+                limit = f"{self._forward_timeout:.4g} s (FEEDMILL_FORWARD_TIMEOUT)"
+                self._fail_as_hanging(step.thread, f"{step.what} has hung for {limit}")
+                return
 
     def _fail_as_hanging(self, thread: int | None, what: str) -> None:
         frame = sys._current_frames().get(thread or 0)

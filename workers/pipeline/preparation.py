@@ -136,7 +136,7 @@ class Preparation:
         if poison := self._context.poison:
             readable = [
                 each._replace(pending=self._without_poison(each.pending, each.message, poison))
-                if each.message.redelivered
+                if each.message.attempts > 1
                 else each
                 for each in readable
             ]
@@ -153,7 +153,7 @@ class Preparation:
     def _read(self, message: Message, classifier: Classifier) -> Readable:
         """Read a message, and set the outcomes of malformed posts. Raises RequestRefused."""
         posts = message.read()
-        with self._context.watch.step("the preparation of labels", self._context.timeout):
+        with self._context.watch.step("the preparation of labels"):
             label_set = classifier.label_set(message.options)
         if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
             raise RequestRefused(
@@ -214,7 +214,7 @@ class Preparation:
         if not pending:
             return []
         try:
-            with self._context.watch.step("the preparation of posts", self._context.timeout):
+            with self._context.watch.step("the preparation of posts"):
                 return classifier.prepare([work.post.text for work in pending], label_set)
         except BaseException as error:  # a Rust panic in the tokenizer is not an Exception
             if len(pending) > 1:

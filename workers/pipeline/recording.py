@@ -150,7 +150,7 @@ class Recording:
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
             work.message.tracebacks.setdefault(work.index, traceback_of(outputs))
         else:
-            with self._context.watch.step("the scoring of a micro-batch", self._context.timeout):
+            with self._context.watch.step("the scoring of a micro-batch"):
                 scored = loaded.classifier.finish(rows, outputs)
             self._context.statistics.count(rows, outputs.seconds, share)
             device = loaded.classifier.device.name

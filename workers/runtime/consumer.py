@@ -11,8 +11,6 @@ Relies on these internals of Celery 5.7 and kombu 5.7:
   `on_unknown_message`, `on_unknown_task` and `on_invalid_task` receive each message that Celery would log, with the
   start of its body, and discard (celery/worker/consumer/consumer.py).
 - `call_soon_ack` calls what acknowledges or rejects a message.
-- `Mingle.send_hello` asks every other worker for its state, and drops the answer under its own node name. Before
-  Control has started, such an answer comes from another worker (celery/worker/consumer/mingle.py).
 - The `info` of a bootstep goes into `inspect stats` and overrides that of earlier steps (celery/bootsteps.py).
 - `Autoscaler` calls `maybe_scale` at each message (celery/worker/autoscale.py).
 """
@@ -30,9 +28,8 @@ from celery.app.task import Context
 from celery.exceptions import CPendingDeprecationWarning, InvalidTaskError, NotRegistered, WorkerShutdown
 from celery.platforms import EX_FAILURE
 from celery.states import FAILURE
-from celery.worker import consumer, state
+from celery.worker import consumer
 from celery.worker.autoscale import Autoscaler
-from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import RedisError, ResponseError
@@ -44,7 +41,7 @@ from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.redis_errors import is_denied
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import PREFIX
-from feedmill.workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
+from feedmill.workers.pipeline.message import Message, traceback_of
 from feedmill.workers.runtime.in_flight import BACKEND_ERRORS
 from feedmill.workers.runtime.pool import DevicePool
 from feedmill.workers.runtime.request import (
@@ -84,9 +81,6 @@ class Consumer(consumer.Consumer):
         super().__init__(partial(self._hand_over, on_task_request), *args, **kwargs)
         # Uses a client with short timeouts, because the event loop waits for it.
         self._store = ResultsStore(connect_for_monitoring(self.app.settings), self.app.settings)
-        for step in self.steps:  # type: ignore[attr-defined]  # not in the stub
-            if isinstance(step, Mingle):
-                step.send_hello = self._greet_workers  # type: ignore[method-assign, assignment]  # the stub's returns nothing
 
     def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Acknowledge or reject a message now. All calls are on the event loop's thread (workers/runtime/in_flight.py).
@@ -128,22 +122,6 @@ class Consumer(consumer.Consumer):
         with warnings.catch_warnings():  # following the warning would cancel tasks that are on the device
             warnings.simplefilter("ignore", CPendingDeprecationWarning)
             super().on_connection_error_after_connected(exc)
-
-    def _greet_workers(self, _: Any) -> dict[str, Any]:
-        """Return the other workers' answers to Mingle's hello.
-
-        On the first connection, end this worker if another one has the same node name.
-        """
-        asking = self.app.control.inspect(timeout=1.0, connection=self.connection)
-        answers: dict[str, Any] = asking.hello(self.hostname, list(state.revoked)) or {}
-        if self.hostname in answers and not self.restart_count:
-            logger.critical(
-                "node name %s is taken by another worker on this Redis, and remote control cannot tell them apart: "
-                "stop that worker, or start this one with another --name",
-                self.hostname,
-            )
-            raise WorkerShutdown(EX_FAILURE)
-        return answers
 
     def _hand_over(self, on_task_request: Callable[[Any], None], request: Any) -> None:
         """Give a claimed request to the pool, which finishes it even if the connection is lost.
@@ -285,15 +263,14 @@ def _letters(message: Any, what: str, error: Exception | None, worker: str, unre
     """
     reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
     traceback = traceback_of(error) if error else None
-    now, task_id = time.time(), read_task_id(message)
     attempts, queue = delivery_count(message) - unread, source_queue(message)
     arguments = {} if unread else read_arguments(message)
-    found = Message(arguments, None, task_id, attempts=attempts, queue=queue)
+    found = Message(arguments, None, read_task_id(message), attempts=attempts, queue=queue)
     if found.raw_posts and all(isinstance(raw, dict) for raw in found.raw_posts):
         found.refused = RequestRefused(reason)
         found.tracebacks = dict.fromkeys(range(len(found.raw_posts)), traceback) if traceback else {}
-        return found.dead_letters(worker, now)
-    return [dead_letter_without_posts(message.body, reason, task_id, worker, now, traceback, attempts, queue)]
+        return found.dead_letters(worker, time.time())
+    return [found.dead_letter_of_body(message.body, reason, traceback, worker, time.time())]
 
 
 def _quoted(value: object) -> str:

@@ -29,7 +29,6 @@ from celery.app.trace import fast_trace_task, trace_task_ret
 from celery.concurrency.base import apply_target
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded
 from celery.platforms import EX_FAILURE
-from celery.states import STARTED
 from celery.worker import state
 from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as ConnectionFault
@@ -48,9 +47,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two attempts to finish a message whose result Redis does not accept.
 RETRY_INTERVAL_S = 5.0
-#: Seconds beyond an own task's time limit after which the pipeline ends the worker, if Celery's timer has not: timers
-#: run on the event loop, which stands still while the consumer waits for Redis.
-GRACE_S = 30.0
 #: Errors that the redis and rpc result backends raise after their own retries.
 BACKEND_ERRORS = (RedisError, OperationalError)
 
@@ -171,8 +167,8 @@ class InFlight(Owner):
         self.pipeline: Pipeline
         #: Celery's event loop, once it runs.
         self.hub: Any = None
-        #: Sends the callbacks' events. Celery would send them after the event loop's next wait.
-        self.flush_events: Callable[[], None] = lambda: None
+        #: Celery's sender of events, of the current connection.
+        self._eventer: Any = None
         #: Pending tasks: started and not finished. Used only on the consumer's thread.
         self._held: set[PendingTask] = set()
         #: Pending tasks whose ending failed on Redis, each with the call to retry. Used only on the consumer's thread.
@@ -181,13 +177,6 @@ class InFlight(Owner):
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         #: True if the event loop is going to run them: waking it for each takes longer than the callback.
         self._scheduled = False
-        #: Names of micro-batched tasks that store the state STARTED.
-        self._tracked: set[str] = set()
-        for task in app.tasks.values():
-            if isinstance(task, ClassifyTask) and task.track_started:
-                # `started` stores the state: the task starts long before the tracer runs it.
-                task.track_started = False
-                self._tracked.add(task.name)
 
     def __len__(self) -> int:
         """Return the number of requests in flight."""
@@ -202,20 +191,17 @@ class InFlight(Owner):
         """
         pending = PendingTask(request)
         withdrawn(request)
-        limits = list(pending.limits(*self._limits))
+        list(pending.limits(*self._limits))
         self._held.add(pending)
         if not isinstance(request.task, ClassifyTask):
-            job = partial(self._run_whole, pending)
-            hard = [limit + GRACE_S for limit, fault in limits if isinstance(fault, TimeLimitExceeded)]
-            self.pipeline.run_on_device_thread(job, f"task {request.type}[{request.id}]", next(iter(hard), None))
+            self.pipeline.run_on_device_thread(partial(self._run_whole, pending))
             return None
-        delivery, priority = request.delivery_info, request.delivery_info["priority"]
+        priority = request.delivery_info["priority"]
         pending.message = Message(
             arguments_by_name(request.args, request.kwargs),
             request.request_dict.get(SENT_AT),
             str(request.id)[:128],
             priority if isinstance(priority, int) else 0,
-            bool(delivery.get("redelivered")),
             pending,
             delivery_count(request.message),
             source_queue(request.message),
@@ -242,8 +228,14 @@ class InFlight(Owner):
 
     def adopt(self, eventer: Any) -> None:
         """Send the events of requests in flight over a new connection."""
+        self._eventer = eventer
         for pending in self._held:
             pending.request.eventer = eventer
+
+    def flush_events(self) -> None:
+        """Send buffered events now. Celery would send them after the event loop's next wait, which may never end."""
+        if self._eventer and self._eventer.enabled:
+            self._eventer.flush()
 
     def drain(self, goes_on: Callable[[], bool]) -> None:
         """Finish requests in flight for as long as `goes_on()` is true. Unfinished requests need `return_to_queue`."""
@@ -272,8 +264,6 @@ class InFlight(Owner):
             with suppress(RedisError):
                 end_isolation(pending.request.message)
         self._deliver(partial(self._accept, pending, time.monotonic()))
-        if pending.request.task.name in self._tracked and not pending.request.ignore_result:
-            self.pipeline.run_on_writer_thread(partial(self._store_started, pending.request))
 
     def finished(self, message: Message) -> None:
         """Have Celery's tracer finish the message: result backend, links, signals."""
@@ -310,13 +300,6 @@ class InFlight(Owner):
             return True
         self._deliver(partial(self._finish, pending, partial(announce_withdrawn, pending.request)))
         return False
-
-    def _store_started(self, request: Any) -> None:
-        meta = {"pid": os.getpid(), "hostname": request.hostname}
-        try:
-            request.task.backend.store_result(request.id, meta, STARTED, request=request._context)
-        except Exception as fault:  # a backend may raise anything; the result is unaffected
-            logger.warning("cannot store state STARTED of task %s (%s); running the task without it", request.id, fault)
 
     def _run_whole(self, pending: PendingTask) -> None:
         """Run a task that is not micro-batched, on the device thread."""

@@ -72,8 +72,6 @@ class DevicePool(BasePool):
         self._timers: list[Any] = []
         #: Average bytes of a post in a compressed message, over recent messages. Used only on the consumer's thread.
         self._post_bytes = FIRST_POST_BYTES
-        #: Celery's sender of events, of the current connection.
-        self._eventer: Any = None
         #: Rewrites dead letters that Redis may have lost. Set by workers/runtime/consumer.py.
         self.catch_up: Callable[[], None] = lambda: None
         #: Number of signals received that request a shutdown.
@@ -95,7 +93,6 @@ class DevicePool(BasePool):
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
         self._in_flight = InFlight(self.app, (self.options.get("soft_timeout"), self.options.get("timeout")))
-        self._in_flight.flush_events = self.flush_events
         self._store = ResultsStore(connect(self.settings), self.settings)
         poison = PoisonTracker(connect_for_monitoring(self.settings))
         self.pipeline = self._in_flight.pipeline = Pipeline(
@@ -198,14 +195,12 @@ class DevicePool(BasePool):
 
         Rewrites results that Redis may have lost, before acknowledgements are sent. Raises redis' errors.
         """
-        self._eventer = eventer
         self._in_flight.adopt(eventer)
         self._store.catch_up()
 
     def flush_events(self) -> None:
         """Send buffered events now: the event loop, which sends them, may have ended."""
-        if self._eventer and self._eventer.enabled:
-            self._eventer.flush()
+        self._in_flight.flush_events()
 
     def _on_shutting_down(self, **_: Any) -> None:
         self._shutdown_signals += 1

@@ -83,7 +83,7 @@ class HeadModel(NamedTuple):
     def save(self, folder: Path) -> None:
         """Write the model's folder: a copy of the base, with the head beside it.
 
-        The base's configuration gets the training's token limit, prompt and dimensions, so that workers, and
+        The base's configuration gets the training's token limit and prompt, so that workers, and
         sentence-transformers' `encode`, embed texts as the training did. Raises OSError.
         """
         layout = self.layout
@@ -93,8 +93,6 @@ class HeadModel(NamedTuple):
             chosen = {PROMPT_NAME: layout.texts.post_prompt} if layout.texts.post_prompt else {}
             config["prompts"] = (config.get("prompts") or {}) | chosen
             config["default_prompt_name"] = PROMPT_NAME if chosen else None
-        if layout.truncate_dim:
-            config["truncate_dim"] = layout.truncate_dim
         if config:
             _write_json(folder / "config_sentence_transformers.json", config)
         limit = min(self.max_tokens, layout.texts.max_tokens or self.max_tokens)

@@ -44,7 +44,7 @@ class TrainOptions(BaseModel):
     #: The default model is small and available offline.
     base: Text = Field(
         "sentence-transformers/all-MiniLM-L6-v2",
-        description="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
+        description="Model: a folder or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
     )
     #: The base must be a sentence-transformers model. Its weights stay as they are.
     head: Annotated[bool, SWITCH] = Field(

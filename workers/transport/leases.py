@@ -406,20 +406,16 @@ def leases_of(channel: Any) -> Leases:
     return _LEASES[where]
 
 
-# The state of a delivered kombu message. One that kombu's own transport delivered has no lease: it counts as held, and
-# can always be claimed.
-
-
-def _leases(message: Any) -> Leases | None:
-    return getattr(message.channel, "leases", None)
+# The state of a delivered kombu message.
 
 
 def admit(message: Any) -> bool:
     """Return whether a delivered message may be handled now. If not, try again later: another one is isolated, or this
     one needs isolation. Raises redis-py's errors.
     """
-    leases, tag = _leases(message), message.delivery_tag
-    return leases is None or tag not in leases.held or leases.admit(tag, needs_isolation(message.delivery_info))
+    leases: Leases = message.channel.leases
+    tag = message.delivery_tag
+    return tag not in leases.held or leases.admit(tag, needs_isolation(message.delivery_info))
 
 
 def claim(message: Any) -> bool:
@@ -428,39 +424,35 @@ def claim(message: Any) -> bool:
     Returns False, and does nothing, if `admit` does. Raises redis-py's errors.
     """
     admitted = admit(message)
-    if admitted and (leases := _leases(message)):
-        leases.claim(message.delivery_tag)
+    if admitted:
+        message.channel.leases.claim(message.delivery_tag)
     return admitted
 
 
 def postpone(message: Any) -> None:
     """End the isolation of a message that was admitted and not claimed: it starts later, and others may start now."""
-    leases, tag = _leases(message), message.delivery_tag
-    if leases and (held := leases.held.get(tag)) and not held.claimed:
+    held = message.channel.leases.held.get(message.delivery_tag)
+    if held and not held.claimed:
         with suppress(RedisError):  # a crash meanwhile counts against the message, although it may not be the cause
-            leases.end_isolation(tag)
+            end_isolation(message)
 
 
 def unclaim(message: Any) -> None:
     """Drop a claim: the message returns to its queue when its connection ends."""
-    if leases := _leases(message):
-        leases.unclaim(message.delivery_tag)
+    message.channel.leases.unclaim(message.delivery_tag)
 
 
 def is_held(message: Any) -> bool:
     """Return whether a message is still held: neither acknowledged nor returned."""
-    leases = _leases(message)
-    return leases is None or message.delivery_tag in leases.held
+    return message.delivery_tag in message.channel.leases.held
 
 
 def end_isolation(message: Any) -> None:
     """Record that an isolated message proved harmless; do nothing for others. Raises redis-py's errors."""
-    if leases := _leases(message):
-        leases.end_isolation(message.delivery_tag)
+    message.channel.leases.end_isolation(message.delivery_tag)
 
 
 def queued_size(message: Any) -> int:
     """Return the bytes of a held message in its list; 0 if unknown."""
-    leases = _leases(message)
-    held = leases and leases.held.get(message.delivery_tag)
+    held = message.channel.leases.held.get(message.delivery_tag)
     return held.size if held else 0

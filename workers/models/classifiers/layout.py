@@ -94,7 +94,7 @@ def read_layout(weights: Weights, settings: Settings) -> Layout:
     if (texts.post_prompt or texts.label_prompt) and not with_prompt:
         raise unsupported(folder, "a prompt, and include_prompt=false in its pooling")
     dense = [_dense(folder / path) for kind, path in modules if kind == "Dense"]
-    kept = settings.truncate_dim or texts.config.get("truncate_dim")
+    kept = texts.config.get("truncate_dim")
     truncate_dim = kept if isinstance(kept, int) and kept > 0 else None
     parts = [*pooling, str(texts.max_tokens), str(texts.lower_case), texts.post_prompt]
     parts += [written for _, written in dense]

@@ -14,7 +14,7 @@ import torch
 from feedmill.shared import linux
 from feedmill.shared.errors import DeviceFull, ModelError, RequestRefused, SettingsError
 from feedmill.shared.messages import ClassifyOptions
-from feedmill.shared.settings import PREFIX, Settings
+from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier, Scores
 from feedmill.workers.models.classifiers.layout import is_static, read_modules, read_sentence_config
 from feedmill.workers.models.classifiers.pairs import entailment_class, is_reranker
@@ -47,12 +47,6 @@ CLASSIFIERS = {
 }
 #: Classifiers whose models have labels of their own.
 WITH_FIXED_LABELS = ("head", "sequence")
-#: Settings that only some built-in classifiers use.
-USED_BY = {
-    "post_prompt": ("rerank", "similarity"),
-    "label_prompt": ("similarity",),
-    "truncate_dim": ("similarity",),
-}
 logger = logging.getLogger(__name__)
 
 #: Short and long, plain and unusual posts. A model must score every label of each.
@@ -78,10 +72,6 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     if device.automatic and is_static(weights):
         device = device._replace(dtype=torch.float32, dtype_reason="half precision does not speed up static embeddings")
     check_size(weights, device)
-    for setting in _unused(kind):
-        if getattr(settings, setting) is not None:
-            name = f"{PREFIX}{setting.upper()}"
-            raise SettingsError(f"{name} is set, but has no effect on {weights.name}, a {kind} model: unset {name}.")
     make = load_plugin(CLASSIFIERS.get(kind, kind), "classifier")
     if kind not in CLASSIFIERS:  # a plug-in: its results must not be mistaken for a built-in classifier's
         weights = weights._replace(name=kind)
@@ -120,13 +110,7 @@ def kind_of(settings: Settings) -> str:
 
 def unusable(settings: Settings) -> list[str]:
     """Return the settings that must be unset for the configured model's classifier. Raises ModelError."""
-    kind = kind_of(settings)
-    return [*_unused(kind), *(("labels", "template") if kind in WITH_FIXED_LABELS else ())]
-
-
-def _unused(kind: str) -> list[str]:
-    """Return the settings without effect on a classifier."""
-    return [setting for setting, kinds in USED_BY.items() if kind in CLASSIFIERS and kind not in kinds]
+    return ["labels", "template"] if kind_of(settings) in WITH_FIXED_LABELS else []
 
 
 def _in_float32(make: Callable[..., Classifier], weights: Weights, settings: Settings) -> Classifier:

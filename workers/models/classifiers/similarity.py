@@ -12,7 +12,6 @@ from itertools import chain
 import torch
 from torch.nn.functional import normalize
 
-from feedmill.shared.errors import ModelError
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import DESCRIBED_TOPICS
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row
@@ -94,14 +93,8 @@ class Similarity(ModelClassifier):
         return vectors
 
     def embed(self, rows: Sequence[Tokens]) -> torch.Tensor:
-        """Embed rows as unit vectors: [rows, dimensions] in float32. Raises ModelError if it has too few dimensions."""
+        """Embed rows as unit vectors: [rows, dimensions] in float32."""
         vectors = self._engine.forward(rows)
         for layer in self._dense:
             vectors = layer(vectors)
-        kept, dimensions = self._layout.truncate_dim, vectors.shape[-1]
-        if kept and kept > dimensions:
-            raise ModelError(
-                f"{self.weights.name} has {dimensions} dimensions, but {kept} are to be kept. Set "
-                f"FEEDMILL_TRUNCATE_DIM to {dimensions} or less."
-            )
-        return normalize(vectors[:, :kept], dim=-1)
+        return normalize(vectors[:, : self._layout.truncate_dim], dim=-1)
