@@ -118,7 +118,7 @@ TABLE: tuple[Key, ...] = (
     Key(
         GROUPS,
         "hash",
-        "feedmill/reading/groups.py",
+        "feedmill/reading/readers.py",
         "one field per group; stale ones are removed when a group first reads",
     ),
     Key(PASSES, "hash", "workers/pipeline/poison.py", "one field per lane of a worker process; ttl NOTE_TTL_S"),

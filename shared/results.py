@@ -94,7 +94,7 @@ class Counters(NamedTuple):
     gone: int = 0
     #: Answered with the stored result.
     answered: int = 0
-    #: Results trimmed from the stream. Readers that missed them are notified (feedmill/reading/stream.py).
+    #: Results trimmed from the stream. Readers that missed them are notified (feedmill/reading/readers.py).
     trimmed: int = 0
     #: Dead letters trimmed from their stream, and lost.
     dead_trimmed: int = 0

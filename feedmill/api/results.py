@@ -8,9 +8,8 @@ from redis import Redis
 from feedmill.api.request import warn
 from feedmill.producers.records import in_utc
 from feedmill.reading.names import check_run, unknown_label
-from feedmill.reading.results import Reader, items, open_reader
+from feedmill.reading.readers import Missed, Reader, ResultFilter, items, open_reader
 from feedmill.reading.rows import RowReader
-from feedmill.reading.stream import Missed, ResultFilter
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.messages import parse_run
 from feedmill.shared.results import Result

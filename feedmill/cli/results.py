@@ -14,11 +14,19 @@ from feedmill.cli.dates import parse_period, utc
 from feedmill.cli.option_groups import excludes, needs
 from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
 from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
-from feedmill.reading.groups import CLAIM_AFTER_S
 from feedmill.reading.names import check_run, unknown_label, unknown_run
-from feedmill.reading.results import Reader, batches, open_reader
+from feedmill.reading.readers import (
+    CLAIM_AFTER_S,
+    NO_FILTER,
+    Missed,
+    Read,
+    Reader,
+    ResultFilter,
+    batches,
+    newest,
+    open_reader,
+)
 from feedmill.reading.rows import RowReader
-from feedmill.reading.stream import NO_FILTER, Missed, Read, ResultFilter, newest
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.errors import json_line, printable
 from feedmill.shared.messages import Classification, Post, parse_run

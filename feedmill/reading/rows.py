@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 from redis import Redis
 
-from feedmill.reading.stream import wait_for_entry
+from feedmill.reading.readers import wait_for_entry
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.scripts.stream import Place, check_posts, fetch_rows
 

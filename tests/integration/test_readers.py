@@ -14,10 +14,20 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import InvalidResponse
 
 import feedmill
-from feedmill.reading import groups, results, stream
-from feedmill.reading.groups import GroupReader
-from feedmill.reading.results import Reader, batches, items, open_reader
-from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, newest
+from feedmill.reading import readers
+from feedmill.reading.readers import (
+    NO_FILTER,
+    Follower,
+    GroupReader,
+    Missed,
+    Read,
+    Reader,
+    ResultFilter,
+    batches,
+    items,
+    newest,
+    open_reader,
+)
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, find
 from feedmill.shared.messages import Post
@@ -119,8 +129,8 @@ def test_reads_each_new_result_once(store: ResultsStore, reader: Reader) -> None
 def test_reads_more_results_than_one_fetch_returns(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "FOLLOWED_AT_ONCE", 3)
-    monkeypatch.setattr(groups, "GIVEN_AT_ONCE", 3)
+    monkeypatch.setattr(readers, "FOLLOWED_AT_ONCE", 3)
+    monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 3)
     reader.read()
     wanted = write(store, *range(50))
     found = read_all(reader)
@@ -233,8 +243,8 @@ def test_a_slow_reader_learns_how_many_results_it_missed(
 def test_missed_counts_of_a_slow_reader_add_up(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "FOLLOWED_AT_ONCE", 7)
-    monkeypatch.setattr(groups, "GIVEN_AT_ONCE", 7)
+    monkeypatch.setattr(readers, "FOLLOWED_AT_ONCE", 7)
+    monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 7)
     reader.read()
     seen: list[str] = []
     missed = 0
@@ -299,7 +309,7 @@ def test_a_group_reports_missed_results_once_after_a_pause(store: ResultsStore, 
 
 
 def test_two_consumers_share_a_group(store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "GIVEN_AT_ONCE", 2)
+    monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 2)
     members = [GroupReader(server.client, "g", name) for name in "ab"]
     for member in members:
         member.read()
@@ -332,7 +342,7 @@ def test_takes_over_results_of_a_dead_consumer(store: ResultsStore, server: Redi
 def test_a_slow_consumer_skips_results_taken_over_by_others(
     store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "STALE_FRACTION", 0.0)
+    monkeypatch.setattr(readers, "STALE_FRACTION", 0.0)
     slow = items(GroupReader(server.client, "g", "slow", since=0.0), follow=False)
     write(store, 1, 2, 3)
     first = next(slow)
@@ -379,7 +389,7 @@ def test_removes_consumers_that_are_gone_and_owe_nothing(
     owing.read()
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"gone", "me", "owing"}
-    monkeypatch.setattr(groups, "MEMBER_TTL_S", -1)
+    monkeypatch.setattr(readers, "MEMBER_TTL_S", -1)
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"me", "owing"}
     assert pending(server) == 1
@@ -468,7 +478,7 @@ def test_reports_missed_results_after_a_lost_connection(
         raise ConnectionFault("gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(groups, "fetch", failing)
+        patched.setattr(readers, "fetch", failing)
         with pytest.raises(ConnectionFault):
             late.read()
     assert [missed.count for missed in missed_of(late.read())][:1] == [20]
@@ -478,7 +488,7 @@ def test_a_group_waits_while_redis_rejects_writes(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: ResultsStore
 ) -> None:
     accept = partial(server.client.config_set, "min-replicas-to-write", 0)
-    monkeypatch.setattr(results, "time", SimpleNamespace(sleep=lambda _: accept()))  # before the first retry
+    monkeypatch.setattr(readers, "time", SimpleNamespace(sleep=lambda _: accept()))  # before the first retry
     reader = GroupReader(server.client, "g", "one")
     follow = batches(reader, wait=0.01)
     next(follow)
@@ -505,7 +515,7 @@ def test_logs_a_lost_and_a_restored_connection_once(
     caplog: pytest.LogCaptureFixture,
     store: ResultsStore,
 ) -> None:
-    monkeypatch.setattr(results, "RECONNECT_DELAYS_S", (0.0, 0.001))
+    monkeypatch.setattr(readers, "RECONNECT_DELAYS_S", (0.0, 0.001))
     follow = batches(reader, wait=0.01)
     next(follow)
     faults = iter([lost_by] * 5)
@@ -520,7 +530,7 @@ def test_logs_a_lost_and_a_restored_connection_once(
     write(store, 1)
     with caplog.at_level(logging.WARNING):
         assert ids_of(next(follow)) == ["1"]
-    lost, back = (record for record in caplog.records if record.name == results.__name__)
+    lost, back = (record for record in caplog.records if record.name == readers.__name__)
     assert "gone" in lost.getMessage()
     assert "gone" not in back.getMessage()
 

@@ -1,0 +1,405 @@
+"""Read the results stream: followers with a private cursor, members of consumer groups, and their items.
+
+Scripts fetch entries and count those trimmed unread (shared/scripts/stream.py). XREAD is used only to wait. Independent
+of the command line and of Celery's tasks.
+"""
+
+import logging
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from redis import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from feedmill.reading.entry_ids import id_before, order, seconds_of
+from feedmill.shared.errors import UserError, clause, printable
+from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.redis_errors import is_temporary, rejects_writes
+from feedmill.shared.results import Result, read_entry
+from feedmill.shared.scripts.stream import END, Fetched, Place, StreamState, claim, fetch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Entries per fetch of a follower.
+FOLLOWED_AT_ONCE = 500
+#: Seconds that a follower whose entries were lost goes back beyond its latest read.
+LOST_MARGIN_S = 5.0
+#: Entries per fetch. If this member stops, other members receive these entries only after CLAIM_AFTER_S.
+GIVEN_AT_ONCE = 100
+#: Seconds without acknowledgement after which another member takes over an entry.
+CLAIM_AFTER_S = 60.0
+#: Fractions of that time: interval between takeovers; and age at which a member re-reads its own pending entries.
+CLAIM_FRACTION, STALE_FRACTION = 0.25, 0.5
+#: Minimum seconds between takeovers.
+MIN_CLAIM_INTERVAL_S = 0.1
+#: Seconds of inactivity after which a member without pending entries is removed. Its name can be used again.
+MEMBER_TTL_S = 3600
+#: Maximum seconds that a reader waits for an entry before it returns to its caller.
+WAIT_S = 1.0
+#: Delays before reconnecting, in seconds. The last one repeats.
+RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+#: Valid names of groups and members.
+READER_NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,64}")
+#: Seconds since 1970: the end of the year 9999.
+MAX_UNIX_TIME = 253_402_300_800
+
+
+@dataclass(frozen=True)
+class Missed:
+    """Results that were trimmed before they were read. Times are seconds since 1970."""
+
+    #: Number of trimmed results, not counting purged ones; None if unknown.
+    count: int | None
+    #: The results were written between these times.
+    since: float
+    until: float
+    #: Upper bound on `count`, if posts were purged meanwhile; None if unknown.
+    at_most: int | None = None
+
+
+class ResultFilter(NamedTuple):
+    """Filter for results. None matches all."""
+
+    #: Best label, matched exactly.
+    label: str | None = None
+    #: Minimum score of the best label.
+    min_score: float | None = None
+    #: Subreddit, case-insensitive, with or without "r/".
+    subreddit: str | None = None
+    #: Name of the run, matched exactly.
+    run: str | None = None
+
+    def has(self, result: Result) -> bool:
+        found = result.classification
+        return (
+            (self.label is None or found.label == self.label)
+            and (self.min_score is None or found.scores[found.label] >= self.min_score)
+            and (self.run is None or result.post.run == self.run)
+            and (self.subreddit is None or normalize(result.post.subreddit or "") == normalize(self.subreddit))
+        )
+
+
+NO_FILTER = ResultFilter()
+
+
+class Read(NamedTuple):
+    """An item for the caller, and the entries to acknowledge once it is processed."""
+
+    item: Result | Missed
+    ids: tuple[str, ...] = ()
+
+
+class Follower:
+    """A reader with a private cursor. Returns each result once during its lifetime.
+
+    Its methods, and those of `GroupReader`, raise redis.exceptions.RedisError.
+    """
+
+    #: True if another member may have taken over unacknowledged items: call `read` again.
+    stale = False
+
+    def __init__(
+        self, redis: Redis, wanted: ResultFilter = NO_FILTER, since: float | None = None, history: int = 0
+    ) -> None:
+        """Create a follower.
+
+        since: start time, in seconds since 1970; None for the stream's end. history: number of earlier results to read
+        first.
+        """
+        self._redis = redis
+        self._wanted = wanted
+        self._history = history
+        self._place = END if since is None else Place(id_before(since))
+        #: Time of the latest read (monotonic seconds).
+        self._read_at = time.monotonic()
+
+    def read(self) -> list[Read] | None:
+        """Return available items without waiting. None if there are none; an empty list if none match the filter."""
+        if self._place == END:
+            self._read()
+        if self._history:
+            found = newest(self._redis, self._history, self._wanted, until=self._place.cursor)
+            self._history = 0
+            return [Read(result) for result in found]
+        return self._read()
+
+    def _read(self) -> list[Read] | None:
+        found = fetch(self._redis, FOLLOWED_AT_ONCE, self._place)
+        if found.lost:
+            self._go_back()
+            return []
+        self._place, self._read_at = found.place, time.monotonic()
+        if not found.entries:
+            return None
+        return missed_before(found) + [
+            Read(result) for _, result in parsed(found.entries) if result and self._wanted.has(result)
+        ]
+
+    def _go_back(self) -> None:
+        """Continue with what Redis stored since the latest read: it has smaller ids than what was read then."""
+        now: Any = self._redis.time()
+        since = now[0] - (time.monotonic() - self._read_at) - LOST_MARGIN_S
+        logger.warning("Redis lost its latest results, and its clock went back: results of the last seconds come again")
+        self._place = Place(id_before(since))
+
+    def wait(self, seconds: float) -> None:
+        """Return as soon as there may be something to read, or after `seconds`."""
+        wait_for_entry(self._redis, self._place, seconds)
+
+    def acknowledge(self, ids: Sequence[str]) -> None:
+        """Do nothing: followers have no pending entries."""
+
+
+def newest(
+    redis: Redis, count: int, wanted: ResultFilter = NO_FILTER, until: str = "+", since: float | None = None
+) -> list[Result]:
+    """Return the newest `count` matching results up to the entry id `until`, oldest first.
+
+    since: seconds since 1970; results that were stored earlier are left out.
+    """
+    found: list[Result] = []
+    first = "-" if since is None else f"({id_before(since)}"
+    while len(found) < count:
+        at_once = min(FOLLOWED_AT_ONCE, count - len(found)) if wanted == NO_FILTER else FOLLOWED_AT_ONCE
+        entries: Any = redis.xrevrange(RESULTS_STREAM, until, first, count=at_once)
+        if not entries:
+            break
+        found += [result for _, result in parsed(entries) if result and wanted.has(result)]
+        until = f"({entries[-1][0]}"
+    return found[:count][::-1]
+
+
+def wait_for_entry(redis: Redis, place: Place, seconds: float) -> None:
+    """Block until there is an entry after `place`, or until `seconds` have passed."""
+    redis.xread({RESULTS_STREAM: place.cursor}, count=1, block=milliseconds(seconds))
+
+
+def parsed(entries: Iterable[Sequence[Any]]) -> Iterator[tuple[str, Result | None]]:
+    """Yield (entry id, result). The result is None for unreadable entries, which would block a group forever."""
+    for entry_id, fields in entries:
+        try:
+            by_name = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
+            yield entry_id, read_entry(by_name)
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("skipping unreadable entry %s of %s: %r", entry_id, RESULTS_STREAM, error)
+            yield entry_id, None
+
+
+def missed_before(found: Fetched) -> list[Read]:
+    """Report the gap before the fetched entries, if there is one."""
+    if not found.gone:
+        return []
+    at_most = found.gone if found.gone > 0 else None
+    count = None if found.purged_meanwhile else at_most
+    return [Read(Missed(count, seconds_of(found.before), seconds_of(found.entries[0][0]), at_most))]
+
+
+def normalize(subreddit: str) -> str:
+    """Normalize a subreddit's name for comparison: "/r/Python" becomes "python"."""
+    return subreddit.strip().casefold().removeprefix("/").removeprefix("r/").removesuffix("/")
+
+
+def milliseconds(seconds: float) -> int:
+    """Convert to milliseconds, at least 1: Redis treats 0 as forever."""
+    return max(1, math.ceil(seconds * 1000))
+
+
+class GroupReader:
+    """A member of a consumer group. Members share the stream; an entry is delivered until a member acknowledges it.
+
+    Results that do not match the filter are acknowledged at once, for the whole group. Member names must be unique:
+    two processes with the same name would receive each other's pending entries.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        group: str,
+        consumer: str,
+        wanted: ResultFilter = NO_FILTER,
+        since: float | None = None,
+        claim_after: float = CLAIM_AFTER_S,
+    ) -> None:
+        """Create a member. since: start of a new group, as in `Follower`. claim_after: see CLAIM_AFTER_S."""
+        self._redis = redis
+        self._group = group
+        self._consumer = consumer
+        self._wanted = wanted
+        self._claim_after = claim_after
+        #: The group's place in the stream. For a new group, the start of the group.
+        self._place = END if since is None else Place(id_before(since))
+        self._claim_from = "0-0"
+        self._claim_at = self._read_at = time.monotonic()
+        #: Entries to acknowledge.
+        self._to_acknowledge: list[str] = []
+        #: Items to return from the next `read`.
+        self._lost_items: list[Read] = []
+
+    @property
+    def stale(self) -> bool:
+        return time.monotonic() - self._read_at > self._claim_after * STALE_FRACTION
+
+    def read(self) -> list[Read] | None:
+        self._send_acknowledgements()
+        if time.monotonic() >= self._claim_at:
+            self._lost_items += self._claim_entries()
+        self._read_at = time.monotonic()
+        found = self._in_group(partial(fetch, self._redis, GIVEN_AT_ONCE, group=self._group, member=self._consumer))
+        reads, self._lost_items = self._lost_items, []
+        if found.pending:
+            reads += self._lost([entry_id for entry_id, fields in found.entries if fields is None], found.stream)
+        else:
+            self._place = found.place
+            if not found.entries:
+                return reads or None
+            reads += missed_before(found)
+        for entry_id, result in parsed(entry for entry in found.entries if entry[1] is not None):
+            if result and self._wanted.has(result):
+                reads.append(Read(result, (entry_id,)))
+            else:
+                self._to_acknowledge.append(entry_id)
+        return reads
+
+    def wait(self, seconds: float) -> None:
+        # Not XREADGROUP: it would deliver entries without checking for trimmed ones.
+        seconds = min(seconds, self._claim_at - time.monotonic())
+        if seconds > 0:
+            wait_for_entry(self._redis, self._place, seconds)
+
+    def acknowledge(self, ids: Sequence[str]) -> None:
+        """Mark entries as processed. Call before the next `read`, which otherwise returns them again.
+
+        If Redis is unreachable or rejects writes, the next `read` sends the acknowledgement.
+        """
+        self._to_acknowledge.extend(ids)
+        try:
+            self._send_acknowledgements()
+        except RedisError as fault:
+            if not is_temporary(fault):
+                raise
+
+    def _send_acknowledgements(self) -> None:
+        if self._to_acknowledge:
+            self._redis.xack(RESULTS_STREAM, self._group, *self._to_acknowledge)
+            self._to_acknowledge.clear()
+
+    def _claim_entries(self) -> list[Read]:
+        """Take over entries that other members did not acknowledge. The next fetch returns them as pending."""
+        idle_ms, ttl_ms = milliseconds(self._claim_after), MEMBER_TTL_S * 1000
+        self._claim_from, deleted, state = self._in_group(
+            partial(claim, self._redis, self._group, self._consumer, idle_ms, self._claim_from, GIVEN_AT_ONCE, ttl_ms)
+        )
+        # Continue right after this batch if more entries can be taken over.
+        pause = max(self._claim_after * CLAIM_FRACTION, MIN_CLAIM_INTERVAL_S) if self._claim_from == "0-0" else 0.0
+        self._claim_at = time.monotonic() + pause
+        return self._lost(deleted, state)
+
+    def _lost(self, ids: Sequence[str], stream: StreamState) -> list[Read]:
+        """Report pending entries that were trimmed, and acknowledge those that were purged."""
+        # Trimming removes the oldest entries. Missing entries after the stream's first one were therefore purged.
+        trimmed = stream.trimmed and stream.first
+        lost = [entry_id for entry_id in ids if trimmed and order(entry_id) < order(stream.first)]
+        self._to_acknowledge.extend(set(ids).difference(lost))
+        if not lost:
+            return []
+        count = None if stream.purged else len(lost)
+        return [Read(Missed(count, seconds_of(lost[0]), seconds_of(lost[-1]), len(lost)), tuple(lost))]
+
+    def _in_group(self, call: Callable[[], T]) -> T:
+        """Make a call. If the group does not exist, create it and repeat the call."""
+        try:
+            return call()
+        except ResponseError as fault:
+            if "NOGROUP" not in str(fault):
+                raise
+        try:
+            self._redis.xgroup_create(RESULTS_STREAM, self._group, id=self._place.cursor, mkstream=True)
+        except ResponseError as fault:
+            if "BUSYGROUP" not in str(fault):  # another member created it first
+                raise
+        return call()
+
+
+Reader = Follower | GroupReader
+
+
+def open_reader(
+    redis: Redis,
+    group: str | None = None,
+    consumer: str | None = None,
+    wanted: ResultFilter = NO_FILTER,
+    since: float | None = None,
+    history: int = 0,
+    claim_after: float = CLAIM_AFTER_S,
+) -> Reader:
+    """Create a follower, or a member of a group. Raises UserError for invalid values.
+
+    consumer: the member's name; default: host name and process id.
+    """
+    if wanted.subreddit is not None and not normalize(wanted.subreddit):
+        raise UserError(f"{printable(wanted.subreddit)!r:.80} is not a subreddit's name; write python, or r/python.")
+    if since is not None and not 0 <= since < MAX_UNIX_TIME:
+        raise UserError(f"since must be a time before the year 10000, not {since!r}.")
+    if group is None:
+        if consumer is not None:
+            raise UserError("consumer requires a group. Name the group as well, or leave out the consumer.")
+        return Follower(redis, wanted, since, history)
+    if not 0 < claim_after < MAX_UNIX_TIME:
+        raise UserError(f"claim_after must be a positive number of seconds, not {claim_after!r}.")
+    if consumer is None:
+        consumer = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{socket.gethostname():.48}-{os.getpid()}")
+    for what, name in (("group", group), ("consumer", consumer)):
+        if not READER_NAME.fullmatch(name):
+            raise UserError(
+                f"'{printable(name):.80}' is not a valid {what} name. Use 1 to 64 letters, digits, or any of - _ . : @"
+            )
+    return GroupReader(redis, group, consumer, wanted, since, claim_after)
+
+
+def batches(reader: Reader, follow: bool = True, wait: float = WAIT_S) -> Iterator[list[Read]]:
+    """Yield batches of items as they arrive; an empty list at least every `wait` seconds.
+
+    Retries for as long as Redis is unreachable, or rejects the writes of a group. Without `follow`, stops at the end of
+    the stream. The caller acknowledges. Raises redis.exceptions.RedisError if the first attempt fails, or if Redis will
+    never accept a command.
+    """
+    answered, failures = False, 0
+    while True:
+        try:
+            batch = reader.read()
+            if batch is None and follow:
+                reader.wait(wait)
+        except RedisError as fault:
+            if not answered or not is_temporary(fault):
+                raise
+            if not failures:
+                what = "rejects writes" if rejects_writes(fault) else "is unreachable"
+                logger.warning("Redis %s (%s); retrying until it answers", what, clause(fault))
+            time.sleep(RECONNECT_DELAYS_S[min(failures, len(RECONNECT_DELAYS_S) - 1)])
+            failures += 1
+            continue
+        if failures:
+            logger.warning("Redis answers again; continuing at the same position")
+        answered, failures = True, 0
+        if batch is None and not follow:
+            return
+        yield batch or []
+
+
+def items(reader: Reader, follow: bool = True) -> Iterator[Result | Missed]:
+    """Yield single items, each acknowledged when the next one is requested. Otherwise like `batches`."""
+    for batch in batches(reader, follow):
+        for item, ids in batch:
+            yield item
+            reader.acknowledge(ids)
+            if reader.stale and isinstance(item, Result):
+                break  # the rest is still pending, or was taken over; the next `read` decides
