@@ -1,6 +1,7 @@
 """feedmill/reading on every redis-server of this machine: readers repeat no result and report every missed one."""
 
 import logging
+import time
 import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -488,7 +489,8 @@ def test_a_group_waits_while_redis_rejects_writes(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: ResultsStore
 ) -> None:
     accept = partial(server.client.config_set, "min-replicas-to-write", 0)
-    monkeypatch.setattr(readers, "time", SimpleNamespace(sleep=lambda _: accept()))  # before the first retry
+    clock = SimpleNamespace(sleep=lambda _: accept(), monotonic=time.monotonic)
+    monkeypatch.setattr(readers, "time", clock)  # accepts before the first retry
     reader = GroupReader(server.client, "g", "one")
     follow = batches(reader, wait=0.01)
     next(follow)
