@@ -108,7 +108,7 @@ def load(name: str, folder: Path, posts: Sequence[str], chosen: Device, quick: b
     MODELS[name](folder, posts, quick)
     settings = Settings(
         model=str(folder), engine=f"{PaddedEngine.__module__}:{PaddedEngine.__name__}", max_tokens=MAX_TOKENS,
-        offline=True, classifier="auto", labels=None, template=None,
+        classifier="auto", labels=None, template=None,
     )  # fmt: skip
     classifier: Any = load_classifier(settings, chosen)
     config = json.loads((folder / "config.json").read_text())

@@ -70,7 +70,7 @@ def purge_run(redis: Redis, settings: Settings, run: str) -> RunPurged:
     known = runs.progress(redis, run)
     results = purge_scripts.sweep_run(redis, RESULTS_STREAM, run)
     letters = purge_scripts.sweep_run(redis, DEAD_LETTERS, run)
-    purge_scripts.forget_run(redis, run, queues, settings.tombstone_ttl)
+    purge_scripts.forget_run(redis, run, queues)
     messages, posts = map(sum, zip(*removed, strict=True))
     return RunPurged(results, letters, messages, posts, max(0, known.stored - results) if known else 0)
 

@@ -19,7 +19,6 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from feedmill.shared import broker
-from feedmill.shared.errors import QueueFull
 from feedmill.shared.messages import ClassifyOptions, Post, digest, scope_of
 from feedmill.shared.model_routing import deployed_weights
 from feedmill.shared.redis_errors import is_full
@@ -80,7 +79,7 @@ class Pusher:
     options: classification options. Posts with new options or texts, or for a newly deployed model, are sent again.
     again: also send posts that were sent before. Purged posts (shared/purge.py) are never sent.
     wait: sleeps while the queue is full; exceptions it raises end `push`.
-    refuse: raise QueueFull instead of waiting. wait_for_memory: also wait while Redis is at its memory limit.
+    wait_for_memory: also wait while Redis is at its memory limit.
     on_published: called with the task id and the posts of each published message, whose Celery results are then kept.
     run: name of the run that the posts belong to; replaces the posts' own. None keeps theirs and counts no progress.
 
@@ -98,7 +97,6 @@ class Pusher:
         options: ClassifyOptions,
         again: bool = False,
         wait: Callable[[float], None] = time.sleep,
-        refuse: bool = False,
         wait_for_memory: bool = False,
         run: str | None = None,
         on_published: Callable[[str, Sequence[Post]], None] | None = None,
@@ -110,7 +108,6 @@ class Pusher:
         self._purpose = ""
         self._again = again
         self._wait = wait
-        self._refuse = refuse
         self._wait_for_memory = wait_for_memory
         self._run = run
         self._on_published = on_published
@@ -124,7 +121,7 @@ class Pusher:
     def push(self, posts: Iterable[Post]) -> None:
         """Publish posts, packed into messages as configured.
 
-        Raises redis.exceptions.RedisError, kombu.exceptions.OperationalError and QueueFull. Posts counted as sent are
+        Raises redis.exceptions.RedisError, kombu.exceptions.OperationalError. Posts counted as sent are
         in the queue by then; pushing the same posts again sends the rest.
         """
         try:
@@ -203,8 +200,6 @@ class Pusher:
         """Wait until the queue has room, and return for how many messages."""
         try:
             while not (room := self.gate.room()):
-                if self._refuse:
-                    raise QueueFull(self._settings.queue_limit, self.sent)
                 self._pause("the queue is full")
         finally:
             self.waiting = ""

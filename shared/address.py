@@ -13,10 +13,10 @@ PORTS = {"redis": 6379, "rediss": 6379, "sentinel": 26379}
 #: Valkey's names for the schemes of the same protocol.
 ALIASES = {"valkey://": "redis://", "valkeys://": "rediss://"}
 HOST, DATABASE = re.compile(r"[^,\s]+"), re.compile(r"(/\d*)?")
-ADDRESS_FORMS = (
-    "redis://:password@host:6379/0, as rediss://… for TLS, or as sentinel://:password@host:26379/0;sentinel://…"
+MALFORMED = (
+    "must look like redis://:password@host:6379/0, as rediss://… for TLS, or as "
+    "sentinel://:password@host:26379/0;sentinel://…. Percent-encode / # ? and ; in the password"
 )
-MALFORMED = f"must look like {ADDRESS_FORMS}. Percent-encode / # ? and ; in the password"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def parse(url: str) -> Address:
     parts = [_split(each) for each in url.split(";")]
     first = parts[0]
     if first.scheme not in PORTS or any(part.scheme != first.scheme for part in parts):
-        raise ValueError(_no_scheme(url))
+        raise ValueError(MALFORMED)
     if not all(
         HOST.fullmatch(part.hostname or "") and part.port != 0 and DATABASE.fullmatch(part.path) for part in parts
     ):
@@ -74,13 +74,3 @@ def _split(url: str) -> SplitResult:
     except ValueError:  # the port is not a number; the original error would quote the password
         raise ValueError(MALFORMED) from None
     return parts
-
-
-def _no_scheme(url: str) -> str:
-    named = re.match(r"[a-z][a-z0-9+]*://", url)
-    if named is None or named[0].removesuffix("://") in PORTS:
-        return MALFORMED
-    return (
-        f"must look like {ADDRESS_FORMS}. {named[0]} is not supported: Feedmill keeps its queue, results and record "
-        "of sent posts in one Redis"
-    )

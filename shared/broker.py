@@ -7,8 +7,8 @@ Feedmill never reads or writes pickle.
 import re
 import ssl
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from feedmill.shared import encoding
-from feedmill.shared.errors import RedisUnavailable, clause, convert_errors, printable
+from feedmill.shared.errors import RedisUnavailable, clause, printable
 from feedmill.shared.keys import UNDECODABLE
 from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from feedmill.shared.redis_errors import cannot_save, exception_chain, is_denied, is_full, is_replica, is_wrong_type
@@ -48,6 +48,8 @@ TRANSPORT_KEYS = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "re
 #: Timeouts in seconds of connections that Celery opens: of a command, and of connecting. Workers have their own
 #: (workers/transport/redis_transport.py).
 APPLICATION_TIMEOUTS = {"socket_timeout": 10, "socket_connect_timeout": 5}
+#: Seconds for which Celery keeps results for the application that sent the message.
+CELERY_RESULT_TTL_S = 3600
 #: Limits on a message's arguments in events, logs and Flower: arguments, ids of posts, and characters of each.
 MAX_SHOWN_ARGUMENTS, MAX_SHOWN_ITEMS, MAX_SHOWN_CHARACTERS = 8, 3, 40
 
@@ -73,7 +75,7 @@ def make_app(settings: Settings, current: bool = True, kind: type[Application] =
         accept_content=["json"],
         task_default_queue=settings.queue,
         task_acks_late=True,
-        result_expires=settings.celery_result_ttl,
+        result_expires=CELERY_RESULT_TTL_S,
         worker_send_task_events=True,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
@@ -162,14 +164,15 @@ def _disconnecting_from_replicas(kind: Any) -> Any:
     return Connection
 
 
-def user_errors(settings: Settings) -> AbstractContextManager[None]:
+@contextmanager
+def user_errors(settings: Settings) -> Iterator[None]:
     """Convert errors from an unreachable, untrusted or refusing Redis to RedisUnavailable, with a message for users."""
-
-    def convert(fault: Exception) -> RedisUnavailable | None:
-        message = user_message(fault, settings)
-        return RedisUnavailable(message) if message else None
-
-    return convert_errors(convert, ConnectionFault, TimeoutFault, OperationalError, ResponseError, InvalidResponse)
+    try:
+        yield
+    except (ConnectionFault, TimeoutFault, OperationalError, ResponseError, InvalidResponse) as fault:
+        if message := user_message(fault, settings):
+            raise RedisUnavailable(message) from None
+        raise
 
 
 def user_message(fault: BaseException, settings: Settings) -> str | None:

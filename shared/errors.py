@@ -1,32 +1,11 @@
-"""Every error that Feedmill raises on purpose. Imports nothing else from Feedmill.
-
-FeedmillError
- ├─ UserError            a mistake that the user can fix; shown as a message, without a traceback
- │   ├─ SettingsError    a setting has an invalid value; names the variable
- │   ├─ InputError       a file cannot be read as posts
- │   ├─ ModelError       the model's files are missing, damaged or of an unsupported kind
- │   ├─ StackError       a process of the embedded stack did not start, or exited
- │   ├─ RedisUnavailable Redis is unreachable, or refuses a command
- │   ├─ DatabaseUnavailable  PostgreSQL is unreachable, full or restarting, or another export holds the table
- │   ├─ CredentialsError Reddit's credentials are missing or wrong
- │   └─ QueueFull        the queue has reached its limit, and the producer must not wait
- ├─ RequestRefused       a message's options are invalid; the whole message fails
- ├─ PostRefused          one post is invalid; the message's other posts are classified
- ├─ DeviceFull           the device ran out of memory for a micro-batch; a smaller one may fit
- ├─ DeviceLost           the device's context is broken; the worker exits without acknowledging
- ├─ ForwardTimeout       a forward pass exceeded its time limit; the worker exits without acknowledging
- └─ MessageFailed        every post of a message failed, or any post with strict=true
-"""
+"""Every error that Feedmill raises on purpose. Imports nothing else from Feedmill."""
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from json import JSONDecodeError
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -95,19 +74,6 @@ class CredentialsError(UserError):
 
     The daemon exits if the credentials never worked. If they worked before, it waits until they work again.
     """
-
-
-class QueueFull(UserError):  # noqa: N818 - named after the event
-    """The queue has reached its limit, and the producer is set not to wait (`when_full=refuse`).
-
-    Posts sent before the limit was reached are in the queue. Commands exit with status 2.
-    """
-
-    def __init__(self, limit: int, sent: int) -> None:
-        super().__init__(
-            f"The queue is full: FEEDMILL_QUEUE_LIMIT allows {limit:,} waiting messages. {sent:,} posts were sent; run "
-            "the same command later to send the rest, or set FEEDMILL_WHEN_FULL=wait."
-        )
 
 
 class RequestRefused(FeedmillError):  # noqa: N818 - named after what happened, like Celery's Retry and Reject
@@ -185,17 +151,6 @@ class MessageFailed(FeedmillError):  # noqa: N818
         ends = [match.start() for match in re.finditer(cls._AFTER_ID, reasons)]
         ids = {reasons[begin:end].strip() for begin in begins for end in ends if begin < end <= begin + max_id}
         return before + found, ids
-
-
-@contextmanager
-def convert_errors(convert: Callable[[Any], UserError | None], *kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of these kinds inside the block to the UserError that `convert` returns; None keeps the error."""
-    try:
-        yield
-    except kinds as fault:
-        if (error := convert(fault)) is None:
-            raise
-        raise error from None
 
 
 #: Maximum characters of an untrusted value, or of a field's or option's name, quoted in an error.
@@ -284,34 +239,10 @@ UNPRINTABLE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202
 
 
 @contextmanager
-def _postponed_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end of the block if Ctrl-C came within it.
-
-    Packages with C code, such as torch and NumPy, swallow KeyboardInterrupt while they are imported, or replace it.
-    """
-    noted: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or handler is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if noted:
-            raise KeyboardInterrupt
-
-
-@contextmanager
 def explain_missing(purpose: str, extra: str) -> Iterator[None]:
-    """Convert the failed import of an optional package inside the block into UserError. extra: what installs it.
-
-    Ctrl-C during the import raises KeyboardInterrupt after it.
-    """
+    """Convert the failed import of an optional package inside the block into UserError. extra: what installs it."""
     try:
-        with _postponed_interrupt():
-            yield
+        yield
     except ModuleNotFoundError as missing:
         raise UserError(
             f"{purpose} requires the package {missing.name}: run `pip install 'feedmill[{extra}]'`."

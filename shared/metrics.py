@@ -104,7 +104,7 @@ RESULTS = {
     "trimmed": "Entries trimmed from the results stream. Each post's own results remain.",
     "dead_trimmed": "Dead letters trimmed from their stream and lost.",
     "dropped": "Results dropped because they exceeded results_memory.",
-    "sent_dropped": "Sent records dropped because they exceeded sent_memory.",
+    "sent_dropped": "Sent records dropped because they exceeded half of results_memory.",
 }
 #: Metrics that every process reads from Redis. All processes report the same values: aggregate with max, not sum.
 REDIS_METRICS = declare(
@@ -117,7 +117,7 @@ REDIS_METRICS = declare(
         "is empty.",
         "feedmill_memory_bytes{data}": "Memory in Redis of results (with their stream), of sent records, and of "
         "everything (redis).",
-        "feedmill_memory_limit_bytes{data}": "The settings results_memory and sent_memory of this process, and Redis' "
+        "feedmill_memory_limit_bytes{data}": "The setting results_memory of this process, half of it, and Redis' "
         "maxmemory, or its machine's memory.",
         "feedmill_memory_needed_bytes{data}": "Memory needed until results and sent records expire, at the mean rate "
         "of this hour and the last one. For redis, both count at most with their limits.",

@@ -255,18 +255,18 @@ def check_options(redis: Redis, queue: str, options: ClassifyOptions) -> None:
     if served is None or not served.labels or not served.is_recent:
         return
     others = options.labels is not None and set(options.labels) != set(served.labels)
-    if others or options.template is not None:
+    wrong = {
+        "--labels": others,
+        "--template": options.template is not None,
+        "--multi-label": options.multi_label and served.one_label,
+    }
+    if flag := next((name for name, is_wrong in wrong.items() if is_wrong), None):
         named = ", ".join(map(printable, served.labels[:MAX_QUOTED_LABELS]))
         more = ", …" if len(served.labels) > MAX_QUOTED_LABELS else ""
+        how = "gives each post one of its labels" if served.one_label else "has labels of its own"
         raise UserError(
-            f"Queue {queue} is served by {printable(served.model)}, which has labels of its own ({named}{more}) and "
-            f"would refuse every post. Leave out {'--labels' if others else '--template'}, or send to another queue "
-            "with --model or --queue."
-        )
-    if options.multi_label and served.one_label:
-        raise UserError(
-            f"Queue {queue} is served by {printable(served.model)}, which gives each post exactly one label and would "
-            "refuse every post. Leave out --multi-label, or send to another queue with --model or --queue."
+            f"Queue {queue} is served by {printable(served.model)}, which {how} ({named}{more}) and would refuse every "
+            f"post. Leave out {flag}, or send to another queue with --model or --queue."
         )
 
 

@@ -5,7 +5,7 @@ sets a tombstone, which stops all further sending and storing (shared/results.py
 existing data. A purge is idempotent and can be repeated after a failure. It works at `maxmemory` too.
 
 Limits: a post stays in a worker's memory until its message is finished. Its result is not stored; but if another
-application waits for that message, Celery keeps the outcome for `celery_result_ttl`, and results of a chord's messages
+application waits for that message, Celery keeps the outcome for CELERY_RESULT_TTL_S, and results of a chord's messages
 until the chord is finished. Redis frees a deleted stream entry when all entries of its stream node are deleted:
 immediately if `stream-node-max-entries` is 1, as in docker/redis.conf. The append-only file keeps old data until
 `rewrite_append_only_file`.
@@ -65,12 +65,12 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> PurgeCounts:
     """Delete everything stored about these posts, and leave a tombstone for each.
 
     A tombstone contains only its time. `Pusher` and `ResultsStore` reject a post until its tombstone expires
-    (`tombstone_ttl`) or is lifted. Raises UserError for invalid ids, and redis.exceptions.RedisError. A failed purge
+    (TOMBSTONE_TTL_S) or is lifted. Raises UserError for invalid ids, and redis.exceptions.RedisError. A failed purge
     can be repeated.
     """
     posts = _valid_ids(ids)
     for batch in _batches(posts):
-        scripts.set_tombstones(redis, batch, int(time.time()), settings.tombstone_ttl)
+        scripts.set_tombstones(redis, batch, int(time.time()))
     if not posts:
         return PurgeCounts()
     # Messages first: afterwards, no worker can receive one of the posts any more.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b, sha1
 from math import isnan, nan
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from feedmill.shared.messages import Classification
 
@@ -35,41 +35,21 @@ ZERO: Final = 2**16 - 1 - STEPS
 MAX_CONTEXTS = 1000
 
 
-class Context(NamedTuple):
-    """What many results share."""
+class Context:
+    """What many results share: labels, and model, revision, weights, worker and device."""
 
-    labels: tuple[str, ...]
-    model: str
-    revision: str | None
-    weights: str
-    worker: str
-    device: str
-
-    def to_json(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> "Context":
-        labels, *others = json.loads(text)
-        return cls(tuple(labels), *others)
-
-
-class KnownContext:
-    """A context with what packing and unpacking need."""
-
-    def __init__(self, context: Context) -> None:
-        self.labels = context.labels
-        self.others = context[1:]
-        self.json = context.to_json()
-        self.id = blake2b(self.json.encode(), digest_size=8).digest()
+    def __init__(self, labels: tuple[str, ...], others: tuple[Any, ...]) -> None:
+        self.labels, self.others = labels, others
+        content = json.dumps([labels, *others]).encode()
+        self.id = blake2b(content, digest_size=8).digest()
         self.name = f"{CONTEXT_NAME}{self.id.hex()}"
-        self.record = _record(CONTEXT, bytes(KEY_BYTES), self.json.encode())
-        self.numbers = {label: number for number, label in enumerate(self.labels)}
-        self.scores = struct.Struct(f">{len(self.labels)}H")
+        self.record = _record(CONTEXT, bytes(KEY_BYTES), content)
+        self.numbers = {label: number for number, label in enumerate(labels)}
+        self.scores = struct.Struct(f">{len(labels)}H")
         #: Returns the values of a mapping from labels, in the order of `labels`. With a single one, itemgetter would
         #: not return a tuple.
         self.in_order: Callable[[Mapping[str, float]], Sequence[float]] = (
-            itemgetter(*self.labels) if len(self.labels) > 1 else lambda scores: [scores[each] for each in self.labels]
+            itemgetter(*labels) if len(labels) > 1 else lambda scores: [scores[each] for each in labels]
         )
 
 
@@ -77,11 +57,11 @@ class Contexts:
     """Contexts that this process has met. Thread-safe."""
 
     def __init__(self) -> None:
-        self._by_content: dict[Context, KnownContext] = {}
-        self._by_id: dict[bytes, KnownContext] = {}
-        self._latest: KnownContext | None = None
+        self._by_content: dict[tuple[Any, ...], Context] = {}
+        self._by_id: dict[bytes, Context] = {}
+        self._latest: Context | None = None
 
-    def of(self, found: Classification) -> tuple[KnownContext, Sequence[float]]:
+    def of(self, found: Classification) -> tuple[Context, Sequence[float]]:
         """Return the context of a result, and its scores in the order of the context's labels."""
         latest, scores = self._latest, found.scores
         others = (found.model, found.revision, found.weights, found.worker, found.device)
@@ -90,20 +70,24 @@ class Contexts:
                 return latest, latest.in_order(scores)
             except KeyError:
                 pass
-        context = Context(tuple(sorted(scores)), *others)
-        known = self._by_content.get(context) or self.add(context)
-        self._latest = known
+        labels = tuple(sorted(scores))
+        known = self._latest = self._by_content.get((labels, others)) or self._add(labels, others)
         return known, known.in_order(scores)
 
-    def get(self, identity: bytes) -> KnownContext | None:
+    def get(self, identity: bytes) -> Context | None:
         return self._by_id.get(identity)
 
-    def add(self, context: Context) -> KnownContext:
-        known = KnownContext(context)
+    def parse(self, content: bytes) -> Context:
+        """Return the context in a record's content, and keep it."""
+        labels, *others = json.loads(content)
+        return self._add(tuple(labels), tuple(others))
+
+    def _add(self, labels: tuple[str, ...], others: tuple[Any, ...]) -> Context:
+        context = Context(labels, others)
         if len(self._by_id) >= MAX_CONTEXTS:
             self._by_id, self._by_content = {}, {}
-        self._by_id[known.id] = self._by_content[context] = known
-        return known
+        self._by_id[context.id] = self._by_content[labels, others] = context
+        return context
 
 
 def fingerprint_key(fingerprint: str) -> bytes:
@@ -115,7 +99,7 @@ def fingerprint_key(fingerprint: str) -> bytes:
     return key if len(key) == KEY_BYTES else sha1(fingerprint.encode(), usedforsecurity=False).digest()[:KEY_BYTES]
 
 
-def pack(found: Classification, contexts: Contexts) -> tuple[bytes, KnownContext | None]:
+def pack(found: Classification, contexts: Contexts) -> tuple[bytes, Context | None]:
     """Return a result as a record, and the context that it refers to; None if none."""
     known, scores = contexts.of(found)
     try:
@@ -160,7 +144,7 @@ def split(records: bytes) -> Iterator[Record]:
         at += length
 
 
-def unpack(post_id: str, record: Record, context_of: Callable[[bytes], KnownContext | None]) -> Classification | None:
+def unpack(post_id: str, record: Record, context_of: Callable[[bytes], Context | None]) -> Classification | None:
     """Return the result in a post's record; None if its context is lost."""
     if record.kind == JSON:
         return Classification.model_validate_json(record.content)

@@ -19,18 +19,7 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from redis.exceptions import ResponseError
 
-from feedmill.shared.keys import (
-    COUNTERS,
-    DEAD_LETTERS,
-    MARKS,
-    RESULTS_STREAM,
-    RUNS,
-    STORED,
-    dead_letter_key,
-    labels_key,
-    run_key,
-    tombstone_key,
-)
+from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, STORED, labels_key
 from feedmill.shared.messages import Classification, DeadLetter, Post, digest
 from feedmill.shared.redis_errors import is_full
 from feedmill.shared.replay import Replay
@@ -39,41 +28,30 @@ from feedmill.shared.result_records import (
     SCORE,
     Context,
     Contexts,
-    KnownContext,
     fingerprint_key,
     pack,
     pack_score,
     split,
     unpack,
 )
-from feedmill.shared.runs import MAX_RUNS
 from feedmill.shared.scripts import call
-from feedmill.shared.scripts.queue import MARK_BYTES
-from feedmill.shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings
+from feedmill.shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
 #: Seconds per hour.
 HOUR_S = 3600
-#: Maximum labels counted per hour, because applications can send any number of labels. Further ones are not counted.
-MAX_LABELS_PER_HOUR = 1000
 #: Scores per script call. Redis is blocked during a call.
 SCORES_PER_CALL = 100
 #: Limits of the search for a result's stream entry: seconds by which the clocks of a worker and of Redis may differ,
 #: and entries.
 MAX_CLOCK_SKEW_S, ENTRIES_SEARCHED = 1.0, 2000
-#: Seconds for which hourly counts by label are kept: the longest period of `feedmill report`.
-LABEL_COUNTS_TTL_S = 30 * DAY_S
 #: Share of `results_memory` that the results stream may take.
 STREAM_SHARE = 0.45
 #: Ids per call of `stored_ids`.
 IDS_PER_CALL = 1000
 #: Dead letters per script call. Redis is blocked during a call.
 DEAD_LETTERS_PER_CALL = 50
-
-
-#: Keys whose memory is bounded, and the counters.
-BOUNDED = [RESULTS_STREAM, COUNTERS, STORED, MARKS]
 
 
 class Result(NamedTuple):
@@ -134,7 +112,7 @@ class ResultsStore:
         self._replay.start()  # before the results are found, so that they can be kept
         ids = json.dumps([post_id for post_id, _ in wanted])
         keys = b"".join([fingerprint_key(fingerprint) for _, fingerprint in wanted])
-        records: list[bytes] = call(self._redis, "find", [COUNTERS, STORED], [ids, keys], raw=True)
+        records: list[bytes] = call(self._redis, "find", ids, keys, raw=True)
         return [
             unpack(post_id, next(split(record)), self._context) if record else None
             for (post_id, _), record in zip(wanted, records, strict=True)
@@ -142,15 +120,15 @@ class ResultsStore:
 
     def _records(self, name: str) -> bytes:
         """Return the records of a post or of a context."""
-        records: bytes = call(self._redis, "get", [STORED], [name], raw=True)
+        records: bytes = call(self._redis, "get", name, raw=True)
         return records
 
-    def _context(self, identity: bytes) -> KnownContext | None:
+    def _context(self, identity: bytes) -> Context | None:
         """Return the context with this id; None if it is lost."""
         if known := self._contexts.get(identity):
             return known
         for record in split(self._records(CONTEXT_NAME + identity.hex())):
-            return self._contexts.add(Context.parse(record.content))
+            return self._contexts.parse(record.content)
         return None
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
@@ -166,7 +144,7 @@ class ResultsStore:
             new, trimmed = self._replay.write(*self._write_call(results, dead[:DEAD_LETTERS_PER_CALL]))
         except ResponseError as fault:
             if is_full(fault):  # maybe because a bound was lowered
-                call(self._redis, "bound", BOUNDED, [json.dumps(memory_limits(self._settings))])
+                call(self._redis, "bound", json.dumps(memory_limits(self._settings)))
             raise
         for start in range(DEAD_LETTERS_PER_CALL, len(dead), DEAD_LETTERS_PER_CALL):
             letters = dead[start : start + DEAD_LETTERS_PER_CALL]
@@ -214,25 +192,16 @@ class ResultsStore:
             "runs": [post.run or "" for post, _ in results],
             "contexts": list(contexts),
             # Posts sent without an id get "", which is not a valid id and cannot be purged.
-            "letters": [
-                ((letter.id or "").strip(), dead_letter_key(dead_letter_digest(letter)), letter.run or "")
-                for letter in dead
-            ],
+            "letters": [((letter.id or "").strip(), dead_letter_digest(letter), letter.run or "") for letter in dead],
             "limits": memory_limits(settings),
             "ttl": settings.results_ttl,
             "length": settings.results_stream_length,
             "dead_length": settings.dead_letters_length,
-            "hours": labels_key(""),
-            "labels_ttl": LABEL_COUNTS_TTL_S,
-            "max_labels": MAX_LABELS_PER_HOUR,
-            "tombstones": tombstone_key(""),
-            "run": run_key(""),
             "run_ttl": settings.sent_ttl,
-            "max_runs": MAX_RUNS,
         }
         # Encoded once, for all repetitions, and to bytes: a Python string can take four bytes per character.
         arguments = [json.dumps(given).encode(), b"".join([*records, *contexts.values()]), *texts]
-        write = partial(call, self._redis, "write", [*BOUNDED, DEAD_LETTERS, RUNS], arguments)
+        write = partial(call, self._redis, "write", *arguments)
         return write, sum(map(len, arguments))
 
     def _clipped(self, post: Post) -> bytes:
@@ -270,7 +239,7 @@ class ResultsStore:
         remaining = iter(scores.items())
         while batch := list(islice(remaining, SCORES_PER_CALL)):
             records = [(post_id, pack_score(json.dumps({"score": score, "at": at}))) for post_id, score in batch]
-            refreshed += call(self._redis, "refresh", [STORED], [part for record in records for part in record])
+            refreshed += call(self._redis, "refresh", *(part for record in records for part in record))
         return refreshed
 
     def score(self, post_id: str) -> Score | None:
@@ -309,9 +278,9 @@ class ResultsStore:
 
 
 def memory_limits(settings: Settings) -> dict[str, int]:
-    """Return the bytes that the results with their stream, the stream, and sent records may take, and of a mark."""
+    """Return the bytes that the results with their stream, the stream, and sent records may take."""
     results = settings.results_memory
-    return {"results": results, "stream": int(STREAM_SHARE * results), "sent": settings.sent_memory, "mark": MARK_BYTES}
+    return {"results": results, "stream": int(STREAM_SHARE * results), "sent": settings.sent_memory}
 
 
 def stored_ids(redis: Redis) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Memory of results and of sent records, and what a rate of posts needs.
 
 Results are the table of records with their contexts, and the results stream, which may take STREAM_SHARE of
-`results_memory`. Sent records have a bound of their own, `sent_memory`. The function that writes a micro-batch drops
+`results_memory`. Sent records may take half as much in addition. The function that writes a micro-batch drops
 what exceeds them (shared/scripts/results.lua).
 """
 
@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from redis import Redis
 
-from feedmill.shared.keys import MARKS, RESULTS_STREAM, STORED
 from feedmill.shared.results import memory_limits
 from feedmill.shared.scripts import call
-from feedmill.shared.scripts.queue import MARK_BYTES
 from feedmill.shared.settings import Settings
 
 
@@ -57,10 +55,7 @@ DROPPED_SHARE = 1 / 8
 
 def measure(redis: Redis, settings: Settings) -> Kept:
     """Estimate what is kept of posts, in less than a millisecond. Raises redis.exceptions.RedisError."""
-    (records_bytes, results), (sent_bytes, sent) = (
-        call(redis, "measure", [table], size) for table, size in ((STORED, ()), (MARKS, (MARK_BYTES,)))
-    )
-    stream_bytes, entries = call(redis, "measure_stream", [RESULTS_STREAM])
+    records_bytes, results, stream_bytes, entries, sent_bytes, sent = call(redis, "measure")
     return Kept(
         records_bytes + stream_bytes,
         settings.results_memory,

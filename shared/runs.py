@@ -6,7 +6,6 @@ The functions that mark posts as sent, store results and store dead letters coun
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -104,6 +103,6 @@ def _number(text: str | None) -> int:
     return int(text) if text and re.fullmatch(r"\d{1,18}", text, re.ASCII) else 0
 
 
-def is_waiting(found: Progress, now: float | None = None) -> bool:
+def is_waiting(found: Progress, now: float) -> bool:
     """Return whether posts are pending, but nothing has happened for a while. now: seconds since 1970."""
-    return bool(found.pending) and (time.time() if now is None else now) - found.latest > WAITING_AFTER_S
+    return bool(found.pending) and now - found.latest > WAITING_AFTER_S

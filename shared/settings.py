@@ -15,11 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     ByteSize,
     Field,
     SecretStr,
-    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -66,25 +64,6 @@ def _form(pattern: str, words: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _size(words: str) -> BeforeValidator:
-    """Parse a number of bytes with an optional unit. words: as in `_form`."""
-    adapter = TypeAdapter(ByteSize)
-
-    def parse(value: object) -> int:
-        try:
-            found = int(adapter.validate_python(value))
-        except ValidationError:
-            found = 0
-        if found < MIN_MEMORY:
-            raise ValueError(f"should be {words}, not {value!r:.80}")
-        return found
-
-    return BeforeValidator(parse)
-
-
-#: Minimum bytes for results or sent records: a sample of them must be small.
-MIN_MEMORY = 10_000_000
-Size = Annotated[int, _size("10MB or more, in bytes or with a unit such as MB or GiB")]
 Prompt = Annotated[str, _form(r"(?s).{1,2000}", "1 to 2,000 characters")]
 
 
@@ -126,9 +105,6 @@ class Settings(BaseSettings):
     priority: Annotated[int, Field(ge=0, le=9)] = 0
     #: Waiting messages in the queue at which producers pause, until half of them wait.
     queue_limit: Count = 20_000
-    #: Behavior of `feedmill enqueue` when the queue is full or Redis is at its memory limit: wait, or refuse with an
-    #: error.
-    when_full: Literal["wait", "refuse"] = "wait"
     #: Seconds for which sent posts are not sent again, and up to an eighth longer.
     sent_ttl: Count = 30 * DAY_S
 
@@ -140,26 +116,12 @@ class Settings(BaseSettings):
     reddit_client_secret: SecretStr | None = None
     #: User agent, in the form that Reddit requires: <platform>:<app ID>:<version> (by /u/<user>).
     reddit_user_agent: Annotated[str, _form(r"[ -~]{7,200}", "7 to 200 printable ASCII characters")] | None = None
-    #: URL of another server with Reddit's API, which receives the credentials. Unset: Reddit.
-    reddit_url: Annotated[str, _form(r"https?://[^/?#\s]+", "a URL such as http://127.0.0.1:8080")] | None = None
     #: TOML file of topics and their subreddits. `feedmill ingest topics` prints the default.
     reddit_topics: Path | None = None
     #: Seconds between polls of a topic's new posts.
     reddit_poll_interval: Seconds = 60.0
-    #: Maximum requests per minute. The budget in Reddit's responses applies if it is lower.
-    reddit_requests_per_minute: Count = 90
-    #: Timeout of a request to Reddit, in seconds: for the first byte, and between two reads.
-    reddit_timeout: Seconds = 15.0
     #: Source from which the Reddit daemon fills gaps by itself. Unset: none (`feedmill ingest gaps --fill`).
     reddit_fill_gaps: Literal["arctic-shift"] | None = None
-    #: URL of Arctic Shift, an archive of Reddit that is neither run nor approved by Reddit, or of a mirror.
-    arctic_shift_url: Annotated[str, _form(r"https?://[^?#\s]+", "a URL such as http://127.0.0.1:8080")] = (
-        "https://arctic-shift.photon-reddit.com"
-    )
-    #: Maximum requests to Arctic Shift per minute, fewer if its responses say so.
-    arctic_shift_requests_per_minute: Count = 30
-    #: Seconds for which tombstones are kept. They block posts that were purged, or deleted at their source.
-    tombstone_ttl: Count = 365 * DAY_S
 
     # Bluesky and other live sources.
 
@@ -177,17 +139,12 @@ class Settings(BaseSettings):
     #: Minimum characters of a post's text.
     bluesky_min_characters: Count = 1
 
-    #: Class of your own live source, which `feedmill ingest live` reads (docs/extending.md).
-    live_source: Annotated[str, _form(PLUGIN_PATTERN, "module:Class")] | None = None
-
     # Workers.
 
     #: Model: a folder with a transformers model, or a name on the model hub. The default is included and needs no hub.
     model: str = "sentence-transformers/all-MiniLM-L6-v2"
     #: Branch, tag or commit of a model on the hub. A commit pins the model.
     revision: Annotated[str, _form(r"[A-Za-z0-9._/-]{1,128}", "a branch, tag or commit")] | None = None
-    #: Never contact the model hub. Use only folders, packages and earlier downloads.
-    offline: bool = False
     #: Run the model's Python code, with all rights of the worker's user. Review it and pin `revision`.
     trust_remote_code: bool = False
     #: Classifier (docs/models.md). auto selects one from the model's files. module:Class loads a plug-in
@@ -234,13 +191,8 @@ class Settings(BaseSettings):
     #: Waiting rows at which a worker stops fetching messages; it holds at most 1,024 messages. Larger values reduce
     #: padding on fast devices and increase latency.
     window_rows: Count = 8192
-    #: Seconds of work, at the device's recent speed, at which a worker stops fetching messages, so that none waits for
-    #: a slow device.
-    prefetch_seconds: Seconds = 2.0
     #: Seconds after which a hanging forward pass, other classifier call, or trial of a deployed model ends the worker.
     forward_timeout: Seconds = 300.0
-    #: Seconds between statistics in the worker's log.
-    statistics_interval: Seconds = 60.0
     #: Folder for measurements that workers reuse. Can be deleted at any time.
     cache_folder: Path = Path("~/.cache/feedmill")
     #: Comma-separated modules with your own Celery tasks for the worker to load (docs/celery.md).
@@ -249,27 +201,21 @@ class Settings(BaseSettings):
     celery_results: Literal["redis", "rpc"] = "redis"
     #: Seconds that a worker has on SIGTERM to finish its messages. Unfinished ones return to the queue.
     drain: Seconds = 30.0
-    #: Seconds after which messages of a vanished worker are redelivered. Living workers renew their leases.
-    visibility_timeout: Annotated[int, Field(ge=3)] = 6
 
     # Retention.
 
     #: Seconds for which results are kept, and up to an eighth longer.
     results_ttl: Count = 7 * DAY_S
-    #: Memory in Redis for results and their stream, which may take 45% of it. The oldest are dropped when it is reached
-    #: (docs/redis.md). Set it on workers; the lowest one applies.
-    results_memory: Size = 10**9
-    #: Memory in Redis for records of sent posts. The oldest are dropped when it is reached; those posts can be sent
-    #: twice. Set it on producers and workers; the lowest one applies.
-    sent_memory: Size = 500 * 10**6
+    #: Memory in Redis, such as 500MB, for results and their stream, which may take 45% of it. Records of sent posts may
+    #: take half as much in addition. When it is reached, the oldest are dropped before their time. The lowest one of
+    #: all workers and producers applies.
+    results_memory: Annotated[ByteSize, Field(ge=10_000_000)] = ByteSize(10**9)
     #: Approximate maximum entries of the results stream. Redis trims whole nodes.
     results_stream_length: Count = 100_000
     #: Approximate maximum entries of the dead-letter stream.
     dead_letters_length: Count = 10_000
     #: Characters of a post's body in its stream entry.
     stream_body: Annotated[int, Field(ge=0)] = 500
-    #: Seconds for which Celery keeps results for the application that sent the message.
-    celery_result_ttl: Count = 3600
 
     # Metrics, Flower and logs.
 
@@ -286,6 +232,11 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = "text"
     #: Minimum level of log records.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def sent_memory(self) -> int:
+        """Bytes that records of sent posts may take. Beyond them, the oldest go: those posts can be sent twice."""
+        return self.results_memory // 2
 
     @field_validator("labels", mode="before")
     @classmethod
@@ -390,16 +341,11 @@ class Settings(BaseSettings):
             return FALLBACK_REDIS_URL
         try:
             found = str(json.loads((self.data_folder / STACK_FILE).read_text())["redis_url"])
-        except FileNotFoundError:
+        except (OSError, ValueError, KeyError):
             # Not localhost: another Redis there would take the posts that are meant for this one.
             raise SettingsError(
-                f"`feedmill up` with data in {self.data_folder} is starting or stopping. Run the command again when it "
-                "has started Redis."
-            ) from None
-        except (OSError, ValueError, KeyError) as error:
-            raise SettingsError(
-                f"Cannot read the address of the running `feedmill up` from {self.data_folder / STACK_FILE} ({error}). "
-                f"Set {PREFIX}REDIS_URL, or delete the file."
+                f"`feedmill up` is starting or stopping: its address cannot be read from "
+                f"{self.data_folder / STACK_FILE}. Run the command again when it has started, or set {PREFIX}REDIS_URL."
             ) from None
         self.__dict__["stack_url"] = found
         return found

@@ -53,6 +53,7 @@ from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.runs import Progress, progress
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.stack.processes import Child
+from feedmill.workers.transport.redis_transport import Channel
 from tests.fakes.proxy import Proxy
 from tests.fakes.standin_worker import CLOCK, FULL, HANG, KILLS, RAISES
 from tests.support import Restartable, body_of, redis_servers, wait_until
@@ -61,7 +62,7 @@ from tests.support import Restartable, body_of, redis_servers, wait_until
 RUN = "chaos"
 ROOT = Path(__file__).parent.parent
 #: Seconds: a message's lease, the forward timeout, the delay of each piece of a delayed connection.
-LEASE_S, FORWARD_TIMEOUT_S, DELAY_S = 3, 8, 0.2
+LEASE_S, FORWARD_TIMEOUT_S, DELAY_S = Channel.visibility_timeout, 8, 0.2
 #: Durations of faults, in seconds: a paused worker (longer than its leases), slow connections, a full Redis.
 PAUSE_S, SLOW_S, FULL_MEMORY_S = 2.0 * LEASE_S, 3.0, 3.0
 #: Seconds of the append-only file that a power cut loses.
@@ -130,9 +131,7 @@ class Chaos:
                 "batch_rows": given.batch_rows,
                 "token_budget": 65_536,
                 "window_rows": 512,
-                "visibility_timeout": LEASE_S,
                 "forward_timeout": FORWARD_TIMEOUT_S,
-                "statistics_interval": 10.0,
                 "results_stream_length": 2 * given.posts,
                 "dead_letters_length": 2 * given.posts,
                 "results_ttl": 86_400,

@@ -56,7 +56,6 @@ ENVIRONMENT = {
     # Nothing may be trimmed before the comparison.
     "FEEDMILL_RESULTS_STREAM_LENGTH": "10000000",
     "FEEDMILL_DEAD_LETTERS_LENGTH": "10000000",
-    "FEEDMILL_CELERY_RESULT_TTL": "86400",
 }
 #: Allowed difference between two scores of a post. Padding changes the order of summation.
 TOLERANCE = 1e-4

@@ -32,13 +32,13 @@ from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Source
 from feedmill.producers.push import Pusher
-from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
-from feedmill.producers.reddit.client import RedditClient
+from feedmill.producers.reddit import arctic_shift, client
 from feedmill.producers.reddit.source import ArchiveSource, RedditSource
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
+from tests.fakes import constants
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.hacker_news import HackerNews
@@ -122,9 +122,13 @@ class RedditServer:
             self._reddit.add_subreddit(names[0])
             self._reddit.publish(names[0], title="the first")
         self.settings = {
-            "reddit_url": self._reddit.url, "arctic_shift_url": self._archive.url, "reddit_client_id": "id",
-            "reddit_client_secret": "secret", "reddit_user_agent": "linux:hours:1 (by /u/nobody)",
+            "reddit_client_id": "id", "reddit_client_secret": "secret",
+            "reddit_user_agent": "linux:hours:1 (by /u/nobody)",
         }  # fmt: skip
+        # The daemon's process inherits it.
+        os.environ[constants.VARIABLE] = json.dumps(
+            constants.reddit(self._reddit.url) | constants.arctic_shift(self._archive.url)
+        )
 
     @property
     def ids(self) -> set[str]:
@@ -206,11 +210,13 @@ def make_source(name: str, settings: Settings, clock: SharedClock) -> Source:
     topics = Topics(active=1, topics=TOPICS)
     redis = connect(settings)
     if name == "reddit":
-        budget = RequestBudget(clock, settings.reddit_requests_per_minute)
-        return RedditSource(RedditClient(settings, budget, topics.topic_of), redis, topics, settings, clock, depth=1000)
+        budget = RequestBudget(clock, client.REQUESTS_PER_MINUTE)
+        return RedditSource(
+            client.RedditClient(settings, budget, topics.topic_of), redis, topics, settings, clock, depth=1000
+        )
     if name == "arctic-shift":
-        budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
-        archive = ArcticShiftClient(settings, budget, topics.topic_of)
+        budget = RequestBudget(clock, arctic_shift.REQUESTS_PER_MINUTE)
+        archive = arctic_shift.ArcticShiftClient(settings, budget, topics.topic_of)
         return ArchiveSource(archive, redis, topics, settings, clock, 1000)
     if name == "bluesky":
         bluesky.IDLE_S = 0.02  # real time
@@ -225,6 +231,7 @@ def follow(
 ) -> None:
     """Run the daemon in this process. Send its memory and status at the ends of hours, and its final status."""
     clock = SharedClock(shared, published)
+    constants.replace(json.loads(os.environ.get(constants.VARIABLE, "{}")))
     validated = Settings.model_validate(settings)
     redis = connect(validated)
     pusher = Pusher(make_app(validated), redis, validated, ClassifyOptions(), wait=clock.wait)

@@ -29,7 +29,7 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from trustme import CA
 
-from feedmill.shared.keys import MARKS, STORED
+from feedmill.shared.keys import MARKS
 from feedmill.shared.messages import Classification, Post, digest
 from feedmill.shared.scripts import call
 from feedmill.shared.scripts import queue as queue_scripts
@@ -38,6 +38,7 @@ from feedmill.shared.settings import LOCK_FILE, STACK_FILE
 from feedmill.stack.embedded import embedded_server
 from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child
+from tests.fakes import constants
 from tests.forkserver import Forked, Forks, ForkServer
 
 #: Of each process' own: a worker of another test run, whose server had the same port before, cannot log in.
@@ -91,7 +92,7 @@ def mark_sent(client: Redis, post_id: str) -> None:
 
 def has_results(client: Redis, post_id: str) -> bool:
     """Return whether anything is stored with a post's results."""
-    return bool(call(client, "get", [STORED], [post_id], raw=True))
+    return bool(call(client, "get", post_id, raw=True))
 
 
 def age(client: Redis, table: str, seconds: float) -> None:
@@ -247,7 +248,14 @@ def _environment(folder: Path, **environment: str) -> dict[str, str]:
     """Return this process' environment without Feedmill's settings, and with a token budget to skip calibration."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
     ours = {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_CACHE_FOLDER": str(folder / "cache")}
+    if constants.VARIABLE in environment:
+        ours["PYTHONPATH"] = str(Path(__file__).parent.parent)
     return clean | ours | environment
+
+
+def _program(environment: dict[str, str]) -> list[str]:
+    """Return the command `feedmill`, or the one that replaces constants first."""
+    return [sys.executable, "-m", constants.__name__] if constants.VARIABLE in environment else [FEEDMILL]
 
 
 class Forking(Child):
@@ -267,7 +275,7 @@ class Feedmill:
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.output = cwd / f"feedmill-{time.monotonic_ns()}.log"
         with self.output.open("wb") as output:
-            self.process = start([FEEDMILL, *arguments], cwd, _environment(cwd, **environment), output)
+            self.process = start([*_program(environment), *arguments], cwd, _environment(cwd, **environment), output)
 
     def text(self) -> str:
         return self.output.read_text()
@@ -324,7 +332,7 @@ def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: 
 
 def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `feedmill` until it exits."""
-    return run([FEEDMILL, *arguments], cwd, _environment(cwd, COLUMNS="200") | environment, stdin)
+    return run([*_program(environment), *arguments], cwd, _environment(cwd, COLUMNS="200", **environment), stdin)
 
 
 def run(

@@ -7,7 +7,7 @@ from typing import Any
 
 from feedmill.shared.broker import Application, make_app
 from feedmill.shared.errors import SettingsError
-from feedmill.shared.settings import Settings, load
+from feedmill.shared.settings import PREFIX, Settings, load
 from feedmill.workers.models.plugins import import_user_module
 from feedmill.workers.runtime import task  # noqa: F401 - registers the shared task with every application
 from feedmill.workers.runtime.in_flight import keep_unstored
@@ -45,7 +45,7 @@ def make_worker_app(settings: Settings) -> Application:
     )
     app.steps["consumer"].add("feedmill.workers.runtime.consumer:ConsumerFit")
     for module in settings.include:
-        import_user_module(module, "include")
+        import_user_module(module, f"{PREFIX}INCLUDE")
     app.finalize()
     return app
 

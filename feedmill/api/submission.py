@@ -2,7 +2,7 @@
 
 Each message's Celery result has one outcome per post, in order, failures included. The results store cannot replace it:
 it does not know failures, and an id may have results of other labels. Celery keeps a result for an hour
-(`celery_result_ttl`); a message whose result expired uncollected is sent again, and the worker answers it from the
+(CELERY_RESULT_TTL_S); a message whose result expired uncollected is sent again, and the worker answers it from the
 results store without computing.
 """
 
@@ -108,7 +108,7 @@ class SubmittedRun:
     def _publish(self, posts: Iterable[Post]) -> None:
         pusher = Pusher(
             _sending_app(self._settings), self._redis, self._settings, self._request.options, again=True,
-            refuse=self._settings.when_full == "refuse", run=self.name, on_published=self._published,
+            run=self.name, on_published=self._published,
         )  # fmt: skip
         with user_errors(self._settings):
             pusher.push(posts)

@@ -111,7 +111,7 @@ def _requested(folder: Path | None) -> RequestedModel:
             f"{place} contains no model: it has no {CONFIG_FILE}. Give a folder written by `feedmill train` or "
             "save_pretrained."
         )
-    return RequestedModel(str(place), locate(str(place), offline=True).sha256, time.time())
+    return RequestedModel(str(place), locate(str(place)).sha256, time.time())
 
 
 def _wait_for_workers(

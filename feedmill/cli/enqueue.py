@@ -92,7 +92,6 @@ def enqueue(
         bool, typer.Option("--again", help="Start over, and resend posts that were already sent.")
     ] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts per message (default: 32).")] = None,
-    when_full: Annotated[str | None, typer.Option(help="If the queue is full: wait or refuse (default: wait).")] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Send the posts of a file to the queue.
@@ -101,7 +100,7 @@ def enqueue(
     it stopped when it runs again. Exits 1 if a record was malformed, no record had text, the filters excluded every
     record, or, with --wait, a post failed.
     """
-    settings = flags.settings_of(redis_url=redis_url, posts_per_message=posts_per_message, when_full=when_full)
+    settings = flags.settings_of(redis_url=redis_url, posts_per_message=posts_per_message)
     options = flags.options(settings)
     filters = _filters(subreddit or [], since, until, date_format)
     kept = _columns(keep or [])
@@ -110,9 +109,8 @@ def enqueue(
     name = None if no_run else default_run(file) if run is None else parse_run(run)
     redis = connect(settings)
     settings = flags.select_queue(settings, redis)
-    refuse = settings.when_full == "refuse"
     celery = make_app(settings)
-    pusher = Pusher(celery, redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse, run=name)
+    pusher = Pusher(celery, redis, settings, options, again, wait_for_memory=True, run=name)
     with user_errors(settings):
         check_options(redis, settings.queue, options)
         way = (_scope(redis, settings.queue, options), name or "", ",".join(kept))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -29,7 +30,7 @@ from feedmill.producers.reddit import topics as topics_file
 from feedmill.producers.reddit.state import State
 from feedmill.shared.broker import connect, make_app, user_errors
 from feedmill.shared.errors import UserError, printable
-from feedmill.shared.settings import Settings
+from feedmill.shared.settings import PLUGIN_PATTERN, Settings
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from feedmill.workers.models.plugins import load_plugin
 
@@ -105,18 +106,16 @@ def _require(package: str, extra: str) -> None:
 
 def _reddit_source(limit: int, site: RedditSite, settings: Settings, clock: Clock, redis: Redis) -> Source:
     # Imported late: these need optional packages.
-    from feedmill.producers.reddit.arctic_shift import ArcticShiftClient  # noqa: PLC0415
-    from feedmill.producers.reddit.client import RedditClient  # noqa: PLC0415
+    from feedmill.producers.reddit import arctic_shift, client  # noqa: PLC0415
     from feedmill.producers.reddit.source import ArchiveSource, RedditSource  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
-    budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
-    archive = ArcticShiftClient(settings, budget, topics.topic_of)
+    budget = RequestBudget(clock, arctic_shift.REQUESTS_PER_MINUTE)
+    archive = arctic_shift.ArcticShiftClient(settings, budget, topics.topic_of)
     if site == "arctic-shift":
         return ArchiveSource(archive, redis, topics, settings, clock, limit)
-    budget = RequestBudget(clock, settings.reddit_requests_per_minute)
-    client = RedditClient(settings, budget, topics.topic_of)
-    return RedditSource(client, redis, topics, settings, clock, limit, archive if settings.reddit_fill_gaps else None)
+    api = client.RedditClient(settings, RequestBudget(clock, client.REQUESTS_PER_MINUTE), topics.topic_of)
+    return RedditSource(api, redis, topics, settings, clock, limit, archive if settings.reddit_fill_gaps else None)
 
 
 @app.command()
@@ -151,19 +150,17 @@ def bluesky(
 @app.command()
 @with_groups
 def live(
+    source: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="Class of the source (docs/extending.md).")],
     *,
-    live_source: Annotated[
-        str | None, typer.Option(metavar="MODULE:CLASS", help="Class of the source (docs/extending.md).")
-    ] = None,
     flags: MessageFlags,
     metrics_port: MetricsPort = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Send the new posts of your own live source to the queue until SIGTERM, as `ingest bluesky` does."""
-    settings = flags.settings_of(redis_url=redis_url, live_source=live_source, metrics_port=metrics_port)
-    if settings.live_source is None:
-        raise UserError("No source is given. Name its class with --live-source MODULE:CLASS.")
-    make = load_plugin(settings.live_source, "live_source")
+    settings = flags.settings_of(redis_url=redis_url, metrics_port=metrics_port)
+    if not re.fullmatch(PLUGIN_PATTERN, source):
+        raise UserError(f"'{printable(source):.80}' is not the class of a source. Name it as MODULE:CLASS.")
+    make = load_plugin(source, "MODULE:CLASS")
     _follow(lambda settings, clock, _: make(settings, clock), settings, flags)
 
 
@@ -246,14 +243,14 @@ def format_status(status: dict[str, Any]) -> str:
 def _one_pass(settings: Settings, flags: MessageFlags, kind: ListingKind, limit: int, period: Period) -> None:
     """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
     # Imported late: needs PRAW, an optional package.
-    from feedmill.producers.reddit.client import RedditClient  # noqa: PLC0415
+    from feedmill.producers.reddit.client import REQUESTS_PER_MINUTE, RedditClient  # noqa: PLC0415
     from feedmill.producers.reddit.rechecks import Rechecker  # noqa: PLC0415
     from feedmill.producers.reddit.snapshot import Listing, Snapshot  # noqa: PLC0415
     from feedmill.producers.reddit.subreddits import Roster  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
     clock = Clock()
-    reddit = RedditClient(settings, RequestBudget(clock, settings.reddit_requests_per_minute), topics.topic_of)
+    reddit = RedditClient(settings, RequestBudget(clock, REQUESTS_PER_MINUTE), topics.topic_of)
     listing = Listing(kind, limit, period if kind == "top" else "")
     with _connected(settings, flags, clock, is_service=False) as (selected, redis, pusher):
         state = State(redis, clock)
@@ -326,12 +323,12 @@ def _gap_state(gap: Gap) -> str:
 def _fill_gaps(settings: Settings, flags: MessageFlags) -> None:
     """Fill all open gaps from Arctic Shift. Failures are stored with the gaps."""
     # Imported late: these need optional packages.
-    from feedmill.producers.reddit.arctic_shift import ArcticShiftClient, GapFiller  # noqa: PLC0415
+    from feedmill.producers.reddit.arctic_shift import REQUESTS_PER_MINUTE, ArcticShiftClient, GapFiller  # noqa: PLC0415
 
     clock = Clock()
     topics = topics_file.read(settings.reddit_topics)
     with _connected(settings, flags, clock, is_service=False) as (_, redis, pusher):
-        budget = RequestBudget(clock, settings.arctic_shift_requests_per_minute)
+        budget = RequestBudget(clock, REQUESTS_PER_MINUTE)
         state = State(redis, clock)
         filler = GapFiller(ArcticShiftClient(settings, budget, topics.topic_of), state, clock)
         for number, gap in enumerate(state.gaps.open("reddit"), 1):

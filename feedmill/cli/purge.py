@@ -19,6 +19,7 @@ from feedmill.shared.messages import parse_run
 from feedmill.shared.purge import PurgeCounts, lift_tombstones
 from feedmill.shared.purge import purge as purge_posts
 from feedmill.shared.purge import rewrite_append_only_file as rewrite_file
+from feedmill.shared.scripts.purge import TOMBSTONE_TTL_S
 from feedmill.shared.settings import DAY_S, Settings
 
 app = typer.Typer()
@@ -50,7 +51,7 @@ def purge(
 ) -> None:
     """Delete everything stored about the given posts and block them from being ingested again.
 
-    Asks first in a terminal. The block lasts FEEDMILL_TOMBSTONE_TTL seconds (365 days). With --run, delete what is
+    Asks first in a terminal. The block lasts a year. With --run, delete what is
     stored about a run: other runs keep their posts, and its file can be sent again. Exits 1 if nothing was stored.
     """
     settings = settings_of(redis_url=redis_url)
@@ -79,7 +80,7 @@ def _purge_posts(redis: Redis, settings: Settings, ids: list[str], lift: bool, y
     if not posts:
         raise UserError("Standard input contains no post id. Give one id per line.")
     subject = printable(next(iter(posts))) if len(posts) == 1 else f"{len(posts):,} posts"
-    blocked = f"{settings.tombstone_ttl / DAY_S:.3g} days"
+    blocked = f"{TOMBSTONE_TTL_S // DAY_S} days"
     # Scripts delete posts at their authors' request; a block by mistake is lifted by --lift.
     if not (lift or yes or "-" in ids) and _in_terminal():
         typer.confirm(f"Delete everything stored about {subject}, and block it for {blocked}?", abort=True)

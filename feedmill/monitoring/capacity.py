@@ -1,6 +1,6 @@
 """Compare Redis' memory with what the current rate of posts needs until results and sent records expire.
 
-Both are dropped beyond `results_memory` and `sent_memory` (shared/retention.py). The backlog (bounded by `queue_limit`)
+Both are dropped beyond `results_memory` and half of it (shared/retention.py). The backlog (bounded by `queue_limit`)
 and dead letters are not counted.
 """
 
@@ -16,7 +16,7 @@ from feedmill.shared.settings import DAY_S, PREFIX, Settings
 #: Share of the memory limit from which the health check fails.
 FULL_SHARE = 0.95
 #: How to need less memory.
-ADVICE = f"raise maxmemory, or lower {PREFIX}RESULTS_MEMORY and {PREFIX}SENT_MEMORY"
+ADVICE = f"raise maxmemory, or lower {PREFIX}RESULTS_MEMORY"
 
 
 class Memory(NamedTuple):

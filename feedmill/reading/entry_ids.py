@@ -13,8 +13,3 @@ def id_before(since: float) -> str:
 def seconds_of(entry_id: str) -> float:
     """Return the time at which an entry was written, in seconds since 1970."""
     return int(entry_id.partition("-")[0]) / 1000
-
-
-def order(entry_id: str) -> tuple[int, ...]:
-    """Return a sort key."""
-    return tuple(map(int, entry_id.split("-")))

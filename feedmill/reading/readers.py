@@ -1,7 +1,7 @@
 """Read the results stream: followers with a private cursor, members of consumer groups, and their items.
 
-Scripts fetch entries and count those trimmed unread (shared/scripts/stream.py). XREAD is used only to wait. Independent
-of the command line and of Celery's tasks.
+Entries carry numbers, by which trimmed ones are counted (shared/scripts/stream.py). XREAD is used only to wait.
+Independent of the command line and of Celery's tasks.
 """
 
 import logging
@@ -18,12 +18,24 @@ from typing import Any, NamedTuple, TypeVar
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from feedmill.reading.entry_ids import id_before, order, seconds_of
+from feedmill.reading.entry_ids import id_before, seconds_of
 from feedmill.shared.errors import UserError, clause, printable
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.redis_errors import is_temporary, rejects_writes
 from feedmill.shared.results import Result, read_entry
-from feedmill.shared.scripts.stream import END, Fetched, Place, StreamState, claim, fetch
+from feedmill.shared.scripts.stream import (
+    Entry,
+    Place,
+    claim,
+    create_group,
+    end_of,
+    fetch,
+    fetch_group,
+    is_lost,
+    number_of,
+    trimmed_between,
+    trimmed_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -118,31 +130,27 @@ class Follower:
         self._redis = redis
         self._wanted = wanted
         self._history = history
-        self._place = END if since is None else Place(id_before(since))
+        self._place = None if since is None else Place(id_before(since))
         #: Time of the latest read (monotonic seconds).
         self._read_at = time.monotonic()
 
     def read(self) -> list[Read] | None:
         """Return available items without waiting. None if there are none; an empty list if none match the filter."""
-        if self._place == END:
-            self._read()
+        place = self._place = self._place or end_of(self._redis)
         if self._history:
-            found = newest(self._redis, self._history, self._wanted, until=self._place.cursor)
+            found = newest(self._redis, self._history, self._wanted, until=place.cursor)
             self._history = 0
             return [Read(result) for result in found]
-        return self._read()
-
-    def _read(self) -> list[Read] | None:
-        found = fetch(self._redis, FOLLOWED_AT_ONCE, self._place)
-        if found.lost:
+        entries = fetch(self._redis, FOLLOWED_AT_ONCE, place)
+        if not entries and is_lost(self._redis, place):
             self._go_back()
             return []
-        self._place, self._read_at = found.place, time.monotonic()
-        if not found.entries:
+        self._read_at = time.monotonic()
+        if not entries:
             return None
-        return missed_before(found) + [
-            Read(result) for _, result in parsed(found.entries) if result and self._wanted.has(result)
-        ]
+        missed = missed_before(self._redis, place, entries)
+        self._place = Place(entries[-1][0], number_of(entries[-1][1]))
+        return missed + [Read(result) for _, result in parsed(entries) if result and self._wanted.has(result)]
 
     def _go_back(self) -> None:
         """Continue with what Redis stored since the latest read: it has smaller ids than what was read then."""
@@ -153,7 +161,8 @@ class Follower:
 
     def wait(self, seconds: float) -> None:
         """Return as soon as there may be something to read, or after `seconds`."""
-        wait_for_entry(self._redis, self._place, seconds)
+        if self._place:
+            wait_for_entry(self._redis, self._place, seconds)
 
     def acknowledge(self, ids: Sequence[str]) -> None:
         """Do nothing: followers have no pending entries."""
@@ -183,24 +192,21 @@ def wait_for_entry(redis: Redis, place: Place, seconds: float) -> None:
     redis.xread({RESULTS_STREAM: place.cursor}, count=1, block=milliseconds(seconds))
 
 
-def parsed(entries: Iterable[Sequence[Any]]) -> Iterator[tuple[str, Result | None]]:
+def parsed(entries: Iterable[Entry]) -> Iterator[tuple[str, Result | None]]:
     """Yield (entry id, result). The result is None for unreadable entries, which would block a group forever."""
     for entry_id, fields in entries:
         try:
-            by_name = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
-            yield entry_id, read_entry(by_name)
+            yield entry_id, read_entry(fields or {})
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("skipping unreadable entry %s of %s: %r", entry_id, RESULTS_STREAM, error)
             yield entry_id, None
 
 
-def missed_before(found: Fetched) -> list[Read]:
-    """Report the gap before the fetched entries, if there is one."""
-    if not found.gone:
-        return []
-    at_most = found.gone if found.gone > 0 else None
-    count = None if found.purged_meanwhile else at_most
-    return [Read(Missed(count, seconds_of(found.before), seconds_of(found.entries[0][0]), at_most))]
+def missed_before(redis: Redis, place: Place, entries: Sequence[Entry]) -> list[Read]:
+    """Report the gap between a place and the entries read after it, if there is one."""
+    first, fields = entries[0]
+    count, at_most = trimmed_between(redis, place, number_of(fields))
+    return [] if at_most == 0 else [Read(Missed(count, seconds_of(place.cursor), seconds_of(first), at_most))]
 
 
 def normalize(subreddit: str) -> str:
@@ -236,7 +242,7 @@ class GroupReader:
         self._wanted = wanted
         self._claim_after = claim_after
         #: The group's place in the stream. For a new group, the start of the group.
-        self._place = END if since is None else Place(id_before(since))
+        self._place = None if since is None else Place(id_before(since))
         self._claim_from = "0-0"
         self._claim_at = self._read_at = time.monotonic()
         #: Entries to acknowledge.
@@ -253,16 +259,16 @@ class GroupReader:
         if time.monotonic() >= self._claim_at:
             self._lost_items += self._claim_entries()
         self._read_at = time.monotonic()
-        found = self._in_group(partial(fetch, self._redis, GIVEN_AT_ONCE, group=self._group, member=self._consumer))
+        entries, before = self._in_group(partial(fetch_group, self._redis, GIVEN_AT_ONCE, self._group, self._consumer))
         reads, self._lost_items = self._lost_items, []
-        if found.pending:
-            reads += self._lost([entry_id for entry_id, fields in found.entries if fields is None], found.stream)
+        if before is None:
+            reads += self._lost([entry_id for entry_id, fields in entries if fields is None])
         else:
-            self._place = found.place
-            if not found.entries:
+            self._place = Place(entries[-1][0], number_of(entries[-1][1])) if entries else before
+            if not entries:
                 return reads or None
-            reads += missed_before(found)
-        for entry_id, result in parsed(entry for entry in found.entries if entry[1] is not None):
+            reads += missed_before(self._redis, before, entries)
+        for entry_id, result in parsed(entry for entry in entries if entry[1] is not None):
             if result and self._wanted.has(result):
                 reads.append(Read(result, (entry_id,)))
             else:
@@ -273,7 +279,7 @@ class GroupReader:
         # Not XREADGROUP: it would deliver entries without checking for trimmed ones.
         seconds = min(seconds, self._claim_at - time.monotonic())
         if seconds > 0:
-            wait_for_entry(self._redis, self._place, seconds)
+            wait_for_entry(self._redis, self._place or Place("$"), seconds)
 
     def acknowledge(self, ids: Sequence[str]) -> None:
         """Mark entries as processed. Call before the next `read`, which otherwise returns them again.
@@ -295,23 +301,21 @@ class GroupReader:
     def _claim_entries(self) -> list[Read]:
         """Take over entries that other members did not acknowledge. The next fetch returns them as pending."""
         idle_ms, ttl_ms = milliseconds(self._claim_after), MEMBER_TTL_S * 1000
-        self._claim_from, deleted, state = self._in_group(
+        self._claim_from, deleted = self._in_group(
             partial(claim, self._redis, self._group, self._consumer, idle_ms, self._claim_from, GIVEN_AT_ONCE, ttl_ms)
         )
         # Continue right after this batch if more entries can be taken over.
         pause = max(self._claim_after * CLAIM_FRACTION, MIN_CLAIM_INTERVAL_S) if self._claim_from == "0-0" else 0.0
         self._claim_at = time.monotonic() + pause
-        return self._lost(deleted, state)
+        return self._lost(deleted)
 
-    def _lost(self, ids: Sequence[str], stream: StreamState) -> list[Read]:
+    def _lost(self, ids: Sequence[str]) -> list[Read]:
         """Report pending entries that were trimmed, and acknowledge those that were purged."""
-        # Trimming removes the oldest entries. Missing entries after the stream's first one were therefore purged.
-        trimmed = stream.trimmed and stream.first
-        lost = [entry_id for entry_id in ids if trimmed and order(entry_id) < order(stream.first)]
+        lost, is_certain = trimmed_of(self._redis, ids) if ids else ([], True)
         self._to_acknowledge.extend(set(ids).difference(lost))
         if not lost:
             return []
-        count = None if stream.purged else len(lost)
+        count = len(lost) if is_certain else None
         return [Read(Missed(count, seconds_of(lost[0]), seconds_of(lost[-1]), len(lost)), tuple(lost))]
 
     def _in_group(self, call: Callable[[], T]) -> T:
@@ -322,7 +326,7 @@ class GroupReader:
             if "NOGROUP" not in str(fault):
                 raise
         try:
-            self._redis.xgroup_create(RESULTS_STREAM, self._group, id=self._place.cursor, mkstream=True)
+            create_group(self._redis, self._group, self._place or end_of(self._redis))
         except ResponseError as fault:
             if "BUSYGROUP" not in str(fault):  # another member created it first
                 raise

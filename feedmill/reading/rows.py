@@ -15,7 +15,7 @@ from redis import Redis
 
 from feedmill.reading.readers import wait_for_entry
 from feedmill.shared.keys import RESULTS_STREAM
-from feedmill.shared.scripts.stream import Place, check_posts, fetch_rows
+from feedmill.shared.scripts.stream import Place, check_posts, entries_stored, fetch_rows, is_lost, trimmed_between
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
     missed: int | None = 0
     #: Approximate number of entries after the rows; None if unknown.
     left: int | None = None
-    #: True if the stream has lost the entries up to the place, and new ones come before it (`Fetched.lost`).
+    #: True if the stream has lost the entries up to the place, and new ones come before it.
     lost: bool = False
 
 
@@ -61,9 +61,13 @@ class RowReader:
 
     def fetch(self, place: Place) -> Chunk:
         """Return the next rows after `place`, without those of purged posts."""
-        ended, now, *counts, lost, texts = fetch_rows(self.redis, place, self._end, FETCH_BYTES)
-        missed, left = (None if count < 0 else count for count in counts)
-        return Chunk(self._checked(_read(texts)), now, ended, missed, left, bool(lost))
+        ended, first, last, texts = fetch_rows(self.redis, place.cursor, self._end, FETCH_BYTES)
+        if not texts:
+            return Chunk([], place, ended, lost=is_lost(self.redis, place))
+        _, missed = trimmed_between(self.redis, place, first)
+        left = max(0, entries_stored(self.redis) - last) if last and self._end == "+" else None
+        now = Place(texts[-3], last)
+        return Chunk(self._checked(_read(texts)), now, ended, missed, left)
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
         """Yield all rows present after `place`, fetching the next chunk while the caller works on the current one."""

@@ -13,9 +13,9 @@ from feedmill.producers.live.source import RequestFailed, SourceFailed
 
 #: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.
 MAX_RESPONSE_BYTES = 64 * 2**20
-#: Timeout for opening a connection, in seconds.
-CONNECT_TIMEOUT_S = 5.0
-#: Maximum duration of a whole response, as a multiple of the timeout, which limits each read.
+#: Timeouts in seconds: for opening a connection, and for the first byte of a response and between two reads.
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 15.0
+#: Maximum duration of a whole response, as a multiple of READ_TIMEOUT_S.
 RESPONSE_TIMEOUT_FACTOR = 4
 #: Statuses of temporary server errors.
 TEMPORARY_STATUSES = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524, 525})
@@ -24,25 +24,22 @@ TEMPORARY_STATUSES = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524
 class HttpClient:
     """A client for the server `name`. Raises SourceFailed if no request would succeed, RequestFailed if one failed.
 
-    timeout: seconds until the first byte, and between two reads. Waits for the budget, and raises Stopped then.
+    Waits for the budget, and raises Stopped then.
     """
 
-    def __init__(
-        self, name: str, budget: RequestBudget, timeout: float, session: requests.Session | None = None
-    ) -> None:
+    def __init__(self, name: str, budget: RequestBudget, session: requests.Session | None = None) -> None:
         self.name = name
         self.budget = budget
         self.session = session or requests.Session()
-        self._timeout = timeout
 
     def request(self, method: str, url: str, **arguments: Any) -> requests.Response:
         """Return the response, whatever its status, except 429 and those of temporary errors."""
         self.budget.take()
-        arguments |= {"timeout": (CONNECT_TIMEOUT_S, self._timeout), "stream": True, "allow_redirects": False}
+        arguments |= {"timeout": (CONNECT_TIMEOUT_S, READ_TIMEOUT_S), "stream": True, "allow_redirects": False}
         try:
             with self.session.request(method, url, **arguments) as response:
                 self.budget.learn(response.headers)
-                response._content = _body(response, self._timeout)
+                response._content = _body(response)
         except requests.RequestException as error:
             if _is_unreachable(error):
                 raise SourceFailed(f"no connection to {self.name} ({type(error).__name__})") from error
@@ -66,17 +63,17 @@ class HttpClient:
         self.session.close()
 
 
-def _body(response: requests.Response, timeout: float) -> bytes:
+def _body(response: requests.Response) -> bytes:
     """Read the body. Raises RequestFailed if it is too large or too slow."""
     body = bytearray()
-    deadline = time.monotonic() + RESPONSE_TIMEOUT_FACTOR * timeout
+    deadline = time.monotonic() + RESPONSE_TIMEOUT_FACTOR * READ_TIMEOUT_S
     # read1 returns what has arrived: read would wait for a full chunk, even at one byte at a time.
     while part := response.raw.read1(2**16, decode_content=True):
         body += part
         if len(body) > MAX_RESPONSE_BYTES:
             raise RequestFailed(f"the response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
         if time.monotonic() > deadline:
-            raise RequestFailed(f"the response took longer than {RESPONSE_TIMEOUT_FACTOR * timeout:.0f} s")
+            raise RequestFailed(f"the response took longer than {RESPONSE_TIMEOUT_FACTOR * READ_TIMEOUT_S:.0f} s")
     return bytes(body)
 
 

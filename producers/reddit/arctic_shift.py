@@ -27,6 +27,8 @@ from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+#: The archive's address, and maximum requests per minute. The budget in its responses applies if it is lower.
+URL, REQUESTS_PER_MINUTE = "https://arctic-shift.photon-reddit.com", 30
 #: Posts requested per search after the server timed out.
 SMALL_PAGE_SIZE = 25
 #: Seconds without requests after the server reports that it is overloaded.
@@ -70,9 +72,9 @@ class ArcticShiftClient:
         session: requests.Session | None = None,
     ) -> None:
         self.budget = budget
-        self._http = HttpClient(self.name, budget, settings.reddit_timeout, session)
+        self._http = HttpClient(self.name, budget, session)
         self._http.session.headers["User-Agent"] = settings.reddit_user_agent or "feedmill"
-        self._url = settings.arctic_shift_url.rstrip("/")
+        self._url = URL
         self._topic_of = topic_of
         #: Subreddits whose latest search timed out: they are asked for fewer posts.
         self._slow: set[str] = set()

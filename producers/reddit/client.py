@@ -33,6 +33,10 @@ from feedmill.shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
+#: Reddit's addresses. Not PRAW's: a praw.ini in the working directory could redirect the credentials.
+API_URL, TOKEN_URL = "https://oauth.reddit.com", "https://www.reddit.com"
+#: Maximum requests per minute. The budget in Reddit's responses applies if it is lower.
+REQUESTS_PER_MINUTE = 90
 #: The path to which Reddit redirects requests for a missing subreddit, and that of a subreddit's pages.
 SEARCH_PATH = re.compile(r"(https?://[^/]*)?(/subreddits)?/search(\.json)?/?(\?.*)?")
 SUBREDDIT_PATH = re.compile(r"(?:https?://[^/]*)?/r/([^/?]+)([/?].*)?")
@@ -71,17 +75,14 @@ class RedditClient:
     ) -> None:
         """Create the client. Raises CredentialsError if credentials are missing; wrong ones fail the first request."""
         self._refused = (
-            f"{settings.reddit_url or 'Reddit'} rejected the client ID or secret. Compare {PREFIX}REDDIT_CLIENT_ID and "
+            f"Reddit rejected the client ID or secret. Compare {PREFIX}REDDIT_CLIENT_ID and "
             f"{PREFIX}REDDIT_CLIENT_SECRET (or praw.ini) with your app at https://www.reddit.com/prefs/apps."
         )
         self.budget = budget
         config = _praw_config(settings)
-        self._http = HttpClient(self.name, budget, settings.reddit_timeout, session)
-        # Not PRAW's addresses: a praw.ini in the working directory could redirect the credentials.
-        self._url = settings.reddit_url or "https://oauth.reddit.com"
-        requestor = _TokenRequestor(
-            self._http, user_agent=config.user_agent, reddit_url=settings.reddit_url or "https://www.reddit.com"
-        )
+        self._http = HttpClient(self.name, budget, session)
+        self._url = API_URL
+        requestor = _TokenRequestor(self._http, user_agent=config.user_agent, reddit_url=TOKEN_URL)
         authenticator = prawcore.TrustedAuthenticator(
             requestor=requestor, client_id=config.client_id, client_secret=config.client_secret or ""
         )

@@ -8,7 +8,6 @@ functions in its files and on its replicas.
 All functions raise redis.exceptions.RedisError.
 """
 
-from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,34 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from redis.exceptions import ResponseError
 
+from feedmill.shared import keys
+
 #: Files of the library, in order: later ones use what earlier ones define.
 FILES = ("tables", "results", "queue", "purge", "stream", "leases", "poison")
-_CODE = "".join((Path(__file__).parent / f"{name}.lua").read_text("utf-8") for name in FILES)
+#: Names of keys, and beginnings of names, that the functions use. Redis Cluster is not supported, so callers need not
+#: declare them.
+NAMES = {
+    "RESULTS_STREAM": keys.RESULTS_STREAM, "DEAD_LETTERS": keys.DEAD_LETTERS, "COUNTERS": keys.COUNTERS,
+    "MARKS": keys.MARKS, "STORED": keys.STORED, "RUNS": keys.RUNS, "CLEARS": keys.CLEARS, "PURGES": keys.PURGES,
+    "GROUPS": keys.GROUPS, "PASSES": keys.PASSES, "RUN": keys.run_key(""), "POISON": keys.poison_key(""),
+    "LABELS": keys.labels_key(""), "TOMBSTONE": keys.tombstone_key(""), "DEAD_LETTER": keys.dead_letter_key(""),
+}  # fmt: skip
+_CODE = "".join(f"local {name} = '{key}'\n" for name, key in NAMES.items()) + "".join(
+    (Path(__file__).parent / f"{name}.lua").read_text("utf-8") for name in FILES
+)
 _LIBRARY = f"feedmill_{blake2b(_CODE.encode(), digest_size=6).hexdigest()}"
 #: Part of Redis' error for a function that it does not know; and for a library that another client has just loaded.
 NOT_FOUND, EXISTS = "Function not found", "already exists"
 
 
-def command(name: str, keys: Sequence[str | bytes], args: Sequence[Any] = ()) -> tuple[Any, ...]:
+def command(name: str, *args: Any) -> tuple[Any, ...]:
     """Return the command that calls a function, for callers that send it themselves."""
-    return ("FCALL", f"{_LIBRARY}_{name}", len(keys), *keys, *args)
+    return ("FCALL", f"{_LIBRARY}_{name}", 0, *args)
 
 
-def call(redis: Any, name: str, keys: Sequence[str | bytes], args: Sequence[Any] = (), raw: bool = False) -> Any:
+def call(redis: Any, name: str, *args: Any, raw: bool = False) -> Any:
     """Call a function and return its answer. raw: return strings as bytes."""
-    called, options = command(name, keys, args), {NEVER_DECODE: True} if raw else {}
+    called, options = command(name, *args), {NEVER_DECODE: True} if raw else {}
     try:
         return redis.execute_command(*called, **options)
     except ResponseError as error:

@@ -30,14 +30,13 @@ class Reservation(NamedTuple):
     #: Bytes of messages after which the reservation ends.
     max_bytes: int
 
-    def _parts(self) -> tuple[list[str], list[Any]]:
-        """Return the script's keys and arguments."""
-        keys = [self.reserved, self.reserved_index, *self.lists]
-        return keys, [self.prefix, self.limit, self.max_bytes, self.lease_s]
+    def _arguments(self) -> list[Any]:
+        limits = self.limit, self.max_bytes, self.lease_s
+        return [self.reserved, self.reserved_index, self.prefix, *limits, *self.lists]
 
     def command(self) -> tuple[Any, ...]:
         """Return the command, to be sent with others."""
-        return command("reserve", *self._parts())
+        return command("reserve", *self._arguments())
 
     def taken(self, answer: tuple[Sequence[int], Sequence[bytes]]) -> list[Taken]:
         """Parse the command's answer."""
@@ -49,7 +48,7 @@ class Reservation(NamedTuple):
         ]
 
     def reserve(self, redis: Redis) -> list[Taken]:
-        return self.taken(call(redis, "reserve", *self._parts()))
+        return self.taken(call(redis, "reserve", *self._arguments()))
 
 
 def list_of(tag: str) -> str:
@@ -72,8 +71,7 @@ class LeaseScripts:
         clock, was more than `max_silence_s` ago: Redis was unreachable, and living workers could not renew their
         leases. Returns Redis' time, the tags of expired leases, and whether more may have expired.
         """
-        arguments = [lease_s, limit, contact, max_silence_s, max_bytes, *tags]
-        now, expired, more = call(self._redis, "renew", [self._index, self._reserved], arguments)
+        now, expired, more = self._call("renew", lease_s, limit, contact, max_silence_s, max_bytes, *tags)
         return float(now), [as_text(tag) for tag in expired], bool(more)
 
     def restore(self, messages: Sequence[tuple[str, str | bytes]], until: float | None, command: str) -> None:
@@ -82,13 +80,11 @@ class LeaseScripts:
         Skips messages that are no longer held, or whose lease ends after `until`.
         """
         parts = (part for each in messages for part in each)
-        keys = [self._reserved, self._index, *(list_of(tag) for tag, _ in messages)]
-        call(self._redis, "restore", keys, [command, "+inf" if until is None else until, *parts])
+        self._call("restore", command, "+inf" if until is None else until, *parts)
 
     def set_aside(self, tag: str, message: bytes, undecodable: str, limit: int) -> int:
         """Move a held message to the front of a list, and trim the list. Return how many messages were trimmed."""
-        return int(call(self._redis, "set_aside", [self._reserved, self._index, undecodable], [tag, message, limit]))
+        return int(self._call("set_aside", undecodable, tag, message, limit))
 
-    def replace(self, tag: str, message: str | bytes) -> None:
-        """Replace a message if it is still held."""
-        call(self._redis, "replace_held", [self._reserved], [tag, message])
+    def _call(self, name: str, *args: Any) -> Any:
+        return call(self._redis, name, self._reserved, self._index, *args)

@@ -4,13 +4,12 @@ from typing import Any
 
 from redis import Redis
 
-from feedmill.shared.keys import PASSES, poison_key
 from feedmill.shared.scripts import call, command
 
 
 def note(name: str, record: str, ttl: int) -> tuple[Any, ...]:
     """Return the command that records the posts of a pass. name: worker and lane. record: JSON."""
-    return command("note", [PASSES], [name, record, ttl])
+    return command("note", name, record, ttl)
 
 
 def count(redis: Redis, message: str, worker: str, ttl: int) -> dict[int, int]:
@@ -19,5 +18,5 @@ def count(redis: Redis, message: str, worker: str, ttl: int) -> dict[int, int]:
     Returns the number of deaths by post index. message: digest of the message's id. worker: prefix of the names of this
     worker's own records.
     """
-    found = call(redis, "count_deaths", [PASSES, poison_key(message)], [message, worker, ttl])
+    found = call(redis, "count_deaths", message, worker, ttl)
     return {int(index): int(deaths) for index, deaths in zip(found[::2], found[1::2], strict=True)}

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from redis import Redis
 
-from feedmill.shared.keys import CLEARS, MARKS, RUNS, STORED, run_key, tombstone_key
-from feedmill.shared.runs import MAX_RUNS
 from feedmill.shared.scripts import as_text, call
 
 #: Status of a post in `lookup`; 0 if it is unknown.
@@ -43,7 +41,7 @@ class Mark(NamedTuple):
 
 def lookup(redis: Redis, marks: Sequence[Mark]) -> list[int]:
     """Return the status of each post: 0, SENT or PURGED."""
-    return list(map(int, as_text(call(redis, "lookup", [MARKS], _packed(marks))))) if marks else []
+    return list(map(int, as_text(call(redis, "lookup", *_packed(marks))))) if marks else []
 
 
 def mark(redis: Redis, marks: Sequence[Mark], ttl: int, memory: int, run: str = "") -> None:
@@ -53,17 +51,17 @@ def mark(redis: Redis, marks: Sequence[Mark], ttl: int, memory: int, run: str = 
     for none.
     """
     if marks:
-        call(redis, "mark", [MARKS, RUNS], [*_packed(marks), ttl, memory, run, run_key(""), MAX_RUNS])
+        call(redis, "mark", *_packed(marks), ttl, memory, run)
 
 
-def _packed(marks: Sequence[Mark]) -> tuple[str, bytes, str]:
-    """Return the ids as JSON, what Redis stores, and the prefix of tombstones."""
-    return json.dumps([mark.post_id for mark in marks]), b"".join([mark.content for mark in marks]), tombstone_key("")
+def _packed(marks: Sequence[Mark]) -> tuple[str, bytes]:
+    """Return the ids as JSON, and what Redis stores."""
+    return json.dumps([mark.post_id for mark in marks]), b"".join([mark.content for mark in marks])
 
 
 def forget(redis: Redis, ids: Sequence[str]) -> tuple[int, int]:
     """Delete all marks and results of these posts. Return the numbers of posts that were sent, and that had results."""
-    sent, stored = call(redis, "forget", [MARKS, STORED], [json.dumps(ids)])
+    sent, stored = call(redis, "forget", json.dumps(ids))
     return sent, stored
 
 
@@ -72,7 +70,7 @@ def known(redis: Redis, ids: Sequence[str]) -> list[str]:
     found: list[str] = []
     for start in range(0, len(ids), IDS_PER_CALL):
         batch = ids[start : start + IDS_PER_CALL]
-        digits = as_text(call(redis, "known", [MARKS, STORED], [json.dumps(batch)]))
+        digits = as_text(call(redis, "known", json.dumps(batch)))
         found += [post_id for post_id, digit in zip(batch, digits, strict=True) if digit == "1"]
     return found
 
@@ -86,9 +84,9 @@ def remove_waiting(
     first that exists is removed, and its run ("" for none), from which it is subtracted.
     """
     sent = json.dumps([([mark.content.hex() for mark in found], run) for found, run in marks])
-    return bool(call(redis, "remove_waiting", [queue_list, CLEARS, MARKS], [message, sent, run_key(""), queue]))
+    return bool(call(redis, "remove_waiting", queue, queue_list, message, sent))
 
 
 def next_header_values(redis: Redis, lists: Sequence[str], header: str) -> list[float]:
     """Return a header's numeric value in the next message of each list that has one."""
-    return [float(value) for value in call(redis, "next_headers", lists, [header])]
+    return [float(value) for value in call(redis, "next_headers", header, *lists)]

@@ -3,13 +3,14 @@
 -- Most milliseconds between two activities of a run that count as time in use. In longer pauses, the run waited for a
 -- worker, or its sender for a person.
 local MAX_PAUSE_MS = 60000
+-- Maximum runs listed, the most recently active ones.
+local MAX_RUNS = 1000
 
 -- Add `counts` (field -> number) to a run's counters and its time in use, once per call and not per post.
 --
--- runs: feedmill:runs, zset. prefix: of the names of runs' keys. ttl: seconds. limit: runs listed. first: true when
--- posts are sent, because a run in which nothing is pending was not in use before.
-local function count_progress(runs, prefix, run, counts, ttl, limit, first)
-  local key, time = prefix .. run, current_time()
+-- ttl: seconds. first: true when posts are sent, because a run in which nothing is pending was not in use before.
+local function count_progress(run, counts, ttl, first)
+  local key, time = RUN .. run, current_time()
   local now = math.floor(time * 1000)
   local known = redis.call('HMGET', key, 'latest', 'sent', 'stored', 'failed')
   for i = 1, 4 do known[i] = tonumber(known[i] or 0) or 0 end
@@ -23,67 +24,68 @@ local function count_progress(runs, prefix, run, counts, ttl, limit, first)
   end
   redis.call('HSET', key, 'latest', now)
   redis.call('EXPIRE', key, math.ceil(ttl))
-  redis.call('ZADD', runs, math.floor(time), run)
-  redis.call('EXPIRE', runs, math.ceil(ttl))
-  redis.call('ZREMRANGEBYRANK', runs, 0, -1 - limit)
+  redis.call('ZADD', RUNS, math.floor(time), run)
+  redis.call('EXPIRE', RUNS, math.ceil(ttl))
+  redis.call('ZREMRANGEBYRANK', RUNS, 0, -1 - MAX_RUNS)
 end
 
 -- Bytes of a stream entry beside its texts; 30 to 180 were measured, most with a node per entry. Rounds of trimming.
 local ENTRY_BYTES, ROUNDS = 200, 10
 
--- Return the bytes of all entries ever added up to this one.
-local function total_of(entry)
+-- Return a numeric field of an entry; 0 without one.
+local function number_in(entry, field)
   for i = 1, entry and #entry[2] or 0, 2 do
-    if entry[2][i] == 'total' then return tonumber(entry[2][i + 1]) end
+    if entry[2][i] == field then return tonumber(entry[2][i + 1]) or 0 end
   end
   return 0
 end
 
-local function newest_of(stream) return redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1] end
+-- Return how many entries were ever added up to this one; and their bytes.
+local function number_of(entry) return number_in(entry, 'number') end
+local function total_of(entry) return number_in(entry, 'total') end
+
+local function newest_result() return redis.call('XREVRANGE', RESULTS_STREAM, '+', '-', 'COUNT', 1)[1] end
 
 -- Return the bytes that the results stream takes. Purged entries count until they are the oldest ones.
-local function bytes_of(stream)
-  return total_of(newest_of(stream)) - total_of(redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1])
+local function stream_bytes()
+  return total_of(newest_result()) - total_of(redis.call('XRANGE', RESULTS_STREAM, '-', '+', 'COUNT', 1)[1])
 end
 
 -- Trim the oldest entries of the results stream while it takes more than `limit` bytes. Return the bytes that it takes.
-local function bound_stream(stream, limit)
+local function bound_stream(limit)
   local used = 0
   for _ = 1, ROUNDS do
-    used = bytes_of(stream)
+    used = stream_bytes()
     if used <= limit then break end
-    redis.call('XTRIM', stream, 'MAXLEN', math.floor(redis.call('XLEN', stream) * limit / used))
+    redis.call('XTRIM', RESULTS_STREAM, 'MAXLEN', math.floor(redis.call('XLEN', RESULTS_STREAM) * limit / used))
   end
   return used
 end
 
 -- Drop what exceeds the memory of results (the stream may take `limits.stream` bytes of it) and of sent records.
---
--- keys: feedmill:results, stream; feedmill:counters, hash; feedmill:stored and feedmill:sent-marks, tables
-local function bound_memory(keys, limits)
-  local used = bound_stream(keys[1], limits.stream)
-  local dropped = {dropped = drop(keys[3], limits.results - used), sent_dropped = drop(keys[4], limits.sent, limits.mark)}
+local function bound_memory(limits)
+  local used = bound_stream(limits.stream)
+  local dropped = {dropped = drop(STORED, limits.results - used), sent_dropped = drop(MARKS, limits.sent, SIZE)}
   for field, count in pairs(dropped) do
-    if count > 0 then redis.call('HINCRBY', keys[2], field, count) end
+    if count > 0 then redis.call('HINCRBY', COUNTERS, field, count) end
   end
 end
+
+-- Maximum labels counted per hour, because applications can send any number of them; and seconds for which the counts
+-- are kept: the longest period of `feedmill report`.
+local MAX_LABELS_PER_HOUR, LABEL_COUNTS_TTL_S = 1000, 30 * 86400
 
 -- Count new results by label in this hour. labels: label -> number.
-local function count_labels(prefix, labels, limit, ttl)
-  local hour = prefix .. math.floor(current_time() / 3600)
-  local names, sums, room = {}, {}, limit - redis.call('HLEN', hour)
-  for label in pairs(labels) do names[#names + 1] = label end
-  for i, sum in ipairs(in_parts(names, 'HMGET', hour)) do
-    if not sum then room = room - 1 end
-    if sum or room >= 0 then
-      sums[#sums + 1], sums[#sums + 2] = names[i], (sum or 0) + labels[names[i]]
+local function count_labels(labels)
+  local hour = LABELS .. math.floor(current_time() / 3600)
+  for label, count in pairs(labels) do
+    if redis.call('HLEN', hour) < MAX_LABELS_PER_HOUR or redis.call('HEXISTS', hour, label) == 1 then
+      redis.call('HINCRBY', hour, label, count)
     end
   end
-  in_parts(sums, 'HSET', hour)
-  redis.call('EXPIRE', hour, ttl)
+  redis.call('EXPIRE', hour, LABEL_COUNTS_TTL_S)
 end
 
---   KEYS[1] to KEYS[4]  as for bound_memory    KEYS[5]  feedmill:dead, stream    KEYS[6]  feedmill:runs, zset
 --   ARGV[1]  the arguments of `_write_call` (shared/results.py), as JSON
 --   ARGV[2]  the results' records, then those of their contexts
 --   ARGV[3+] classification and post of each result; then the letter of each dead letter
@@ -91,8 +93,7 @@ end
 -- Sets each result if absent, and appends new ones to the stream; skips purged posts, which a worker may have held.
 -- Writes a dead letter unless the stream has one with its digest. Returns the numbers of new results and of trimmed dead
 -- letters.
-register('write', WRITES, function(KEYS, ARGV)
-  local stream, counters, stored, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[5]
+register('write', WRITES, function(ARGV)
   local given, blob, at = cjson.decode(ARGV[1]), ARGV[2], 1
   local ids, changed, fields, labels, runs = given.ids, {}, {}, {}, {}
   local counts = {stored = 0, repeated = 0, failed = 0, gone = 0}
@@ -108,10 +109,11 @@ register('write', WRITES, function(KEYS, ARGV)
     at = at + length
     return string.sub(blob, at - length, at - 1)
   end
-  local length, dead_length = redis.call('XLEN', stream), redis.call('XLEN', dead)
+  local length, dead_length = redis.call('XLEN', RESULTS_STREAM), redis.call('XLEN', DEAD_LETTERS)
   if #ids > 0 then
-    local purged, known, total = tombstones(given.tombstones, ids), records_of(stored, ids), total_of(newest_of(stream))
-    local key = open(stored, given.ttl, given.limits.results - given.limits.stream)
+    local purged, known, total = tombstones(ids), records_of(STORED, ids), total_of(newest_result())
+    local before = tonumber(redis.call('HGET', COUNTERS, 'stored') or 0)
+    local key = open(STORED, given.ttl, given.limits.results - given.limits.stream)
     local own = in_parts(ids, 'HMGET', key)
     for i, id in ipairs(ids) do
       local record, records = next_record(), changed[id] or own[i] or ''
@@ -123,80 +125,87 @@ register('write', WRITES, function(KEYS, ARGV)
       else
         local text, post, label = ARGV[1 + 2 * i], ARGV[2 + 2 * i], given.labels[i]
         total = total + ENTRY_BYTES + #id + #text + #post
-        local sum = string.format('%.0f', total)
-        redis.call('XADD', stream, '*', 'id', id, 'classification', text, 'post', post, 'total', sum)
         changed[id], labels[label] = records .. record, (labels[label] or 0) + 1
         count(given.runs[i], 'stored')
+        local number, sum = string.format('%d', before + counts.stored), string.format('%.0f', total)
+        local entry = {'id', id, 'classification', text, 'post', post, 'number', number, 'total', sum}
+        redis.call('XADD', RESULTS_STREAM, '*', unpack(entry))
       end
     end
     if counts.stored > 0 then
       for id, records in pairs(changed) do fields[#fields + 1], fields[#fields + 2] = id, records end
       for _, context in ipairs(given.contexts) do fields[#fields + 1], fields[#fields + 2] = context, next_record() end
       add(key, fields, given.ttl)
-      count_labels(given.hours, labels, given.max_labels, given.labels_ttl)
-      redis.call('XTRIM', stream, 'MAXLEN', '~', given.length)
+      count_labels(labels)
+      redis.call('XTRIM', RESULTS_STREAM, 'MAXLEN', '~', given.length)
     end
   end
   for i, letter in ipairs(given.letters) do
-    local id, name, run = unpack(letter)
+    local id, digest, run = unpack(letter)
+    local name = DEAD_LETTER .. digest
     local entry = redis.call('GET', name)
-    if redis.call('EXISTS', given.tombstones .. id) == 1 then
+    if redis.call('EXISTS', TOMBSTONE .. id) == 1 then
       counts.gone = counts.gone + 1
-    elseif not entry or #redis.call('XRANGE', dead, entry, entry) == 0 then
+    elseif not entry or #redis.call('XRANGE', DEAD_LETTERS, entry, entry) == 0 then
       local text = ARGV[2 + 2 * #ids + i]
-      entry = redis.call('XADD', dead, 'MAXLEN', '~', given.dead_length, '*', 'id', id, 'letter', text)
+      entry = redis.call('XADD', DEAD_LETTERS, 'MAXLEN', '~', given.dead_length, '*', 'id', id, 'letter', text)
       redis.call('SET', name, entry, 'EX', given.ttl)
       count(run, 'failed')
     end
   end
-  for run, found in pairs(runs) do
-    count_progress(KEYS[6], given.run, run, found, given.run_ttl, given.max_runs)
-  end
-  if counts.stored > 0 then bound_memory(KEYS, given.limits) end
-  counts.trimmed = length + counts.stored - redis.call('XLEN', stream)
-  counts.dead_trimmed = dead_length + counts.failed - redis.call('XLEN', dead)
+  for run, found in pairs(runs) do count_progress(run, found, given.run_ttl) end
+  if counts.stored > 0 then bound_memory(given.limits) end
+  counts.trimmed = length + counts.stored - redis.call('XLEN', RESULTS_STREAM)
+  counts.dead_trimmed = dead_length + counts.failed - redis.call('XLEN', DEAD_LETTERS)
   for name, number in pairs(counts) do
-    if number > 0 then redis.call('HINCRBY', counters, name, number) end
+    if number > 0 then redis.call('HINCRBY', COUNTERS, name, number) end
   end
   return {counts.stored, counts.dead_trimmed}
 end)
 
---   KEYS  as for bound_memory    ARGV[1]  its limits, as JSON
-register('bound', SHRINKS, function(KEYS, ARGV)
-  local length = redis.call('XLEN', KEYS[1])
-  bound_memory(KEYS, cjson.decode(ARGV[1]))
-  local trimmed = length - redis.call('XLEN', KEYS[1])
-  if trimmed > 0 then redis.call('HINCRBY', KEYS[2], 'trimmed', trimmed) end
+--   ARGV[1]  see bound_memory, as JSON
+register('bound', SHRINKS, function(ARGV)
+  local length = redis.call('XLEN', RESULTS_STREAM)
+  bound_memory(cjson.decode(ARGV[1]))
+  local trimmed = length - redis.call('XLEN', RESULTS_STREAM)
+  if trimmed > 0 then redis.call('HINCRBY', COUNTERS, 'trimmed', trimmed) end
 end)
 
---   KEYS[1]  feedmill:results, stream
---
--- Returns its bytes, and its number of entries.
-register('measure_stream', READS, function(KEYS) return {bytes_of(KEYS[1]), redis.call('XLEN', KEYS[1])} end)
+-- Returns the bytes and the numbers of results, stream entries and sent records.
+register('measure', READS, function()
+  local found = {}
+  for _, name in ipairs({STORED, MARKS}) do
+    local bytes, count = 0, 0
+    for _, key in ipairs(generations(name, '-inf')) do
+      bytes, count = bytes + memory_of(key), count + count_of(key, name == MARKS and SIZE)
+    end
+    found[#found + 1], found[#found + 2] = bytes, count
+  end
+  return {found[1], found[2], stream_bytes(), redis.call('XLEN', RESULTS_STREAM), found[3], found[4]}
+end)
 
---   KEYS[1]  feedmill:counters, hash    KEYS[2]  feedmill:stored, table    ARGV[1]  ids, as JSON
---   ARGV[2]  key of the fingerprint of each
+--   ARGV[1]  ids, as JSON    ARGV[2]  key of the fingerprint of each
 --
 -- Returns each post's record, "" if there is none.
-register('find', SHRINKS, function(KEYS, ARGV)
+register('find', SHRINKS, function(ARGV)
   local found, count = {}, 0
-  for i, records in ipairs(records_of(KEYS[2], cjson.decode(ARGV[1]))) do
+  for i, records in ipairs(records_of(STORED, cjson.decode(ARGV[1]))) do
     local at, length = find_record(records, string.sub(ARGV[2], 16 * i - 15, 16 * i))
     found[i] = at and string.sub(records, at, at + length - 1) or ''
     if at then count = count + 1 end
   end
   -- pcall: a full Redis refuses it.
-  if count > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', count) end
+  if count > 0 then redis.pcall('HINCRBY', COUNTERS, 'answered', count) end
   return found
 end)
 
---   KEYS[1]  feedmill:stored, table    ARGV[1]  the id
-register('get', READS, function(KEYS, ARGV) return records_of(KEYS[1], {ARGV[1]})[1] end)
+--   ARGV[1]  the id
+register('get', READS, function(ARGV) return records_of(STORED, {ARGV[1]})[1] end)
 
---   KEYS[1]  feedmill:stored, table    ARGV  id of a post, and the record of its score, of each
+--   ARGV  id of a post, and the record of its score, of each
 --
 -- Returns the number of posts with results.
-register('refresh', WRITES, function(KEYS, ARGV)
+register('refresh', WRITES, function(ARGV)
   local count = 0
   for i = 1, #ARGV, 2 do
     local score = ARGV[i + 1]
@@ -204,7 +213,7 @@ register('refresh', WRITES, function(KEYS, ARGV)
       records, score = without(records, nil, SCORE) .. score, ''
       return records
     end
-    if change(KEYS[1], ARGV[i], replace) or score == '' then count = count + 1 end
+    if change(STORED, ARGV[i], replace) or score == '' then count = count + 1 end
   end
   return count
 end)

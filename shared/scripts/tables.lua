@@ -16,8 +16,11 @@ local ARGUMENTS = 1000
 -- Redis, because they free memory or need little; write, unless Redis is full.
 local READS, SHRINKS, WRITES = {'no-writes'}, {'allow-oom'}, {}
 
+-- Register a function of the arguments after its name.
 local function register(name, flags, callback)
-  redis.register_function{function_name = NAME .. name, flags = flags, callback = callback}
+  redis.register_function{
+    function_name = NAME .. name, flags = flags, callback = function(_, args) return callback(args) end,
+  }
 end
 
 -- Return the time in seconds since 1970.
@@ -47,10 +50,10 @@ local function in_parts(others, ...)
   return answers
 end
 
--- Return the tombstone of each id, or false. prefix: of their names.
-local function tombstones(prefix, ids)
+-- Return the tombstone of each id, or false.
+local function tombstones(ids)
   local keys = {}
-  for i, id in ipairs(ids) do keys[i] = prefix .. id end
+  for i, id in ipairs(ids) do keys[i] = TOMBSTONE .. id end
   return in_parts(keys, 'MGET')
 end
 
@@ -150,17 +153,6 @@ local function change(name, id, edit)
   return changed
 end
 
---   KEYS[1]  a table    ARGV[1]  see count_of
---
--- Returns the table's bytes, and the number of its records.
-register('measure', READS, function(KEYS, ARGV)
-  local bytes, count = 0, 0
-  for _, key in ipairs(generations(KEYS[1], '-inf')) do
-    bytes, count = bytes + memory_of(key), count + count_of(key, tonumber(ARGV[1]))
-  end
-  return {bytes, count}
-end)
-
 -- Results: a record of the table feedmill:stored starts with its length, its kind, and the key of its fingerprint
 -- (shared/result_records.py).
 
@@ -208,9 +200,9 @@ local function key_of(fingerprint)
 end
 
 -- Delete a result, and the score beside it if the generation holds no other result of the id.
-local function forget_result(stored, id, fingerprint)
+local function forget_result(id, fingerprint)
   local key = key_of(fingerprint)
-  change(stored, id, function(records)
+  change(STORED, id, function(records)
     local left = without(records, key)
     return without(left, nil, SCORE) == '' and '' or left
   end)
@@ -219,7 +211,7 @@ end
 -- Sent records: a mark is a digest of an id, one of a run, and one of what was sent (shared/scripts/queue.py). A post's own
 -- field would take five times as much, so marks of several posts share one of the generation's 65,536 fields, a bucket.
 
-local BUCKET, ID, RUN, SIZE = 2, 4, 2, 12
+local BUCKET, ID, RUN_BYTES, SIZE = 2, 4, 2, 12
 -- Most marks of a bucket, which an id in thousands of runs can reach; the oldest ones go.
 local MAX_MARKS = 4096
 
@@ -239,8 +231,8 @@ local function find_mark(marks, start)
 end
 
 -- Delete the marks in a bucket that start with these bytes. Return whether there were any.
-local function forget_marks(sent, bucket, start)
-  return change(sent, bucket, function(marks)
+local function forget_marks(bucket, start)
+  return change(MARKS, bucket, function(marks)
     local at = find_mark(marks, start)
     while at do
       marks = string.sub(marks, 1, at - 1) .. string.sub(marks, at + SIZE)

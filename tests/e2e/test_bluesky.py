@@ -68,10 +68,10 @@ def test_unreachable_server_is_retried_until_the_signal(redis: RedisServer, tmp_
     [
         (("bluesky", "--languages", "english"), "--bluesky-languages"),
         (("bluesky", "--min-characters", "0"), "--bluesky-min-characters"),
-        (("live",), "--live-source"),
-        (("live", "--live-source", "nosuchmodule:Thing"), "nosuchmodule"),
-        (("live", "--live-source", "json:Thing"), "Thing"),
-        (("live", "--live-source", "json"), "--live-source"),
+        (("live",), "MODULE:CLASS"),
+        (("live", "nosuchmodule:Thing"), "nosuchmodule"),
+        (("live", "json:Thing"), "Thing"),
+        (("live", "json"), "MODULE:CLASS"),
     ],
 )
 def test_mistakes_name_the_option(redis: RedisServer, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -5,6 +5,7 @@ and on the worker's state: signals, revoking, limits, priorities, acknowledgemen
 The client is plain Celery and calls tasks by name.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from celery import Celery, chord, group
 from celery.canvas import Signature
 from celery.result import AsyncResult
 
+from tests.fakes import constants
 from tests.support import Feedmill, RedisServer, running, wait_for_replies, wait_until
 
 # Celery itself causes these warnings: about a default that may change, and about a Redis command.
@@ -174,7 +176,8 @@ def whole(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -
         "FEEDMILL_REDIS_URL": redis_server.url,
         "FEEDMILL_INCLUDE": "tests.fakes.celery_tasks",
         "FEEDMILL_TOKEN_BUDGET": "512",
-        "FEEDMILL_PREFETCH_SECONDS": "60",  # so that a slow device also takes the next message
+        # So that a slow device also takes the next message.
+        constants.VARIABLE: json.dumps({"feedmill.workers.pipeline.pipeline.PREFETCH_S": 60}),
         "OMP_NUM_THREADS": "1",  # one lane, so that one message can keep the device busy
         "PYTHONPATH": str(ROOT),
     }

@@ -30,7 +30,7 @@ def test_custom_live_source_sends_posts_once(redis: RedisServer, hacker_news: Ha
         return {"type": "story", "time": 1700000000, "title": "a story", **fields}
 
     def ingesting() -> AbstractContextManager[Feedmill]:
-        command = ("ingest", "live", "--live-source", "hacker_news:HackerNews", "--labels", "software,politics")
+        command = ("ingest", "live", "hacker_news:HackerNews", "--labels", "software,politics")
         return running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, HACKER_NEWS_URL=hacker_news.url, **OURS)
 
     def queued() -> list[dict[str, Any]]:

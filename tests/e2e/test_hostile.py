@@ -290,9 +290,7 @@ def standin(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tu
         worker = start(
             [sys.executable, "-m", "tests.fakes.standin_worker", "standin"],
             fuzz.ROOT,
-            os.environ
-            | {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_VISIBILITY_TIMEOUT": "3"}
-            | environment,
+            os.environ | {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"} | environment,
             output,
         )
     try:

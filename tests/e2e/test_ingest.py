@@ -10,6 +10,7 @@ import pytest
 
 from feedmill.producers.live.state import Gap, Gaps
 from feedmill.shared.broker import queue_depth
+from tests.fakes import constants
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.reddit import Reddit
 from tests.support import Feedmill, RedisServer, feedmill, running, sent_count, sent_marks, wait_until
@@ -39,7 +40,7 @@ def environment(reddit: Reddit, redis: RedisServer, tmp_path: Path) -> dict[str,
     (tmp_path / "topics.toml").write_text(TOPICS)
     return {
         "FEEDMILL_REDIS_URL": redis.url,
-        "FEEDMILL_REDDIT_URL": reddit.url,
+        constants.VARIABLE: json.dumps(constants.reddit(reddit.url)),
         "FEEDMILL_REDDIT_CLIENT_ID": "id",
         "FEEDMILL_REDDIT_CLIENT_SECRET": SECRET,
         "FEEDMILL_REDDIT_USER_AGENT": "linux:test:1 (by /u/nobody)",
@@ -105,7 +106,7 @@ def test_no_secret_is_logged_at_debug_level(reddit: Reddit, tmp_path: Path, envi
     [
         ({"FEEDMILL_REDDIT_CLIENT_SECRET": ""}, "client secret .*FEEDMILL_REDDIT_CLIENT_SECRET"),
         ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "FEEDMILL_REDDIT_CLIENT_SECRET"),
-        ({"FEEDMILL_REDDIT_URL": "http://127.0.0.1:9"}, "no connection to Reddit"),
+        ({constants.VARIABLE: json.dumps(constants.reddit("http://127.0.0.1:9"))}, "no connection to Reddit"),
     ],
 )
 def test_mistakes_name_the_setting_without_a_traceback(
@@ -151,7 +152,7 @@ def test_gaps_are_filled_from_arctic_shift(
     gaps.record(Gap("reddit", "cooking", now - 3600, now + 1, now))
     gaps.record(Gap("reddit", "tennis", now - 3600, now - 1800, now))
     with ArcticShift(reddit) as archive:
-        settings = environment | {"FEEDMILL_ARCTIC_SHIFT_URL": archive.url}
+        settings = environment | {constants.VARIABLE: json.dumps(constants.arctic_shift(archive.url))}
         said = feedmill("ingest", "gaps", "--fill", cwd=tmp_path, **settings)
     assert {gap.subreddit: gap.found for gap in gaps.all()} == {"cooking": 10, "tennis": 0}
     assert gaps.open() == []

@@ -69,6 +69,6 @@ def test_worker_downloads_a_model_that_then_works_offline(redis: RedisServer, tm
         assert found["model"] == "someone/small-nli"
         assert found["revision"] == hub.commit("someone/small-nli")
         gone = hub.url
-    said = feedmill("classify", "a text", "--json", cwd=tmp_path, HF_ENDPOINT=gone, FEEDMILL_OFFLINE="true", **where)
+    said = feedmill("classify", "a text", "--json", cwd=tmp_path, HF_ENDPOINT=gone, HF_HUB_OFFLINE="1", **where)
     assert said.returncode == 0, said.stderr
     assert set(json.loads(said.stdout)) == {"id", "label", "scores"}

@@ -3,6 +3,7 @@
 The worker runs one task at a time between micro-batches, so that neither tasks nor posts starve.
 """
 
+import json
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from celery import Celery, chain, chord
 from celery.exceptions import TimeLimitExceeded
 
 from feedmill.shared.broker import queue_depth
+from tests.fakes import constants
 from tests.support import Feedmill, RedisServer, run, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,7 +33,7 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
     environment = {
         "FEEDMILL_REDIS_URL": redis_server.url,
         "FEEDMILL_BATCH_ROWS": "1",
-        "FEEDMILL_PREFETCH_SECONDS": "1000",
+        constants.VARIABLE: json.dumps({"feedmill.workers.pipeline.pipeline.PREFETCH_S": 1000}),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }

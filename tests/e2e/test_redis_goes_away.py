@@ -21,14 +21,13 @@ from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
+from feedmill.workers.transport.redis_transport import Channel
 from tests.support import Restartable, announced, feedmill, make_posts, running, wait_until, working
 
 pytestmark = pytest.mark.each_redis
 
-#: Seconds until a lease expires: the minimum of FEEDMILL_VISIBILITY_TIMEOUT.
-LEASE = 3
-#: Short leases, and early first results.
-QUICK = {"FEEDMILL_VISIBILITY_TIMEOUT": str(LEASE), "FEEDMILL_BATCH_ROWS": "8"}
+#: Early first results.
+QUICK = {"FEEDMILL_BATCH_ROWS": "8"}
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def pause(server: Restartable) -> None:
     """Freeze Redis for longer than the leases last."""
     server.signal(signal.SIGSTOP)
     began = time.monotonic()
-    wait_until(lambda: time.monotonic() - began > 2 * LEASE, "every lease would have expired")
+    wait_until(lambda: time.monotonic() - began > 2 * Channel.visibility_timeout, "every lease would have expired")
     server.signal(signal.SIGCONT)
 
 

@@ -113,7 +113,6 @@ def test_failover_under_load_loses_only_unreplicated_posts(watched: Watched, tmp
     pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
     old, new = watched.first.client, watched.second.client
     way = {f"FEEDMILL_{name.upper()}": value for name, value in watched.flags.items()}
-    way |= {"FEEDMILL_VISIBILITY_TIMEOUT": "3"}
     with running("worker", "--name", "w", cwd=tmp_path, **way) as worker:
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
         sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(posts[:40]), **way)

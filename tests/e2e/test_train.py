@@ -122,7 +122,7 @@ def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, flags: l
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("x")
     (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
-    said = feedmill("train", *flags, cwd=tmp_path, FEEDMILL_OFFLINE="true", FEEDMILL_DEVICE="cpu")
+    said = feedmill("train", *flags, cwd=tmp_path, HF_HUB_OFFLINE="1", FEEDMILL_DEVICE="cpu")
     assert said.returncode == 2, said.stdout
     assert re.search(words, said.stderr)
     assert "Traceback" not in said.stderr

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from celery import chain, group, shared_task, signals
+from celery import chain, current_app, group, shared_task, signals
 from redis import Redis
 
 from feedmill.shared.errors import MessageFailed
@@ -23,6 +23,7 @@ from feedmill.workers.runtime.task import ClassifyTask
 
 Posts = list[dict[str, Any]]
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
+current_app.conf.task_track_started = True
 
 
 def wait_while(key: str) -> None:

@@ -93,7 +93,7 @@ def test_a_failed_retry_keeps_the_dead_letter(full: RedisServer, tmp_path: Path)
     full.client.config_set("maxmemory", 0)
     ResultsStore(full.client, Settings()).write([], [letter("5").model_copy(update={"post": post})])
     full.client.config_set("maxmemory", 1)
-    ended = feedmill("dead", "retry", "5", cwd=tmp_path, FEEDMILL_REDIS_URL=full.url, FEEDMILL_WHEN_FULL="refuse")
+    ended = feedmill("dead", "retry", "5", cwd=tmp_path, FEEDMILL_REDIS_URL=full.url)
     assert ended.returncode == 2
     assert f"Redis at 127.0.0.1:{full.port}/0" in ended.stderr
     assert full.client.xlen(DEAD_LETTERS) == 3

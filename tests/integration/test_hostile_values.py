@@ -51,7 +51,7 @@ def use_everything(client: Redis) -> None:
     assert isinstance(found, Progress)
     runs.recent(client, 10)
     assert queue.forget(client, ["t3_0"]) == (1, 0)
-    low = settings.model_copy(update={"results_memory": 1000, "sent_memory": 4000})
+    low = settings.model_copy(update={"results_memory": 8000})
     ResultsStore(client, low).write([result("another")])
 
 
@@ -109,4 +109,4 @@ def test_any_position_of_a_group(server: RedisServer, client: Redis, number: str
     ResultsStore(client, Settings()).write([result("1")])
     client.xgroup_create("feedmill:results", "g", id="0")
     server.client.hset(GROUPS, "g", number)
-    assert len(stream.fetch(client, 10, group="g", member="m").entries) == 1
+    assert len(stream.fetch_group(client, 10, "g", "m")[0]) == 1

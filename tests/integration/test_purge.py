@@ -23,6 +23,7 @@ from feedmill.shared.purge import PurgeCounts, lift_tombstones, purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts import purge as scripts
 from feedmill.shared.scripts import queue
+from feedmill.shared.scripts.purge import TOMBSTONE_TTL_S
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, has_results, make_classification, mark_sent, sent_marks
 
@@ -108,7 +109,7 @@ def test_removes_everything_about_a_post_and_keeps_the_others(
         assert sent_marks(client, post_id) == 0
         assert app.AsyncResult(f"of-{post_id}").get() == [{"id": post_id, "error": "purged"}]
         assert int(str(client.get(tombstone_key(post_id)))) > 1_700_000_000
-        assert 0 < client.ttl(tombstone_key(post_id)) <= settings.tombstone_ttl
+        assert 0 < client.ttl(tombstone_key(post_id)) <= TOMBSTONE_TTL_S
     assert client.exists(tombstone_key("kept")) == 0
     assert purge(client, settings, [posts[0], posts[2]]) == PurgeCounts()
 

@@ -16,7 +16,6 @@ from feedmill.producers import push
 from feedmill.producers.push import Pusher, QueueGate
 from feedmill.shared import broker
 from feedmill.shared.broker import connect, make_app, queue_depth
-from feedmill.shared.errors import QueueFull
 from feedmill.shared.keys import MARKS, REQUESTED_MODELS, find, tombstone_key
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import RequestedModel, request_model
@@ -380,17 +379,6 @@ def test_push_fails_at_the_memory_limit_and_can_be_repeated(settings: Settings, 
         redis.client.config_set("maxmemory", "0")
     pushing.push(posts)
     assert set(queued(redis)) == {post.id for post in posts}
-
-
-def test_refuse_raises_queue_full(settings: Settings, redis: RedisServer) -> None:
-    small = settings.model_copy(update={"queue_limit": 3, "posts_per_message": 10})
-    pushing = Pusher(make_app(small), connect(small), small, ClassifyOptions(), refuse=True)
-    with pytest.raises(QueueFull, match=r"\b3\b.*\b30\b"):
-        pushing.push(make_posts(50))
-    assert queue_depth(redis.client, "feedmill").waiting == 3
-    redis.client.delete("feedmill")
-    pushing.push(make_posts(50))
-    assert (pushing.sent, pushing.skipped) == (50, 30)
 
 
 def test_waits_for_redis_memory_if_configured(

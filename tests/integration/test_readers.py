@@ -479,7 +479,7 @@ def test_reports_missed_results_after_a_lost_connection(
         raise ConnectionFault("gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(readers, "fetch", failing)
+        patched.setattr(readers, "fetch_group", failing)
         with pytest.raises(ConnectionFault):
             late.read()
     assert [missed.count for missed in missed_of(late.read())][:1] == [20]

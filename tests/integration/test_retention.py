@@ -24,7 +24,7 @@ SMALL = 500_000
 
 def settings(**values: Any) -> Settings:
     """Return settings that are not validated."""
-    return Settings().model_copy(update={"results_memory": SMALL, "sent_memory": SMALL} | values)
+    return Settings().model_copy(update={"results_memory": SMALL} | values)
 
 
 def results(start: int, count: int, **changed: Any) -> list[Result]:
@@ -140,7 +140,7 @@ def test_does_not_count_expired_results_as_dropped(server: RedisServer) -> None:
 def test_drops_at_maxmemory(server: RedisServer) -> None:
     fill(server, 1000, results_memory=10**7)
     queue.mark(server.client, marks(0, 5000), HOUR_S, 10**7)
-    low = ResultsStore(server.client, settings(results_memory=60_000, sent_memory=20_000))
+    low = ResultsStore(server.client, settings(results_memory=60_000))
     server.client.config_set("maxmemory", 1)
     try:
         with pytest.raises(RedisError, match="maxmemory"):

@@ -129,13 +129,11 @@ def test_a_retried_dead_letter_is_no_longer_a_failure(server: RedisServer, store
     assert DeadLetters(server.client).count() == 0
 
 
-def test_lists_a_bounded_number_of_runs_that_expire(
-    server: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("feedmill.shared.scripts.queue.MAX_RUNS", 3)
-    for number in range(5):
-        push(server, settings, [post("0")], f"run {number}")
-    assert server.client.zcard(RUNS) == 3
+def test_lists_a_bounded_number_of_runs_that_expire(server: RedisServer, settings: Settings) -> None:
+    server.client.zadd(RUNS, {f"earlier {number}": number for number in range(runs.MAX_RUNS)})
+    push(server, settings, [post("0")], "run 4")
+    assert server.client.zcard(RUNS) == runs.MAX_RUNS
+    assert server.client.zscore(RUNS, "earlier 0") is None
     assert 0 < server.client.ttl(run_key("run 4")) <= settings.sent_ttl
     assert 0 < server.client.ttl(RUNS) <= settings.sent_ttl
     assert all(find(str(key)) for key in server.client.scan_iter())

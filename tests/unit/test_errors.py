@@ -1,6 +1,5 @@
-"""shared/errors.py: the tree in its docstring, missing packages and interrupted imports."""
+"""shared/errors.py: reasons, and missing packages."""
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from redis.exceptions import ResponseError
 
-from feedmill.shared import errors
 from feedmill.shared.errors import (
-    FeedmillError,
     PostRefused,
     RequestRefused,
     UserError,
@@ -20,16 +17,6 @@ from feedmill.shared.errors import (
     sentence,
 )
 from feedmill.shared.messages import ClassifyOptions, Post
-from tests.support import feedmill
-
-
-def test_tree_in_the_docstring_equals_the_classes() -> None:
-    classes = [
-        name
-        for name, found in vars(errors).items()
-        if isinstance(found, type) and issubclass(found, FeedmillError) and found is not FeedmillError
-    ]
-    assert re.findall(r"[├└]─ (\w+)", errors.__doc__ or "") == classes
 
 
 def test_errors_of_pipelines_are_shown_without_the_command() -> None:
@@ -38,14 +25,6 @@ def test_errors_of_pipelines_are_shown_without_the_command() -> None:
         'Command # 4 (LPUSH feedmill {"body": "(a \n post) of pipeline"}) of pipeline caused error: No.'
     )
     assert clause(error) == "No"
-
-
-def test_interrupted_imports_end_without_a_traceback(tmp_path: Path) -> None:
-    """C code of torch and NumPy would replace KeyboardInterrupt by another error, or ignore it."""
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    # PYTHONHASHSEED: a process of its own, because the fork server has imported torch.
-    said = feedmill("classify", "two words", cwd=tmp_path, PYTHONPATH=str(tmp_path), PYTHONHASHSEED="0")
-    assert (said.returncode, said.stdout, said.stderr) == (130, "", "feedmill: Interrupted.\n")
 
 
 def test_missing_packages_are_explained_in_every_thread() -> None:

@@ -621,9 +621,9 @@ def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:
     assert len(owner.store.written) == 4
 
 
-@pytest.mark.parametrize(("rows_per_second", "most"), [(None, 64), (math.inf, 1000), (100, 300), (0.2, 1)])
-def test_prefetch_is_bounded_by_prefetch_seconds(rows_per_second: float | None, most: int) -> None:
-    owner = Owner(window_rows=1000, prefetch_seconds=3.0)
+@pytest.mark.parametrize(("rows_per_second", "most"), [(None, 64), (math.inf, 1000), (100, 200), (0.2, 1)])
+def test_prefetch_is_bounded_by_the_device_speed(rows_per_second: float | None, most: int) -> None:
+    owner = Owner(window_rows=1000)
     owner.pipeline.statistics.speed.rows_per_second = rows_per_second
     assert owner.pipeline.max_waiting() == most
     owner.pipeline.stop()

@@ -8,7 +8,6 @@ from feedmill.shared.result_records import (
     MAX_CONTEXTS,
     PACKED,
     SCORE,
-    Context,
     Contexts,
     fingerprint_key,
     pack,
@@ -50,7 +49,10 @@ def test_unpacks_what_was_packed() -> None:
     assert unpacked.model_copy(update={"scores": found.scores}) == found
     assert Classification.model_validate_json(unpacked.model_dump_json()) == unpacked
     assert context
-    assert Context.parse(context.json) == Context(("art", "food", "travel"), "m", None, "00", "w", "cpu")
+    (stored,) = split(context.record)
+    parsed = Contexts().parse(stored.content)
+    assert (parsed.labels, parsed.others) == (("art", "food", "travel"), ("m", None, "00", "w", "cpu"))
+    assert (parsed.id, parsed.name) == (context.id, context.name)
     assert unpack("t3_x", read, Contexts().get) is None
 
 

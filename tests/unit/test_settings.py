@@ -29,7 +29,7 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("FEEDMILL_TEMPLATE", "x", ("{}",)),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", ("redis://",)),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", ("redis://",)),
-        ("FEEDMILL_RESULTS_MEMORY", "1MB", ("10MB", "'1MB'")),
+        ("FEEDMILL_RESULTS_MEMORY", "1MB", ("10000000",)),
     ],
 )
 def test_invalid_value_names_the_variable(

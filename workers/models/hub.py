@@ -69,12 +69,12 @@ class Download(NamedTuple):
     names: Collection[str]
 
 
-def download(model: str, revision: str | None, offline: bool, patterns: Sequence[str]) -> Download:
+def download(model: str, revision: str | None, patterns: Sequence[str]) -> Download:
     """Download the files of a model that match the patterns, and not those in other folders than modules'.
 
-    revision: branch, tag or commit; None is the main branch. offline: use only what is in the cache. Raises ModelError.
+    revision: branch, tag or commit; None is the main branch. Raises ModelError.
     """
-    offline = offline or is_offline_mode()
+    offline = is_offline_mode()
     wanted = model if revision is None else f"{model} at revision {revision!r}"
     source = f"the cache {constants.HF_HUB_CACHE}" if offline else _without_secrets(constants.ENDPOINT)
     if not offline:
@@ -95,10 +95,10 @@ def download(model: str, revision: str | None, offline: bool, patterns: Sequence
     except Exception as error:  # the library does not wrap every error
         reason = _without_secrets(str(error.__cause__ or error)) or type(error).__name__
         advice = (
-            "Start once without FEEDMILL_OFFLINE and HF_HUB_OFFLINE, or copy the cache from another machine."
+            "Start once without HF_HUB_OFFLINE, or copy the cache from another machine."
             if offline
             else "Check FEEDMILL_MODEL (owner/name, such as facebook/bart-large-mnli), FEEDMILL_REVISION, the network, "
-            "HF_ENDPOINT, HF_TOKEN (for private and gated models) and the space in HF_HOME. FEEDMILL_OFFLINE=true uses "
+            "HF_ENDPOINT, HF_TOKEN (for private and gated models) and the space in HF_HOME. HF_HUB_OFFLINE=1 uses "
             "only the cache."
         )
         raise ModelError(

@@ -6,24 +6,23 @@ from types import ModuleType
 from typing import Any
 
 from feedmill.shared.errors import SettingsError
-from feedmill.shared.settings import PREFIX
 
 
-def load_plugin(name: str, setting: str) -> Any:
-    """Return the object named by `module:attribute`. setting: the setting that names it. Raises SettingsError."""
+def load_plugin(name: str, source: str) -> Any:
+    """Return the object named by `module:attribute`. source: what names it, for errors. Raises SettingsError."""
     module, _, attribute = name.partition(":")
-    found = import_user_module(module, setting)
+    found = import_user_module(module, source)
     try:
         return getattr(found, attribute)
     except AttributeError:
         raise SettingsError(
-            f"{PREFIX}{setting.upper()}: the module {module} ({found.__file__}) has no {attribute}. "
+            f"{source}: the module {module} ({found.__file__}) has no {attribute}. "
             "Set the name of a class in the module."
         ) from None
 
 
-def import_user_module(module: str, setting: str) -> ModuleType:
-    """Import a module and return it. setting: the setting that names it. Raises SettingsError."""
+def import_user_module(module: str, source: str) -> ModuleType:
+    """Import a module and return it. source: what names it, for errors. Raises SettingsError."""
     try:
         return import_module(module)
     except Exception as error:  # a user's module may raise anything
@@ -33,4 +32,4 @@ def import_user_module(module: str, setting: str) -> ModuleType:
             frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
             where = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
             why = f"{type(error).__name__}: {error}{where}."
-        raise SettingsError(f"{PREFIX}{setting.upper()}: cannot import the module {module}: {why}") from None
+        raise SettingsError(f"{source}: cannot import the module {module}: {why}") from None

@@ -80,11 +80,11 @@ def loading(what: object, advice: str = "Download the model again, or use anothe
         raise ModelError(f"Cannot load {what}: {clause(error)}. {advice}") from error
 
 
-def locate(model: str, revision: str | None = None, offline: bool = False, remote_code: bool = False) -> Weights:
+def locate(model: str, revision: str | None = None, remote_code: bool = False) -> Weights:
     """Locate the files of `model`: a folder, a name on the hub, or the embedded model.
 
     revision: branch, tag or commit of a model on the hub. With a revision, the embedded model's name selects the model
-    of that name on the hub. offline: never contact the hub. remote_code: also download Python files.
+    of that name on the hub. remote_code: also download Python files.
     Raises ModelError if files are missing or are not the expected ones.
     """
     with loading(f"the model {model}", "Check its files and their permissions."):
@@ -92,7 +92,7 @@ def locate(model: str, revision: str | None = None, offline: bool = False, remot
             return _embedded()
         folder = _on_this_machine(model)
         if folder is None:
-            return _from_hub(model, revision, offline, remote_code)
+            return _from_hub(model, revision, remote_code)
         if revision is not None:
             raise ModelError(
                 f"FEEDMILL_REVISION is {revision}, but {model} is not a model on the hub and has no revisions. Unset "
@@ -153,8 +153,8 @@ def _on_this_machine(model: str) -> Path | None:
     return None
 
 
-def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool) -> Weights:
-    downloaded = hub.download(model, revision, offline, _patterns(remote_code))
+def _from_hub(model: str, revision: str | None, remote_code: bool) -> Weights:
+    downloaded = hub.download(model, revision, _patterns(remote_code))
     name = f"The model {model} at commit {downloaded.commit}"
     if SETFIT_HEAD in downloaded.names and SETFIT_CONFIG not in downloaded.names:  # nothing else would show it
         raise setfit_error(name)

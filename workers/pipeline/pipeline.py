@@ -33,6 +33,11 @@ logger = logging.getLogger(__name__)
 
 #: Maximum waiting rows before the device's speed is known.
 FIRST_ROWS = 64
+#: Seconds of prefetched work, at the device's recent speed, at which a worker stops fetching messages: enough to hide
+#: round trips, and few enough that messages do not wait for a slow device while a faster one is idle.
+PREFETCH_S = 2.0
+#: Seconds between statistics in the worker's log.
+STATISTICS_INTERVAL_S = 60.0
 
 
 class Pipeline:
@@ -51,14 +56,13 @@ class Pipeline:
         self._poison = poison
         self._owner = owner
         self._window_rows = settings.window_rows
-        self._prefetch_seconds = settings.prefetch_seconds
         self._forward_timeout = settings.forward_timeout
         self._lanes = classifier.device.lanes
         self._stopping = threading.Event()
         self._watch_interval = min(1.0, self._forward_timeout / 4)
         self._watch = Watch()
         self.failure: BaseException | None = None
-        self.statistics = Statistics(settings.statistics_interval, time.monotonic(), classifier.device.shapes)
+        self.statistics = Statistics(STATISTICS_INTERVAL_S, time.monotonic(), classifier.device.shapes)
         context = Context(owner, store, poison, self.statistics, self._watch, self._stopping, worker)
         self._backlog = Backlog(
             Loaded(classifier, budget), self._lanes, settings.batch_rows, context, self._on_replaced
@@ -151,12 +155,12 @@ class Pipeline:
         return len(self._backlog) + self._preparation.posts_waiting() * self._backlog.latest.rows_each
 
     def max_waiting(self) -> int:
-        """Return how many rows may wait: those that the device computes in `prefetch_seconds` at its recent speed.
+        """Return how many rows may wait: those that the device computes in PREFETCH_S at its recent speed.
 
         A slow device thus takes less of a short queue, and all devices finish at about the same time.
         """
         speed = self.statistics.speed.rows_per_second
-        return int(min(self._window_rows, FIRST_ROWS if speed is None else max(1, self._prefetch_seconds * speed)))
+        return int(min(self._window_rows, FIRST_ROWS if speed is None else max(1, PREFETCH_S * speed)))
 
     def rows_per_post(self) -> int:
         """Return the rows of one post with the configured labels."""

@@ -93,7 +93,7 @@ class Training:
         self._report = report or Report()
         self._device = device.select_device(settings.device, "float32")
         self._precision, self._why_precision = device.for_training(self._device, settings.dtype)
-        self._weights = locate(options.base, settings.revision, settings.offline, settings.trust_remote_code)
+        self._weights = locate(options.base, settings.revision, settings.trust_remote_code)
         check_size(self._weights, self._device)
         self._tokenizer = _tokenizer(self._weights, options.max_tokens, settings.trust_remote_code)
         self._collate = DataCollatorWithPadding(

@@ -43,6 +43,7 @@ from redis.exceptions import RedisError
 from feedmill.shared import encoding
 from feedmill.shared.redis_errors import is_replica
 from feedmill.shared.scripts.leases import LeaseScripts, list_of
+from feedmill.shared.scripts.purge import replace
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +146,8 @@ class Leases:
         self.held: dict[str, Held] = {}
         #: Bytes of claimed messages.
         self.bytes_claimed = 0
-        #: The message handled in isolation: its tag, and its bytes as received.
-        self._isolated: tuple[str, Any] | None = None
+        #: The message handled in isolation: its tag; and in Redis, as received, and with a note of its isolation.
+        self._isolated: tuple[str, bytes, str] | None = None
         #: Tags of delivered messages that wait for isolation. No other message is reserved meanwhile.
         self._waiting_for_isolation: set[str] = set()
         #: Messages to return as soon as Redis answers: their tags, and the command that returns them.
@@ -225,11 +226,12 @@ class Leases:
                 self._waiting_for_isolation.add(tag)
                 return False
             self._waiting_for_isolation.discard(tag)
-            if message := self.client.hget(self.reserved, tag):
-                self._isolated = tag, message
+            message: Any = self.client.hget(self.reserved, tag)
+            if message:
                 noted = json.loads(message)
                 noted["properties"]["delivery_info"]["alone"] = True
-                self.scripts.replace(tag, json.dumps(noted))
+                self._isolated = tag, message, json.dumps(noted)
+                replace(self.client, self.reserved, message, self._isolated[2], tag)
         return True
 
     def end_isolation(self, tag: str) -> None:
@@ -238,7 +240,8 @@ class Leases:
         It stays alone if it is claimed.
         """
         if self._isolated and self._isolated[0] == tag:
-            self.scripts.replace(tag, self._isolated[1])
+            _, message, noted = self._isolated
+            replace(self.client, self.reserved, noted, message, tag)
             if not self._is_claimed_alone():
                 self._isolated = None
 

@@ -522,7 +522,5 @@ def use_leases(app: broker.Application) -> None:
         broker_transport_options={
             **broker.sentinel_options(settings),
             **broker.TRANSPORT_KEYS,
-            "visibility_timeout": settings.visibility_timeout,
-            "unacked_restore_interval": settings.visibility_timeout / 3,
         },
     )

@@ -1,6 +1,6 @@
 """A live source: new stories of Hacker News, from its public API (https://github.com/HackerNews/API).
 
-PYTHONPATH=docs/examples/extending feedmill ingest live --live-source hacker_news:HackerNews
+PYTHONPATH=docs/examples/extending feedmill ingest live hacker_news:HackerNews
 """
 
 import os
@@ -30,7 +30,7 @@ class HackerNews(Source):
 
     def __init__(self, settings: Settings, clock: Clock) -> None:  # noqa: ARG002 - other sources have settings
         self._clock = clock
-        self._http = HttpClient("Hacker News", RequestBudget(clock, REQUESTS_PER_MINUTE), TIMEOUT_S)
+        self._http = HttpClient("Hacker News", RequestBudget(clock, REQUESTS_PER_MINUTE))
 
     def events(self, cursor: int | None) -> Iterator[tuple[int, Any] | Pause]:
         reached = self._get("maxitem") if cursor is None else cursor - 1

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from feedmill.producers.live import daemon
+from feedmill.producers.live import daemon, http
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.integration.reddit.house import DAY, TOPICS, House
@@ -33,6 +33,7 @@ def house(
 ) -> Iterator[House]:
     # Tests simulate days: reporting the status every ten seconds would be most of the daemon's work.
     monkeypatch.setattr(daemon, "STATUS_INTERVAL_S", 50.0)
-    house = House(redis, clock, loopback)
+    monkeypatch.setattr(http, "READ_TIMEOUT_S", 2.0)
+    house = House(redis, clock, loopback, monkeypatch)
     yield house
     house.close()

@@ -16,6 +16,7 @@ from feedmill.shared.broker import connect, make_app
 from feedmill.shared.messages import ClassifyOptions, Post, fingerprint
 from feedmill.shared.results import Result
 from feedmill.shared.settings import Settings
+from tests.fakes import constants
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.support import RedisServer, body_of, make_classification
@@ -30,13 +31,13 @@ short_listings = pytest.mark.parametrize("loopback", [200], indirect=True, ids=[
 class House:
     """A daemon's environment. Each new daemon stands for a restarted process."""
 
-    def __init__(self, redis: RedisServer, clock: SimulatedClock, loopback: LoopbackReddit) -> None:
+    def __init__(
+        self, redis: RedisServer, clock: SimulatedClock, loopback: LoopbackReddit, patch: pytest.MonkeyPatch
+    ) -> None:
         credentials = {
             "reddit_client_id": "id",
             "reddit_client_secret": "secret",
             "reddit_user_agent": "linux:test:1 (by /u/nobody)",
-            "reddit_url": loopback.url,
-            "reddit_timeout": 2.0,
         }
         self.settings = Settings.model_validate({"redis_url": redis.url} | credentials)
         self.redis = redis
@@ -44,6 +45,13 @@ class House:
         self.loopback = loopback
         self.topics = Topics(active=2, topics=TOPICS)
         self._open: list[RedditClient | ArcticShiftClient] = []
+        self.patch = patch
+        self.read_from(constants.reddit(loopback.url))
+
+    def read_from(self, addresses: dict[str, Any]) -> None:
+        """Set the addresses of sources that are created from now on."""
+        for name, url in addresses.items():
+            self.patch.setattr(name, url)
 
     def reddit(self) -> RedditClient:
         reddit = RedditClient(self.settings, RequestBudget(self.clock, 90), self.topics.topic_of)
@@ -57,7 +65,7 @@ class House:
 
     def daemon(self, depth: int = 1000, archive: ArcticShiftClient | None = None, **settings: Any) -> LiveDaemon:
         chosen = self.settings.model_copy(update=settings)
-        budget = RequestBudget(self.clock, chosen.reddit_requests_per_minute)
+        budget = RequestBudget(self.clock, 90)
         client = connect(chosen)
         pusher = Pusher(make_app(chosen), client, chosen, ClassifyOptions(), wait=self.clock.wait)
         reddit = RedditClient(chosen, budget, self.topics.topic_of)

@@ -14,6 +14,7 @@ from feedmill.producers.reddit.source import ArchiveSource
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.keys import tombstone_key
 from feedmill.shared.messages import ClassifyOptions
+from tests.fakes import constants
 from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
@@ -34,12 +35,11 @@ class Archived:
 
     def __init__(self, house: House, archive: ArcticShift) -> None:
         self.house = house
-        self.settings = house.settings.model_copy(
-            update={"arctic_shift_url": archive.url, "arctic_shift_requests_per_minute": 600}
-        )
+        self.settings = house.settings
+        house.read_from(constants.arctic_shift(archive.url))
 
     def client(self) -> ArcticShiftClient:
-        budget = RequestBudget(self.house.clock, self.settings.arctic_shift_requests_per_minute)
+        budget = RequestBudget(self.house.clock, 600)
         client = ArcticShiftClient(self.settings, budget, self.house.topics.topic_of)
         self.house._open.append(client)
         return client

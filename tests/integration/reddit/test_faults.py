@@ -9,6 +9,7 @@ import pytest
 from feedmill.producers.live.source import RequestFailed
 from feedmill.producers.live.state import statuses
 from feedmill.producers.reddit.state import State
+from tests.fakes import constants
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.integration.reddit.house import HOUR, MINUTE, TOPICS, House
@@ -66,14 +67,16 @@ def test_stays_within_reddits_rate_limit(house: House, clock: SimulatedClock) ->
             for name in names:
                 strict.add_subreddit(name)
                 strict.publish(name, title="one")
-        daemon = house.daemon(reddit_url=strict.url, reddit_poll_interval=5.0)
+        house.read_from(constants.reddit(strict.url))
+        daemon = house.daemon(reddit_poll_interval=5.0)
         house.run(daemon, HOUR)
         assert strict.ledger.over_budget == 0
         assert strict.ledger.total > 6 * 15
 
 
 def test_backs_off_while_reddit_is_unreachable(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    daemon = house.daemon(reddit_url="http://127.0.0.1:9")  # the discard port, where nothing listens
+    house.read_from(constants.reddit("http://127.0.0.1:9"))  # the discard port, where nothing listens
+    daemon = house.daemon()
     house.run(daemon, HOUR)
     assert daemon.hindrance
     assert 5 <= len([record for record in caplog.records if daemon.hindrance in record.getMessage()]) <= 30
@@ -108,9 +111,7 @@ def test_cuts_off_a_response_that_never_ends(house: House) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
     server.daemon_threads = True
     Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    house.settings = house.settings.model_copy(
-        update={"reddit_url": f"http://127.0.0.1:{server.server_port}", "reddit_timeout": 2.0}
-    )
+    house.read_from(constants.reddit(f"http://127.0.0.1:{server.server_port}"))
     try:
         with pytest.raises(RequestFailed):
             house.reddit().page(["cooking"])

@@ -9,11 +9,12 @@ from feedmill.producers.push import Pusher
 from feedmill.producers.reddit.snapshot import Listing, Snapshot
 from feedmill.shared.broker import make_app
 from feedmill.shared.messages import ClassifyOptions
+from tests.fakes import constants
 from tests.integration.reddit.house import MINUTE, House
 
 
 def test_single_pass_gives_up_after_some_retries(house: House) -> None:
-    house.settings = house.settings.model_copy(update={"reddit_url": "http://127.0.0.1:9"})
+    house.read_from(constants.reddit("http://127.0.0.1:9"))
     reddit = house.reddit()
     with pytest.raises(SourceFailed):
         with_retries(lambda: reddit.page(["cooking"]), house.clock)

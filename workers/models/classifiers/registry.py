@@ -14,7 +14,7 @@ import torch
 from feedmill.shared import linux
 from feedmill.shared.errors import DeviceFull, ModelError, RequestRefused, SettingsError
 from feedmill.shared.messages import ClassifyOptions
-from feedmill.shared.settings import Settings
+from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.classifiers import Classifier, Scores
 from feedmill.workers.models.classifiers.layout import is_static, read_modules, read_sentence_config
 from feedmill.workers.models.classifiers.pairs import entailment_class, is_reranker
@@ -72,7 +72,7 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     if device.automatic and is_static(weights):
         device = device._replace(dtype=torch.float32, dtype_reason="half precision does not speed up static embeddings")
     check_size(weights, device)
-    make = load_plugin(CLASSIFIERS.get(kind, kind), "classifier")
+    make = load_plugin(CLASSIFIERS.get(kind, kind), f"{PREFIX}CLASSIFIER")
     if kind not in CLASSIFIERS:  # a plug-in: its results must not be mistaken for a built-in classifier's
         weights = weights._replace(name=kind)
     classifier: Classifier = make(weights, device, settings)
@@ -99,7 +99,7 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
 
 def _located(settings: Settings) -> tuple[Weights, str]:
     """Return the configured model's files and its classifier. Raises ModelError."""
-    weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
+    weights = locate(settings.model, settings.revision, settings.trust_remote_code)
     return weights, classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from feedmill.shared.errors import DeviceFull, ModelError
-from feedmill.shared.settings import Settings
+from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import Engine
 from feedmill.workers.models.engines.network import max_row_tokens, read_config
@@ -42,7 +42,7 @@ def create_engine(
 
             engine: Engine = OnnxEngine(weights, device, reads, tokenizer.pad_id, settings)
         elif settings.engine != "torch":
-            engine = load_plugin(settings.engine, "engine")(weights, device, reads, tokenizer.pad_id, settings)
+            engine = load_plugin(settings.engine, f"{PREFIX}ENGINE")(weights, device, reads, tokenizer.pad_id, settings)
         else:
             engine = TorchEngine(
                 weights, device, reads, tokenizer.pad_id, tokenizer.max_tokens, remote_code=remote_code

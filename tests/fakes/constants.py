@@ -1,0 +1,34 @@
+"""Run `feedmill` with other values of constants than users have: short times, and servers on this machine."""
+
+import json
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+#: Environment variable with the constants: module and name -> value, as JSON.
+VARIABLE = "FAKE_CONSTANTS"
+
+
+def reddit(url: str) -> dict[str, Any]:
+    """Return the constants with which Reddit is read from another server."""
+    return {f"feedmill.producers.reddit.client.{name}": url for name in ("API_URL", "TOKEN_URL")}
+
+
+def arctic_shift(url: str) -> dict[str, Any]:
+    return {"feedmill.producers.reddit.arctic_shift.URL": url}
+
+
+def replace(constants: Mapping[str, Any]) -> None:
+    """Replace the constants in this process."""
+    for name, value in constants.items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(import_module(module), constant), name
+        setattr(import_module(module), constant, value)
+
+
+if __name__ == "__main__":
+    from feedmill.__main__ import main
+
+    replace(json.loads(os.environ[VARIABLE]))
+    main()
