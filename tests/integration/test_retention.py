@@ -110,7 +110,7 @@ def marks(start: int, count: int) -> list[Mark]:
 
 
 def test_drops_the_oldest_sent_records(server: RedisServer) -> None:
-    count, store = 20_000, ResultsStore(server.client, settings())
+    count, store = 20_000, ResultsStore(server.client, settings(results_memory=2 * SMALL))
     for start in range(0, count, 500):
         queue.mark(server.client, marks(start, 500), HOUR_S, SMALL)
         store.write(results(start, 1))
