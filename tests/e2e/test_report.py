@@ -145,7 +145,7 @@ def test_report_omits_purged_posts(redis: RedisServer, tmp_path: Path) -> None:
     assert "not this" not in page
 
 
-@pytest.mark.parametrize("flags", [(), ("--run", "after"), ("--label-set", "a,b")])
+@pytest.mark.parametrize("flags", [(), ("--run", "after")])
 def test_a_report_of_nothing_keeps_the_last_one(redis: RedisServer, tmp_path: Path, flags: tuple[str, ...]) -> None:
     runs.keep_columns(redis.client, "after", [], 60)  # nothing was classified yet
     url = {"FEEDMILL_REDIS_URL": redis.url}

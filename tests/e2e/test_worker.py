@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from feedmill.monitoring.watch import worker_statistics
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import RESULTS_STREAM, find
@@ -56,21 +55,6 @@ def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
             with suppress(TimeoutError):
                 receiver.capture(limit=None, timeout=1)
     assert told[0] == "'2 of 2 posts classified'"
-
-
-def test_worker_reports_pool_statistics(client: Celery) -> None:
-    ask(client, POSTS)
-    (pool,) = worker_statistics(client, patience=3).values()
-    assert pool["implementation"] == "feedmill.workers.runtime.pool:DevicePool"
-    assert pool["max-concurrency"] == 1
-    assert pool["posts"] >= 2
-    assert 0 < pool["padding_efficiency"] <= 1
-    assert pool["oldest_row_seconds"] >= 0
-    assert pool["token_budget"] == 2048
-    assert pool["recent"]["seconds"] > 0
-    assert 0 <= pool["recent"]["device_busy"] <= 1
-    inspect = client.control.inspect(timeout=30, limit=1)
-    wait_until(lambda: not any((inspect.active() or {}).values()), "no task is active")
 
 
 def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer) -> None:

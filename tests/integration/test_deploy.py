@@ -2,7 +2,6 @@
 
 import re
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -244,24 +243,6 @@ def test_keeps_the_model_while_redis_is_unreachable(house: House, caplog: pytest
     house.deployer._redis = there
     house.deployer.request_check()
     assert house.report(ask).stage is Stage.DONE
-
-
-def test_stopping_does_not_wait_for_a_model_being_loaded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_swap, "JOIN_TIMEOUT_S", 0.1)
-    loading, loaded = threading.Event(), threading.Event()
-
-    def load() -> Model:
-        loading.set()
-        loaded.wait()
-        return Candidate("late")
-
-    house.deploy("/late", load)
-    assert loading.wait(120)
-    house.owner.pipeline.stop(seconds=0.1)
-    house.deployer.stop()
-    loaded.set()
-    wait_until(lambda: not house.deployer._thread.is_alive(), "the thread ends")
-    assert house.owner.pipeline.classifier.weights.name == "old"
 
 
 def test_tests_and_activates_a_real_model(redis: RedisServer, settings: Settings, folder: Path) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import RedisError
 from rich.console import Console
 
 from feedmill.cli import status
@@ -19,7 +17,7 @@ from feedmill.monitoring.watch import HealthPart, Status, check_health
 from feedmill.producers.live.state import Gap, Gaps, LiveState
 from feedmill.producers.push import Pusher
 from feedmill.shared import encoding
-from feedmill.shared.broker import make_app, queue_depth
+from feedmill.shared.broker import make_app
 from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, LIVE_STATUS, RUNS, run_key
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, oldest_seconds
@@ -339,25 +337,3 @@ def test_screen_lists_each_queue_with_its_model(redis: RedisServer, settings: Se
     shown = screen(seen, settings)
     assert re.search("feedmill: 2 ", shown)
     assert re.search(r"other: 1 .*a model \\x1b \(no worker\)", shown)
-
-
-def test_watching_survives_a_lost_redis_connection(
-    settings: Settings, workers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers: list[RedisError | None] = [None, ConnectionFault("gone"), None]
-    depth = queue_depth
-
-    def flaky(*arguments: Any) -> Any:
-        if fault := answers.pop(0):
-            raise fault
-        return depth(*arguments)
-
-    monkeypatch.setattr(watch, "queue_depth", flaky)
-    monkeypatch.setattr(status, "REFRESH_INTERVAL_S", 0.0)
-    looks = status._snapshots(settings)
-    assert list(next(looks).workers) == list(workers)  # type: ignore[union-attr]
-    away = next(looks)
-    assert isinstance(away, str)
-    assert settings.redis_address in away
-    assert "gone" in screen(away, settings)
-    assert json.dumps(next(looks).as_json())  # type: ignore[union-attr]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import InvalidResponse
 
 import feedmill
 from feedmill.reading import readers
@@ -507,34 +506,6 @@ def test_a_group_waits_while_redis_rejects_writes(
     reader.acknowledge(second)
     write(store, 3)
     assert ids_of(next(follow)) == ["3"]
-
-
-@pytest.mark.parametrize("lost_by", [ConnectionFault("gone"), InvalidResponse("gone")])
-def test_logs_a_lost_and_a_restored_connection_once(
-    lost_by: Exception,
-    reader: Reader,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    store: ResultsStore,
-) -> None:
-    monkeypatch.setattr(readers, "RECONNECT_DELAYS_S", (0.0, 0.001))
-    follow = batches(reader, wait=0.01)
-    next(follow)
-    faults = iter([lost_by] * 5)
-    read = reader.read
-
-    def failing() -> list[Read] | None:
-        for fault in faults:
-            raise fault
-        return read()
-
-    monkeypatch.setattr(reader, "read", failing)
-    write(store, 1)
-    with caplog.at_level(logging.WARNING):
-        assert ids_of(next(follow)) == ["1"]
-    lost, back = (record for record in caplog.records if record.name == readers.__name__)
-    assert "gone" in lost.getMessage()
-    assert "gone" not in back.getMessage()
 
 
 # The Python API.

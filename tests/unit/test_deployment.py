@@ -28,7 +28,6 @@ from redis.retry import Retry
 from typer.main import get_command
 
 from feedmill.cli.main import app
-from feedmill.monitoring.dashboard import PASSED_OPTIONS
 from feedmill.shared.metrics import serve
 from feedmill.shared.settings import Settings
 from tests.support import free_port, installed_redis, wait_until
@@ -233,11 +232,6 @@ def test_services_match_their_images_and_settings(name: str) -> None:
         assert not value.startswith("${") or value.startswith(f"${{{variable}:")
     if name in WORKERS:  # draining takes less time than the grace period
         assert int(service["stop_grace_period"].removesuffix("s")) > Settings().drain + 5
-
-
-def test_flowers_variables_are_its_options() -> None:
-    for name in re.findall(r"\bFLOWER_(\w+)", TEXT.replace("FEEDMILL_FLOWER_", "")):
-        assert name.removesuffix("'s").lower() in PASSED_OPTIONS
 
 
 def test_services_have_least_privileges() -> None:

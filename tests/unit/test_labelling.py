@@ -173,15 +173,6 @@ def test_json_keeps_its_keys_and_values(tmp_path: Path, data: str) -> None:
     assert found == [record | extra for record, extra in zip(given, new, strict=True)]
 
 
-def test_json_with_lone_surrogates_is_written(tmp_path: Path) -> None:
-    data = '{"title": "good \\ud83d", "n": 1}\n'
-    (line,) = written(tmp_path, data, "out.jsonl").splitlines()
-    assert json.loads(line)["title"] == "good \ud83d"
-    assert written(tmp_path, data, "out.csv").splitlines()[1] == "good ?,1,good,0.9"
-    written(tmp_path, data, "out.parquet")
-    assert pq.read_table(tmp_path / "out.parquet").to_pylist()[0]["title"] == "good ?"
-
-
 def test_parquet_keeps_the_types_of_json(tmp_path: Path) -> None:
     written(tmp_path, RECORDS, "out.parquet", scores=True)
     table = pq.read_table(tmp_path / "out.parquet")
