@@ -47,8 +47,18 @@ class LiveBar(Progress):
         return super().get_renderables()
 
 
+def notes_console(quiet: bool = False) -> Console:
+    """Return a console for notes on standard error, whose lines a terminal wraps."""
+    return Console(stderr=True, soft_wrap=True, highlight=False, quiet=quiet)
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun, such as `1 post` or `1,200 posts`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"
+    return counted(count, "row")
 
 
 def format_duration(seconds: float) -> str:

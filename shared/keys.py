@@ -21,7 +21,7 @@ MARKS = "feedmill:sent-marks"
 STORED = "feedmill:stored"
 #: Runs, scored by the time of their latest activity, in seconds since 1970.
 RUNS = "feedmill:runs"
-#: Queue -> number of messages that `feedmill queue clear` removed. A change makes positions in files void.
+#: Queue -> number of messages that `feedmill purge --queue` removed. A change makes positions in files void.
 CLEARS = "feedmill:clears"
 #: Recent purges, newest last: the posts' ids or the run, and the time up to which their results are gone.
 PURGES = "feedmill:purges"

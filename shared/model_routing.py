@@ -196,7 +196,7 @@ def request_model(redis: Redis, queue: str, asked: RequestedModel | None) -> Non
         return
     if not redis.hexists(REQUESTED_MODELS, queue) and redis.hlen(REQUESTED_MODELS) >= MAX_QUEUES:
         raise UserError(
-            f"Models are deployed to {MAX_QUEUES} queues, the maximum. List them with `feedmill deploy --show`, and "
+            f"Models are deployed to {MAX_QUEUES} queues, the maximum. List them with `feedmill deploy`, and "
             "remove one with `feedmill deploy --reset`."
         )
     redis.hset(REQUESTED_MODELS, queue, json.dumps(asdict(asked)))

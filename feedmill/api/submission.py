@@ -45,9 +45,9 @@ RESULTS_AT_ONCE = 64
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 #: Seconds for which all posts must be settled without a result of their message, before the message is sent again.
 EXPIRED_AFTER_S = 10.0
-#: Reasons for posts that were deleted with `feedmill purge`, or whose messages with `feedmill queue clear`.
+#: Reasons for posts that were deleted with `feedmill purge`, or whose messages with `feedmill purge --queue`.
 PURGED = "purged: the post was deleted, and is not sent again"
-CLEARED = "removed from the queue by `feedmill queue clear`"
+CLEARED = "removed from the queue by `feedmill purge --queue`"
 
 
 class SubmittedProgress(NamedTuple):

@@ -1,22 +1,24 @@
-"""The `feedmill dead` commands: list, show, retry and drop dead letters."""
+"""The `feedmill dead` commands: list or show, retry and drop dead letters."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Annotated
 
 import typer
 from redis import Redis
+from typer import Argument, Option
 
-from feedmill.cli.dates import utc
-from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
+from feedmill.cli.option_groups import excludes, with_settings
+from feedmill.cli.options import AsJson, RunName, Yes, utc
+from feedmill.cli.terminal import confirm
 from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters, UndecodableMessage
 from feedmill.reading.names import check_run
-from feedmill.shared.broker import Application, connect, make_app, user_errors
+from feedmill.shared.broker import Application, connect, make_app
 from feedmill.shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
-from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post, parse_run
+from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
+from feedmill.shared.settings import Settings
 
 #: Dead letters that `list` shows by default.
 DEFAULT_COUNT = 20
@@ -27,108 +29,80 @@ app = typer.Typer(
     name="dead", help="List, retry or drop dead letters (posts that could not be classified).", no_args_is_help=True
 )
 
-DeadLetterId = Annotated[
-    str, typer.Argument(metavar="ID", help="Id of the dead letter, as `list` shows it, or of its post.")
-]
-DeadLetterIds = Annotated[
-    list[str] | None, typer.Argument(metavar="ID...", help="Ids of dead letters or of their posts.")
-]
+DeadLetterIds = Annotated[list[str] | None, Argument(metavar="ID...", help="Ids of dead letters or of their posts.")]
 Entry = DeadLetterEntry | UndecodableMessage
-All = Annotated[bool, typer.Option("--all", help="Select every dead letter.")]
+All = Annotated[bool, Option("--all", help="Select every dead letter.")]
 
 
 @app.command("list")
+@excludes("ID...", "--count", "--run")
+@with_settings("redis_url")
 def list_(
-    count: Annotated[int, typer.Option(help="Number of dead letters to show.", min=1)] = DEFAULT_COUNT,
-    run: RunFilter = None,
+    settings: Settings,
+    ids: DeadLetterIds = None,
+    count: Annotated[int, Option(help="Number of dead letters to show.", min=1)] = DEFAULT_COUNT,
+    run: RunName = None,
     as_json: AsJson = False,
-    redis_url: RedisUrl = None,
 ) -> None:
-    """List the newest dead letters with id, post, time and reason."""
-    settings = settings_of(redis_url=redis_url)
-    is_empty = True
-    with user_errors(settings):
-        redis, run = connect(settings), None if run is None else parse_run(run)
-        if run is not None:
-            check_run(redis, run)
-        for each in DeadLetters(redis).newest(count, run):
-            is_empty = False
-            typer.echo(_as_json(each) if as_json else _line(each))
-    if is_empty:
+    """List the newest dead letters with id, post, time and reason. With ids, show these in full."""
+    redis = connect(settings)
+    dead = DeadLetters(redis)
+    if run is not None:
+        check_run(redis, run)
+    letters, missing = _named(dead, ids) if ids else (dead.newest(count, run), [])
+    show, is_empty = _as_json if as_json else _described if ids else _line, True
+    for each in letters:
+        is_empty = False
+        typer.echo(show(each))
+    if is_empty and not ids:
         typer.echo("no dead letters", err=True)
-
-
-@app.command()
-def show(name: DeadLetterId, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
-    """Show one dead letter in full: reason, post, options and traceback."""
-    settings = settings_of(redis_url=redis_url)
-    with user_errors(settings):
-        found, missing = _named(DeadLetters(connect(settings)), [name])
-        for each in found:
-            typer.echo(_as_json(each) if as_json else _described(each))
     _report_missing(missing)
     raise typer.Exit(1 if missing else 0)
 
 
 @app.command()
-def retry(ids: DeadLetterIds = None, every: All = False, redis_url: RedisUrl = None) -> None:
+@with_settings("redis_url")
+def retry(settings: Settings, ids: DeadLetterIds = None, every: All = False) -> None:
     """Send the posts of dead letters to their queues again, with their original options.
 
     A dead letter is removed once its post is in the queue. Exits 1 if a dead letter was not found or could not be
     retried.
     """
-    settings = settings_of(redis_url=redis_url)
     redis = connect(settings)
     dead = DeadLetters(redis)
-
-    @cache
-    def app_of(queue: str | None) -> Application:
-        """Return an application that sends to this queue."""
-        return make_app(settings.model_copy(update={"queue": queue or settings.queue}))
-
+    app_of = cache(lambda queue: make_app(settings.model_copy(update={"queue": queue or settings.queue})))
     sent = refused = 0
-    with user_errors(settings):
-        chosen, missing = _chosen(dead, ids, every)
-        for each in chosen:
-            if why := _send_again(each, dead, redis, app_of):
-                typer.echo(f"feedmill: {printable(each.name)} not retried: {printable(why)}", err=True)
-                refused += 1
-            else:
-                dead.remove_retried(each)
-                sent += 1
+    chosen, missing = _chosen(dead, ids, every)
+    for each in chosen:
+        try:
+            letter, post, options = _read(each)
+            dead.expect_again(letter)
+            _send_again(post, options, redis, app_of(letter.queue))
+        except (PostRefused, RequestRefused) as why:
+            typer.echo(f"feedmill: {printable(each.name)} not retried: {printable(str(why))}", err=True)
+            refused += 1
+        else:
+            dead.remove_retried(each)
+            sent += 1
     _report_missing(missing)
     typer.echo(f"{sent:,} retried" + (f", {refused:,} not retried and kept" if refused else ""))
     raise typer.Exit(1 if refused or missing else 0)
 
 
 @app.command()
-def drop(
-    ids: DeadLetterIds = None,
-    every: All = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation with --all.")] = False,
-    redis_url: RedisUrl = None,
-) -> None:
-    """Delete dead letters permanently."""
-    settings = settings_of(redis_url=redis_url)
+@with_settings("redis_url")
+def drop(settings: Settings, ids: DeadLetterIds = None, every: All = False, yes: Yes = False) -> None:
+    """Delete dead letters permanently. Asks first with --all."""
     dead = DeadLetters(connect(settings))
+    chosen, missing = _chosen(dead, ids, every)
+    confirm(f"Drop {dead.count():,} dead letters permanently", yes or not every)
     dropped = 0
-    with user_errors(settings):
-        chosen, missing = _chosen(dead, ids, every)
-        if every and not yes:
-            _confirm(dead.count())
-        for each in chosen:
-            dead.remove(each)
-            dropped += 1
+    for each in chosen:
+        dead.remove(each)
+        dropped += 1
     _report_missing(missing)
     typer.echo(f"{dropped:,} dropped")
     raise typer.Exit(1 if missing else 0)
-
-
-def _confirm(count: int) -> None:
-    """Ask for confirmation and abort on "no". Raises UserError if standard input is not a terminal."""
-    if not sys.stdin.isatty():
-        raise UserError("--all drops every dead letter permanently. Add --yes to confirm.")
-    typer.confirm(f"Drop {count:,} dead letters permanently?", abort=True)
 
 
 def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> tuple[Iterator[Entry], list[str]]:
@@ -161,43 +135,32 @@ def _report_missing(ids: Sequence[str]) -> None:
         typer.echo(f"feedmill: no dead letter matches {printable(name)}; list them with `feedmill dead list`", err=True)
 
 
-def _send_again(
-    each: Entry,
-    dead: DeadLetters,
-    redis: Redis,
-    app_of: Callable[[str | None], Application],
-) -> str | None:
-    """Publish the post of a dead letter again; return the reason if that is impossible, else None."""
+def _read(each: Entry) -> tuple[DeadLetter, Post, ClassifyOptions]:
+    """Return a dead letter, its post and options. Raises PostRefused or RequestRefused if one was not stored."""
     if isinstance(each, UndecodableMessage):
-        return "it is not a message"
-    try:
-        post, options = _read(each.letter)
-    except (PostRefused, RequestRefused) as refused:
-        return str(refused)
-    dead.expect_again(each.letter)
-    app = app_of(each.letter.queue)
-    pusher = Pusher(app, redis, app.settings, options, again=True)
-    pusher.push([post])
-    return f"post {post.id} was purged" if pusher.gone else None
-
-
-def _read(letter: DeadLetter) -> tuple[Post, ClassifyOptions]:
-    """Return the post and options of a dead letter. Raises PostRefused or RequestRefused if one was not stored."""
+        raise RequestRefused("it is not a message")
+    letter = each.letter
     if letter.post is None:
         raise PostRefused(
             letter.id, "", "the dead letter does not contain the post; send the post again from its source"
         )
     if letter.options is None:
         raise RequestRefused("the options were too long to store; send the post again from its source")
-    return Post.parse(json.loads(letter.post)), ClassifyOptions.parse(json.loads(letter.options))
+    return letter, Post.parse(json.loads(letter.post)), ClassifyOptions.parse(json.loads(letter.options))
+
+
+def _send_again(post: Post, options: ClassifyOptions, redis: Redis, app: Application) -> None:
+    """Publish the post of a dead letter again. Raises PostRefused if it was purged."""
+    pusher = Pusher(app, redis, app.settings, options, again=True)
+    pusher.push([post])
+    if pusher.gone:
+        raise PostRefused(post.id, "", f"post {post.id} was purged")
 
 
 def _as_json(each: Entry) -> str:
     if isinstance(each, UndecodableMessage):
-        found: dict[str, object] = {"entry": each.name, "element": each.content.decode("utf-8", "replace")}
-    else:
-        found = {"entry": each.name, **each.letter.model_dump()}
-    return json_line(found)
+        return json_line({"entry": each.name, "element": each.content.decode("utf-8", "replace")})
+    return json_line({"entry": each.name, **each.letter.model_dump()})
 
 
 def _line(each: Entry) -> str:
@@ -211,18 +174,6 @@ def _described(each: Entry) -> str:
     if isinstance(each, UndecodableMessage):
         return f"{each.name}  not a message:\n{printable(each.content.decode('utf-8', 'replace'))}"
     letter = each.letter
-    facts = {
-        "letter": each.name,
-        "post": letter.id,
-        "reason": letter.reason,
-        "failed": f"{utc(letter.failed_at)} on {letter.worker}",
-        "attempts": str(letter.attempts),
-        "message": letter.message,
-        "queue": letter.queue,
-        "run": letter.run,
-        "fields": letter.post,
-        "options": letter.options,
-        "payload": letter.payload,
-    }
-    lines = [f"{name:<10} {printable(value)}" for name, value in facts.items() if value is not None]
+    facts = {"entry": each.name, **letter.model_dump(exclude={"traceback"}), "failed_at": utc(letter.failed_at)}
+    lines = [f"{name:<10} {printable(str(value))}" for name, value in facts.items() if value is not None]
     return "\n".join([*lines, *map(printable, (letter.traceback or "").splitlines())])

@@ -14,10 +14,12 @@ from typing import Annotated, Any
 import typer
 from celery import Celery
 from redis import Redis
+from typer import Argument, Option
 
-from feedmill.cli.options import AsJson, RedisUrl, ToQueue, settings_of
+from feedmill.cli.option_groups import excludes, with_settings
+from feedmill.cli.options import AsJson
 from feedmill.monitoring import watch
-from feedmill.shared.broker import connect, make_app, user_errors
+from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import UserError, explain_missing, printable
 from feedmill.shared.keys import REQUESTED_MODELS
 from feedmill.shared.model_routing import (
@@ -42,47 +44,39 @@ app = typer.Typer()
 
 
 @app.command()
+@excludes("--reset", "FOLDER")
+@with_settings("queue", "redis_url")
 def deploy(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.")
-    ] = None,
-    queue: ToQueue = None,
-    reset: Annotated[bool, typer.Option("--reset", help="Return to the model in each worker's own settings.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="Show deployed and running models; change nothing.")] = False,
+    settings: Settings,
+    folder: Annotated[Path | None, Argument(metavar="FOLDER", help="Model folder written by save_pretrained.")] = None,
+    queue: str | None = None,
+    reset: Annotated[bool, Option("--reset", help="Return to the model in each worker's own settings.")] = False,
     as_json: AsJson = False,
-    redis_url: RedisUrl = None,
 ) -> None:
     """Switch the workers of a queue to another model without stopping them.
 
     FOLDER must exist under the same absolute path on every worker's machine. If every worker fails to load the model,
     the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue. --reset does
-    nothing if no model is deployed.
+    nothing if no model is deployed. Without FOLDER and --reset, shows the deployed and running models of all queues.
     """
-    settings = settings_of(redis_url=redis_url)
     redis, celery = connect(settings), make_app(settings)
-    if [folder is not None, reset, show].count(True) != 1:
-        raise UserError("Give exactly one of FOLDER, --reset and --show.")
-    with user_errors(settings):
-        if queue is not None:
-            check_queue(redis, queue)
-        if show:
-            _show(redis, celery, settings, as_json)
-            return
-        name = queue or settings.queue
-        before = requested_model(redis, name)
-        deployment = _requested(folder)
-        serving = {node: pool for node, pool in watch.current_workers(celery, redis).items() if name in pool["queues"]}
-        nodes = list(serving)
-        is_needed = not (reset and _is_reset(before, serving))
-        if is_needed:
-            request_model(redis, name, deployment)
-        if not is_needed:
-            message, status = f"No model is deployed to queue {name}: its workers use their own. Nothing to do.", 0
-        else:
-            reports = _wait_for_workers(
-                celery, nodes, deployment, lambda: requested_model(redis, name) == deployment, as_json
-            )
-            message, status = _conclude(redis, name, deployment, before, reports)
+    if queue is not None:
+        check_queue(redis, queue)
+    if folder is None and not reset:
+        _show(redis, celery, settings, as_json)
+        return
+    name = settings.queue
+    before = requested_model(redis, name)
+    deployment = _requested(folder)
+    serving = {node: pool for node, pool in watch.current_workers(celery, redis).items() if name in pool["queues"]}
+    if reset and _is_reset(before, serving):
+        message, status = f"No model is deployed to queue {name}: its workers use their own. Nothing to do.", 0
+    else:
+        request_model(redis, name, deployment)
+        reports = _wait_for_workers(
+            celery, list(serving), deployment, lambda: requested_model(redis, name) == deployment, as_json
+        )
+        message, status = _conclude(redis, name, deployment, before, reports)
     typer.echo(json.dumps({"queue": name, **asdict(deployment), "said": message}) if as_json else printable(message))
     raise typer.Exit(status)
 
@@ -101,15 +95,9 @@ def _requested(folder: Path | None) -> RequestedModel:
     with explain_missing("Deploying a model", "worker"):
         from feedmill.workers.models.weights import CONFIG_FILE, MODULES_FILE, locate  # noqa: PLC0415 - needs packages that only workers have
     place = folder.expanduser().absolute()
-    if not place.is_dir():
-        raise UserError(
-            f"Folder {place} does not exist. Give a folder written by save_pretrained; download a Hub model into a "
-            "folder first."
-        )
     if not any((place / name).exists() for name in (CONFIG_FILE, MODULES_FILE)):
         raise UserError(
-            f"{place} contains no model: it has no {CONFIG_FILE}. Give a folder written by `feedmill train` or "
-            "save_pretrained."
+            f"{place} contains no model: it has no {CONFIG_FILE}. Give a folder written by `feedmill train`."
         )
     return RequestedModel(str(place), locate(str(place)).sha256, time.time())
 
@@ -169,11 +157,11 @@ def _conclude(
     done = sum(report is not None and report.stage is Stage.DONE for report in reports.values())
     silent = [node for node, report in reports.items() if report is None]
     if requested_model(redis, queue) != deployment:
-        rest = "another deployment replaced this one (see --show)"
+        rest = "another deployment replaced this one (`feedmill deploy` shows it)"
     elif done == len(reports):
         return f"{done:,} of {len(reports):,} workers of queue {queue} have switched.", 0
     elif silent:
-        rest = f"{silent[0]} has not reported for {REPORT_TIMEOUT_S:.0f} s; see the worker's log, and --show"
+        rest = f"{silent[0]} has not reported for {REPORT_TIMEOUT_S:.0f} s; see the worker's log, and `feedmill deploy`"
     elif done:
         rest = "two models now serve the queue. Fix the errors above and deploy again, or deploy the previous model"
     else:

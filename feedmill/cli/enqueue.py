@@ -3,8 +3,9 @@
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from typing import Annotated
@@ -12,13 +13,13 @@ from typing import Annotated
 import typer
 from redis import Redis
 from rich.console import Console
+from typer import Option
 
-from feedmill.cli.dates import check_date_format, parse_period
 from feedmill.cli.file_reading import FileReading
-from feedmill.cli.option_groups import excludes, with_groups
-from feedmill.cli.options import FileFlags, Limit, MessageFlags, RedisUrl
+from feedmill.cli.option_groups import excludes, with_settings
+from feedmill.cli.options import SENDING, File, FileFlags, Limit, MessageFlags, Since, Until, check_period
 from feedmill.cli.run_progress import wait_for_run
-from feedmill.console import LiveBar
+from feedmill.console import LiveBar, counted, notes_console
 from feedmill.export.columns import COLUMNS
 from feedmill.producers.clear import messages_cleared
 from feedmill.producers.files import is_file
@@ -26,7 +27,7 @@ from feedmill.producers.positions import Position, default_run
 from feedmill.producers.push import Pusher, send_scope
 from feedmill.producers.records import NO_FILTERS, Columns, Filters, subreddit_name
 from feedmill.shared import runs
-from feedmill.shared.broker import connect, make_app, user_errors
+from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.messages import ClassifyOptions, parse_run
 from feedmill.shared.model_routing import check_options, deployed_weights, missing_worker
@@ -38,61 +39,57 @@ app = typer.Typer()
 SAVE_INTERVAL_POSTS = 1000
 #: Valid subreddit names in lower case. Some of the oldest contain dots.
 SUBREDDIT_NAME = re.compile(r"[a-z0-9_.-]{1,50}")
-#: Maximum columns to keep, and characters of a column's name. `extra` limits the bytes of their values.
-MAX_KEPT, MAX_COLUMN = 20, 100
+
+
+def parse_date_format(date_format: str) -> str:
+    """Return the value of `--date-format`. Raises typer.BadParameter unless it has a year, month and day."""
+    with suppress(ValueError):
+        day = datetime(2003, 12, 31, tzinfo=UTC)
+        if datetime.strptime(day.strftime(date_format), date_format).date() == day.date():
+            return date_format
+    raise typer.BadParameter(
+        f"{date_format!r:.80} is not a format with year, month and day, such as %d.%m.%Y or %m/%d/%Y."
+    )
 
 
 @app.command()
 @excludes("--no-run", "--run", "--keep", "--wait")
-@with_groups
+@with_settings(*SENDING, "posts_per_message")
 def enqueue(
-    *,
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="Posts as CSV, JSONL, a JSON array, Parquet or .txt; plain, gzip or zstd; - is standard input.",
-        ),
-    ],
+    settings: Settings,
+    file: File,
     columns: FileFlags,
+    flags: MessageFlags,
     date_format: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="Format of the file's dates, such as %d.%m.%Y (default: ISO).")
+        str | None,
+        Option(
+            metavar="FORMAT",
+            parser=parse_date_format,
+            help="Format of the file's dates, such as %d.%m.%Y (default: ISO).",
+        ),
     ] = None,
     subreddit: Annotated[
-        list[str] | None, typer.Option(help="Send only posts of these subreddits: a,b,c; may be repeated.")
+        list[str] | None, Option(help="Send only posts of these subreddits: a,b,c; may be repeated.")
     ] = None,
-    since: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATE", help="Send only posts created since DATE, such as 2026-01-31 or 2026-01-31T12:30 (UTC)."
-        ),
-    ] = None,
-    until: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Send only posts created before DATE (UTC).")
-    ] = None,
+    since: Since = None,
+    until: Until = None,
     run: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
+            parser=parse_run,
             help="Run that the posts belong to (default: the file's name and a digest of its start).",
         ),
     ] = None,
     no_run: Annotated[
-        bool,
-        typer.Option("--no-run", help="Send posts as `feedmill ingest` does, in no run, and skip those that it sent."),
+        bool, Option("--no-run", help="Send posts as `feedmill ingest` does, in no run, and skip those that it sent.")
     ] = False,
     keep: Annotated[
-        list[str] | None,
-        typer.Option(help="Columns of the file to carry along and export: a,b,c; may be repeated."),
+        list[str] | None, Option(help="Columns of the file to carry along and export: a,b,c; may be repeated.")
     ] = None,
     limit: Limit = None,
-    flags: MessageFlags,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until all posts of the run are classified.")] = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Start over, and resend posts that were already sent.")
-    ] = False,
-    posts_per_message: Annotated[int | None, typer.Option(help="Posts per message (default: 32).")] = None,
-    redis_url: RedisUrl = None,
+    wait: Annotated[bool, Option("--wait", help="Wait until all posts of the run are classified.")] = False,
+    again: Annotated[bool, Option("--again", help="Start over, and resend posts that were already sent.")] = False,
 ) -> None:
     """Send the posts of a file to the queue.
 
@@ -100,63 +97,54 @@ def enqueue(
     it stopped when it runs again. Exits 1 if a record was malformed, no record had text, the filters excluded every
     record, or, with --wait, a post failed.
     """
-    settings = flags.settings_of(redis_url=redis_url, posts_per_message=posts_per_message)
     options = flags.options(settings)
     filters = _filters(subreddit or [], since, until, date_format)
     kept = _columns(keep or [])
-    chosen = columns.columns(check_date_format(date_format), kept)
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    name = None if no_run else default_run(file) if run is None else parse_run(run)
+    chosen = columns.columns(date_format, kept)
+    notes = notes_console()
+    name = None if no_run else run or default_run(file)
     redis = connect(settings)
     settings = flags.select_queue(settings, redis)
+    check_options(redis, settings.queue, options)
     celery = make_app(settings)
     pusher = Pusher(celery, redis, settings, options, again, wait_for_memory=True, run=name)
-    with user_errors(settings):
-        check_options(redis, settings.queue, options)
-        way = (_scope(redis, settings.queue, options), name or "", ",".join(kept))
-        # With a limit, a second command sends nothing more, rather than the next posts.
-        position = None if limit else _position(redis, file, way, filters, chosen, columns.encoding)
-        start = position.load() if position and not again else 0
-        if start:
-            notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
-        reading = FileReading(file, notes, filters, start, chosen, columns.encoding, shows_ids=True)
-        for warning in _warnings(redis, settings):
-            notes.print(warning, markup=False)
-        try:
-            if name and kept:
-                pusher.retry_until_memory(partial(runs.keep_columns, redis, name, kept, settings.sent_ttl))
-            with _bar(reading, pusher, notes):
-                if position:
-                    _push(reading, pusher, position, settings.posts_per_message)
-                else:
-                    # A pipe has no position to save, and posts from a slow one should be sent at once.
-                    pusher.push(islice(reading.posts(), limit))
-        except KeyboardInterrupt:
-            notes.print(_interrupted(pusher, name), markup=False)
-            raise SystemExit(130) from None  # not typer.Exit, which main.py explains
+    way = (_scope(redis, settings.queue, options), name or "", ",".join(kept))
+    # With a limit, a second command sends nothing more, rather than the next posts.
+    position = None if limit else _position(redis, file, way, filters, chosen, columns.encoding)
+    start = position.load() if position and not again else 0
+    if start:
+        notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
+    reading = FileReading(file, notes, filters, start, chosen, columns.encoding, shows_ids=True)
+    for warning in _warnings(redis, settings):
+        notes.print(warning, markup=False)
+    try:
+        if name and kept:
+            pusher.retry_until_memory(partial(runs.keep_columns, redis, name, kept, settings.sent_ttl))
+        with _bar(reading, pusher, notes):
+            if position:
+                _push(reading, pusher, position, settings.posts_per_message)
+            else:
+                # A pipe has no position to save, and posts from a slow one should be sent at once.
+                pusher.push(islice(reading.posts(), limit))
+    except KeyboardInterrupt:
+        again_with = f" with --run {shlex.quote(name)}" if name else ""
+        notes.print(
+            f"interrupted: {counted(pusher.sent, 'post')} sent. The same command sends the rest{again_with}.",
+            markup=False,
+        )
+        raise
     _end(reading, pusher, filters)
     found_none = start == 0 < reading.left_out == reading.records
     if found_none:
-        notes.print(
-            "The filters exclude every record, including records without a subreddit or date. Check --subreddit, "
-            "--since and --until."
-        )
-    if reading.repeated:
-        notes.print("exports with --latest keep one post per id and run; --id-column names another column")
+        notes.print("The filters exclude every record, including records without a subreddit or date.")
     failed = 0
-    if name:
-        _tell_progress(notes, pusher, name, wait)
+    if name and pusher.skipped and not pusher.sent:
+        notes.print(f"run {printable(name)} has these posts already. --again sends them again", markup=False)
     if name and wait:
-        with user_errors(settings):
-            failed = wait_for_run(redis, settings, notes, name, by_counts=not again)
+        failed = wait_for_run(redis, settings, notes, name, by_counts=not again)
+    elif name and pusher.sent:
+        notes.print(f"run {printable(name)}: `feedmill status` shows its progress", markup=False)
     raise typer.Exit(1 if _is_incomplete(reading, pusher) or found_none or failed else 0)
-
-
-def _tell_progress(notes: Console, pusher: Pusher, run: str, waits: bool) -> None:
-    if pusher.skipped and not pusher.sent:
-        notes.print(f"run {printable(run)} has these posts already. --again sends them again", markup=False)
-    if pusher.sent and not waits:
-        notes.print(f"run {printable(run)}: `feedmill status` shows its progress", markup=False)
 
 
 def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
@@ -170,7 +158,7 @@ def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
 
 
 def _scope(redis: Redis, queue: str, options: ClassifyOptions) -> str:
-    """Return what a position in a file is valid for: after a deployment or `queue clear`, the file is read again."""
+    """Return what a position in a file is valid for: after a deployment or `purge --queue`, the file is read again."""
     return f"{messages_cleared(redis, queue)} {send_scope(queue, options, deployed_weights(redis, queue))}"
 
 
@@ -180,37 +168,11 @@ def _is_incomplete(reading: FileReading, pusher: Pusher) -> bool:
     return reading.skipped > reading.without_text or (reading.skipped > 0 and not found)
 
 
-def _interrupted(pusher: Pusher, run: str | None) -> str:
-    """Return a message for an interrupted command: what was sent, and the command that sends the rest."""
-    sent = f"interrupted: {pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent"
-    return f"{sent}. To send the rest:\n  {_resuming_command(sys.argv[1:], run)}"
-
-
-def _resuming_command(arguments: Sequence[str], run: str | None) -> str:
-    """Return this command with its run's name, and without the address of Redis, which may contain a password."""
-    shown, skip = [], False
-    for argument in arguments:
-        if not skip and argument.split("=")[0] != "--redis-url":
-            shown.append(argument)
-        skip = argument == "--redis-url"
-    if run and not any(argument.split("=")[0] == "--run" for argument in arguments):
-        shown += ["--run", run]
-    return printable(shlex.join(["feedmill", *shown]))
-
-
 def _columns(given: Iterable[str]) -> tuple[str, ...]:
-    """Parse `--keep`. Raises UserError for too many columns, and for names that an export uses itself."""
+    """Parse `--keep`. Raises UserError for a name that an export uses itself."""
     columns = tuple(dict.fromkeys(name.strip() for names in given for name in names.split(",") if name.strip()))
-    if len(columns) > MAX_KEPT:
-        raise UserError(f"--keep names {len(columns)} columns; at most {MAX_KEPT} are allowed.")
-    exported = {column.lower() for column in COLUMNS}
-    for name in columns:
-        if len(name) > MAX_COLUMN:
-            raise UserError(f"--keep: {printable(name):.40}… is longer than {MAX_COLUMN} characters.")
-        if name.lower() in exported:
-            raise UserError(
-                f"--keep: exports have a column {printable(name)} of their own. Leave it out, or rename it in the file."
-            )
+    if taken := {name.lower() for name in columns} & {column.lower() for column in COLUMNS}:
+        raise UserError(f"--keep: exports have a column {min(taken)} of their own. Rename it in the file.")
     return columns
 
 
@@ -238,17 +200,15 @@ def _position(
         return None
 
 
-def _filters(subreddits: Iterable[str], since: str | None, until: str | None, date_format: str | None) -> Filters:
-    """Parse the filter options. Raises UserError for a malformed subreddit or date, or an empty period."""
-    names: set[str] = set()
-    for given in subreddits:
-        found = [subreddit_name(name) for name in given.split(",") if name.strip()] or [given]
-        for name in found:
-            if not SUBREDDIT_NAME.fullmatch(name):
-                raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Separate names by commas.")
-        names.update(found)
-    period = parse_period(since, until)
-    return Filters(frozenset(names), *period, date_format if any(each is not None for each in period) else None)
+def _filters(subreddits: Iterable[str], since: float | None, until: float | None, date_format: str | None) -> Filters:
+    """Return the filters of the options. Raises UserError for a malformed subreddit, or an empty period."""
+    names = [subreddit_name(name) for given in subreddits for name in given.split(",")]
+    for name in names:
+        if not SUBREDDIT_NAME.fullmatch(name):
+            raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Separate names by commas.")
+    check_period(since, until)
+    is_bounded = since is not None or until is not None
+    return Filters(frozenset(names), since, until, date_format if is_bounded else None)
 
 
 def _end(reading: FileReading, pusher: Pusher, filters: Filters) -> None:
@@ -262,7 +222,7 @@ def _end(reading: FileReading, pusher: Pusher, filters: Filters) -> None:
 
 def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
     counts = [
-        f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})",
+        f"{counted(pusher.sent, 'post')} sent (messages: {pusher.messages:,})",
         f"{pusher.skipped:,} already sent or repeated",
         f"{reading.skipped - reading.without_text:,} malformed",
     ]
@@ -273,8 +233,6 @@ def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
         counts.append(f"{pusher.gone:,} purged (such as id {first}; `feedmill purge {first} --lift` unblocks it)")
     if removed := reading.removed + reading.removed_texts:
         counts.append(f"{removed:,} deleted or removed")
-    if reading.repeated:
-        counts.append(f"{reading.repeated:,} with a repeated id")
     if filters != NO_FILTERS:
         counts.append(f"{reading.left_out:,} excluded by the filters")
     return ", ".join(counts)

@@ -2,12 +2,9 @@
 
 import gc
 import json
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
@@ -16,27 +13,25 @@ from redis import Redis
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 from rich.console import Console
+from typer import Argument, Option
 
-from feedmill.cli.dates import parse_period
-from feedmill.cli.option_groups import excludes, needs, refuse
-from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
-from feedmill.console import format_rows
+from feedmill.cli.option_groups import excludes, needs, refuse, with_settings
+from feedmill.cli.options import JsonSummary, RunName, Since, Until, check_period
+from feedmill.console import format_rows, notes_console
 from feedmill.export.columns import COLUMNS, ExportFilter, choose
 from feedmill.export.run import ExportRun, stop_on_signal
 from feedmill.reading.names import check_run, unknown_run
 from feedmill.reading.rows import RowReader
-from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.broker import connect
 from feedmill.shared.errors import UserError, explain_missing
-from feedmill.shared.messages import parse_run
 from feedmill.shared.runs import progress
+from feedmill.shared.settings import Settings
 from feedmill.tables import format_of
 
 if TYPE_CHECKING:
     from feedmill.export.files import File, Folder
     from feedmill.export.postgres import Table
 
-#: OUT that stands for standard output.
-STANDARD = "-"
 #: Seconds after which `--follow` closes a part by default.
 DEFAULT_PART_S = 600.0
 #: Seconds between transactions when few results arrive.
@@ -59,66 +54,56 @@ Form = Literal["csv", "jsonl", "parquet"]
 @excludes("--follow", "--until")
 @excludes("--latest", "--label")
 @needs("--part-seconds", "--follow")
+@with_settings("redis_url")
 def export_results(
+    settings: Settings,
     destination: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="OUT",
-            help="Output file, such as labels.parquet or labels.csv.gz; - prints it; with --follow, a folder of parts "
-            "by day; or a database, such as postgresql://user@host/database.",
+            help="Output file, such as labels.parquet or labels.csv.gz; with --follow, a folder of parts by day; or a "
+            "database, such as postgresql://user@host/database.",
         ),
     ],
-    form: Annotated[
-        Form | None, typer.Option("--format", help="File format (default: from the extension of OUT).")
-    ] = None,
+    form: Annotated[Form | None, Option("--format", help="File format (default: from the extension of OUT).")] = None,
     columns: Annotated[
-        str | None, typer.Option(help="Columns to write, in this order, such as id,label,title (default: all).")
+        str | None, Option(help="Columns to write, in this order, such as id,label,title (default: all).")
     ] = None,
-    since: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATE", help="Export only results stored since DATE, such as 2026-01-31 or 2026-01-31T12:30 (UTC)."
-        ),
-    ] = None,
-    until: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Export only results stored before DATE (UTC).")
-    ] = None,
-    label: Annotated[str | None, typer.Option(help="Export only results with this best label.")] = None,
-    run: RunFilter = None,
+    since: Since = None,
+    until: Until = None,
+    label: Annotated[str | None, Option(help="Export only results with this best label.")] = None,
+    run: RunName = None,
     latest: Annotated[
-        bool, typer.Option("--latest", help="Keep only the newest result of each post; needs a single file.")
+        bool, Option("--latest", help="Keep only the newest result of each post; needs a single file.")
     ] = False,
     table: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"Table in the database, NAME or SCHEMA.NAME (default: {DEFAULT_TABLE})."),
+        Option(metavar="NAME", help=f"Table in the database, NAME or SCHEMA.NAME (default: {DEFAULT_TABLE})."),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Keep exporting new results until Ctrl-C.")] = False,
+    follow: Annotated[bool, Option("--follow", help="Keep exporting new results until Ctrl-C.")] = False,
     part_seconds: Annotated[
-        float | None, typer.Option(help=f"Seconds after which --follow closes a part (default: {DEFAULT_PART_S:.0f}).")
+        float | None, Option(help=f"Seconds after which --follow closes a part (default: {DEFAULT_PART_S:.0f}).")
     ] = None,
     purge: Annotated[
-        bool, typer.Option("--purge", help="Export nothing; remove posts from OUT that were purged after the export.")
+        bool, Option("--purge", help="Export nothing; remove posts from OUT that were purged after the export.")
     ] = False,
     as_json: JsonSummary = False,
-    redis_url: RedisUrl = None,
 ) -> None:
     """Write results to Parquet, CSV or JSONL files, or to a table in PostgreSQL.
 
     A file gets its name once it is complete. An interrupted export to a folder or a table resumes when the same command
     runs again; a single file starts over. Exits 1 if nothing was exported or results were missed.
     """
-    is_table, is_printed = destination.startswith(DATABASE_SCHEMES), destination == STANDARD
+    is_table = destination.startswith(DATABASE_SCHEMES)
     out = Path(destination)
     of_name = None if is_table else format_of(out.name)
     kind = form or of_name
-    in_parts = follow or out.is_dir() or (kind == "parquet" and of_name is None and not is_printed)
+    in_parts = follow or out.is_dir() or (kind == "parquet" and of_name is None)
     of_file = any(value is not None for value in (form, columns, part_seconds)) or latest
     refuse(
         (is_table and of_file, "A table has all columns and results. Leave out --format, --columns, --latest and "
          "--part-seconds."),
         (table is not None and not is_table, "--table needs a database: an OUT such as postgresql://user@host/database."),
-        (is_printed and (kind not in ("csv", "jsonl") or follow or purge or as_json), "OUT - prints CSV or JSONL: give "
-         "--format csv or --format jsonl, without --follow, --purge and --json."),
         (not (is_table or purge or kind in get_args(Form)), f"Cannot tell the format of {out}. Give --format, or an "
          "OUT that ends in .parquet, .csv or .jsonl."),
         (follow and of_name is not None and not out.is_dir(), "--follow needs a folder, to which it adds files until "
@@ -127,13 +112,11 @@ def export_results(
          "that ends in .parquet, .csv or .jsonl, without --follow."),
         (part_seconds is not None and part_seconds <= 0, "--part-seconds must be above 0."),
     )  # fmt: skip
-    selection = ExportFilter(
-        *parse_period(since, until, earliest=0.0), label, latest, None if run is None else parse_run(run)
-    )
+    check_period(since, until)
+    selection = ExportFilter(since and max(0.0, since), until and max(0.0, until), label, latest, run)
     sinks = _postgres() if is_table else _files()
-    settings = settings_of(redis_url=redis_url)
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    with user_errors(settings), _explaining_write_errors():
+    notes = notes_console()
+    with _explaining_write_errors():
         redis = connect(settings)
         reader = RowReader(redis, selection.until)
         if purge:
@@ -151,15 +134,14 @@ def export_results(
             else:
                 chosen = _chosen(columns, own, selection)
                 layout = sinks.Layout(str(kind), chosen)
-                path = stack.enter_context(_printed(layout.form)) if is_printed else out
-                target = stack.enter_context(sinks.opened(path, layout, selection, reader, in_parts))
+                target = stack.enter_context(sinks.opened(out, layout, selection, reader, in_parts))
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
             gc.freeze()
             close_after = TRANSACTION_S if is_table else part_seconds or DEFAULT_PART_S
             this = ExportRun(reader, target, selection, stop, notes, follow, close_after)
             this.all()
-    where = str(target) if is_table else None if is_printed else f"the folder {out}" if in_parts else str(out)
-    typer.echo(json.dumps(this.summary()) if as_json else this.described(where), err=is_printed)
+    where = str(target) if is_table else f"the folder {out}" if in_parts else str(out)
+    typer.echo(json.dumps(this.summary()) if as_json else this.described(where))
     raise typer.Exit(this.status)
 
 
@@ -185,20 +167,6 @@ def _chosen(columns: str | None, own: Sequence[str], selection: ExportFilter) ->
             "--columns, or select a run with --run."
         )
     return chosen
-
-
-@contextmanager
-def _printed(form: str) -> Iterator[Path]:
-    """Yield the path of a temporary file, and print the file once it is complete.
-
-    Not streamed: `--latest` and purges remove rows at the end of an export.
-    """
-    with TemporaryDirectory(prefix="feedmill-export-") as folder:
-        path = Path(folder) / f"results.{form}"
-        yield path
-        if path.exists():
-            with path.open("rb") as file:
-                shutil.copyfileobj(file, sys.stdout.buffer)
 
 
 def _own_columns(redis: Redis, run: str, follow: bool, notes: Console) -> Sequence[str]:

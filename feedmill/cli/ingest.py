@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from redis import Redis
 from redis.exceptions import RedisError
+from typer import Argument, Option
 
-from feedmill.cli.dates import utc
-from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import AsJson, MessageFlags, MetricsPort, RedisUrl, settings_of
+from feedmill.cli.option_groups import excludes, needs, with_settings
+from feedmill.cli.options import SENDING, AsJson, MessageFlags, utc
+from feedmill.console import counted
 from feedmill.monitoring.capacity import span
 from feedmill.producers.live.budget import RequestBudget, with_retries
 from feedmill.producers.live.clock import Clock, Stopped
@@ -28,7 +28,7 @@ from feedmill.producers.live.state import Gap, Gaps
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit import topics as topics_file
 from feedmill.producers.reddit.state import State
-from feedmill.shared.broker import connect, make_app, user_errors
+from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.settings import PLUGIN_PATTERN, Settings
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
@@ -55,46 +55,33 @@ RedditSite = Literal["reddit", "arctic-shift"]
 #: Makes a source from the settings, the clock and a Redis client.
 MakeSource = Callable[[Settings, Clock, Redis], Source]
 
-TopicsFile = Annotated[Path | None, typer.Option(help="Topics file in TOML (default: built in).")]
-
 
 @app.command()
-@with_groups
+@needs("--listing", "--once")
+@needs("--period", "--once")
+@excludes("--once", "--source")
+@with_settings(*SENDING, "reddit_topics", "metrics_port")
 def reddit(
-    *,
-    once: Annotated[bool, typer.Option("--once", help="Read each topic once and exit.")] = False,
-    listing: Annotated[
-        ListingKind | None, typer.Option(help="Listing to read with --once (default: hot); without --once, always new.")
-    ] = None,
-    limit: Annotated[
-        int, typer.Option(help="Posts to read per topic; without --once, in the first pass only.", min=1, max=1000)
-    ] = DEFAULT_LIMIT,
-    period: Annotated[Period, typer.Option(help="Period for --listing top.")] = "all",
-    source: Annotated[
-        RedditSite,
-        typer.Option(help="Reddit's API, or arctic-shift: an archive that needs no credentials."),
-    ] = "reddit",
-    topics: TopicsFile = None,
+    settings: Settings,
     flags: MessageFlags,
-    metrics_port: MetricsPort = None,
-    redis_url: RedisUrl = None,
+    once: Annotated[bool, Option("--once", help="Read each topic once and exit.")] = False,
+    listing: Annotated[ListingKind, Option(help="Listing to read with --once; without --once, always new.")] = "hot",
+    limit: Annotated[
+        int, Option(help="Posts to read per topic; without --once, in the first pass only.", min=1, max=1000)
+    ] = DEFAULT_LIMIT,
+    period: Annotated[Period, Option(help="Period for --listing top.")] = "all",
+    source: Annotated[
+        RedditSite, Option(help="Reddit's API, or arctic-shift: an archive that needs no credentials.")
+    ] = "reddit",
 ) -> None:
     """Send new Reddit posts to the queue until SIGTERM.
 
     With --once, send the posts that the listing contains now and exit, with status 1 if a topic could not be read.
     Posts that were already sent are skipped.
     """
-    if not once and listing not in (None, "new"):
-        raise UserError(
-            f"--listing {listing} requires --once: without --once, only new posts are read. Add --once, or leave out "
-            "--listing."
-        )
-    if once and source != "reddit":
-        raise UserError(f"--once reads Reddit's listings, which {source} does not have. Leave out --once or --source.")
-    settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics, metrics_port=metrics_port)
     _require("praw", "reddit")
     if once:
-        _one_pass(settings, flags, listing or "hot", limit, period)
+        _one_pass(settings, flags, listing, limit, period)
     else:
         _follow(partial(_reddit_source, limit, source), settings, flags)
 
@@ -119,28 +106,13 @@ def _reddit_source(limit: int, site: RedditSite, settings: Settings, clock: Cloc
 
 
 @app.command()
-@with_groups
-def bluesky(
-    *,
-    languages: Annotated[
-        str | None, typer.Option(metavar="CODES", help="Read only posts that declare one of these languages: en,pt.")
-    ] = None,
-    min_characters: Annotated[
-        int | None, typer.Option(metavar="N", help="Read only posts with at least this many characters (default: 1).")
-    ] = None,
-    flags: MessageFlags,
-    metrics_port: MetricsPort = None,
-    redis_url: RedisUrl = None,
-) -> None:
+@with_settings(*SENDING, "bluesky_languages", "bluesky_min_characters", "metrics_port")
+def bluesky(settings: Settings, flags: MessageFlags) -> None:
     """Send Bluesky's new posts to the queue until SIGTERM, dozens per second. Needs no key.
 
     Starts with the posts of this moment; a restart resumes where the command stopped. Posts that were already sent are
     skipped, and posts that their authors delete are purged.
     """
-    settings = flags.settings_of(
-        redis_url=redis_url, bluesky_languages=languages, bluesky_min_characters=min_characters,
-        metrics_port=metrics_port,
-    )  # fmt: skip
     _require("websockets", "bluesky")
     from feedmill.producers.bluesky import BlueskySource  # noqa: PLC0415 - needs websockets, an optional package
 
@@ -148,16 +120,13 @@ def bluesky(
 
 
 @app.command()
-@with_groups
+@with_settings(*SENDING, "metrics_port")
 def live(
-    source: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="Class of the source (docs/extending.md).")],
-    *,
+    settings: Settings,
     flags: MessageFlags,
-    metrics_port: MetricsPort = None,
-    redis_url: RedisUrl = None,
+    source: Annotated[str, Argument(metavar="MODULE:CLASS", help="Class of the source (docs/extending.md).")],
 ) -> None:
     """Send the new posts of your own live source to the queue until SIGTERM, as `ingest bluesky` does."""
-    settings = flags.settings_of(redis_url=redis_url, metrics_port=metrics_port)
     if not re.fullmatch(PLUGIN_PATTERN, source):
         raise UserError(f"'{printable(source):.80}' is not the class of a source. Name it as MODULE:CLASS.")
     make = load_plugin(source, "MODULE:CLASS")
@@ -179,7 +148,7 @@ def _connected(
         clock.stop()
 
     options = flags.options(settings)
-    with handle_signals(stop, *not_ignored(*EXIT_SIGNALS)), user_errors(settings):
+    with handle_signals(stop, *not_ignored(*EXIT_SIGNALS)):
         try:
             redis = connect(settings)
             redis.ping()  # fail before the first request to the source
@@ -270,47 +239,33 @@ def _one_pass(settings: Settings, flags: MessageFlags, kind: ListingKind, limit:
             send_events(Rechecker(reddit, redis, state, selected, clock).run_all(), pusher)
         except RequestFailed as fault:
             logger.warning("recheck of earlier posts failed (%s); the next run repeats it", fault)
-    sent = f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})"
-    typer.echo(f"{sent}, {pusher.skipped:,} already sent")
+    sent = counted(pusher.sent, "post")
+    typer.echo(f"{sent} sent (messages: {pusher.messages:,}), {pusher.skipped:,} already sent")
     raise typer.Exit(1 if snapshot.problems else 0)
 
 
 @app.command()
-@with_groups
+@with_settings("redis_url")
 def gaps(
-    *,
-    fill: Annotated[
-        bool, typer.Option("--fill", help="Fill the gaps from Arctic Shift, an archive of Reddit.")
-    ] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="Clear the list after printing it.")] = False,
+    settings: Settings,
+    clear: Annotated[bool, Option("--clear", help="Clear the list after printing it.")] = False,
     as_json: AsJson = False,
-    topics: TopicsFile = None,
-    flags: MessageFlags,
-    redis_url: RedisUrl = None,
 ) -> None:
     """List gaps: periods in which posts of a subreddit or of a live source were missed.
 
-    With --fill, send the posts that the archive has of these periods, with the given labels and options, and exit with
-    status 1 if a gap of a subreddit remains. Or fill a gap from a dump with `feedmill enqueue --subreddit --since
-    --until`, then clear the list.
+    With FEEDMILL_REDDIT_FILL_GAPS, `ingest reddit` fills those of Reddit. Or fill one from a dump with `feedmill
+    enqueue --subreddit --since --until`, then clear the list.
     """
-    settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics)
-    if fill:
-        _require("praw", "reddit")
-        _fill_gaps(settings, flags)
-    with user_errors(settings):
-        known = Gaps(connect(settings))
-        found = known.all()
-        if clear:
-            known.clear()
+    known = Gaps(connect(settings))
+    found = known.all()
+    if clear:
+        known.clear()
     for gap in found:
         name = printable(f"r/{gap.subreddit}" if gap.subreddit else gap.source)
         times = f"{utc(gap.since)} to {utc(gap.until)}, recorded {utc(gap.noted)}"
         typer.echo(json.dumps(gap._asdict()) if as_json else f"{name:<24} {times}; {_gap_state(gap)}")
     if not found and not as_json:
         typer.echo("No gaps.")
-    if fill and any(gap.subreddit and not gap.filled for gap in found):
-        raise typer.Exit(1)
 
 
 def _gap_state(gap: Gap) -> str:
@@ -320,33 +275,21 @@ def _gap_state(gap: Gap) -> str:
     return f"open: {printable(gap.problem)}" if gap.problem else "open"
 
 
-def _fill_gaps(settings: Settings, flags: MessageFlags) -> None:
-    """Fill all open gaps from Arctic Shift. Failures are stored with the gaps."""
-    # Imported late: these need optional packages.
-    from feedmill.producers.reddit.arctic_shift import REQUESTS_PER_MINUTE, ArcticShiftClient, GapFiller  # noqa: PLC0415
-
-    clock = Clock()
-    topics = topics_file.read(settings.reddit_topics)
-    with _connected(settings, flags, clock, is_service=False) as (_, redis, pusher):
-        budget = RequestBudget(clock, REQUESTS_PER_MINUTE)
-        state = State(redis, clock)
-        filler = GapFiller(ArcticShiftClient(settings, budget, topics.topic_of), state, clock)
-        for number, gap in enumerate(state.gaps.open("reddit"), 1):
-            send_events(filler.fill(gap), pusher)
-            logger.info("gap %d: %d posts found so far, %d sent", number, filler.found, pusher.sent)
-
-
-@app.command()
-def subreddits(
+@app.command("topics")
+@with_settings("reddit_topics", "redis_url")
+def list_topics(
+    settings: Settings,
+    template: Annotated[
+        bool, Option("--template", help="Print the default topics file, as a template for your own.")
+    ] = False,
     as_json: AsJson = False,
-    topics: TopicsFile = None,
-    redis_url: RedisUrl = None,
 ) -> None:
     """List each topic's subreddits, the replaced ones, and the reasons."""
-    settings = settings_of(redis_url=redis_url, reddit_topics=topics)
+    if template:
+        typer.echo(topics_file.DEFAULT_TOPICS_FILE.read_text(encoding="utf-8"), nl=False)
+        return
     listed = topics_file.read(settings.reddit_topics)
-    with user_errors(settings):
-        replaced = State(connect(settings)).replaced()
+    replaced = State(connect(settings)).replaced()
     for topic, names in listed.topics.items():
         out = [entry for entry in replaced.get(topic, ()) if entry.subreddit in names]
         if as_json:
@@ -358,9 +301,3 @@ def subreddits(
         for each in out:
             instead = f"replaced by r/{each.by}" if each.by else "not replaced"
             typer.echo(printable(f"{'':<16} r/{each.subreddit}: {each.reason} since {utc(each.since)}; {instead}"))
-
-
-@app.command("topics")
-def print_topics() -> None:
-    """Print the default topics file, as a template for your own."""
-    typer.echo(topics_file.DEFAULT_TOPICS_FILE.read_text(encoding="utf-8"), nl=False)

@@ -12,18 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from feedmill.cli.file_reading import FileReading
-from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import (
-    DeviceOption,
-    FileFlags,
-    JsonSummary,
-    LabelsOption,
-    RedisUrl,
-    TemplateOption,
-    settings_of,
-)
+from feedmill.cli.option_groups import with_settings
+from feedmill.cli.options import FileFlags, JsonSummary
+from feedmill.cli.terminal import explain_unwritable, make_folder
+from feedmill.console import notes_console
 from feedmill.local_model import explain_refusals
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import (
@@ -57,32 +52,24 @@ LABEL_KEYS = "123456789abcdefghijklmnoprtvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MAX_BODY_SHOWN = 1000
 #: Posts to choose from: embedding them takes a minute on two cores, and 10 MB of memory besides the posts' texts.
 USUAL_POOL, MAX_POOL = 2000, 100_000
-#: Defaults that `feedmill train` has, too.
-DEFAULTS = {name: field.default for name, field in TrainOptions.model_fields.items()}
+#: Defaults of `feedmill train`.
+BASE, MAX_TOKENS, SEED = (TrainOptions.model_fields[name].default for name in ("base", "max_tokens", "seed"))
 
 #: A post with its label, empty if it was skipped, and why it was picked.
 AnsweredPost = tuple[Post, str, str]
 
 
 @app.command()
-@with_groups
+@with_settings("labels", "template", "device", "redis_url")
 def label(
-    *,
-    posts: Annotated[str, typer.Argument(metavar="FILE", help="File of posts (JSONL, a JSON array or CSV).")],
-    out: Annotated[Path, typer.Option(help="Folder for the labels and the model; one with labels is resumed.")],
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
-    base: Annotated[str, typer.Option(help="Embedding model: a folder or a Hugging Face Hub name.")] = DEFAULTS["base"],
-    pool: Annotated[
-        int, typer.Option(metavar="N", min=10, max=MAX_POOL, help="Posts to choose from: a random sample of the file.")
-    ] = USUAL_POOL,
-    max_tokens: Annotated[int, typer.Option(min=8, max=8192, help="Maximum tokens to read of a post.")] = DEFAULTS[
-        "max_tokens"
-    ],
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = DEFAULTS["seed"],
+    settings: Settings,
+    posts: Annotated[str, Argument(metavar="FILE", help="File of posts (JSONL, a JSON array or CSV).")],
+    out: Annotated[Path, Option(help="Folder for the labels and the model; one with labels is resumed.")],
     file: FileFlags,
-    device: DeviceOption = None,
-    redis_url: RedisUrl = None,
+    base: Annotated[str, Option(help="Embedding model: a folder or a Hugging Face Hub name.")] = BASE,
+    pool: Annotated[
+        int, Option(metavar="N", min=10, max=MAX_POOL, help="Posts to choose from: a random sample of the file.")
+    ] = USUAL_POOL,
     as_json: JsonSummary = False,
 ) -> None:
     """Label the posts that teach most, with a key per post, and make a model of them.
@@ -90,7 +77,6 @@ def label(
     Shows one post at a time and saves each answer. Writes OUT/labels.csv and the model OUT/model, for `feedmill worker
     --model` and `feedmill deploy`. The same command resumes. Answers can be piped, one per line: keys or labels.
     """
-    settings = settings_of(labels=labels, template=template, device=device, redis_url=redis_url)
     names = tuple(settings.labels or ())
     if not 2 <= len(names) <= len(LABEL_KEYS):
         raise UserError(
@@ -98,14 +84,14 @@ def label(
         )
     if posts == "-":
         raise UserError("Standard input has the answers. Give a file of posts.")
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    notes = notes_console()
     folder = out.expanduser().absolute()
     answered = _begun(folder, names)
     with explain_missing("Labelling", "worker"):
         from feedmill.training.report import TrainingReport, advise  # noqa: PLC0415 - needs torch
         from feedmill.workers.training import active, head  # noqa: PLC0415
     reading = FileReading(posts, notes, columns=file.columns(), encoding=file.encoding, text_only=True)
-    sample = _read(reading, pool, seed, settings, notes)
+    sample = _read(reading, pool, settings, notes)
     places = {post.id: place for place, post in enumerate(sample)}
     done = []
     for post, name, why in answered:
@@ -115,21 +101,21 @@ def label(
     report = TrainingReport(notes)
     try:
         report.phase(f"loading {base}")
-        embedder, layout = head.load_embedder(base, settings, max_tokens)
+        embedder, layout = head.load_embedder(base, settings, MAX_TOKENS)
         vectors = head.embed(embedder, [post.text for post in sample], report)
         with explain_refusals(settings):
             described = ClassifyOptions(labels=settings.labels, template=settings.template)
             label_vectors = head.label_vectors(embedder, described)
     finally:
         report.stop()
-    session = active.Session(active.Pool(vectors, label_vectors), len(names), seed, done)
+    session = active.Session(active.Pool(vectors, label_vectors), len(names), SEED, done)
     _ask(session, sample, names, folder / LABELS_FILE, notes)
-    summary = _summary(session, names) | {"base": base, "max_tokens": max_tokens, "seed": seed}
+    summary = _summary(session, names) | {"base": base, "max_tokens": MAX_TOKENS, "seed": SEED}
     model = str(folder / MODEL_FOLDER) if session.labelled else None
     if model:
         fitted = session.head()
         _write_model(
-            Path(model), head.HeadModel(embedder.weights, layout, max_tokens, names, *fitted, settings, summary)
+            Path(model), head.HeadModel(embedder.weights, layout, MAX_TOKENS, names, *fitted, settings, summary)
         )
     summary |= {"model": model, "labels_file": str(folder / LABELS_FILE)}
     if as_json:
@@ -147,12 +133,7 @@ def label(
 def _begun(folder: Path, names: Sequence[str]) -> list[AnsweredPost]:
     """Create the folder, or return its answers. Raises UserError if they have other labels, or it is another's."""
     where = printable(str(folder))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = {path.name for path in folder.iterdir()}
-    except OSError as error:
-        raise UserError(f"Cannot create {where}: {error.strerror}. Set another --out.") from None
-    if held - {LABELS_FILE, MODEL_FOLDER}:
+    if make_folder(folder) - {LABELS_FILE, MODEL_FOLDER}:
         raise UserError(f"{where} is not empty. Choose a new or empty folder.")
     answered = read_answers(folder / LABELS_FILE)
     if unknown := {name for _, name, _ in answered if name} - set(names):
@@ -180,9 +161,9 @@ def read_answers(path: Path) -> list[AnsweredPost]:
         ) from None
 
 
-def _read(reading: FileReading, count: int, seed: int, settings: Settings, notes: Console) -> list[Post]:
+def _read(reading: FileReading, count: int, settings: Settings, notes: Console) -> list[Post]:
     """Return a sample of the file's posts, without purged ones. Raises InputError if there are none."""
-    sample, read = _sample(reading.posts(), count, seed)
+    sample, read = _sample(reading.posts(), count)
     reading.end()
     if read > len(sample):
         notes.print(f"Choosing from {len(sample):,} of {read:,} posts, sampled at random. --pool takes more.")
@@ -193,12 +174,12 @@ def _read(reading: FileReading, count: int, seed: int, settings: Settings, notes
     return sample
 
 
-def _sample(posts: Iterable[Post], count: int, seed: int) -> tuple[list[Post], int]:
+def _sample(posts: Iterable[Post], count: int) -> tuple[list[Post], int]:
     """Return a random sample, without repeated texts, and the number of posts in the file.
 
     Holds no more than the sample in memory.
     """
-    source, read = random.Random(seed), 0
+    source, read = random.Random(SEED), 0
     kept: dict[int, Post] = {}
     for read, post in enumerate((post for post in posts if post.text), 1):
         place = len(kept) if len(kept) < count else source.randrange(read)
@@ -237,15 +218,15 @@ def _ask(session: "Session", posts: Sequence[Post], names: Sequence[str], path: 
 
 def _save(session: "Session", posts: Sequence[Post], names: Sequence[str], path: Path) -> None:
     """Replace the file of answers. Raises UserError."""
-    try:
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            for place, why, number in session.answers:
-                post = posts[place]
-                writer.writerow((post.id, post.title, post.body, "" if number is None else names[number], why))
-    except OSError as error:
-        raise UserError(f"Cannot write {printable(str(path))}: {error.strerror}.") from None
+    with (
+        explain_unwritable(path), replacing(path) as temporary,
+        temporary.open("w", encoding="utf-8", newline="") as file,
+    ):  # fmt: skip
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for place, why, number in session.answers:
+            post = posts[place]
+            writer.writerow((post.id, post.title, post.body, "" if number is None else names[number], why))
 
 
 def _show(post: Post, session: "Session", notes: Console) -> None:
@@ -289,7 +270,7 @@ def _summary(session: "Session", names: Sequence[str]) -> dict[str, Any]:
 def _write_model(folder: Path, model: "HeadModel") -> None:
     """Write the model's folder, replacing that of an earlier run once it is complete."""
     temporary = folder.with_name(f".{folder.name}.tmp")
-    try:
+    with explain_unwritable(folder):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         (temporary / "training.json").write_text(json.dumps(model.record, ensure_ascii=False, indent=1) + "\n")
@@ -297,5 +278,3 @@ def _write_model(folder: Path, model: "HeadModel") -> None:
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
-    except OSError as error:
-        raise UserError(f"Cannot write {printable(str(folder))}: {error.strerror or error}.") from None

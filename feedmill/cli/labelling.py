@@ -12,11 +12,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-import typer
-from rich.console import Console
 from rich.markup import escape
+from typer import Option
 
-from feedmill.console import LiveBar, format_duration, format_rows
+from feedmill.console import LiveBar, format_duration, format_rows, notes_console
 from feedmill.producers.files import Row, Source, is_file
 from feedmill.producers.records import NO_TEXT, REMOVED
 from feedmill.producers.tables import NOT_UTF8, CsvTable, ParquetTable, Place
@@ -34,15 +33,13 @@ STANDARD = "-"
 
 OutOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="FILE",
         help="Write every row with its label to this .csv, .tsv, .jsonl or .parquet file, or .csv.gz; - prints it.",
     ),
 ]
-ScoresOption = Annotated[bool, typer.Option("--scores", help="With --out: add a column with each label's score.")]
-PrefixOption = Annotated[
-    str, typer.Option(help="With --out: text before the names of the new columns (default: none).")
-]
+ScoresOption = Annotated[bool, Option("--scores", help="With --out: add a column with each label's score.")]
+PrefixOption = Annotated[str, Option(help="With --out: text before the names of the new columns (default: none).")]
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ class Labelling:
         #: None is the input's format.
         self._form = None if self._is_printed else format_of(str(self._out))
         self._check_out()
-        self._notes = Console(stderr=True, soft_wrap=True, highlight=False)
+        self._notes = notes_console()
         self._broken: InputError | None = None
         self.tally = Tally(alone)
 
@@ -232,7 +229,7 @@ class Labelling:
         except KeyboardInterrupt:
             kept = "" if self._is_printed else f"; {printable(str(self._out))} was not written"
             self._notes.print(escape(f"interrupted after {self.tally.rows:,} rows{kept}"))
-            raise SystemExit(130) from None  # not KeyboardInterrupt, which main.py explains
+            raise
         except BrokenPipeError:
             raise
         except OSError as error:

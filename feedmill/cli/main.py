@@ -7,20 +7,23 @@ services, which end with 0 after Ctrl-C and SIGTERM (docs/reference/errors.md).
 
 import errno
 import io
+import logging
 import os
 import re
+import secrets
 import shlex
 import signal
+import stat
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from types import ModuleType
-from typing import Annotated, Any, NoReturn
+from typing import IO, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from feedmill import __version__
 from feedmill.cli import (
@@ -28,34 +31,20 @@ from feedmill.cli import (
     deploy,
     enqueue,
     export,
-    flower,
     ingest,
     label,
     measuring,
     offline,
     options,
     purge,
-    queue,
     report,
     results,
     status,
     train,
 )
-from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import (
-    ClassifierOption,
-    DataFolder,
-    DeviceOption,
-    DtypeOption,
-    EngineOption,
-    JsonSummary,
-    MetricsPort,
-    ModelOption,
-    RedisUrl,
-    RevisionOption,
-    WorkerName,
-    settings_of,
-)
+from feedmill.cli.option_groups import with_settings
+from feedmill.cli.options import JsonSummary
+from feedmill.console import notes_console
 from feedmill.shared.errors import (
     SettingsError,
     UserError,
@@ -63,7 +52,7 @@ from feedmill.shared.errors import (
     printable,
     printable_lines,
 )
-from feedmill.shared.settings import PREFIX, Settings, is_folder_locked
+from feedmill.shared.settings import FLOWER_USER, PREFIX, Settings, is_folder_locked
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.devices import shares
 from feedmill.stack.embedded import Stack, flower_url, start
@@ -72,11 +61,13 @@ from feedmill.stack.processes import python_command
 from feedmill.stack.signals import not_ignored, note_signals
 from feedmill.stack.supervisor import Supervisor
 
+logger = logging.getLogger(__name__)
+
 #: Base of the errors that typer raises for options and arguments. Its newer versions have their own copy of click.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 #: Seconds that `feedmill down` waits longer than the worker may take to finish its messages.
 STOP_MARGIN_S = 30.0
-#: Exit status after Ctrl-C. Commands that explain the interruption themselves raise SystemExit instead.
+#: Exit status after Ctrl-C.
 INTERRUPTED = 130
 #: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -90,8 +81,7 @@ app = typer.Typer(
 #: Modules with commands by purpose, the panels of `feedmill --help`. Commands of this file name their own.
 PURPOSES: dict[str, tuple[ModuleType, ...]] = {
     "Try it": (offline,),
-    "Run it": (flower,),
-    "Send posts": (enqueue, ingest, queue),
+    "Send posts": (enqueue, ingest),
     "Read results": (results, export, report),
     "Observe it": (status,),
     "Handle failures and deletions": (dead, purge),
@@ -113,9 +103,9 @@ def _print_version(is_given: bool) -> None:
 
 @app.callback()
 def main(
-    log_format: Annotated[str | None, typer.Option(help="Log format: text or json (default: text).")] = None,
+    log_format: Annotated[str | None, Option(help="Log format: text or json (default: text).")] = None,
     _version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Store the options that apply to every command."""
@@ -123,38 +113,42 @@ def main(
 
 
 @app.command(rich_help_panel="Try it")
+@with_settings()
 def demo(
-    keep: Annotated[bool, typer.Option(help="Keep everything running until Ctrl-C.")] = False,
-    all_posts: Annotated[bool, typer.Option("--all", help="Show every post instead of a random sample.")] = False,
+    settings: Settings,
+    keep: Annotated[bool, Option("--keep", help="Keep everything running until Ctrl-C.")] = False,
+    all_posts: Annotated[bool, Option("--all", help="Show every post instead of a random sample.")] = False,
     as_json: JsonSummary = False,
 ) -> None:
     """Run the whole system once on the bundled posts.
 
     Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops.
     """
-    run_demo(settings_of(), keep, as_json, all_posts)
+    run_demo(settings, keep, as_json, all_posts)
 
 
 @app.command(rich_help_panel="Run it")
-def up(data_folder: DataFolder = None) -> None:
+@with_settings("data_folder")
+def up(settings: Settings) -> None:
     """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
 
     Data, logs, ports and passwords stay in the data folder for the next `feedmill up`. Processes that exit are
     restarted. While it runs, other commands connect to its Redis by default.
     """
-    settings = settings_of(data_folder=data_folder)
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
     if settings.redis_url is not None:
         raise SettingsError(
             "`feedmill up` starts its own Redis, but FEEDMILL_REDIS_URL is set and sends the other commands "
             "elsewhere. Unset it, or run `feedmill worker` to use that Redis."
         )
+    notes = notes_console()
     with note_signals() as received:
         stack = Stack(settings, settings.data_folder, durable=True, signals=received)
         try:
             start(stack, notes)
             notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C or `feedmill down` stops everything."))
-            notes.print(Text(f"In another terminal:\n{_next_commands(settings)}"))
+            folder = f"export {PREFIX}DATA_FOLDER={shlex.quote(str(settings.data_folder))}"
+            steps = (folder, "feedmill enqueue posts.csv", "feedmill results --follow")
+            notes.print(Text("\n  ".join(["In another terminal:", *steps])))
             stack.stay(partial(notes.print, markup=False))
         except (KeyboardInterrupt, SystemExit):  # a signal during the start is a normal end, too
             notes.print("stopping …")
@@ -163,22 +157,14 @@ def up(data_folder: DataFolder = None) -> None:
             notes.print("stopped")
 
 
-def _next_commands(settings: Settings) -> str:
-    """Return commands to type next, which find this data folder."""
-    commands = ["feedmill enqueue posts.csv", "feedmill results --follow"]
-    if settings.data_folder != Settings.model_fields["data_folder"].default.expanduser():
-        commands.insert(0, f"export {PREFIX}DATA_FOLDER={shlex.quote(str(settings.data_folder))}")
-    return "".join(f"  {command}\n" for command in commands).rstrip()
-
-
 @app.command(rich_help_panel="Run it")
-def down(data_folder: DataFolder = None) -> None:
+@with_settings("data_folder")
+def down(settings: Settings) -> None:
     """Stop the `feedmill up` that runs with this data folder.
 
     Waits until its worker has finished the messages it holds. Data, ports and passwords stay for the next `feedmill
     up`. Exits 1 if none is running.
     """
-    settings = settings_of(data_folder=data_folder)
     pid = stop_stack(settings.data_folder, settings.drain + STOP_MARGIN_S, partial(typer.echo, err=True))
     folder = printable(str(settings.data_folder))
     if pid is None:
@@ -188,17 +174,17 @@ def down(data_folder: DataFolder = None) -> None:
 
 
 @app.command(rich_help_panel="Run it")
+@with_settings("data_folder")
 def url(
+    settings: Settings,
     flower: Annotated[
-        bool, typer.Option("--flower", help="Print the URL of the Flower of `feedmill up`, with user and password.")
+        bool, Option("--flower", help="Print the URL of the Flower of `feedmill up`, with user and password.")
     ] = False,
-    data_folder: DataFolder = None,
 ) -> None:
     """Print the URL of the Redis that the commands use, including its password.
 
     Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`.
     """
-    settings = settings_of(data_folder=data_folder)
     if flower:
         typer.echo(flower_url(settings.data_folder))
         return
@@ -210,44 +196,28 @@ def url(
     typer.echo(settings.broker_url)
 
 
-@dataclass(frozen=True)
-class WorkerFlags:
-    """Flags of `feedmill worker`. Each overrides the setting of the same name."""
-
-    model: ModelOption = None
-    queue: Annotated[str | None, typer.Option(help="Queue to serve; each model needs its own (default: feedmill).")] = (
-        None
-    )
-    revision: RevisionOption = None
-    classifier: ClassifierOption = None
-    engine: EngineOption = None
-    device: DeviceOption = None
-    devices: Annotated[
-        str | None,
-        typer.Option(help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device)."),
-    ] = None
-    dtype: DtypeOption = None
-    token_budget: Annotated[
-        int | None, typer.Option(help="Maximum tokens per micro-batch, with padding (default: measured once).")
-    ] = None
-    metrics_port: MetricsPort = None
-    include: Annotated[str | None, typer.Option(help="Modules with your own Celery tasks to load: a,b.c.")] = None
-    redis_url: RedisUrl = None
-
-
 @app.command(rich_help_panel="Run it")
-@with_groups
-def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
+@with_settings(
+    "model", "queue", "revision", "classifier", "engine", "device", "devices", "dtype", "token_budget", "metrics_port",
+    "include", "redis_url", explains_redis=False,
+)  # fmt: skip
+def worker(
+    context: typer.Context,
+    settings: Settings,
+    name: Annotated[
+        str | None, Option(help="Worker name, unique among the workers of one Redis (default: generated).")
+    ] = None,
+) -> None:
     """Run a worker on one device, or one worker per device.
 
     On SIGTERM, a worker finishes the messages it holds and exits. After FEEDMILL_DRAIN seconds (30) it returns the rest
     to the queue.
     """
-    settings = settings_of(**vars(flags))
     if settings.devices:
         found = shares(settings.devices)
         if len(found) > 1:
-            raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], vars(flags)).run())
+            flags = {flag: value for flag, value in context.params.items() if flag != "name"}
+            raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], flags).run())
         (share,) = found
         os.environ.update(share.environment)  # before the import of torch, which reads it once
         settings, name = settings.model_copy(update={"device": share.device}), share.node(name)
@@ -257,6 +227,68 @@ def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
     with explain_missing("A worker", "worker"):
         from feedmill.workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
     raise typer.Exit(run_worker(settings, name))
+
+
+@app.command(rich_help_panel="Run it")
+@with_settings("data_folder", "redis_url")
+def flower(
+    settings: Settings,
+    port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 5555,
+    address: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    no_auth: Annotated[bool, Option("--no-auth", help="Require no password; needs a loopback address.")] = False,
+) -> None:
+    """Run Flower, Celery's dashboard of queues, workers and messages.
+
+    The user is feedmill. Without FEEDMILL_FLOWER_PASSWORD, each start generates a password and prints it once.
+    """
+    if no_auth and not _is_loopback(address):
+        raise UserError(
+            f"--no-auth would let anyone who can reach {address} stop workers. Leave out --no-auth, or set --address "
+            "127.0.0.1."
+        )
+    with explain_missing("Flower", "monitor"):
+        from feedmill.monitoring.dashboard import Dashboard  # noqa: PLC0415 - needs Flower, an optional package
+
+    chosen = settings.flower_password
+    password = None if no_auth else chosen.get_secret_value() if chosen else secrets.token_urlsafe(18)
+    is_generated = password is not None and chosen is None
+    if is_generated and _is_regular_file(sys.stderr):
+        raise UserError(
+            "Flower needs a password, and a generated one would be saved in the file to which standard error is "
+            f"redirected. Set {PREFIX}FLOWER_PASSWORD."
+        )
+    dashboard = Dashboard(settings, address, port, password)
+    if no_auth:
+        logger.warning("Flower requires no password: every user of this machine can stop workers")
+    elif not _is_loopback(address) and not dashboard.encrypted:
+        logger.warning(
+            "Flower listens on %s without TLS and receives the password unencrypted: set FLOWER_CERTFILE and "
+            "FLOWER_KEYFILE",
+            address,
+        )
+    if is_generated:  # not logged: logs are kept
+        typer.echo(
+            f"Flower at {dashboard.url}, user {FLOWER_USER}, password {password} (generated for this run)", err=True
+        )
+    else:
+        logger.info("Flower at %s", dashboard.url)
+    dashboard.run()
+
+
+def _is_loopback(address: str) -> bool:
+    """Return True if only this machine can reach the address. The only host name accepted is "localhost"."""
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _is_regular_file(stream: IO[str]) -> bool:
+    """Return True if the stream writes to a file, where a password would stay, or has no file descriptor."""
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):
+        return True
 
 
 def run() -> None:
@@ -269,9 +301,9 @@ def run() -> None:
             command = _format_help(typer.main.get_command(app))
             status = command(prog_name="feedmill", standalone_mode=False)  # otherwise errors end with status 1
         finally:
-            _flush()
+            sys.stdout.flush()
     except UserError as error:
-        _end(2, _naming_flags(str(error)))
+        _end(2, str(error))
     except USAGE_ERROR as error:
         error.show()
         _end(error.exit_code)
@@ -290,7 +322,7 @@ def run() -> None:
         if error.errno not in WRITE_ERRORS or error.filename is not None:
             raise
         _end(2, f"Cannot write the output: {error.strerror}.")
-    _end(status or 0, "Interrupted." if status == INTERRUPTED else "")
+    _end(status or 0)
 
 
 def _format_help(command: Any) -> Any:
@@ -304,20 +336,6 @@ def _format_help(command: Any) -> Any:
     return command
 
 
-def _naming_flags(text: str) -> str:
-    """Replace the variable with which an error begins by the flag that set it. Others are advice."""
-    if not (variable := re.match(rf"{PREFIX}[A-Z_]+\b", text)):
-        return text
-    flag = f"--{variable[0].removeprefix(PREFIX).lower().replace('_', '-')}"
-    typed = {argument.split("=")[0] for argument in sys.argv[1:]}
-    return flag + text.removeprefix(variable[0]) if flag in typed else text
-
-
-def _flush() -> None:
-    if sys.stdout is not None:  # None if the parent process closed it
-        sys.stdout.flush()
-
-
 def _end(status: int, message: str = "") -> NoReturn:
     """Exit with a message on standard error; discard output that cannot be written."""
     with suppress(OSError):
@@ -325,7 +343,7 @@ def _end(status: int, message: str = "") -> NoReturn:
             sys.stderr.write(f"feedmill: {printable_lines(message)}\n")
             sys.stderr.flush()
     try:
-        _flush()
+        sys.stdout.flush()
     except OSError:
         # Python flushes stdout again at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,38 +6,33 @@ from itertools import islice
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from typer import Option
 
 from feedmill.cli.file_reading import FileReading
-from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import FileFlags, JsonSummary, Limit, ModelFlags, ModelOption, settings_of
-from feedmill.console import output_console
+from feedmill.cli.option_groups import with_settings
+from feedmill.cli.options import MODEL, File, FileFlags, JsonSummary, Limit
+from feedmill.console import LiveBar, notes_console, output_console
 from feedmill.local_model import explain_refusals, load_model
 from feedmill.shared.errors import InputError, explain_missing, json_line, printable
 from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.settings import Settings
 
 app = typer.Typer()
 
 #: Topics that an error message names at most, the most frequent ones.
 MAX_TOPICS_NAMED = 10
 
-File = Annotated[
-    str, typer.Argument(metavar="FILE", help="Posts: CSV, JSONL, JSON, Parquet, .txt; - is standard input.")
-]
-
 
 @app.command()
-@with_groups
+@with_settings(*MODEL, plain_logs=True)
 def tune(
-    *,
+    settings: Settings,
     file: File,
-    model: ModelOption = None,
-    flags: ModelFlags,
-    limit: Annotated[int, typer.Option(help="Maximum number of posts to read.", min=1)] = 200,
     columns: FileFlags,
+    limit: Annotated[int, Option(help="Maximum number of posts to read.", min=1)] = 200,
     rounds: Annotated[
-        int, typer.Option(help="Measurements per batch size and token budget; their median is reported.", min=1)
+        int, Option(help="Measurements per batch size and token budget; their median is reported.", min=1)
     ] = 3,
     as_json: JsonSummary = False,
 ) -> None:
@@ -45,8 +40,7 @@ def tune(
 
     Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
     """
-    settings = settings_of(model=model, **vars(flags), plain_logs=True)
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    notes = notes_console()
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, text_only=True)
     posts = _first(reading, file, limit)
     loaded = load_model(settings)
@@ -56,11 +50,10 @@ def tune(
     from feedmill.workers.pipeline.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
 
     tuning = Tuning(loaded, [post.text for post in posts], settings, rounds)
-    shown = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*shown, console=notes, transient=True) as progress, explain_refusals(settings):
-        bar = progress.add_task("", total=tuning.steps)
+    place = ("", 0.0, float(tuning.steps))
+    with LiveBar(notes, lambda _: place), explain_refusals(settings):
         for done, size in enumerate(tuning.run()):
-            progress.update(bar, completed=done, description=f"{SIZES[size.kind][0]} {size.value}")
+            place = (f"{SIZES[size.kind][0]} {size.value}", done, tuning.steps)
     report = TuningReport(tuning, loaded, len(posts))
     report.show(output_console())
     curve = report.curves[TOKEN_BUDGET]
@@ -79,16 +72,15 @@ def tune(
 
 
 @app.command()
-@with_groups
+@with_settings(*(name for name in MODEL if name != "model"), plain_logs=True)
 def evaluate(
-    *,
+    settings: Settings,
     file: File,
-    models: Annotated[
-        list[str] | None, typer.Option("--model", help="Model to evaluate, as for classify; repeat to compare several.")
-    ] = None,
-    flags: ModelFlags,
-    limit: Limit = None,
     columns: FileFlags,
+    models: Annotated[
+        list[str] | None, Option("--model", help="Model to evaluate, as for classify; repeat to compare several.")
+    ] = None,
+    limit: Limit = None,
     as_json: JsonSummary = False,
 ) -> None:
     """Compare a model's labels with the topics of a file's posts.
@@ -96,8 +88,8 @@ def evaluate(
     Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
     compare models. Exits 1 if a post failed or a record was malformed.
     """
-    each = [settings_of(model=model, **vars(flags), plain_logs=True) for model in models or (None,)]
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    each = [settings.model_copy(update={"model": model}) for model in models or (settings.model,)]
+    notes = notes_console()
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, shows_ids=False)
     posts = _first(reading, file, limit)
     if not any(post.topic for post in posts):

@@ -2,23 +2,24 @@
 
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument
 
 from feedmill.cli.file_reading import FileReading
-from feedmill.cli.labelling import Labelling, OutFlags
-from feedmill.cli.option_groups import needs, with_groups
-from feedmill.cli.options import AsJson, FileFlags, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
-from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
-from feedmill.console import output_console
+from feedmill.cli.labelling import Labelling, Load, OutFlags
+from feedmill.cli.option_groups import needs, refuse, with_settings
+from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOption
+from feedmill.cli.terminal import MIN_ID_WIDTH, id_width, with_title
+from feedmill.console import notes_console, output_console
 from feedmill.local_model import explain_refusals, load_calibrated
 from feedmill.producers.files import Source
 from feedmill.producers.records import cut
@@ -41,22 +42,20 @@ BAR_WIDTH = 30
 @app.command()
 @needs("--scores", "--out")
 @needs("--prefix", "--out")
-@with_groups
+@with_settings(*MODEL, plain_logs=True)
 def classify(
-    *,
+    settings: Settings,
     what: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="TEXT|FILE",
             help="A text, or a file of posts (CSV, JSONL, a JSON array, Parquet, .txt); - is standard input.",
         ),
     ],
-    model: ModelOption = None,
-    flags: ModelFlags,
-    multi_label: MultiLabelOption = False,
-    limit: Limit = None,
     file: FileFlags,
     output: OutFlags,
+    multi_label: MultiLabelOption = False,
+    limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
     """Classify a text or a file's posts in this process.
@@ -64,85 +63,81 @@ def classify(
     Needs neither Redis nor a worker. Prints the labels, or writes the file's rows with their labels to --out. Exits 1
     if a post failed or a record could not be read; rows without text are no failure.
     """
-    settings = settings_of(model=model, **vars(flags), plain_logs=True)
-    options = ClassifyOptions(multi_label=multi_label)
+    load = partial(_load, settings, ClassifyOptions(multi_label=multi_label))
     is_file = what == "-" or _is_file(what)
-    if output.out is not None:
-        if not is_file:
-            raise UserError("--out needs a file of posts, not a text. Give a file, or omit --out.")
-        _label_file(what, file, output, settings, options, limit, as_json)
-    if is_file:
-        notes = Console(stderr=True, soft_wrap=True, highlight=False)
-        reading = FileReading(
-            what, notes, columns=file.columns(), encoding=file.encoding, shows_ids=as_json, text_only=True
-        )
-        #: Lines of the posts that were read and not shown yet, in order, if the file has no ids.
-        places: deque[Place] = deque()
-        posts = islice(_noting_places(reading, places), limit)
-        # Read a post before loading the model, which takes seconds: the file may have none.
-        first = list(islice(posts, 1))
-        failed = 0
-        if first:
-            # Closed after any error: threads of a running model would abort the process at its exit.
-            with closing(classify_posts(chain(first, posts), settings, options)) as outcomes:
-                source = reading.source
-                failed = _show_posts(
-                    outcomes, as_json, None if source.columns_to_choose is None else places, source.unit
-                )
-        reading.end()
-        raise typer.Exit(1 if failed or reading.skipped > reading.without_text else 0)
-    ((post, outcome),) = classify_posts([_post(what)], settings, options)
+    refuse(
+        (
+            output.out is not None and not is_file,
+            "--out needs a file of posts, not a text. Give a file, or omit --out.",
+        ),
+        (as_json and output.out == "-", "--json and --out - both print to standard output. Omit one of them."),
+    )
+    with explain_refusals(settings):
+        if output.out is not None:
+            failed = _label_file(what, file, output, limit, multi_label, load, as_json)
+        elif is_file:
+            failed = _classify_file(what, file, limit, load, as_json)
+        else:
+            failed = _classify_text(what, load, as_json)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _load(settings: Settings, options: ClassifyOptions) -> tuple[Sequence[str], Classify]:
+    """Load the model; return its labels, and the function that classifies posts with it. Raises UserError."""
+    loaded, budget = load_calibrated(settings)
+    from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
+
+    labels = loaded.label_set(options).labels
+    return labels, lambda posts: offline.classify(posts, loaded, settings, budget, options)
+
+
+def _label_file(
+    path: str, file: FileFlags, output: OutFlags, limit: int | None, alone: bool, load: Load, as_json: bool
+) -> bool:
+    """Write the file's rows with their labels. Return whether a row failed."""
+    labelling = Labelling(
+        lambda: Source(path, columns=file.columns(), encoding=file.encoding), path, output, limit, alone
+    )
+    labelling.run(load)
+    if as_json:
+        typer.echo(labelling.tally.as_json())
+    return labelling.tally.has_failures
+
+
+def _classify_file(path: str, file: FileFlags, limit: int | None, load: Load, as_json: bool) -> bool:
+    """Print the labels of the file's posts. Return whether a post or a record failed."""
+    reading = FileReading(
+        path, notes_console(), columns=file.columns(), encoding=file.encoding, shows_ids=as_json, text_only=True
+    )
+    #: Lines of the posts that were read and not shown yet, in order, if the file has no ids.
+    places: deque[Place] = deque()
+    posts = islice(_noting_places(reading, places), limit)
+    # Read a post before loading the model, which takes seconds: the file may have none.
+    first = list(islice(posts, 1))
+    failed = 0
+    if first:
+        # Closed after any error: threads of a running model would abort the process at its exit.
+        with closing(load()[1](chain(first, posts))) as outcomes:
+            source = reading.source
+            failed = _show_posts(outcomes, as_json, None if source.columns_to_choose is None else places, source.unit)
+    reading.end()
+    return failed > 0 or reading.skipped > reading.without_text
+
+
+def _classify_text(text: str, load: Load, as_json: bool) -> bool:
+    """Print the labels of a text. Raises UserError if it cannot be classified."""
+    try:
+        post = Post.parse({"id": "text", "body": cut("body", text)})
+    except PostRefused as refused:
+        raise InputError(f"Cannot classify the text: {refused.reason}.") from None
+    ((post, outcome),) = load()[1]([post])
     if isinstance(outcome, PostError):
         raise UserError(f"Cannot classify the text: {outcome.error}. Change the text, or use another --model.")
     if as_json:
         typer.echo(_as_json(post, outcome))
     else:
         _show_text(outcome)
-
-
-def _label_file(
-    path: str,
-    file: FileFlags,
-    output: OutFlags,
-    settings: Settings,
-    options: ClassifyOptions,
-    limit: int | None,
-    as_json: bool,
-) -> NoReturn:
-    """Write the file's rows with their labels, and exit."""
-
-    def load() -> tuple[Sequence[str], Classify]:
-        loaded, budget = load_calibrated(settings)
-        from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
-
-        with explain_refusals(settings):
-            labels = loaded.label_set(options).labels
-        return labels, lambda posts: offline.classify(posts, loaded, settings, budget, options)
-
-    if as_json and output.out == "-":
-        raise UserError("--json and --out - both print to standard output. Omit --json, or give --out a file.")
-    labelling = Labelling(
-        lambda: Source(path, columns=file.columns(), encoding=file.encoding), path, output, limit, options.multi_label
-    )
-    with explain_refusals(settings):
-        labelling.run(load)
-    if as_json:
-        typer.echo(labelling.tally.as_json())
-    raise typer.Exit(1 if labelling.tally.has_failures else 0)
-
-
-def classify_posts(
-    posts: Iterable[Post], settings: Settings, options: ClassifyOptions
-) -> Generator[tuple[Post, Outcome]]:
-    """Yield each post with its outcome from the model in the settings.
-
-    Raises UserError if the model cannot be loaded, refuses the options, or the device fails.
-    """
-    loaded, budget = load_calibrated(settings)
-    from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
-
-    with explain_refusals(settings):
-        yield from offline.classify(posts, loaded, settings, budget, options)
+    return False
 
 
 def _is_file(what: str) -> bool:
@@ -160,14 +155,6 @@ def _is_file(what: str) -> bool:
             "to classify text, give at least two words."
         )
     return False
-
-
-def _post(text: str) -> Post:
-    """Return a post with this text. Raises InputError for a text that no post can have."""
-    try:
-        return Post.parse({"id": "text", "body": cut("body", text)})
-    except PostRefused as refused:
-        raise InputError(f"Cannot classify the text: {refused.reason}.") from None
 
 
 def _as_json(post: Post, outcome: Outcome) -> str:

@@ -1,53 +1,70 @@
-"""Decorators for commands: groups of options, and rules for flags that exclude or need each other.
+"""Decorators for commands: flags of settings, groups of options, and rules for flags that exclude or need each other.
 
-typer reads a command's flags from its signature. `with_groups` replaces each group in the signature with its flags, and
-passes the values of the flags to the command as one object of the group's type. `excludes` and `needs` stand above it:
+typer reads a command's flags from its signature. `with_settings` adds the flags of settings and of groups to it:
 
     @app.command()
     @excludes("--run", "--watch")
     @needs("--table", "--database")
-    @with_groups
-    def command(...) -> None:
+    @with_settings("redis_url")
+    def command(settings: Settings, ...) -> None:
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
-import typer
 from pydantic.fields import FieldInfo
+from typer import Option
 from typer.models import ArgumentInfo, OptionInfo
 
+from feedmill.cli.options import SETTING_HELP, settings_of
+from feedmill.shared.broker import user_errors
 from feedmill.shared.errors import UserError, printable
+from feedmill.shared.settings import Settings
 from feedmill.workers.training.options import SWITCH, TrainOptions
 
 Command = Callable[..., None]
 Flags = list[inspect.Parameter]
 
 
-def with_groups(command: Command) -> Command:
-    """Expand a command's groups: parameters whose type is TrainOptions, or a dataclass with options as annotations."""
-    signature = inspect.signature(command, eval_str=True)
-    kinds = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-    groups = {name: flags for name, kind in kinds.items() if (flags := _flags(kind))}
-    parameters = [
-        flag.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in signature.parameters.items()
-        for flag in groups.get(name, [parameter])
-    ]
+def with_settings(*names: str, plain_logs: bool = False, explains_redis: bool = True) -> Callable[[Command], Command]:
+    """Add the flags of these settings to a command, and pass it the Settings as `settings`.
 
-    @wraps(command)
-    def expanded(**given: Any) -> None:
-        for name, flags in groups.items():
-            values = {flag.name: given.pop(flag.name) for flag in flags if flag.name in given}
-            given[name] = TrainOptions.parse(values) if kinds[name] is TrainOptions else kinds[name](**values)
-        command(**given)
+    Parameters whose type is TrainOptions or a dataclass are groups: the command's flags are their fields. A parameter
+    or a group's field with the name of one of the settings receives the flag's value, None if it was not given.
 
-    expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    expanded.__annotations__ = {flag.name: flag.annotation for flag in parameters}
-    return expanded
+    plain_logs: see `settings_of`. explains_redis: convert Redis' errors to UserError.
+    """
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = {name: parameter for name, parameter in signature.parameters.items() if name != "settings"}
+        groups = {name: flags for name, one in own.items() if (flags := _flags(one.annotation))}
+        shown = {flag.name: flag for name, parameter in own.items() for flag in groups.get(name, [parameter])}
+        shown |= {name: _flag(name, Settings.model_fields[name], SETTING_HELP[name]) for name in names}
+        parameters = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in shown.values()]
+
+        @wraps(command)
+        def expanded(**given: Any) -> None:
+            settings = settings_of(plain_logs=plain_logs, **{name: given.get(name) for name in names})
+            passed = {name: given[name] for name in own if name in given}
+            for name, members in groups.items():
+                values = {flag.name: given[flag.name] for flag in members if flag.name in given}
+                kind = own[name].annotation
+                passed[name] = TrainOptions.parse(values) if kind is TrainOptions else kind(**values)
+            if not explains_redis:
+                return command(settings=settings, **passed)
+            with user_errors(settings):
+                return command(settings=settings, **passed)
+
+        expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        expanded.__annotations__ = {flag.name: flag.annotation for flag in parameters}
+        return expanded
+
+    return decorate
 
 
 def excludes(flag: str, *others: str) -> Callable[[Command], Command]:
@@ -115,25 +132,30 @@ def _shown_name(parameter: inspect.Parameter) -> str:
 def _flags(kind: Any) -> Flags:
     """Return the flags of a group; none for any other type."""
     if kind is TrainOptions:
-        return [_flag(name, field) for name, field in TrainOptions.model_fields.items()]
+        return [_train_flag(name, field) for name, field in TrainOptions.model_fields.items()]
     if isinstance(kind, type) and is_dataclass(kind):
         return list(inspect.signature(kind, eval_str=True).parameters.values())
     return []
 
 
-def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+def _train_flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Return the flag of an option of TrainOptions, with its default in the help."""
+    description = field.description or ""
+    if not (field.is_required() or field.default is None or "(default: " in description):
+        description = f"{description.removesuffix('.')} (default: {_shown(field.default)})."
+    return _flag(name, field, description)
+
+
+def _flag(name: str, field: FieldInfo, description: str) -> inspect.Parameter:
     """Return the flag of a pydantic model's field. Its default is None; the model applies the field's own default."""
-    flag, description = f"--{(field.alias or name).replace('_', '-')}", field.description or ""
-    is_switch = SWITCH in field.metadata
+    flag = f"--{(field.alias or name).replace('_', '-')}"
     kind: Any = field.annotation
     while get_args(kind):
         kind = get_args(kind)[0]  # unwrap an optional or constrained type; a Literal ends at its first choice
-    if kind is bool and not is_switch:
+    if kind is bool and SWITCH not in field.metadata:
         flag = f"{flag}/{flag.replace('--', '--no-')}"
-    if not (field.is_required() or field.default is None or "(default: " in description):
-        description = f"{description.removesuffix('.')} (default: {_shown(field.default)})."
-    parsed = kind if isinstance(kind, type) else str
-    annotation: Any = Annotated[parsed | None, typer.Option(flag, help=description)]
+    parsed = kind if kind in (bool, int, float, Path) else str
+    annotation: Any = Annotated[parsed | None, Option(flag, help=description)]
     default = inspect.Parameter.empty if field.is_required() else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 

@@ -1,89 +1,95 @@
-"""Options and groups of options shared by several commands, and their conversion to settings."""
+"""Options shared by several commands, and the settings that a command loads from its flags."""
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 from redis import Redis
+from typer import Argument, Option
 
-from feedmill.producers.records import Columns
+from feedmill.producers.records import Columns, seconds_of_date
 from feedmill.shared import logs
-from feedmill.shared.broker import user_errors
 from feedmill.shared.errors import UserError
-from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.messages import ClassifyOptions, parse_run
 from feedmill.shared.model_routing import check_queue, queue_for_model
 from feedmill.shared.settings import CLASSIFIER_CHOICES, Settings, load, unknown_variables
 
 logger = logging.getLogger(__name__)
 
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost).",
+#: Help of each flag that overrides the setting of its name.
+SETTING_HELP = {
+    "redis_url": "Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost).",
+    "data_folder": "Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).",
+    "queue": "Queue name (default: feedmill).",
+    "priority": "Message priority, 0 (first) to 9 (last) (default: 0).",
+    "posts_per_message": "Posts per message (default: 32).",
+    "reddit_topics": "Topics file in TOML (default: built in).",
+    "bluesky_languages": "Read only posts that declare one of these languages: en,pt.",
+    "bluesky_min_characters": "Read only posts with at least this many characters (default: 1).",
+    "model": "Model: a folder or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
+    "revision": "Branch, tag or commit of a Hub model (default: main).",
+    "classifier": f"Classifier: {CLASSIFIER_CHOICES} (default: auto).",
+    "engine": "Inference engine: torch, onnx or module:Class (default: torch).",
+    "device": "Device: auto, cpu, cuda, cuda:N or mps (default: auto).",
+    "devices": "Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device).",
+    "dtype": "Data type: auto, float32, bfloat16, float16 or int8 (default: auto).",
+    "labels": 'Candidate labels: a,b,c; JSON such as \\["a", "b"] or {"a": "description"}; or a file: labels.json, '
+    "labels.csv, labels.txt.",
+    "template": "Sentence with {} in place of the label, such as 'This post is about {}.'",
+    "token_budget": "Maximum tokens per micro-batch, with padding (default: measured once).",
+    "include": "Modules with your own Celery tasks to load: a,b.c.",
+    "metrics_port": "Port for Prometheus metrics.",
+}
+#: Settings of commands that classify, and of commands that send posts.
+MODEL = ("model", "labels", "template", "classifier", "engine", "device", "dtype")
+SENDING = ("labels", "template", "queue", "priority", "redis_url")
+
+AsJson = Annotated[bool, Option("--json", help="Print JSON, one object per line.")]
+JsonSummary = Annotated[bool, Option("--json", help="Print the summary as a JSON line.")]
+RunName = Annotated[
+    str | None, Option("--run", metavar="NAME", parser=parse_run, help="Run, as `feedmill status` lists it.")
+]
+Limit = Annotated[int | None, Option(metavar="N", help="Maximum number of posts to read (default: all).", min=1)]
+MultiLabelOption = Annotated[bool, Option("--multi-label", help="Score each label independently.")]
+Yes = Annotated[bool, Option("--yes", help="Do not ask for confirmation.")]
+File = Annotated[
+    str,
+    Argument(
+        metavar="FILE",
+        help="Posts as CSV, JSONL, a JSON array, Parquet or .txt; plain, gzip or zstd; - is standard input.",
     ),
 ]
-DataFolder = Annotated[
-    Path | None, typer.Option(help="Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-JsonSummary = Annotated[bool, typer.Option("--json", help="Print the summary as a JSON line.")]
-MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).")]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(help="Model: a folder or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2)."),
-]
-RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).")]
-ClassifierOption = Annotated[
-    str | None,
-    typer.Option(help=f"Classifier: {CLASSIFIER_CHOICES} (default: auto)."),
-]
-EngineOption = Annotated[
-    str | None, typer.Option(help="Inference engine: torch, onnx or module:Class (default: torch).")
-]
-DeviceOption = Annotated[str | None, typer.Option(help="Device: auto, cpu, cuda, cuda:N or mps (default: auto).")]
-DtypeOption = Annotated[
-    str | None, typer.Option(help="Data type: auto, float32, bfloat16, float16 or int8 (default: auto).")
-]
-LabelsOption = Annotated[
-    str | None,
-    typer.Option(
-        help='Candidate labels: a,b,c; JSON such as \\["a", "b"] or {"a": "description"}; or a file: labels.json, '
-        "labels.csv, labels.txt."
+
+
+def parse_date(date: str) -> float:
+    """Parse the date of an option to seconds since 1970."""
+    with suppress(ValueError):
+        return seconds_of_date(date.strip())
+    raise typer.BadParameter(f"{date!r:.80} is not a date. Write 2026-01-31, or 2026-01-31T12:30 (UTC).")
+
+
+Since = Annotated[
+    float | None,
+    Option(
+        metavar="DATE", parser=parse_date, help="Only from this date on, such as 2026-01-31 or 2026-01-31T12:30 (UTC)."
     ),
 ]
-TemplateOption = Annotated[
-    str | None, typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'")
-]
-ToModel = Annotated[
-    str | None,
-    typer.Option("--model", help="Send to the queue of this model; the last part of the model's name is enough."),
-]
-ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue name (default: feedmill).")]
-RunFilter = Annotated[
-    str | None, typer.Option("--run", metavar="NAME", help="Only posts of this run, as `feedmill status` lists it.")
-]
-IdColumn = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).")
-]
-TitleColumn = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Column or JSON key with the title (default: found by its name).")
-]
-BodyColumn = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Column or JSON key with the text (default: found by its name).")
-]
-EncodingOption = Annotated[
-    str | None, typer.Option(help="Encoding of the file, such as cp1252 (default: UTF-8, or UTF-16 with its mark).")
-]
-Limit = Annotated[int | None, typer.Option(metavar="N", help="Maximum number of posts to read (default: all).", min=1)]
-WorkerName = Annotated[
-    str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
-]
-PriorityOption = Annotated[int | None, typer.Option(help="Message priority, 0 (first) to 9 (last) (default: 0).")]
-MultiLabelOption = Annotated[bool, typer.Option("--multi-label", help="Score each label independently.")]
+Until = Annotated[float | None, Option(metavar="DATE", parser=parse_date, help="Only before this date (UTC).")]
+
+
+def check_period(since: float | None, until: float | None) -> None:
+    """Raise UserError for an empty period. since, until: seconds since 1970."""
+    if since is not None and until is not None and since >= until:
+        raise UserError(f"--since {utc(since)} must be before --until {utc(until)}.")
+
+
+def utc(seconds: float) -> str:
+    """Format seconds since 1970 as date and time in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
 
 
 #: The value of `--log-format`, which precedes the command; set by feedmill/cli/main.py.
@@ -106,25 +112,21 @@ def settings_of(*, plain_logs: bool = False, **flags: Any) -> Settings:
 
 
 @dataclass(frozen=True)
-class ModelFlags:
-    """Flags of commands that classify. Each overrides the setting of the same name."""
-
-    labels: LabelsOption = None
-    template: TemplateOption = None
-    classifier: ClassifierOption = None
-    engine: EngineOption = None
-    device: DeviceOption = None
-    dtype: DtypeOption = None
-
-
-@dataclass(frozen=True)
 class FileFlags:
     """Flags of commands that read posts from a file: its columns and its encoding."""
 
-    id_column: IdColumn = None
-    title_column: TitleColumn = None
-    body_column: BodyColumn = None
-    encoding: EncodingOption = None
+    id_column: Annotated[
+        str | None, Option(metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).")
+    ] = None
+    title_column: Annotated[
+        str | None, Option(metavar="NAME", help="Column or JSON key with the title (default: found by its name).")
+    ] = None
+    body_column: Annotated[
+        str | None, Option(metavar="NAME", help="Column or JSON key with the text (default: found by its name).")
+    ] = None
+    encoding: Annotated[
+        str | None, Option(help="Encoding of the file, such as cp1252 (default: UTF-8, or UTF-16 with its mark).")
+    ] = None
 
     def columns(self, date_format: str | None = None, keep: Sequence[str] = ()) -> Columns:
         """Return the chosen columns. keep: columns that the posts carry along."""
@@ -133,20 +135,19 @@ class FileFlags:
 
 @dataclass(frozen=True)
 class MessageFlags:
-    """Flags of a producer: the options of its messages, and the queue that it sends to."""
+    """Flags of a producer: the options of its messages, and the queue that it sends to.
 
-    labels: LabelsOption = None
-    template: TemplateOption = None
+    Fields without an option are flags of SENDING; None if only the environment sets them.
+    """
+
+    labels: str | None = None
+    template: str | None = None
     multi_label: MultiLabelOption = False
-    to_model: ToModel = None
-    to_queue: ToQueue = None
-    priority: PriorityOption = None
-
-    def settings_of(self, **others: Any) -> Settings:
-        """Load the settings with these flags and other option values; see the function `settings_of`."""
-        return settings_of(
-            labels=self.labels, template=self.template, queue=self.to_queue, priority=self.priority, **others
-        )
+    to_model: Annotated[
+        str | None,
+        Option("--model", help="Send to the queue of this model; the last part of the model's name is enough."),
+    ] = None
+    queue: str | None = None
 
     def options(self, settings: Settings) -> ClassifyOptions:
         """Return the message options.
@@ -162,13 +163,12 @@ class MessageFlags:
         FEEDMILL_MODEL does not select a queue: it names the model that a worker loads. FEEDMILL_QUEUE is not checked
         against the known queues, because producers may start before the first worker.
 
-        Raises UserError if both options are given, no known queue matches, or Redis fails.
+        Raises UserError if both options are given or no known queue matches, and redis.exceptions.RedisError.
         """
-        if self.to_model is not None and self.to_queue is not None:
+        if self.to_model is not None and self.queue is not None:
             raise UserError("--model and --queue both select a queue. Give one of them.")
-        with user_errors(settings):
-            if self.to_queue is not None:
-                check_queue(redis, self.to_queue)
-            if self.to_model is None:
-                return settings
-            return settings.model_copy(update={"queue": queue_for_model(redis, self.to_model)})
+        if self.queue is not None:
+            check_queue(redis, self.queue)
+        if self.to_model is None:
+            return settings
+        return settings.model_copy(update={"queue": queue_for_model(redis, self.to_model)})

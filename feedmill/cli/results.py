@@ -1,19 +1,19 @@
-"""The `feedmill results` commands: show the newest results, follow new ones, read as a group, and look up a post."""
+"""The `feedmill results` command: show the newest results, follow new ones, read as a group, or look up posts."""
 
 import json
 import select
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from redis import Redis
+from typer import Argument, Option
 
-from feedmill.cli.dates import parse_period, utc
-from feedmill.cli.option_groups import excludes, needs
-from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
-from feedmill.cli.post_lines import MIN_ID_WIDTH, id_width, with_title
+from feedmill.cli.option_groups import excludes, needs, with_settings
+from feedmill.cli.options import AsJson, RunName, Since, utc
+from feedmill.cli.terminal import MIN_ID_WIDTH, id_width, with_title
+from feedmill.console import counted
 from feedmill.reading.names import check_run, unknown_label, unknown_run
 from feedmill.reading.readers import (
     CLAIM_AFTER_S,
@@ -27,81 +27,76 @@ from feedmill.reading.readers import (
     open_reader,
 )
 from feedmill.reading.rows import RowReader
-from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.broker import connect
 from feedmill.shared.errors import json_line, printable
-from feedmill.shared.messages import Classification, Post, parse_run
+from feedmill.shared.messages import Classification, Post
 from feedmill.shared.results import Result, ResultsStore, Score
 from feedmill.shared.runs import progress
-from feedmill.shared.settings import PREFIX
+from feedmill.shared.settings import PREFIX, Settings
 
 #: Results that are shown by default.
 DEFAULT_LIMIT = 20
 
-app = typer.Typer(name="results", invoke_without_command=True, no_args_is_help=False)
+app = typer.Typer()
 
 
-@app.callback()
+@app.command()
+@excludes("ID...", "--follow", "--limit", "--label", "--min-score", "--subreddit", "--since", "--group")
 @needs("--from-start", "--group")
 @needs("--claim-after", "--group")
 @excludes("--group", "--limit")
 @excludes("--from-start", "--since")
+@with_settings("redis_url")
 def results(
-    context: typer.Context,
-    follow: Annotated[bool, typer.Option(help="Keep showing new results until Ctrl-C.")] = False,
-    limit: Annotated[
-        int | None, typer.Option(help=f"Number of results to show (default: {DEFAULT_LIMIT}).", min=0)
-    ] = None,
-    label: Annotated[str | None, typer.Option(help="Show only results with this best label.")] = None,
+    settings: Settings,
+    ids: Annotated[list[str] | None, Argument(metavar="ID...", help="Posts to look up.")] = None,
+    follow: Annotated[bool, Option("--follow", help="Keep showing new results until Ctrl-C.")] = False,
+    limit: Annotated[int | None, Option(help=f"Number of results to show (default: {DEFAULT_LIMIT}).", min=0)] = None,
+    label: Annotated[str | None, Option(help="Show only results with this best label.")] = None,
     min_score: Annotated[
-        float | None, typer.Option(help="Show only results whose best label has at least this score.")
+        float | None, Option(help="Show only results whose best label has at least this score.")
     ] = None,
-    subreddit: Annotated[str | None, typer.Option(help="Show only posts of this subreddit.")] = None,
-    run: RunFilter = None,
-    since: Annotated[
-        str | None,
-        typer.Option(metavar="DATE", help="Show only results stored since DATE, such as 2026-01-31T12:30 (UTC)."),
-    ] = None,
+    subreddit: Annotated[str | None, Option(help="Show only posts of this subreddit.")] = None,
+    run: RunName = None,
+    since: Since = None,
     group: Annotated[
-        str | None, typer.Option(help="Read as a member of this consumer group, which resumes where it stopped.")
+        str | None, Option(help="Read as a member of this consumer group, which resumes where it stopped.")
     ] = None,
     consumer: Annotated[
-        str | None, typer.Option(help="Unique name of this reader in the group (default: host and process ID).")
+        str | None, Option(help="Unique name of this reader in the group (default: host and process ID).")
     ] = None,
     from_start: Annotated[
-        bool, typer.Option("--from-start", help="Start a new group at the oldest result instead of now.")
+        bool, Option("--from-start", help="Start a new group at the oldest result instead of now.")
     ] = False,
     claim_after: Annotated[
-        float | None,
-        typer.Option(
-            help=f"Seconds before taking over another reader's unacknowledged results (default: {CLAIM_AFTER_S:.0f})."
-        ),
-    ] = None,
+        float, Option(help="Seconds before taking over another reader's unacknowledged results.")
+    ] = CLAIM_AFTER_S,
     as_json: AsJson = False,
-    redis_url: RedisUrl = None,
 ) -> None:
-    """Show the newest results, follow new ones, or read as a consumer group.
+    """Show the newest results, follow new ones, read as a consumer group, or look up posts.
 
     With --group, each result goes to one reader of the group, at least once. A result is acknowledged once it is
-    written to standard output. Exits 1 if no result matches the filters.
+    written to standard output. With ids, shows every result of these posts: one for each text, model and label set, and
+    each run. Exits 1 if no result matches the filters, or one of the posts has none.
     """
-    if context.invoked_subcommand:
-        return
-    settings = settings_of(redis_url=redis_url)
     redis = connect(settings)
-    filters = ResultFilter(label, min_score, subreddit, None if run is None else parse_run(run))
-    start = parse_period(since, None, 0.0)[0]
+    filters = ResultFilter(label, min_score, subreddit, run)
+    start = since and max(0.0, since)
     shown = 0 if since is not None else DEFAULT_LIMIT if limit is None else limit
-    after = CLAIM_AFTER_S if claim_after is None else claim_after
-    reader = open_reader(redis, group, consumer, filters, 0.0 if from_start else start, shown, after)
+    reader = open_reader(redis, group, consumer, filters, 0.0 if from_start else start, shown, claim_after)
     lines = _Lines(as_json)
-    with _exiting_on_interrupt(), user_errors(settings):
-        if not follow and group is None:
+    if ids or not (follow or group):
+        if run is not None:
+            check_run(redis, run)
+        if ids:
+            _get(ResultsStore(redis, settings), ids, run, as_json)
+        else:
             _list(redis, filters, limit, lines, start)
-            return
-        if filters.run is not None and progress(redis, filters.run) is None:  # it may be about to be sent
-            typer.echo(f"feedmill: {unknown_run(redis, filters.run)}", err=True)
-        _explain_label(redis, filters)
-        _show(reader, follow, lines)
+        return
+    if run is not None and progress(redis, run) is None:  # it may be about to be sent
+        typer.echo(f"feedmill: {unknown_run(redis, run)}", err=True)
+    _explain_label(redis, filters)
+    _show(reader, follow, lines)
 
 
 class _Lines:
@@ -130,8 +125,6 @@ def _as_json(found: Classification, post: Post | None) -> dict[str, Any]:
 
 def _list(redis: Redis, filters: ResultFilter, limit: int | None, shown: _Lines, since: float | None) -> None:
     """Print the newest results. since: seconds since 1970."""
-    if filters.run is not None:
-        check_run(redis, filters.run)
     count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
     lines = shown.of(list(newest(redis, count, filters, since=since)))
     if not lines and limit != 0 and (filters._replace(run=None) != NO_FILTER or since is not None):
@@ -153,15 +146,6 @@ def _explain_label(redis: Redis, filters: ResultFilter) -> bool:
         return False
     typer.echo(f"feedmill: {problem}", err=True)
     return True
-
-
-@contextmanager
-def _exiting_on_interrupt() -> Iterator[None]:
-    """Exit with status 130 on Ctrl-C, the normal way to stop following."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None  # not typer.Exit, which main.py explains
 
 
 def _show(reader: Reader, follow: bool, lines: _Lines) -> None:
@@ -203,44 +187,25 @@ def _missed(missed: Missed, as_json: bool) -> str:
         how_many = "an unknown number of results"
     else:
         up_to = "up to " if missed.count is None else ""
-        how_many = f"{up_to}{missed.at_most:,} result{'' if missed.at_most == 1 else 's'}"
+        how_many = f"{up_to}{counted(missed.at_most, 'result')}"
     return (
         f"feedmill: missed {how_many} between {utc(missed.since)} and {utc(missed.until)}: trimmed before they were "
         f"read. Raise {PREFIX}RESULTS_STREAM_LENGTH, or read faster."
     )
 
 
-@app.command("get")
-def get(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of posts.")],
-    run: RunFilter = None,
-    as_json: AsJson = False,
-    redis_url: RedisUrl = None,
-) -> None:
-    """Show every classification of the given posts.
-
-    A post has one classification for each text, model and label set; an id can occur in several runs. Exits 1 if one of
-    the posts has none.
-    """
-    settings = settings_of(redis_url=redis_url)
-    redis = connect(settings)
-    store = ResultsStore(redis, settings)
-    wanted = None if run is None else parse_run(run)
+def _get(store: ResultsStore, ids: Sequence[str], run: str | None, as_json: bool) -> None:
+    """Print every result of the posts, of the run if given. Exits 1 if one of the posts has none."""
     missing = 0
-    with user_errors(settings):
-        if wanted is not None:
-            check_run(redis, wanted)
-        for post_id in dict.fromkeys(ids):
-            found = [(each, store.post_of(each)) for each in store.get(post_id)]
-            found = [each for each in found if wanted is None or (each[1] is not None and each[1].run == wanted)]
-            if not found:
-                missing += 1
-                typer.echo(
-                    f"No result for post {printable(f'{post_id!r:.80}')}: not classified yet, purged or expired.",
-                    err=True,
-                )
-                continue
+    for post_id in dict.fromkeys(ids):
+        found = [(each, store.post_of(each)) for each in store.get(post_id)]
+        found = [each for each in found if run is None or (each[1] is not None and each[1].run == run)]
+        if found:
             _show_post(found, store.score(post_id), as_json)
+            continue
+        missing += 1
+        shown = printable(f"{post_id!r:.80}")
+        typer.echo(f"No result for post {shown}: not classified yet, purged or expired.", err=True)
     raise typer.Exit(1 if missing else 0)
 
 

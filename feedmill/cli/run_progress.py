@@ -5,8 +5,9 @@ import time
 import typer
 from redis import Redis
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.markup import escape
 
+from feedmill.console import LiveBar
 from feedmill.monitoring.capacity import span
 from feedmill.shared import runs
 from feedmill.shared.broker import queue_depth
@@ -50,27 +51,24 @@ def wait_for_run(redis: Redis, settings: Settings, notes: Console, run: str, by_
     and no worker holds a message. by_counts: False if posts were sent a second time, which the counts do not show.
     Raises redis.exceptions.RedisError.
     """
-    before = runs.progress(redis, run) or runs.Progress(run)
+    before = found = runs.progress(redis, run) or runs.Progress(run)
     began = time.monotonic()
-    # A run's name may look like markup.
-    shown_line = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), shown_line, BarColumn(), TextColumn("{task.percentage:.0f}%"))
+
+    def figures(_: float) -> tuple[str, float, float | None]:
+        return escape(line(found, time.time())), found.settled, found.sent or None
+
     try:
-        with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
-            task = bar.add_task(printable(run), total=None)
+        with LiveBar(notes, figures):
             while True:
                 # Depth first: a message's results are stored before it leaves the queue.
                 depth = queue_depth(redis, settings.queue)
                 found = runs.progress(redis, run) or before
-                bar.update(
-                    task, description=line(found, time.time()), completed=found.settled, total=found.sent or None
-                )
                 if not (depth.waiting or depth.held) or (by_counts and found.sent and not found.pending):
                     break
                 time.sleep(POLL_INTERVAL_S)
     except KeyboardInterrupt:
         notes.print("interrupted: the posts stay in the queue; `feedmill status` shows their progress", markup=False)
-        raise SystemExit(130) from None  # not typer.Exit, which main.py explains
+        raise
     summary = f"{found.stored:,} done, {found.failed:,} failed after {span(time.monotonic() - began)}"
     if found.pending:
         summary += f", {found.pending:,} without a result: purged, or cleared from the queue"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 
-from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import AsJson, DeviceOption, RedisUrl, settings_of
-from feedmill.console import output_console
+from feedmill.cli.option_groups import with_settings
+from feedmill.cli.options import AsJson
+from feedmill.cli.terminal import make_folder
+from feedmill.console import notes_console, output_console
 from feedmill.local_model import load_model
 from feedmill.shared.errors import UserError, json_line
 from feedmill.shared.settings import Settings
@@ -32,12 +32,10 @@ PACKAGES = (("torch", "transformers", "accelerate"), "worker,train")
 
 
 @app.command()
-@with_groups
+@with_settings("device", "redis_url", plain_logs=True)
 def train(
-    *,
+    settings: Settings,
     options: TrainOptions,
-    device: DeviceOption = None,
-    redis_url: RedisUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune a classifier on labelled posts, or fit a head on embeddings (--head).
@@ -45,7 +43,6 @@ def train(
     Switch running workers to the trained model with `feedmill deploy OUT`, or start one with `feedmill worker --model
     OUT`. See docs/training.md.
     """
-    settings = settings_of(device=device, redis_url=redis_url, plain_logs=True)
     packages, extras = PACKAGES_OF_A_HEAD if options.head else PACKAGES
     for package in packages:
         if find_spec(package) is None:
@@ -61,7 +58,7 @@ def train(
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
     """Collect the posts, train, and write the model, and its test results. Only rank 0 writes."""
     first = os.environ.get("RANK", "0") == "0"  # torchrun numbers its processes
-    notes = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
+    notes = notes_console(quiet=not first)
     folder = Path(options.out).expanduser().absolute()
     options = options.model_copy(update={"out": str(folder)})
     if first:
@@ -103,11 +100,7 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
 
 def check_folder(folder: Path, resume: bool) -> None:
     """Create the folder for a model. Raises UserError if it is unusable or does not fit `resume`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = {path.name for path in folder.iterdir()}
-    except OSError as error:
-        raise UserError(f"--out: cannot create the folder {folder}: {error.strerror}. Choose another one.") from None
+    held = make_folder(folder)
     if resume and CHECKPOINTS not in held:
         raise UserError(f"{folder} contains no interrupted training. Leave out --resume.")
     if not resume and CHECKPOINTS in held:

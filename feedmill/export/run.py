@@ -199,16 +199,16 @@ class ExportRun:
         counts |= {"refused": target.refused} if target.refused else {}
         return counts | {"missed": self._missed if self._any_missed else 0}
 
-    def described(self, out: str | None) -> str:
-        """Return the counts as a sentence. out: what was exported to; None for standard output."""
+    def described(self, out: str) -> str:
+        """Return the counts as a sentence. out: what was exported to."""
         target = self._target
-        parts = [f"{format_rows(target.written)} written" + (f" to {out}" if out else "")]
+        parts = [f"{format_rows(target.written)} written to {out}"]
         if target.removed:
             parts.append(f"{format_rows(target.removed)} of purged posts removed")
         if target.refused:
             parts.append(f"{format_rows(target.refused)} refused by the database")
         if not self._complete:
-            again = "resume" if target.can_resume and out else "start over"
+            again = "resume" if target.can_resume else "start over"
             parts.append(f"stopped before the end; run the same command to {again}")
         return ", ".join(parts)
 

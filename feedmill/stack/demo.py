@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from feedmill.console import output_console
+from feedmill.console import notes_console, output_console
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
@@ -51,7 +51,7 @@ def sample_posts() -> list[Post]:
 def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
     """Start the stack, classify the sample posts, print their labels, stop everything. Raises StackError."""
     console = output_console()
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    notes = notes_console()
     with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, note_signals() as received:
         stack = Stack(settings, Path(folder), durable=False, signals=received)
         try:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import requests
 
-from feedmill.producers.live.budget import MAX_ATTEMPTS, RequestBudget, Retry
+from feedmill.producers.live.budget import RequestBudget, Retry
 from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.http import HttpClient
 from feedmill.producers.live.source import RequestFailed, SourceFailed
@@ -195,24 +195,19 @@ class GapFiller:
     def _due(self, gap: Gap) -> float:
         return self._retries[gap.field].due
 
-    def fill(self, gap: Gap) -> Generator[Any]:
-        """Fill a gap now, until several failures in a row."""
-        while self._retries[gap.field].failures < MAX_ATTEMPTS and not gap.filled:
-            self._clock.wait(self._due(gap) - self._clock.monotonic())
-            gap = yield from self._fill_part(gap)
-
-    def _fill_part(self, gap: Gap) -> Generator[Any, None, Gap]:
-        """Read and send the next part of a gap. Return the gap as it is stored now."""
+    def _fill_part(self, gap: Gap) -> Generator[Any]:
+        """Read and send the next part of a gap, and store its progress."""
         try:
             span = self._archive.since(gap.subreddit, gap.reached or gap.since, gap.until)
             behind = not span.more and not self._reaches(gap)
         except SourceFailed as fault:
-            failed = self._fail(gap, str(fault))
+            self._fail(gap, str(fault))
             if not isinstance(fault, RequestFailed):
                 self._archive.budget.pause(max(self._due(gap) - self._clock.monotonic(), fault.retry_after))
-            return failed
+            return
         if behind:
-            return self._fail(gap, BEHIND)
+            self._fail(gap, BEHIND)
+            return
         # Posts of the last second are read again in the next part: count them then.
         counted = [item for item in span.items if not item.gone and (not span.more or item.created_utc < span.reached)]
         # Known posts are left out: the archive may have text that was deleted since.
@@ -226,14 +221,14 @@ class GapFiller:
         reached = span.reached if span.more else gap.until
         gap = gap._replace(reached=reached, found=gap.found + len(counted), problem=crowded)
         if not span.more and crowded:
-            return self._fail(gap, crowded)
+            self._fail(gap, crowded)
+            return
         self._retries.pop(gap.field)
         if not span.more:
             gap = gap._replace(filled=self._clock.time())
             self.filled += 1
             logger.info("filled the gap in r/%s with %d posts from Arctic Shift", gap.subreddit, gap.found)
         self._state.gaps.record(gap)
-        return gap
 
     def _reaches(self, gap: Gap) -> bool:
         """Return whether the archive has read the subreddit up to the end of the gap."""
@@ -241,11 +236,10 @@ class GapFiller:
             return True
         return bool(self._archive.since(gap.subreddit, gap.until - 1).items)
 
-    def _fail(self, gap: Gap, reason: str) -> Gap:
+    def _fail(self, gap: Gap, reason: str) -> None:
         """Store the reason why a gap remains open. A crowded second stays the reason: other posts of it are missing."""
         pause = self._retries[gap.field].fail(self._clock.monotonic())
         if gap.problem != reason:
             logger.warning("cannot fill the gap in r/%s: %s; retrying in %.0f s", gap.subreddit, reason, pause)
         gap = gap._replace(problem=gap.problem if gap.problem.startswith(CROWDED) else reason)
         self._state.gaps.record(gap)
-        return gap

@@ -277,7 +277,7 @@ class RedditSource(Source):
             self._gaps += 1
             logger.error(
                 "gap in r/%s: posts of %.0f minutes may be missing, because the listing ended before the known posts; "
-                "fill the gap with `feedmill ingest gaps --fill`",
+                "set FEEDMILL_REDDIT_FILL_GAPS to fill it",
                 gap.subreddit,
                 (gap.until - gap.since) / 60,
             )

@@ -96,7 +96,7 @@ class Roster:
                 logger.warning("topic %s: not reading r/%s (%s); %s", topic, entry.subreddit, entry.reason, instead)
         if not active and self.active[topic]:
             logger.error(
-                "topic %s: none of its subreddits can be read; add others to the topics file (--topics)", topic
+                "topic %s: none of its subreddits can be read; add others to the topics file (--reddit-topics)", topic
             )
         self.active[topic] = active
         self._replaced[topic] = replaced

@@ -151,7 +151,7 @@ def test_worker_user_may_manage_dead_letters(guarded: Guarded, tmp_path: Path) -
     letter = DeadLetter(id="late", reason="?", post=post, options="{}", message=None, worker="w", failed_at=0.0)
     ResultsStore(guarded.client, load(redis_url=guarded.url)).write([], [letter, letter.model_copy(update={"id": "x"})])
     guarded.client.lpush("feedmill:undecodable", "?")
-    for command in (["list"], ["show", "late"], ["retry", "late"], ["drop", "--all", "--yes"]):
+    for command in (["list"], ["list", "late"], ["retry", "late"], ["drop", "--all", "--yes"]):
         said = feedmill("dead", *command, cwd=tmp_path, **url)
         assert (said.returncode, said.stderr) == (0, ""), said.stdout
     assert said.stdout.startswith("2 ")

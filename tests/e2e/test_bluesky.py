@@ -22,7 +22,7 @@ def jetstream() -> Iterator[Jetstream]:
 def test_daemon_sends_posts_and_reports_its_state(redis: RedisServer, jetstream: Jetstream, tmp_path: Path) -> None:
     port = free_port()
     environment = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_BLUESKY_URL": jetstream.url}
-    command = ("ingest", "bluesky", "--languages", "en", "--labels", "food,sports", "--metrics-port", str(port))
+    command = ("ingest", "bluesky", "--bluesky-languages", "en", "--labels", "food,sports", "--metrics-port", str(port))
     # As if an earlier daemon had read an event that the server no longer has.
     LiveState(redis.client, "bluesky").advance(Position(1_700_000_000_000_000, 1_700_000_000.0))
     with running(*command, cwd=tmp_path, **environment) as daemon:
@@ -66,8 +66,8 @@ def test_unreachable_server_is_retried_until_the_signal(redis: RedisServer, tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("bluesky", "--languages", "english"), "--bluesky-languages"),
-        (("bluesky", "--min-characters", "0"), "--bluesky-min-characters"),
+        (("bluesky", "--bluesky-languages", "english"), "--bluesky-languages"),
+        (("bluesky", "--bluesky-min-characters", "0"), "--bluesky-min-characters"),
         (("live",), "MODULE:CLASS"),
         (("live", "nosuchmodule:Thing"), "nosuchmodule"),
         (("live", "json:Thing"), "Thing"),

@@ -71,14 +71,14 @@ def test_list_and_show(house: House) -> None:
     element, found = map(json.loads, said.splitlines())
     assert element == {"entry": raw, "element": "\ufffd\x1b[31m"}
     assert found == {"entry": second, **house.store.dead_letters(1)[0].model_dump()}
-    status, said, _ = house.run("show", second)
+    status, said, _ = house.run("list", second)
     assert status == 0
     assert "attempts   3\n" in said
     assert "payload    [1\n" in said
     assert said.endswith(traceback)
-    status, said, _ = house.run("show", "a1")
-    assert (status, f"letter     {first}\n" in said) == (0, True)
-    status, said, complaints = house.run("show", "nobody")
+    status, said, _ = house.run("list", "a1")
+    assert (status, f"entry      {first}\n" in said) == (0, True)
+    status, said, complaints = house.run("list", "nobody")
     assert (status, said, "nobody" in complaints) == (1, "", True)
 
 
@@ -114,7 +114,7 @@ def test_retry_all_reports_letters_that_cannot_be_resent(house: House) -> None:
 def test_retry_sends_to_the_original_queue(house: House) -> None:
     names = house.keep(letter("good"), letter("good", queue="feedmill"), letter("good", queue="feedmill-other"))
     assert len(names) == 2, "letters of two queues are distinct; queue None means the default queue"
-    assert "queue      feedmill-other\n" in house.run("show", names[1])[1]
+    assert "queue      feedmill-other\n" in house.run("list", names[1])[1]
     assert house.run("retry", "--all")[::2] == (0, "")
     for queue in ("feedmill", "feedmill-other"):
         (sent,) = map(json.loads, house.redis.client.lrange(queue, 0, -1))

@@ -58,7 +58,7 @@ def test_deploying_under_load_loses_and_repeats_nothing(empty: RedisServer, tmp_
     folder = make_model("bert", tmp_path / "tuned", {0: "NEGATIVE", 1: "POSITIVE"})
     sha256 = locate(str(folder)).sha256
     with standin(redis, tmp_path, "worker", row_seconds=0.01):
-        said = feedmill("deploy", "--show", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+        said = feedmill("deploy", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
         assert re.search(r"^feedmill  .*\n  worker@", said.stdout)
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(POSTS))
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) > 100, "some results are stored")
@@ -131,7 +131,7 @@ def test_deploy_switches_the_worker_and_is_reported(house: House) -> None:
         assert f'model="{tuned}"' in answer.read().decode()
     assert not re.search("WARNING.*queue feedmill", house.worker.text()), "a switch is not a conflict of two models"
     asked = requested_model(house.redis.client, "feedmill")
-    shown, *_ = map(json.loads, house.run("deploy", "--show", "--json")[1].splitlines())
+    shown, *_ = map(json.loads, house.run("deploy", "--json")[1].splitlines())
     assert asked
     assert shown["wanted"] == asdict(asked)
     (pool,) = shown["workers"].values()
@@ -173,4 +173,4 @@ def test_new_workers_load_the_deployed_model_or_fail(house: House) -> None:
 def test_deploy_without_workers_applies_to_later_ones(house: House) -> None:
     status, said, _ = house.run("deploy", "tuned", FEEDMILL_QUEUE="feedmill-nobody")
     assert (status, "feedmill-nobody" in said) == (1, True)
-    assert re.search(f"feedmill-nobody  .*{house.folder / 'tuned'} \\(", house.run("deploy", "--show")[1])
+    assert re.search(f"feedmill-nobody  .*{house.folder / 'tuned'} \\(", house.run("deploy")[1])

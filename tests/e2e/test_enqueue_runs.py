@@ -1,8 +1,7 @@
-"""`feedmill enqueue`: runs, kept columns, refused labels, interruption, waiting, and `feedmill queue clear`."""
+"""`feedmill enqueue`: runs, kept columns, refused labels, interruption, waiting, and `feedmill purge --queue`."""
 
 import json
 import re
-import shlex
 import signal
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from feedmill.cli.enqueue import _resuming_command
 from feedmill.producers.positions import default_run
 from feedmill.producers.push import Pusher
 from feedmill.shared import runs
@@ -66,14 +64,6 @@ def test_files_with_equal_ids_are_runs_of_their_own(redis: RedisServer, csv: Pat
     assert again.stdout.startswith("0 posts sent")
     assert re.search(r"run posts\.csv-[0-9a-f]{6} has these posts already\. --again", again.stderr)
     assert len(sent(redis)) == 3
-
-
-def test_counts_repeated_ids(redis: RedisServer, csv: Path) -> None:
-    """`export --latest` keeps one post per id and run."""
-    csv.write_text("id,title\n7,first\n8,second\n7,another\n7,first\n")
-    said = enqueue(redis, csv)
-    assert said.stdout == "3 posts sent (messages: 1), 1 already sent or repeated, 0 malformed, 1 with a repeated id\n"
-    assert "--latest" in said.stderr
 
 
 def test_a_limit_sends_the_first_posts_once(redis: RedisServer, csv: Path) -> None:
@@ -164,18 +154,11 @@ def test_an_interrupted_command_says_how_to_go_on(redis: RedisServer, tmp_path: 
         assert command.process.wait() == 130
         said = command.text()
     assert "320 posts sent" in said
-    (line,) = re.findall(r"^  feedmill (.*)$", said, re.MULTILINE)
-    words = shlex.split(line)
-    assert words == ["enqueue", str(path), "--run", default_run(str(path))]
+    (run,) = re.findall(r"--run (\S+)\.$", said, re.MULTILINE)
+    assert run == default_run(str(path))
     redis.client.delete("feedmill")
-    assert feedmill(*words, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
+    assert feedmill("enqueue", str(path), "--run", run, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
     assert len(sent(redis)) == 2000 - 320
-
-
-def test_the_resuming_command_hides_the_address_of_redis() -> None:
-    arguments = ["enqueue", "a b.csv", "--redis-url", "redis://:secret@h/0", "--redis-url=redis://:secret@h", "--again"]
-    assert _resuming_command(arguments, "it's") == """feedmill enqueue 'a b.csv' --again --run 'it'"'"'s'"""
-    assert _resuming_command(["enqueue", "-", "--run=a"], "a") == "feedmill enqueue - --run=a"
 
 
 def test_waits_until_the_run_is_done(redis: RedisServer, csv: Path) -> None:
@@ -247,14 +230,14 @@ def test_results_status_and_dead_letters_of_a_run(redis: RedisServer, csv: Path)
 
 def test_clearing_the_queue_forgets_that_its_posts_were_sent(redis: RedisServer, csv: Path) -> None:
     assert enqueue(redis, csv, "--run", "a").returncode == 0
-    refused = feedmill("queue", "clear", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    refused = feedmill("purge", "--queue", "feedmill", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
     assert refused.returncode == 2
     assert "--yes" in refused.stderr
-    cleared = feedmill("queue", "clear", "--yes", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    cleared = feedmill("purge", "--queue", "feedmill", "--yes", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
     assert cleared.returncode == 0
-    assert cleared.stdout.startswith("2 posts in 1 message removed")
+    assert cleared.stdout == "queue feedmill emptied (messages: 1, posts: 2)\n"
     assert redis.client.hget(run_key("a"), "sent") == "0"
     again = enqueue(redis, csv, "--run", "a")
     assert again.stdout.startswith("2 posts sent")
-    empty = feedmill("queue", "clear", "--yes", "--json", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    empty = feedmill("purge", "--queue", "feedmill", "--yes", "--json", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
     assert json.loads(empty.stdout) == {"messages": 1, "posts": 2, "held": 0}

@@ -49,22 +49,6 @@ def exported(out: Path, name: str) -> list[str]:
     return [post.id for path in paths for post in post_keys(path, name)]
 
 
-def test_a_dash_prints_the_export(redis: RedisServer, tmp_path: Path) -> None:
-    fill(redis, "1", "2")
-    fill(redis, "1", fingerprint="g")
-    export = ["export", "-", "--format", "csv", "--columns", "id,run,label"]
-    said = feedmill(*export, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, said.stdout) == (0, "id,run,label\n1,,food\n2,,food\n1,,food\n")
-    assert said.stderr == "3 rows written\n"
-    latest = feedmill(*export, "--latest", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert (latest.returncode, latest.stdout) == (0, "id,run,label\n2,,food\n1,,food\n")
-    assert list(tmp_path.iterdir()) == []
-    for flags in ([], ["--format", "parquet"], ["--format", "csv", "--json"], ["--purge"]):
-        refused = feedmill("export", "-", *flags, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-        assert (refused.returncode, refused.stdout) == (2, ""), flags
-        assert "--format csv" in refused.stderr
-
-
 @pytest.mark.parametrize("name", ["csv", "jsonl"])
 def test_an_export_can_be_enqueued_again(redis: RedisServer, tmp_path: Path, name: str) -> None:
     posts = fill(redis, "1", "t3_abc", score=-3, topic="travel", created_utc=5.0, extra={"a": 1})

@@ -1,13 +1,11 @@
-"""Health checks: a worker's metrics port, `feedmill health` and `feedmill status --watch`."""
+"""Health checks: a worker's metrics port, `feedmill health` and `feedmill status`."""
 
 import json
 import os
-import pty
 import re
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
@@ -28,8 +26,6 @@ from tests.support import (
     free_port,
     last_json,
     make_posts,
-    running,
-    start,
     wait_until,
     working,
 )
@@ -118,67 +114,15 @@ def test_health_names_a_stopped_worker(redis: RedisServer, tmp_path: Path) -> No
         assert two.end() == 0
 
 
-def test_watch_json_prints_one_line_per_reading(served: RedisServer, tmp_path: Path) -> None:
-    with running("status", "--watch", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
-        wait_until(lambda: len(command.text().splitlines()) >= 2, "two lines were printed")
-        assert command.end(signal.SIGINT) == 130
-    lines = [json.loads(line) for line in command.text().splitlines()]
-    assert list(lines[0]["workers"]) == list(lines[1]["workers"]) != []
-    assert lines[1]["results_per_second"] == 0
-    assert lines[0]["at"] < lines[1]["at"]
+def test_status_as_json(served: RedisServer, tmp_path: Path) -> None:
     once = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
     assert set(once) == {
         "queue", "queues", "workers", "results", "live", "oldest_seconds", "gaps", "dead_letters", "asked",
-        "missing", "memory", "kept", "runs",
+        "missing", "memory", "kept", "runs", "results_per_second",
     }  # fmt: skip
     assert (once["asked"], once["missing"]) == (True, {})
     assert once["memory"]["limit"] > once["memory"]["used"] > 0
     assert once["kept"]["results_limit"] == Settings().results_memory
-
-
-class Terminal:
-    """A command in an 80-column terminal."""
-
-    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
-        self._master, terminal = pty.openpty()
-        os.set_blocking(self._master, False)
-        screen = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-        with os.fdopen(terminal, "wb") as its:
-            self.process = start([FEEDMILL, *arguments], cwd, os.environ | screen | environment, its, stdin=its)
-        self._said = b""
-
-    def text(self) -> str:
-        """Return everything written so far."""
-        with suppress(BlockingIOError, OSError):  # a process that exits closes its side
-            while part := os.read(self._master, 2**16):
-                self._said += part
-        return self._said.decode(errors="replace")
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-
-@pytest.fixture
-def watching(served: RedisServer, tmp_path: Path) -> Iterator[Terminal]:
-    command = Terminal("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url)
-    with closing(command):
-        yield command
-
-
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
-def test_watch_in_a_terminal_restores_the_screen(watching: Terminal, how: signal.Signals, status: int) -> None:
-    wait_until(lambda: watching.text().count("Ctrl-C") >= 2, "the screen was redrawn")
-    watching.process.send_signal(how)
-    assert watching.process.wait(120) == status
-    text = watching.text()
-    assert "worker@" in text
-    assert "Traceback" not in text
-    assert "Aborted" not in text
-    assert "\x1b[?1049h" in text, "switches to the alternate screen"
-    assert text.rindex("\x1b[?1049l") > text.rindex("Ctrl-C"), "switches back at the end"
-    assert "\x1b[?25h" in text, "shows the cursor again"
 
 
 def redirected(output: IO[Any] | int, *arguments: str, cwd: Path, **environment: str) -> tuple[int, str, str]:

@@ -144,26 +144,24 @@ def test_gaps_are_listed_and_cleared(redis: RedisServer, tmp_path: Path, environ
     assert feedmill("ingest", "gaps", "--json", cwd=tmp_path, **environment).stdout == ""
 
 
-def test_gaps_are_filled_from_arctic_shift(
+def test_the_archive_needs_no_credentials(
     reddit: Reddit, redis: RedisServer, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    gaps = Gaps(redis.client)
-    now = reddit.ledger.published[reddit.publish("cooking", title="later")].created_utc
-    gaps.record(Gap("reddit", "cooking", now - 3600, now + 1, now))
-    gaps.record(Gap("reddit", "tennis", now - 3600, now - 1800, now))
+    for name in ("ID", "SECRET"):
+        del environment[f"FEEDMILL_REDDIT_CLIENT_{name}"]
     with ArcticShift(reddit) as archive:
         settings = environment | {constants.VARIABLE: json.dumps(constants.arctic_shift(archive.url))}
-        said = feedmill("ingest", "gaps", "--fill", cwd=tmp_path, **settings)
-    assert {gap.subreddit: gap.found for gap in gaps.all()} == {"cooking": 10, "tennis": 0}
-    assert gaps.open() == []
-    assert "filled with 10 posts" in said.stdout
-    assert queue_depth(redis.client, "feedmill").waiting == 1
+        with running("ingest", "reddit", "--source", "arctic-shift", cwd=tmp_path, **settings) as daemon:
+            wait_until(lambda: queue_depth(redis.client, "feedmill").waiting > 0, "posts are sent")
+            daemon.process.send_signal(signal.SIGTERM)
+            assert daemon.process.wait(30) == 0
+    assert reddit.ledger.total == 0
 
 
 def test_subreddits_lists_replacements(tmp_path: Path, environment: dict[str, str]) -> None:
     feedmill("ingest", "reddit", "--once", "--limit", "1", cwd=tmp_path, **environment)
-    said = feedmill("ingest", "subreddits", cwd=tmp_path, **environment)
+    said = feedmill("ingest", "topics", cwd=tmp_path, **environment)
     assert "food             cooking, nothere, baking" in said.stdout
     assert re.search("r/nothere: .* 20.* r/baking", said.stdout)
-    as_json = feedmill("ingest", "subreddits", "--json", cwd=tmp_path, **environment)
+    as_json = feedmill("ingest", "topics", "--json", cwd=tmp_path, **environment)
     assert json.loads(as_json.stdout.splitlines()[0])["replaced"][0]["by"] == "baking"

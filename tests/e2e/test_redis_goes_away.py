@@ -1,6 +1,5 @@
 """Redis failures and worker failures lose no message."""
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.transport.redis_transport import Channel
-from tests.support import Restartable, announced, feedmill, make_posts, running, wait_until, working
+from tests.support import Restartable, feedmill, make_posts, running, wait_until, working
 
 pytestmark = pytest.mark.each_redis
 
@@ -100,22 +99,6 @@ def test_an_unresponsive_redis_is_reported(
         durable.signal(signal.SIGCONT)
     assert said.returncode == 2
     assert "is unreachable" in said.stderr
-
-
-def test_status_keeps_watching_while_up_restarts(durable: Restartable, tmp_path: Path) -> None:
-    """The stack's address is missing until its Redis answers again."""
-    folder = tmp_path / "data"
-    with (
-        announced(folder, json.dumps({"redis_url": durable.url})) as file,
-        running("status", "--watch", "--json", cwd=tmp_path, FEEDMILL_DATA_FOLDER=str(folder)) as status,
-    ):
-        wait_until(lambda: status.says('"queue"'), "the first snapshot is shown")
-        file.unlink()
-        durable.kill()
-        wait_until(lambda: status.says(f'"error": "Redis at 127.0.0.1:{durable.port}'), "Redis is missed")
-        before = len(status.text())
-        durable.start()
-        wait_until(lambda: '"queue"' in status.text()[before:], "a later snapshot is shown")
 
 
 def test_losing_a_permission_stops_the_worker_naming_the_user(durable: Restartable, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_cleared_queue_ends_the_run(redis_server: RedisServer, monkeypatch: pyte
     sent = submit_unserved()
     settings = Settings.model_validate({"redis_url": redis_server.url, "queue": "unserved"})
     assert clear(redis_server.client, settings).posts >= 2
-    with pytest.warns(UserWarning, match=naming("2 of 2", "feedmill queue clear")):
+    with pytest.warns(UserWarning, match=naming("2 of 2", "feedmill purge --queue")):
         assert labels(sent.results(timeout=10)) == [None, None]
     assert redis_server.client.llen("unserved") == 0
 

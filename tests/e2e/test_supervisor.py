@@ -1,12 +1,13 @@
 """`feedmill worker --devices`: one process per device, kept running, stopped together."""
 
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,8 @@ from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests import chaos
 from tests.e2e.test_ending import standin
-from tests.e2e.test_health import Terminal
 from tests.e2e.test_starting import notified
-from tests.support import RedisServer, feedmill, make_posts, processes_in, running, wait_until
+from tests.support import FEEDMILL, RedisServer, feedmill, make_posts, processes_in, running, start, wait_until
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPU cores, one per worker")
 
@@ -34,6 +34,30 @@ DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + IDLE
 ONE_BREAKS = "import sys; 'cpu:0' in sys.argv[-1] and sys.exit('it broke')\n" + IDLE
 #: The first worker exits because of a wrong setting; the second would continue.
 ONE_REFUSES = "import sys; 'cpu:0' in sys.argv[-1] and (print('feedmill: too many'), sys.exit(2))\n" + IDLE
+
+
+class Terminal:
+    """A command in an 80-column terminal."""
+
+    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
+        self._master, terminal = pty.openpty()
+        os.set_blocking(self._master, False)
+        screen = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+        with os.fdopen(terminal, "wb") as its:
+            self.process = start([FEEDMILL, *arguments], cwd, os.environ | screen | environment, its, stdin=its)
+        self._said = b""
+
+    def text(self) -> str:
+        """Return everything written so far."""
+        with suppress(BlockingIOError, OSError):  # a process that exits closes its side
+            while part := os.read(self._master, 2**16):
+                self._said += part
+        return self._said.decode(errors="replace")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
 
 
 class Supervised:
@@ -183,7 +207,7 @@ def test_two_cpu_workers_in_a_terminal(redis: RedisServer, settings: Settings, t
     ("flags", "words"),
     [
         (["--devices", "cpu:0"], "--devices: .*'cpu:0'"),
-        (["--devices", "cpu:9999"], "--devices: .*cpu:9999"),
+        (["--devices", "cpu:9999"], "FEEDMILL_DEVICES: .*cpu:9999"),
         (["--devices", "2,"], "--devices: .*'2,'"),
         (["--devices", "cpu", "--device", "cpu"], "--devices: .*FEEDMILL_DEVICE"),
     ],

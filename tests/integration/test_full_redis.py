@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from feedmill.cli import status
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import HealthPart
 from feedmill.shared.broker import make_app, publish
 from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, LIVE_GAPS, WORKERS
 from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.model_routing import EXPECTED_S, announce, deregister, register
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
@@ -54,8 +54,7 @@ def replica(filled: RedisServer) -> Iterator[RedisServer]:
 
 
 def test_status_reads_a_full_redis(full: RedisServer, settings: Settings) -> None:
-    seen = next(status._snapshots(settings))
-    assert isinstance(seen, watch.Status)
+    seen = watch.status(connect_for_monitoring(settings), make_app(settings), settings)
     assert seen.queue.waiting == 1
     assert (seen.results.stored, seen.dead_letters, seen.gaps) == (1, 2, 1)
     assert (seen.asked, seen.workers) == (False, {})
@@ -76,7 +75,7 @@ def test_status_reads_a_full_redis(full: RedisServer, settings: Settings) -> Non
         (["dead", "list"], 0, "no text"),
         (["dead", "drop", "--all", "--yes"], 0, "2 "),
         (["dead", "retry", "2"], 1, "feedmill: "),
-        (["purge", "1", "2"], 0, "results: 1, stream entries: 1, dead letters: 1"),
+        (["purge", "1", "2"], 0, "results: 1, entries: 1, dead letters: 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -18,6 +18,7 @@ from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable,
 from feedmill.shared.keys import LIVE_GAPS, LIVE_STATUS, MODELS, REQUESTED_MODELS, UNDECODABLE, WORKERS
 from feedmill.shared.logs import JsonFormatter, TextFormatter
 from feedmill.shared.messages import DeadLetter, Post
+from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.integration.test_metrics import POOL
@@ -43,16 +44,16 @@ COMMANDS = [
     ["results", "--json"],
     ["results", "--group", "g", "--from-start"],
     ["results", "--group", "h", "--from-start", "--json"],
-    ["results", "get", "ID"],
-    ["results", "get", "ID", "--json"],
-    ["results", "get", "no HOSTILE"],
+    ["results", "ID"],
+    ["results", "ID", "--json"],
+    ["results", "no HOSTILE"],
     ["results", "--group", "HOSTILE"],
     ["results", "--subreddit", "HOSTILE"],
     ["dead", "list"],
     ["dead", "list", "--json"],
-    ["dead", "show", "ID"],
-    ["dead", "show", "ID", "--json"],
-    ["dead", "show", "twice"],
+    ["dead", "list", "ID"],
+    ["dead", "list", "ID", "--json"],
+    ["dead", "list", "twice"],
     ["dead", "retry", "--all"],
     ["dead", "retry", "no HOSTILE"],
     ["dead", "drop", "no HOSTILE"],
@@ -148,7 +149,8 @@ def test_commands_print_no_control_characters(
 @pytest.mark.usefixtures("hostile")
 def test_status_screen_shows_no_control_characters(settings: Settings) -> None:
     shown = io.StringIO()
-    Console(file=shown, width=80).print(status._screen(next(status._snapshots(settings)), settings))
+    seen = watch.status(connect_for_monitoring(settings), None, settings)
+    Console(file=shown, width=80).print(status._table(seen, settings))
     assert not UNPRINTABLE_CHARACTERS.search(ALLOWED.sub("", shown.getvalue()))
 
 

@@ -1,4 +1,4 @@
-"""Metrics, `feedmill health` and `status --watch` on a real Redis."""
+"""Metrics, `feedmill health` and `feedmill status` on a real Redis."""
 
 import json
 import re
@@ -167,10 +167,11 @@ def test_health_passes_when_all_is_well(settings: Settings) -> None:
 
 def test_health_fails_without_workers(settings: Settings, workers: dict[str, Any]) -> None:
     workers.clear()
-    assert "`feedmill worker`" in status._no_worker(settings)
+    seen = look(settings)
+    assert "`feedmill worker`" in screen(seen, settings)
     with announced(settings.data_folder, "{}"):  # `feedmill up` restarts a worker that exits
-        assert "`feedmill worker`" in status._no_worker(settings)
-        assert "`feedmill worker`" not in status._no_worker(settings.model_copy(update={"redis_url": None}))
+        assert "`feedmill worker`" in screen(seen, settings)
+        assert "`feedmill worker`" not in screen(seen, settings.model_copy(update={"redis_url": None}))
     found = findings(settings)
     assert not found[HealthPart.WORKERS][0]
     assert "`feedmill worker`" in found[HealthPart.WORKERS][1]
@@ -257,7 +258,7 @@ def look(settings: Settings) -> Status:
 def screen(seen: Any, settings: Settings) -> str:
     console = Console(width=80)
     with console.capture() as captured:
-        console.print(status._screen(seen, settings))
+        console.print(status._table(seen, settings))
     return captured.get()
 
 

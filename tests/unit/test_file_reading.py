@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from feedmill.cli import file_reading as reading_module
-from feedmill.cli.file_reading import SAME_REASON_SHOWN, FileReading
+from feedmill.cli.file_reading import REASONS_SHOWN, FileReading
 from feedmill.producers.records import Columns, Filters
 from feedmill.shared.errors import InputError
 
@@ -35,11 +35,11 @@ def test_counts_records_by_outcome(mixed: Path) -> None:
     read, shown = reading(mixed, Filters(frozenset({"a"})))
     assert [post.id for post in read.posts()] == list("012345")
     read.end()
-    assert (read.records, read.wrong, read.skipped, read.left_out, read.removed) == (10, 2, 1, 2, 1)
+    assert (read.records, read.skipped, read.left_out, read.removed) == (10, 1, 2, 1)
     assert read.complete
     first, second = shown.getvalue().splitlines()
-    assert "(skipped" in first
-    assert "(kept" in second
+    assert "(kept" in first
+    assert "(skipped" in second
 
 
 def test_deleted_texts_are_counted_apart(tmp_path: Path) -> None:
@@ -56,8 +56,9 @@ def test_long_texts_are_cut_and_noted_once(tmp_path: Path) -> None:
     read, shown = reading(path)
     assert [len(post.body) for post in read.posts()] == [100_000] * 2
     read.end()
-    assert shown.getvalue() == f"{path}:1: body: only the first 100,000 characters are used (2 posts)\n"
-    assert (read.skipped, read.wrong) == (0, 0)
+    line = "body: only the first 100,000 characters are used"
+    assert shown.getvalue() == f"{path}:1: {line} (kept)\n… and 1 more: {line}\n"
+    assert read.skipped == 0
 
 
 @pytest.mark.parametrize("posts", [1, 2, 3, 6, 7])
@@ -92,17 +93,17 @@ def test_truncated_file_is_incomplete(tmp_path: Path) -> None:
         read.end()
 
 
-def test_limits_reported_bad_records(tmp_path: Path) -> None:
+def test_shows_the_first_record_of_each_reason(tmp_path: Path) -> None:
     path = tmp_path / "comments.jsonl"
-    path.write_text('{"id": "c", "body": "x", "link_id": "t3_1"}\n' * 1000)
+    path.write_text('{"id": 0}\n' + "".join(f"[{number}]\n" for number in range(499)) + '{"id": 1}\n' * 500)
     read, shown = reading(path)
     assert list(read.posts()) == []
     read.end()
     assert read.skipped == 1000
-    *lines, last = shown.getvalue().splitlines()
-    assert len(lines) == SAME_REASON_SHOWN
-    assert "997" in last
-    assert "comment" in last
+    *lines, known, others = shown.getvalue().splitlines()
+    assert len(lines) == REASONS_SHOWN
+    assert re.search(r"\b500 more: .*title", known)
+    assert re.search(r"\b479 more", others)
 
 
 def test_sums_invalid_values_by_column(tmp_path: Path) -> None:
@@ -112,10 +113,11 @@ def test_sums_invalid_values_by_column(tmp_path: Path) -> None:
     read, shown = reading(path)
     assert len(list(read.posts())) == 700
     read.end()
-    ups, date = shown.getvalue().splitlines()
-    assert re.search(rf"{path}:2: score: .*column ups, 700 posts", ups)
-    assert re.search(rf"{path}:2: created_utc: .*yesterday.*--date-format.*column date, 700 posts", date)
-    assert (read.wrong, read.skipped) == (1400, 0)
+    ups, date, *sums = shown.getvalue().splitlines()
+    assert re.search(rf"{path}:2: score: .*column ups", ups)
+    assert re.search(rf"{path}:2: created_utc: .*yesterday.*--date-format.*column date", date)
+    assert sums == ["… and 699 more: column ups", "… and 699 more: column date"]
+    assert read.skipped == 0
 
 
 def test_notes_missing_id_columns_once(tmp_path: Path) -> None:

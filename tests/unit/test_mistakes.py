@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import feedmill.export
 from feedmill import local_model
-from feedmill.cli import flower, main, measuring, offline, options, train
+from feedmill.cli import main, measuring, offline, options, train
 from feedmill.cli.main import app
 from feedmill.cli.option_groups import excludes, needs
 from feedmill.shared import logs
@@ -53,9 +53,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("enqueue - --posts-per-message 0", ["feedmill: --posts-per-message: "]),
         ("enqueue - --template x", ["--template: ", "'x'"]),
         ("enqueue - --labels a,a", ["--labels: ", "'a'"]),
-        ("enqueue - --since yesterday", ["--since: ", "'yesterday'"]),
+        ("enqueue - --since yesterday", ["--since", "'yesterday'"]),
         ("enqueue - --since 2024-02-01 --until 2024-01-01", ["--since", "2024-02-01", "2024-01-01"]),
-        ("status --run x --watch", ["--run cannot be combined with --watch."]),
         ("results --from-start", ["--from-start needs --group."]),
         ("export x --purge --follow", ["--purge cannot be combined with --follow."]),
         ("enqueue x --no-run --wait", ["--no-run cannot be combined with --wait."]),
@@ -108,14 +107,6 @@ def test_help_lists_every_command_and_fits_80_columns(
         assert arguments or "─ Commands ─" not in said, "every command belongs to a panel"
 
 
-def test_errors_name_the_flag_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other variables are advice, such as to set one instead of the flag."""
-    text = "FEEDMILL_DEVICE: cuda is not available. Set FEEDMILL_MODEL or FEEDMILL_DEVICE_X."
-    monkeypatch.setattr(sys, "argv", ["feedmill", "classify", "x", "--device=cuda", "--model", "y"])
-    assert main._naming_flags(text) == text.replace("FEEDMILL_DEVICE:", "--device:")
-    assert main._naming_flags(text.replace("DEVICE:", "DTYPE:")) == text.replace("DEVICE:", "DTYPE:")
-
-
 def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     monkeypatch.delenv("FEEDMILL_REDIS_URL", raising=False)
@@ -137,6 +128,7 @@ def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("module", "arguments", "words"),
     [
+        ("feedmill.monitoring.dashboard", "flower", ["Flower", "feedmill[monitor]"]),
         ("psycopg", "export postgresql://host/database", ["psycopg", "feedmill[postgres]"]),
         ("feedmill.workers.models", "classify word", ["workers", "feedmill[worker]"]),
     ],
@@ -151,12 +143,6 @@ def test_missing_packages_name_their_extra(
     said = CliRunner().invoke(app, arguments.split()).exception
     assert isinstance(said, UserError)
     assert re.search(naming(*words), str(said))
-
-
-def test_flower_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=naming("Flower", "feedmill[monitor]")):
-        flower.flower()
 
 
 @pytest.mark.parametrize(

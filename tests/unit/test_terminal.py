@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.cells import cell_len
 
-from feedmill.cli.post_lines import id_width, with_title
+from feedmill.cli.terminal import id_width, with_title
 from feedmill.shared.messages import Post
 
 LONG = Post(id="a", title="The keeper saved " * 20)
