@@ -3,30 +3,37 @@
 This is the only module that imports Flower. The dashboard differs from the `celery flower` command in these ways:
 
 - Basic auth protects every page, /api/* and /metrics, which Flower leaves open.
+- The state is saved as JSON; Flower saves a pickle.
 - The broker page lists Feedmill's queues even while no Feedmill worker runs.
 - The task list shows the reason of a failed message.
 - Workers are inspected from their first heartbeat until they answer. Flower inspects only the workers that are online
   when it starts.
 - Arguments in the task-sent events of other applications are dropped, because they may contain posts.
 
-Relies on these internals of Flower 2.2: `Events.save_state` and `on_event`; `Flower(events=…)`, its `started` and
-`update_workers`; the handlers `Metrics`, `BrokerView` and `GetQueueLengths`; the Tornado options.
+Relies on these internals. Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its
+`started` and `update_workers`; the handlers `Metrics`, `BrokerView` and `GetQueueLengths`; the Tornado options.
+Celery: `Task` in celery/events/state.py is constructed from its fields.
 """
 
+import fcntl
+import json
 import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import tornado.ioloop
 import tornado.options
+from celery.events.state import Task, Worker
 from flower.api.tasks import GetQueueLengths  # type: ignore[import-untyped]
 from flower.app import Flower, rewrite_handler  # type: ignore[import-untyped]
 from flower.command import extract_settings, setup_logging  # type: ignore[import-untyped]
-from flower.events import Events  # type: ignore[import-untyped]
+from flower.events import Events, EventsState  # type: ignore[import-untyped]
 from flower.urls import settings as tornado_settings  # type: ignore[import-untyped]
 from flower.views import BaseHandler  # type: ignore[import-untyped]
 from flower.views.broker import BrokerView  # type: ignore[import-untyped]
@@ -35,6 +42,7 @@ from kombu.utils.functional import LRUCache
 from redis.exceptions import RedisError
 from tornado.web import authenticated
 
+from feedmill.shared.atomic_files import replacing
 from feedmill.shared.broker import CLASSIFY_TASK, Application, make_app
 from feedmill.shared.errors import UserError, clause
 from feedmill.shared.metrics import connect_for_monitoring
@@ -44,15 +52,17 @@ from feedmill.stack.signals import EXIT_SIGNALS, not_ignored
 
 logger = logging.getLogger(__name__)
 
-#: File in the data folder with Flower's state. The library that writes it may add an ending.
-STATE_FILE = "flower.db"
+#: Files in the data folder.
+STATE_FILE, LOCK_FILE = "flower.json", "flower.lock"
 #: Maximum inspections of a worker that does not answer.
 MAX_INSPECTIONS = 5
 #: Milliseconds between saves of the state. A killed Flower loses the events since the last save; pages block during a
 #: save.
 SAVE_INTERVAL_MS = 30_000
-#: Maximum number of messages to remember, newest first.
+#: Maximum number of messages to remember, newest first. The state file is about 9 MB at this number.
 MAX_TASKS = 20_000
+#: Task fields to save: all but the links to other tasks.
+SAVED_FIELDS = frozenset(Task._fields) - {"root", "parent", "children"}  # type: ignore[attr-defined]  # not in the stub
 #: Flower options that FLOWER_ environment variables (FLOWER_CERTFILE, …) may set. Feedmill sets all others.
 PASSED_OPTIONS = (
     "auto_refresh",
@@ -154,15 +164,15 @@ class MessageEvents(Events):  # type: ignore[misc]
 
     def __init__(self, app: Application, settings: Settings, max_tasks: int, max_workers: int) -> None:
         self.queues = Queues(settings)
-        with suppress(OSError):  # `save_state` will report it
-            settings.data_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._path = settings.data_folder / STATE_FILE
+        self._lock = _locked(settings.data_folder)
+        self._max_workers, self._max_tasks = max_workers, max_tasks
         #: Number of inspections by node name.
         self._inspections: Any = LRUCache(max_workers)
         super().__init__(
             app,
             io_loop=tornado.ioloop.IOLoop.current(),
-            db=str(settings.data_folder / STATE_FILE),
-            persistent=True,
+            persistent=self._lock is not None,
             state_save_interval=SAVE_INTERVAL_MS,
             max_tasks_in_memory=max_tasks,
             max_workers_in_memory=max_workers,
@@ -190,12 +200,48 @@ class MessageEvents(Events):  # type: ignore[misc]
             event.get(where) in self.queues.names() for where in ("queue", "routing_key")
         )
 
-    def save_state(self) -> None:
+    def load_state(self) -> Any:
+        """Load the saved state; None if there is none. Rename a damaged file to `.damaged`."""
         try:
-            super().save_state()
-        except Exception as error:  # of the operating system, or of one of several dbm libraries
-            advice = "free space there, or correct the folder's permissions"
-            logger.warning("cannot save Flower's state to %s (%s): %s", self.db, clause(error), advice)
+            kept = json.loads(self._path.read_text())
+            workers: Any = LRUCache(self._max_workers)
+            tasks: Any = LRUCache(self._max_tasks)
+            workers.update((fields["hostname"], Worker(**fields)) for fields in kept["workers"])
+            for fields in kept["tasks"]:
+                tasks[fields["uuid"]] = Task(**fields | {"worker": workers.data.get(fields.get("worker"))})
+            state = EventsState(workers=workers, tasks=tasks)
+            for task in tasks.data.values():
+                task.cluster_state = state
+            state.counter.update({name: Counter(counted) for name, counted in kept["counter"].items()})
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            aside = self._path.with_suffix(".damaged")
+            logger.warning("cannot read Flower's saved state (%r): moved to %s, starting empty", error, aside)
+            with suppress(OSError):
+                self._path.replace(aside)
+            return None
+        return state
+
+    def save_state(self) -> None:
+        known = self.state.workers.data.values()
+        workers = [{name: getattr(worker, name) for name in worker._fields} for worker in known]
+        tasks = [_fields(task) for task in self.state.tasks.data.values()]
+        try:
+            with replacing(self._path) as temporary:
+                temporary.write_text(json.dumps({"workers": workers, "tasks": tasks, "counter": self.state.counter}))
+        except OSError as error:
+            logger.warning(
+                "cannot save Flower's state to %s (%s): free space there, or correct the folder's permissions",
+                self._path,
+                error.strerror,
+            )
+
+
+def _fields(task: Task) -> dict[str, Any]:
+    """Return the fields that recreate the task."""
+    fields = {name: value for name, value in vars(task).items() if name in SAVED_FIELDS and value is not None}
+    return fields | {"worker": task.worker.hostname} if task.worker else fields
 
 
 class Queues:
@@ -249,3 +295,24 @@ def _handlers(prefix: str | None) -> list[Any]:
         ("/api/queues/length", QueueLengths),
     ]
     return [rewrite_handler(handler, prefix) for handler in ours] if prefix else ours
+
+
+def _locked(folder: Path) -> Any:
+    """Lock the folder until this process exits; return None if the state cannot be saved there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (folder / LOCK_FILE).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.warning(
+            "another Flower uses %s: not saving this one's state; set another --data-folder to save it", folder
+        )
+    except OSError as error:
+        logger.warning(
+            "cannot save Flower's state to %s (%s): free space there, or correct the folder's permissions",
+            folder,
+            error.strerror,
+        )
+    else:
+        return lock
+    return None

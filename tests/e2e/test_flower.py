@@ -232,9 +232,13 @@ def test_state_survives_restarts(redis: RedisServer, tmp_path: Path) -> None:
             tell(redis, "task-received", uuid=f"message-{seen}", **RECEIVED)
             wait_until(lambda seen=seen, visitor=visitor: len(visitor.tasks()) == seen, "Flower lists the message")  # type: ignore[misc]
             assert {task["kwargs"] for task in visitor.tasks()} == {RECEIVED["kwargs"]}
+            # A second Flower in the same folder does not use the state file.
+            if seen == 1:
+                with flower(redis, tmp_path) as (other, _):
+                    assert str(tmp_path / "data") in other.text()
             assert command.end(signal.SIGTERM) == 0, command.text()
-        states = list((tmp_path / "data").glob("flower.db*"))
-        assert {state.stat().st_mode & 0o777 for state in states} == {0o600}
+        state = tmp_path / "data" / "flower.json"
+        assert state.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
     # Flower continues with the tasks it had seen before.
     with flower(redis, tmp_path) as (_, visitor):
@@ -242,13 +246,14 @@ def test_state_survives_restarts(redis: RedisServer, tmp_path: Path) -> None:
         wait_until(lambda: "SUCCESS" in {task["state"] for task in visitor.tasks()}, "Flower shows the success")
 
 
-def test_a_damaged_state_file_is_renamed(redis: RedisServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["", '{"workers": [], "tasks": [{}], "counter": {}}'])
+def test_a_damaged_state_file_is_renamed(redis: RedisServer, tmp_path: Path, content: str) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "flower.db").write_text("damaged")
+    (tmp_path / "data" / "flower.json").write_text(content)
     with flower(redis, tmp_path) as (command, visitor):
         assert visitor.tasks() == []
-        assert "flower.db" in command.text()
-        assert (tmp_path / "data" / "flower.db.corrupt").read_text() == "damaged"
+        assert "flower.damaged" in command.text()
+        assert (tmp_path / "data" / "flower.damaged").read_text() == content
 
 
 def test_drops_unsafe_arguments_of_foreign_events(redis: RedisServer, tmp_path: Path) -> None:
