@@ -28,10 +28,7 @@ class _PipeConsole(Console):
 
 
 class LiveBar(Progress):
-    """Progress on a terminal, which asks for its figures at each redraw, several times a second.
-
-    figures: given the seconds so far, returns a description, how much is done, and of how much; None if unknown.
-    """
+    """Progress on a terminal, which asks for its figures at each redraw: description, amount done, total or None."""
 
     def __init__(self, notes: Console, figures: Callable[[float], tuple[str, float, float | None]]) -> None:
         self._figures = figures
@@ -55,10 +52,6 @@ def notes_console(quiet: bool = False) -> Console:
 def counted(count: int, noun: str) -> str:
     """Format a count with its noun, such as `1 post` or `1,200 posts`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def format_rows(count: int) -> str:
-    return counted(count, "row")
 
 
 def format_duration(seconds: float) -> str:

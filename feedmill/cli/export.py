@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from feedmill.cli.option_groups import excludes, needs, refuse, with_settings
 from feedmill.cli.options import JsonSummary, RunName, Since, Until, check_period
-from feedmill.console import format_rows, notes_console
+from feedmill.console import counted, notes_console
 from feedmill.export.columns import COLUMNS, ExportFilter, choose
 from feedmill.export.run import ExportRun, stop_on_signal
 from feedmill.reading.names import check_run, unknown_run
@@ -122,7 +122,7 @@ def export_results(
         if purge:
             removed = sinks.purge(*((destination, table or DEFAULT_TABLE) if is_table else (out,)), reader)
             typer.echo(
-                json.dumps({"removed": removed}) if as_json else f"{format_rows(removed)} of purged posts removed"
+                json.dumps({"removed": removed}) if as_json else f"{counted(removed, 'row')} of purged posts removed"
             )
             return
         own = () if selection.run is None else _own_columns(redis, selection.run, follow, notes)

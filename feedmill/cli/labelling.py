@@ -15,7 +15,7 @@ from typing import Annotated, Any, BinaryIO
 from rich.markup import escape
 from typer import Option
 
-from feedmill.console import LiveBar, format_duration, format_rows, notes_console
+from feedmill.console import LiveBar, counted, format_duration, notes_console
 from feedmill.producers.files import Row, Source, is_file
 from feedmill.producers.records import NO_TEXT, REMOVED
 from feedmill.producers.tables import NOT_UTF8, CsvTable, ParquetTable, Place
@@ -95,23 +95,23 @@ class Tally:
         """Return the summary: rows per label, and rows without one by reason."""
         where = "" if out == STANDARD else f", written to {printable(out)}"
         written = self.rows - self.left_out.total()
-        rows = f"{written:,} of {format_rows(self.rows)}" if self.left_out else format_rows(self.rows)
+        rows = f"{written:,} of {counted(self.rows, 'row')}" if self.left_out else counted(self.rows, "row")
         lines = [f"{rows} of {source.name} in {format_duration(time.monotonic() - self._began)}{where}"]
         labels = self.labels.most_common(MAX_LABELS_SHOWN)
         width = max((len(printable(label)) for label, _ in labels), default=0)
         lines += [f"  {printable(label):<{width}}  {count:>9,}  {count / written:>4.0%}" for label, count in labels]
         if more := self.labels.total() - sum(count for _, count in labels):
-            lines.append(f"  and {format_rows(more)} with other labels")
+            lines.append(f"  and {counted(more, 'row')} with other labels")
         if self.uncertain:
-            rows = format_rows(self.uncertain)
+            rows = counted(self.uncertain, "row")
             lines.append(f"uncertain: {rows}, whose two best labels are less than {UNCERTAIN_MARGIN} apart")
         for what, reasons in (("no label", self.unlabelled), ("left out", self.left_out)):
             shown = reasons.most_common(MAX_REASONS_SHOWN)
             for reason, count in shown:
                 place = f"first in {source.unit} {self.first[reason]}"
-                lines.append(f"{what}: {format_rows(count)}, {place}: {printable(reason)}")
+                lines.append(f"{what}: {counted(count, 'row')}, {place}: {printable(reason)}")
             if others := reasons.total() - sum(count for _, count in shown):
-                lines.append(f"{what}: {format_rows(others)} for other reasons")
+                lines.append(f"{what}: {counted(others, 'row')} for other reasons")
         return "\n".join(lines)
 
 
@@ -244,6 +244,6 @@ class Labelling:
             rows = self.tally.rows
             rate = f", {rows / seconds:,.0f}/s" if seconds and rows else ""
             done, of = (source.done, source.size) if total is None else (rows, total)
-            return f"{format_rows(rows)}{rate}", done, of
+            return f"{counted(rows, 'row')}{rate}", done, of
 
         return LiveBar(self._notes, figures)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import RedisError
 from rich.console import Console
 
-from feedmill.console import LiveBar, format_rows
+from feedmill.console import LiveBar, counted
 from feedmill.export.columns import ExportFilter
 from feedmill.reading.names import unknown_label
 from feedmill.reading.rows import Chunk, ResultRow, RowReader
@@ -202,11 +202,11 @@ class ExportRun:
     def described(self, out: str) -> str:
         """Return the counts as a sentence. out: what was exported to."""
         target = self._target
-        parts = [f"{format_rows(target.written)} written to {out}"]
+        parts = [f"{counted(target.written, 'row')} written to {out}"]
         if target.removed:
-            parts.append(f"{format_rows(target.removed)} of purged posts removed")
+            parts.append(f"{counted(target.removed, 'row')} of purged posts removed")
         if target.refused:
-            parts.append(f"{format_rows(target.refused)} refused by the database")
+            parts.append(f"{counted(target.refused, 'row')} refused by the database")
         if not self._complete:
             again = "resume" if target.can_resume else "start over"
             parts.append(f"stopped before the end; run the same command to {again}")
