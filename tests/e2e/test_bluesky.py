@@ -68,7 +68,6 @@ def test_unreachable_server_is_retried_until_the_signal(redis: RedisServer, tmp_
     [
         (("bluesky", "--bluesky-languages", "english"), "--bluesky-languages"),
         (("bluesky", "--bluesky-min-characters", "0"), "--bluesky-min-characters"),
-        (("live",), "MODULE:CLASS"),
         (("live", "nosuchmodule:Thing"), "nosuchmodule"),
         (("live", "json:Thing"), "Thing"),
         (("live", "json"), "MODULE:CLASS"),
