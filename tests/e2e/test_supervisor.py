@@ -19,9 +19,8 @@ from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests import chaos
-from tests.e2e.test_ending import standin
 from tests.e2e.test_starting import notified
-from tests.support import FEEDMILL, RedisServer, feedmill, make_posts, processes_in, running, start, wait_until
+from tests.support import FEEDMILL, RedisServer, feedmill, make_posts, processes_in, start, wait_until
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPU cores, one per worker")
 
@@ -217,21 +216,3 @@ def test_rejects_unusable_devices(tmp_path: Path, flags: list[str], words: str) 
     assert said.returncode == 2
     assert re.match(f"feedmill: {words}", said.stderr)
     assert len(said.stderr.splitlines()) == 1
-
-
-def test_rejects_the_name_of_a_running_worker(redis: RedisServer, tmp_path: Path) -> None:
-    with standin(redis, tmp_path, "same@here") as first:
-        for _ in range(3):  # the first worker has one second to answer
-            with running("worker", "--name", "same@here", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as second:
-                process, text = second.process, second.text
-                # Not `says`, which fails if the process ends between the two questions.
-                wait_until(lambda: process.poll() is not None or " ready." in text(), "the name is checked")  # noqa: B023
-                if process.poll() is not None:
-                    break
-        assert process.poll() == 1
-        assert "same@here" in second.text()
-        assert "Traceback" not in second.text()
-        first.kill()
-        with standin(redis, tmp_path, "same@here") as next_one:  # without waiting
-            next_one.send_signal(signal.SIGTERM)
-            assert next_one.wait(120) == 0

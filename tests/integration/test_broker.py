@@ -17,8 +17,8 @@ SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://host", "http"),
-        ("amqp://u:s3cret@host//", "amqp"),
+        ("http://host", "redis://"),
+        ("amqp://u:s3cret@host//", "redis://"),
         ("s3cret", "redis://"),
         ("redis://:s3/cret@host", "[Pp]ercent"),
         ("redis://:s3cret@", "redis://"),

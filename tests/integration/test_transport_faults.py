@@ -31,7 +31,8 @@ from feedmill.workers.transport.leases import claim
 class Consumer(StockConsumer):
     def __init__(self, on_task_request, *args, **kwargs):
         def claimed(request):
-            claim(request.message)
+            if "redis_transport" in os.environ["TRANSPORT"]:
+                claim(request.message)
             on_task_request(request)
         super().__init__(claimed, *args, **kwargs)
 
