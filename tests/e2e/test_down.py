@@ -73,7 +73,8 @@ def test_commands_find_an_up_that_still_imports(tmp_path: Path) -> None:
         data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
         said = feedmill("enqueue", "-", cwd=tmp_path, stdin='{"title": "A penalty"}\n', **data)
         assert (said.returncode, said.stdout) == (2, "")
-        assert f"`feedmill up` with data in {tmp_path / 'data'} is starting" in said.stderr
+        assert "`feedmill up` is starting or stopping" in said.stderr
+        assert str(tmp_path / "data") in said.stderr
         assert feedmill("down", cwd=tmp_path, **data).returncode == 0
         assert up.process.wait(60) == -signal.SIGTERM
 

@@ -88,7 +88,9 @@ def _start(text: Text, characters: int) -> Text:
     if len(text) <= characters:
         return text
     space = text.rfind(" ", 0, characters)
-    return text[: space if space > 0 else characters]
+    if space <= 0:  # never within a word: WordPiece reads one of over 100 characters as a single unknown token
+        space = text.find(" ", characters)
+    return text[:space] if space > 0 else text
 
 
 class Frame(NamedTuple):
