@@ -56,7 +56,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 TICK_S = 30.0
 #: Simulated seconds per batch of a live source, whose real wait for further events takes no simulated time.
 BATCH_S = 5.0
-#: Simulated seconds after the last post in which the daemon must have sent all posts.
+#: Simulated seconds after the last post without another one sent, after which the daemon must have sent all posts.
 REST_S = 600.0
 #: Hour by which the daemon's bounded state is full, and the allowed relative growth of its memory after that:
 #: allocators do not return all memory.
@@ -152,9 +152,10 @@ class BlueskyServer:
 
     over_budget = 0
 
-    def __init__(self, running: ExitStack, _: Any) -> None:
+    def __init__(self, running: ExitStack, clock: Any) -> None:
         self._random = Random(1)
-        self._jetstream = running.enter_context(Jetstream())
+        # Events have simulated times: with real ones, ten seconds of overlap would hold most of a run.
+        self._jetstream = running.enter_context(Jetstream(clock=lambda: clock.value))
         self._jetstream.random_faults(EVENT_FAULT_RATE)
         self._newest: list[str] = []
         self.settings = {"bluesky_url": self._jetstream.url}
@@ -250,7 +251,10 @@ def follow(
         connection.send({"rss_mib": _resident() / 2**20, **daemon.status()})
     connection.send(None)
     connection.recv()  # all posts have been published by now
-    run(clock.time() + REST_S)
+    sent = -1
+    while sent != daemon.status()["sent"]:
+        sent = daemon.status()["sent"]
+        run(clock.time() + REST_S)
     connection.send(daemon.status())
     daemon.close()
 

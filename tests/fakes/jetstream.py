@@ -16,7 +16,7 @@ import random
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from socket import SHUT_RDWR
 from threading import Condition, Thread
@@ -38,8 +38,8 @@ REPEATED = 20
 class Jetstream:
     """The server. early: events before the requested position with which a connection begins."""
 
-    def __init__(self, early: int = 0, seed: int = 0) -> None:
-        self._early = early
+    def __init__(self, early: int = 0, seed: int = 0, clock: Callable[[], float] = time.time) -> None:
+        self._early, self._clock = early, clock
         self._random = random.Random(seed)
         self._changed = Condition()
         self._events: list[tuple[int, str]] = []
@@ -94,7 +94,7 @@ class Jetstream:
         """Publish any event, or any text; return its time in microseconds."""
         with self._changed:
             last = self._events[-1][0] if self._events else 0
-            at = max(last + 1, time.time_ns() // 1000)
+            at = max(last + 1, round(self._clock() * 1_000_000))
             text = event if isinstance(event, str) else json.dumps({**event, "time_us": at})
             self._events.append((at, text))
             self._changed.notify_all()
