@@ -57,8 +57,8 @@ class StackError(UserError):
 class RedisUnavailable(UserError):  # noqa: N818 - named after the event
     """Redis is unreachable, rejects the credentials, or refuses a command.
 
-    Commands exit with status 2; posts reported as sent are in the queue. Workers and the Reddit daemon wait for Redis
-    instead, and exit only if waiting cannot help.
+    Commands exit with status 2; posts reported as sent are in the queue. Workers and daemons of `feedmill ingest` wait
+    for Redis instead, and exit only if waiting cannot help.
     """
 
 

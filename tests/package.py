@@ -3,7 +3,7 @@
 Builds a wheel and an sdist into dist/. The wheel without extras, in a new environment, must pass `pip check`, stay
 below MAX_INSTALLED_BYTES with its dependencies, and run without torch and praw. The last commit of this repository,
 installed by pip through git, must run. The sdist with the extra `demo`, in another environment, must pass `feedmill
-demo`, also with labels of its own. All are installed under constraints.txt, as the README says.
+demo` and `feedmill classify` with other labels. All are installed under constraints.txt, as the README says.
 """
 
 import json

@@ -1,4 +1,4 @@
--- Purges (shared/purge.py, producers/purge_run.py): set tombstones, delete entries and records, and replace values that
+-- Purges (shared/purge.py, producers/clear.py): set tombstones, delete entries and records, and replace values that
 -- have not changed.
 
 -- Number of purges that the log keeps, each of up to 1,000 posts. A reader that missed some checks all of its posts.

@@ -8,7 +8,7 @@
         reddit.faults.random(0.1, among=["server_error_503", "slow"])
 
 It limits the request rate as Reddit does, and records posts, requests and answers (`reddit.ledger`). Faults affect
-only requests with a valid token within the rate limit. FACTS.md, recorded answers and prawcore's code are evidence for
+only requests with a valid token within the rate limit. Recorded answers and prawcore's code are evidence for
 each answer here.
 """
 
@@ -45,7 +45,7 @@ TOKEN_PATH = "/api/v1/access_token"
 UNCOUNTED = (401, 403, 404)
 #: The header of the recorded 401.
 INVALID_TOKEN = {"www-authenticate": 'Bearer realm="reddit", error="invalid_token"'}
-#: FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is in exc.response.json()["reason"])".
+#: Reddit: "banned → 404; private, gated, quarantined → 403 (the reason is in exc.response.json()["reason"])".
 UNREADABLE = {"private": 403, "gold_only": 403, "gated": 403, "quarantined": 403, "banned": 404}
 #: Number of the first post, close to Reddit's in April 2026.
 FIRST_POST = int("1skbyfv", 36)
@@ -200,16 +200,16 @@ def _pin(children: list[Any], answer: Answer, *_: object) -> list[Any]:
 
 #: Faults by name, each with a comment on its evidence where it is not plain.
 FAULTS: dict[str, Fault] = {
-    # FACTS.md: "429 is never retried by prawcore"; "a non-numeric Retry-After (ValueError)".
+    # Reddit: "429 is never retried by prawcore"; "a non-numeric Retry-After (ValueError)".
     "too_many": lambda _, __, seconds: refuse(429, **{"retry-after": f"{seconds:g}"}),
     "too_many_bare": lambda *_: refuse(429),
     "too_many_word": lambda *_: refuse(429, **{"retry-after": "soon"}),
-    # FACTS.md: "408, 500, 502, 503, 504, 520, 522 and connection errors are tried 3 times".
+    # Reddit: "408, 500, 502, 503, 504, 520, 522 and connection errors are tried 3 times".
     **{f"server_error_{each}": lambda *_, each=each: html(each) for each in (500, 502, 503, 504, 520)},
-    "html": lambda *_: html(200),  # FACTS.md: "HTML with status 200 gives BadJSON"
+    "html": lambda *_: html(200),  # Reddit: "HTML with status 200 gives BadJSON"
     "html_400": lambda *_: html(400),
     "html_403": lambda *_: html(403),  # from a proxy; in JSON, the status means a private subreddit
-    "redirect_nowhere": lambda *_: Answer(302, {}),  # FACTS.md: "302 without Location (KeyError)"
+    "redirect_nowhere": lambda *_: Answer(302, {}),  # Reddit: "302 without Location (KeyError)"
     "token_expired": lambda *_: refuse(401, **INVALID_TOKEN),  # the token becomes invalid, too
     "slow": _changed(delay=float),
     "slow_body": _changed(pause=float),
@@ -220,12 +220,12 @@ FAULTS: dict[str, Fault] = {
     "reset_negative": _limits(reset="-5"),
     "remaining_nan": _limits(remaining="nan"),
     "used_missing": _limits(used=None),
-    # FACTS.md: "loses posts silently after a quiet spell, or when its anchor post is deleted".
+    # Reddit: "loses posts silently after a quiet spell, or when its anchor post is deleted".
     "empty_listing": _items(lambda *_: [], "any", after=None),
     "dead_anchor": _items(lambda *_: [], "further", after=None),
     "no_data": lambda _, answer, __: Answer(said={"kind": "Listing"}) if answer.listing else None,
     "truncated_json": lambda _, answer, __: Answer(said=answer.encoded()[: len(answer.encoded()) // 2]),
-    # FACTS.md: "/new includes pinned posts".
+    # Reddit: "/new includes pinned posts".
     "sticky_head": _items(_pin),
     # Seen in replayed recordings: a listing of some seconds ago.
     "stale": _items(lambda items, _, asked, s: [each for each in items if each["data"]["created_utc"] <= asked.at - s]),
@@ -528,7 +528,7 @@ class Reddit:
     def _listing(self, asked: Asked, names: Sequence[str], order: str) -> Answer:
         """Return a page. It is empty if the anchor `after` is not in the listing.
 
-        FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is …); missing → redirect to search".
+        Reddit: "banned → 404; private, gated, quarantined → 403 (the reason is …); missing → redirect to search".
         """
         if len(names) == 1 and (target := self._redirects.get(names[0].lower())):
             return Answer(302, {}, {"location": f"{self.url}{asked.path.replace(names[0], target)}"})
