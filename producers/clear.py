@@ -88,13 +88,15 @@ def _remove_waiting(redis: Any, queue: str, removes: Callable[[int, Sequence[str
         while read := redis.execute_command(
             "LRANGE", name, start, start + MESSAGES_AT_ONCE - 1, **{NEVER_DECODE: True}
         ):
+            before = start, messages
             for message in read:
                 count, marks = marks_in(message, queue, weights)
-                is_removed = removes(count, [run for _, run in marks]) and scripts.remove_waiting(
-                    redis, queue, name, message, marks
-                )
-                messages, posts = messages + is_removed, posts + count * is_removed
-                start += not is_removed
+                if not removes(count, [run for _, run in marks]):
+                    start += 1
+                elif scripts.remove_waiting(redis, queue, name, message, marks):  # else it is gone: read there again
+                    messages, posts = messages + 1, posts + count
+            if (start, messages) == before:
+                start += len(read)
     return Cleared(messages, posts)
 
 

@@ -101,6 +101,8 @@ def export_results(
     in_parts = follow or out.is_dir() or (kind == "parquet" and of_name is None)
     of_file = any(value is not None for value in (form, columns, part_seconds)) or latest
     refuse(
+        (not is_table and "://" in destination, "OUT must be a path, or begin with postgresql://."),
+        (destination == "-", "OUT must be a file or folder. `feedmill results --json` prints results."),
         (is_table and of_file, "A table has all columns and results. Leave out --format, --columns, --latest and "
          "--part-seconds."),
         (table is not None and not is_table, "--table needs a database: an OUT such as postgresql://user@host/database."),

@@ -70,7 +70,7 @@ def purge(
     typer.echo(json.dumps(counts) if as_json else printable(summary))
     if rewrite:
         rewrite_file(redis)
-    raise typer.Exit(0 if any(count for what, count in counts.items() if what != "posts") else 1)
+    raise typer.Exit(0 if any(count for what, count in counts.items() if what not in ("posts", "held")) else 1)
 
 
 def _purge_posts(redis: Redis, settings: Settings, ids: Sequence[str], lift: bool, yes: bool) -> Done:

@@ -351,13 +351,15 @@ def open_reader(
     """
     if wanted.subreddit is not None and not normalize(wanted.subreddit):
         raise UserError(f"{printable(wanted.subreddit)!r:.80} is not a subreddit's name; write python, or r/python.")
-    if since is not None and not 0 <= since < MAX_UNIX_TIME:
+    if wanted.min_score is not None and not _is_finite(wanted.min_score):
+        raise UserError(f"min_score must be a finite number, not {wanted.min_score!r:.80}.")
+    if since is not None and not (_is_finite(since) and 0 <= since < MAX_UNIX_TIME):
         raise UserError(f"since must be a time before the year 10000, not {since!r}.")
     if group is None:
         if consumer is not None:
             raise UserError("consumer requires a group. Name the group as well, or leave out the consumer.")
         return Follower(redis, wanted, since, history)
-    if not 0 < claim_after < MAX_UNIX_TIME:
+    if not (_is_finite(claim_after) and 0 < claim_after < MAX_UNIX_TIME):
         raise UserError(f"claim_after must be a positive number of seconds, not {claim_after!r}.")
     if consumer is None:
         consumer = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{socket.gethostname():.48}-{os.getpid()}")
@@ -367,6 +369,11 @@ def open_reader(
                 f"'{printable(name):.80}' is not a valid {what} name. Use 1 to 64 letters, digits, or any of - _ . : @"
             )
     return GroupReader(redis, group, consumer, wanted, since, claim_after)
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether a value is a finite number. NaN would match no result, and a group would acknowledge all."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def batches(reader: Reader, follow: bool = True, wait: float = WAIT_S) -> Iterator[list[Read]]:

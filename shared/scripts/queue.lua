@@ -47,7 +47,7 @@ end)
 --   ARGV[1]  the queue      ARGV[2]  its list
 --   ARGV[3]  the message    ARGV[4]  the possible marks of each post, in hex, and its run, as JSON
 register('remove_waiting', SHRINKS, function(ARGV)
-  if redis.call('LREM', ARGV[2], -1, ARGV[3]) == 0 then return 0 end
+  if redis.call('LREM', ARGV[2], 1, ARGV[3]) == 0 then return 0 end
   redis.call('HINCRBY', CLEARS, ARGV[1], 1)
   for _, sent in ipairs(cjson.decode(ARGV[4])) do
     local removed, run = false, RUN .. sent[2]

@@ -152,6 +152,8 @@ def test_exports_chosen_columns_and_latest_results(redis: RedisServer, tmp_path:
         (("--columns", "id,titel", "out.csv"), "--columns: .*'titel'.* id, topic, title, "),
         (("--latest", "--format", "parquet", "out"), "--latest .*single file"),
         (("--follow", "out.csv"), r"--follow needs a folder.*--format csv out/"),
+        (("-", "--format", "csv"), "results --json"),
+        (("POSTGRESQL://u:secret@host/db.csv",), "begin with postgresql://"),
         (("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"), "2026-01-02.*2026-01-01"),
         (("--format", "csv", "/proc/out"), "/proc|Permission|No such file"),
     ],

@@ -1,6 +1,7 @@
 """feedmill/reading on every redis-server of this machine: readers repeat no result and report every missed one."""
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -534,6 +535,14 @@ def test_python_api_warns_about_an_unknown_label(store: ResultsStore, server: Re
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(feedmill.results(server.url, follow=False, label="books", min_score=1.1)) == []
+
+
+@pytest.mark.parametrize("group", [None, "g"])
+@pytest.mark.parametrize("score", [math.nan, math.inf, "0.5"])
+def test_rejects_scores_that_no_result_reaches(server: RedisServer, group: str | None, score: Any) -> None:
+    """A group would acknowledge every result as one that does not match."""
+    with pytest.raises(UserError, match="min_score must be a finite number"):
+        open_reader(server.client, group, wanted=ResultFilter(min_score=score))
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,14 @@ def test_finds_sharded_weights(tmp_path: Path) -> None:
         locate(str(tmp_path))
 
 
+@pytest.mark.parametrize("files", [("vocab.txt",), ("vocab.json", "merges.txt")])
+def test_accepts_tokenizers_transformers_can_convert(tmp_path: Path, files: tuple[str, ...]) -> None:
+    assert locate(str(model(tmp_path, *files))).folder == tmp_path
+    (tmp_path / files[-1]).unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        locate(str(tmp_path))
+
+
 def test_rejects_pickled_weights(tmp_path: Path) -> None:
     weights = model(tmp_path) / "model.safetensors"
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

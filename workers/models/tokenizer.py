@@ -88,9 +88,10 @@ def _start(text: Text, characters: int) -> Text:
     if len(text) <= characters:
         return text
     space = text.rfind(" ", 0, characters)
-    if space <= 0:  # never within a word: WordPiece reads one of over 100 characters as a single unknown token
-        space = text.find(" ", characters)
-    return text[:space] if space > 0 else text
+    if space <= 0:  # not within a word if possible: WordPiece reads one of over 100 characters as one unknown token
+        characters *= 2
+        space = text.find(" ", characters // 2, characters)
+    return text[: space if space > 0 else characters]
 
 
 class Frame(NamedTuple):

@@ -46,6 +46,11 @@ SETFIT_HEAD, SETFIT_CONFIG = "model_head.pkl", "config_setfit.json"
 MODULES_FILE = "modules.json"
 #: Folders in which sentence-transformers stores static embeddings and their tokenizer; versions differ.
 STATIC_FOLDERS = ("", "0_StaticEmbedding/")
+#: Sets of files to build a tokenizer from. A model needs one: transformers makes an empty tokenizer of none.
+TOKENIZERS = (
+    {"tokenizer.json"}, {"vocab.txt"}, {"vocab.json", "merges.txt"}, {"sentencepiece.bpe.model"}, {"spiece.model"},
+    {"spm.model"}, {"tokenizer.model"},
+)  # fmt: skip
 #: Patterns of a model's files: configurations, vocabularies and merges, SentencePiece models, weights.
 FILE_PATTERNS = (
     "*.json", "*.txt", "*.model", "*.codes", WEIGHTS_FILE, "model-*.safetensors", f"[0-9]*_*/{WEIGHTS_FILE}",
@@ -182,6 +187,11 @@ def _verified(model: str, what: str, folder: Path, names: Collection[str], revis
         shards = _indexed(folder / INDEX_FILE) if indexed else (WEIGHTS_FILE,)
         if missing := [name for name in (CONFIG_FILE, *shards) if name not in names]:
             raise ModelError(f"{what} has no {missing[0]}, and pickled weights are not loaded. {MODEL_FORMS}")
+        if not any(files <= set(names) for files in TOKENIZERS):
+            raise ModelError(
+                f"{what} has no tokenizer.json and no files to build a tokenizer from, such as vocab.txt. Write them "
+                "with the tokenizer's save_pretrained."
+            )
     files = tuple(folder / name for name in (*shards, HEAD_FILE) if name in names)
     for file in files:
         _count(file)
