@@ -322,12 +322,16 @@ class Repeated(Script):
 
 @pytest.mark.parametrize("name", STRANGERS)
 def test_no_event_stops_a_source(
-    name: str, redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    redis: RedisServer,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(live_daemon, "SOURCE_BACKOFF", type("NoBackoff", (), {"compute": lambda *_: 0.0})())
     monkeypatch.syspath_prepend(str(Path("docs/examples/extending").absolute()))
     monkeypatch.delitem(sys.modules, "hacker_news", raising=False)
-    logging.getLogger("feedmill.producers.live").setLevel(logging.CRITICAL)
+    caplog.set_level(logging.CRITICAL, "feedmill.producers.live")
     import hacker_news  # type: ignore[import-not-found]  # noqa: PLC0415 - on the path set above
 
     stranger = STRANGERS[name]

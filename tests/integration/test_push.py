@@ -19,6 +19,7 @@ from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import MARKS, REQUESTED_MODELS, find, tombstone_key
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import RequestedModel, request_model
+from feedmill.shared.scripts import load_functions
 from feedmill.shared.scripts import queue as scripts
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, body_of, make_posts, sent_count, sent_marks
@@ -402,6 +403,7 @@ def test_waits_for_redis_memory_if_configured(
         make_app(settings), connect(settings), settings, ClassifyOptions(), wait=wait, wait_for_memory=True
     )
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
+    load_functions(redis.client)  # a full Redis takes no functions
     full()
     pushing.push(make_posts(40))
     mark = scripts.mark

@@ -95,12 +95,16 @@ ITEM = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _few_logs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "feedmill.producers.reddit")
+
+
 @given(changed(ITEM) | JSON)
 @example(ITEM | {"created_utc": 10**400})
 @example(ITEM | {"subreddit": "\ud800"})
 @example(ITEM | {"score": 10**400, "edited": float("inf")})
 def test_no_item_fails_its_page(item: Any) -> None:
-    logging.getLogger("feedmill.producers.reddit").setLevel(logging.CRITICAL)
     parsed = list(parse_items([item, ITEM], {"birds": "nature"}))
     assert parsed[-1].post
     assert parsed[-1].post.id == "t3_abc"
