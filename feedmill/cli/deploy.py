@@ -5,6 +5,7 @@ switched or failed.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -95,7 +96,8 @@ def _requested(folder: Path | None) -> RequestedModel:
     with explain_missing("Deploying a model", "worker"):
         from feedmill.workers.models.weights import CONFIG_FILE, MODULES_FILE, locate  # noqa: PLC0415 - needs packages that only workers have
     place = folder.expanduser().absolute()
-    if not any((place / name).exists() for name in (CONFIG_FILE, MODULES_FILE)):
+    # Path.exists raises for a name that is too long.
+    if not any(os.path.exists(place / name) for name in (CONFIG_FILE, MODULES_FILE)):  # noqa: PTH110
         raise UserError(
             f"{place} contains no model: it has no {CONFIG_FILE}. Give a folder written by `feedmill train`."
         )

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -98,7 +99,8 @@ def export_results(
     out = Path(destination)
     of_name = None if is_table else format_of(out.name)
     kind = form or of_name
-    in_parts = follow or out.is_dir() or (kind == "parquet" and of_name is None)
+    is_folder = os.path.isdir(out)  # noqa: PTH112 - Path.is_dir raises for a name that is too long
+    in_parts = follow or is_folder or (kind == "parquet" and of_name is None)
     of_file = any(value is not None for value in (form, columns, part_seconds)) or latest
     refuse(
         (not is_table and "://" in destination, "OUT must be a path, or begin with postgresql://."),
@@ -108,7 +110,7 @@ def export_results(
         (table is not None and not is_table, "--table needs a database: an OUT such as postgresql://user@host/database."),
         (not (is_table or purge or kind in get_args(Form)), f"Cannot tell the format of {out}. Give --format, or an "
          "OUT that ends in .parquet, .csv or .jsonl."),
-        (follow and of_name is not None and not out.is_dir(), "--follow needs a folder, to which it adds files until "
+        (follow and of_name is not None and not is_folder, "--follow needs a folder, to which it adds files until "
          f"it is stopped, such as --format {kind} {out.with_suffix('')}/"),
         (latest and in_parts, "--latest needs a single file, because finished parts cannot be changed. Give an OUT "
          "that ends in .parquet, .csv or .jsonl, without --follow."),

@@ -153,6 +153,7 @@ def test_exports_chosen_columns_and_latest_results(redis: RedisServer, tmp_path:
         (("--latest", "--format", "parquet", "out"), "--latest .*single file"),
         (("--follow", "out.csv"), r"--follow needs a folder.*--format csv out/"),
         (("-", "--format", "csv"), "results --json"),
+        (("x" * 300 + ".csv",), "File name too long"),
         (("POSTGRESQL://u:secret@host/db.csv",), "begin with postgresql://"),
         (("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"), "2026-01-02.*2026-01-01"),
         (("--format", "csv", "/proc/out"), "/proc|Permission|No such file"),
