@@ -14,8 +14,8 @@ from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import StackError
 from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.purge import forget
 from feedmill.shared.results import ResultsStore
-from feedmill.shared.scripts.queue import forget
 from feedmill.shared.settings import Settings
 from feedmill.stack.embedded import WORKER_NODE, Stack
 from feedmill.workers.models.classifiers import Classifier, LabelSet, Row

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from redis import Redis
-from redis.client import NEVER_DECODE
 
 from feedmill.producers.push import mark_of, send_scope
 from feedmill.shared import encoding, model_routing, runs
@@ -18,9 +17,9 @@ from feedmill.shared.broker import CLASSIFY_TASK, queue_lists
 from feedmill.shared.errors import PostRefused, RequestRefused
 from feedmill.shared.keys import CLEARS, DEAD_LETTERS, RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions, Post
-from feedmill.shared.queue_redaction import MESSAGES_AT_ONCE
-from feedmill.shared.scripts import purge as purge_scripts
-from feedmill.shared.scripts import queue as scripts
+from feedmill.shared.purge import TOMBSTONE_TTL_S, read_list, sweep_run
+from feedmill.shared.scripts import call
+from feedmill.shared.scripts.queue import Mark
 from feedmill.shared.settings import Settings
 
 
@@ -68,9 +67,9 @@ def purge_run(redis: Redis, settings: Settings, run: str) -> RunPurged:
         for queue in queues
     ]
     known = runs.progress(redis, run)
-    results = purge_scripts.sweep_run(redis, RESULTS_STREAM, run)
-    letters = purge_scripts.sweep_run(redis, DEAD_LETTERS, run)
-    purge_scripts.forget_run(redis, run, queues)
+    results = sweep_run(redis, RESULTS_STREAM, run)
+    letters = sweep_run(redis, DEAD_LETTERS, run)
+    call(redis, "forget_run", run, TOMBSTONE_TTL_S, *queues)
     messages, posts = map(sum, zip(*removed, strict=True))
     return RunPurged(results, letters, messages, posts, max(0, known.stored - results) if known else 0)
 
@@ -85,22 +84,25 @@ def _remove_waiting(redis: Any, queue: str, removes: Callable[[int, Sequence[str
     for name in queue_lists(queue):
         start = 0
         # Newest first: new messages shift the others towards the part not yet read.
-        while read := redis.execute_command(
-            "LRANGE", name, start, start + MESSAGES_AT_ONCE - 1, **{NEVER_DECODE: True}
-        ):
+        while read := read_list(redis, name, start):
             before = start, messages
             for message in read:
                 count, marks = marks_in(message, queue, weights)
                 if not removes(count, [run for _, run in marks]):
                     start += 1
-                elif scripts.remove_waiting(redis, queue, name, message, marks):  # else it is gone: read there again
+                elif call(redis, "remove_waiting", queue, name, message, _sent(marks)):  # else it is gone: read again
                     messages, posts = messages + 1, posts + count
             if (start, messages) == before:
                 start += len(read)
     return Cleared(messages, posts)
 
 
-def marks_in(message: bytes, queue: str, weights: str) -> tuple[int, list[tuple[list[scripts.Mark], str]]]:
+def _sent(marks: Sequence[tuple[Sequence[Mark], str]]) -> str:
+    """Return each post's possible marks, of which the first that exists is removed, and its run, as JSON."""
+    return json.dumps([([mark.content.hex() for mark in found], run) for found, run in marks])
+
+
+def marks_in(message: bytes, queue: str, weights: str) -> tuple[int, list[tuple[list[Mark], str]]]:
     """Return the number of posts in a message, and each readable post's possible marks and run.
 
     A post can have been sent before the weights were deployed, so that it has either of two marks. weights: see

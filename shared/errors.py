@@ -128,29 +128,15 @@ class MessageFailed(FeedmillError):  # noqa: N818
 
     #: Reasons quoted in the text. A message can contain a thousand invalid posts.
     QUOTED = 3
-    #: Parts of the text: before the reasons, between two reasons, and after the post id that a reason begins with.
-    _BEFORE_REASONS, _BETWEEN_REASONS, _AFTER_ID = " posts failed: ", "; ", ": "
+    #: Text before the reasons. Each reason begins with a post's id and a colon.
+    BEFORE_REASONS = " posts failed: "
 
     @classmethod
     def of(cls, reasons: Sequence[str], posts: int) -> "MessageFailed":
         """Build the error for a message of `posts` posts, given one reason per failed post."""
-        quoted = cls._BETWEEN_REASONS.join(reasons[: cls.QUOTED])
+        quoted = "; ".join(reasons[: cls.QUOTED])
         more = f"; and {len(reasons) - cls.QUOTED} more" if len(reasons) > cls.QUOTED else ""
-        return cls(f"{len(reasons)} of {posts}{cls._BEFORE_REASONS}{quoted}{more}")
-
-    @classmethod
-    def parse(cls, text: str, max_id: int) -> tuple[str, set[str]]:
-        """Split text that ends with that of a MessageFailed: the part before the reasons, and all ids they may name.
-
-        Celery stores only the text of an error, and a chord quotes it in its own error.
-        max_id: maximum characters of an id.
-        """
-        before, found, reasons = text.partition(cls._BEFORE_REASONS)
-        # Try every possible start and end of an id, because an id can contain the separators.
-        begins = [0, *(match.end() for match in re.finditer(cls._BETWEEN_REASONS, reasons))]
-        ends = [match.start() for match in re.finditer(cls._AFTER_ID, reasons)]
-        ids = {reasons[begin:end].strip() for begin in begins for end in ends if begin < end <= begin + max_id}
-        return before + found, ids
+        return cls(f"{len(reasons)} of {posts}{cls.BEFORE_REASONS}{quoted}{more}")
 
 
 #: Maximum characters of an untrusted value, or of a field's or option's name, quoted in an error.

@@ -27,7 +27,7 @@ from feedmill.shared.model_routing import queues
 from feedmill.shared.redis_errors import is_denied
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.retention import Kept, measure, needs
-from feedmill.shared.scripts.queue import next_header_values
+from feedmill.shared.scripts import call
 from feedmill.shared.settings import PREFIX, Settings
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def oldest_seconds(redis: Redis, queue: str) -> float | None:
 
     None if the queue is empty or no message has a send time. Raises redis.exceptions.RedisError.
     """
-    sent = next_header_values(redis, queue_lists(queue), SENT_AT)
+    sent = [float(value) for value in call(redis, "next_headers", SENT_AT, *queue_lists(queue))]
     return max(0.0, time.time() - min(sent)) if sent else None
 
 

@@ -1,4 +1,4 @@
-"""Delete all stored data of posts by id, and leave tombstones that keep the posts from being ingested again.
+"""Delete all stored data of posts by id or run, and leave tombstones that keep the posts from being ingested again.
 
 Deleting alone is not enough: a worker may be classifying the post, and a producer may read it again. So a purge first
 sets a tombstone, which stops all further sending and storing (shared/results.py, producers/push.py), and then deletes
@@ -14,6 +14,8 @@ immediately if `stream-node-max-entries` is 1, as in docker/redis.conf. The appe
 import json
 import re
 import time
+import zlib
+from base64 import b64encode
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,27 +23,31 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from feedmill.shared import model_routing, queue_redaction
+from feedmill.shared import encoding, model_routing
+from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, queue_lists
 from feedmill.shared.errors import MessageFailed, UserError, printable
 from feedmill.shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, tombstone_key
-from feedmill.shared.scripts import purge as scripts
-from feedmill.shared.scripts import queue as queue_scripts
-from feedmill.shared.settings import Settings
+from feedmill.shared.messages import MAX_ID, Post
+from feedmill.shared.scripts import call
+from feedmill.shared.settings import DAY_S, Settings
 
-#: Ids per pass over a stream. Each call of the script receives all of them.
-IDS_AT_ONCE = 1000
+#: Seconds for which tombstones block purged posts: longer than feeds and dumps repeat them.
+TOMBSTONE_TTL_S = 365 * DAY_S
+#: Purges that the log keeps, as in shared/scripts/purge.lua.
+MAX_PURGES = 4000
+#: Ids per pass over a stream; and bytes of entries that one call reads, during which Redis is blocked for a few
+#: milliseconds.
+IDS_AT_ONCE, SWEEP_BYTES = 1000, 2**18
 #: Keys per SCAN; and Celery results per MGET, one of which can hold 1,000 outcomes.
 SCAN_COUNT, RESULTS_AT_ONCE = 1000, 50
-#: Maximum characters of an id, as in shared/messages.py.
-MAX_ID = 128
-
-#: Text that replaces the purged parts of an outcome or an error.
-PURGED = "purged"
+#: Messages per read. Feedmill's are about 20 KB; other applications' can be a thousand times as large.
+MESSAGES_AT_ONCE = 10
+#: Fields that distinguish a post from other objects with an id.
+OTHER_FIELDS = Post.model_fields.keys() - {"id"}
 #: Fields that identify a classification, and a post's error. Other applications' results match CELERY_RESULTS too.
 CLASSIFICATION, POST_ERROR = frozenset({"id", "label", "scores", "fingerprint"}), frozenset({"id", "error"})
-#: Matches an outcome's id in a message's result; and text that only the result of a failed message contains.
-ID_IN_JSON = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*")')
-FAILURE_IN_JSON = b'"exc_type"'
+#: Text that replaces the purged parts of an outcome or an error, and the argument previews in a message's headers.
+PURGED = "purged"
 
 
 class PurgeCounts(NamedTuple):
@@ -69,23 +75,25 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> PurgeCounts:
     can be repeated.
     """
     posts = _valid_ids(ids)
-    for batch in _batches(posts):
-        scripts.set_tombstones(redis, batch, int(time.time()))
+    for batch in _batches(posts, IDS_AT_ONCE):
+        call(redis, "set_tombstones", int(time.time()), TOMBSTONE_TTL_S, json.dumps(batch))
     if not posts:
         return PurgeCounts()
     # Messages first: afterwards, no worker can receive one of the posts any more.
     queues = model_routing.queues(redis, settings)
-    found = PurgeCounts(messages=queue_redaction.remove(redis, queues, frozenset(posts)))
-    for batch in _batches(posts):
-        sent, results = queue_scripts.forget(redis, batch)
-        counts = PurgeCounts(
-            sent=sent,
-            results=results,
-            entries=scripts.sweep(redis, RESULTS_STREAM, batch),
-            dead_letters=scripts.sweep(redis, DEAD_LETTERS, batch),
-        )
+    found = PurgeCounts(messages=_clean_messages(redis, queues, frozenset(posts)))
+    for batch in _batches(posts, IDS_AT_ONCE):
+        sent, results = forget(redis, batch)
+        entries, dead_letters = (_sweep(redis, stream, batch) for stream in (RESULTS_STREAM, DEAD_LETTERS))
+        counts = PurgeCounts(sent, results, entries, dead_letters)
         found = PurgeCounts(*map(sum, zip(found, counts, strict=True)))
     return found._replace(celery_results=_clean_celery_results(redis, frozenset(posts)))
+
+
+def forget(redis: Redis, ids: Iterable[str]) -> tuple[int, int]:
+    """Delete all marks and results of these posts. Return the numbers of posts that were sent, and that had results."""
+    sent, stored = call(redis, "forget", json.dumps([[post_id] for post_id in ids]))
+    return sent, stored
 
 
 def lift_tombstones(redis: Redis, ids: Iterable[str]) -> int:
@@ -93,7 +101,7 @@ def lift_tombstones(redis: Redis, ids: Iterable[str]) -> int:
 
     Purged data is not restored. Raises as `purge` does.
     """
-    return sum(redis.unlink(*map(tombstone_key, batch)) for batch in _batches(_valid_ids(ids)))
+    return sum(redis.unlink(*map(tombstone_key, batch)) for batch in _batches(_valid_ids(ids), IDS_AT_ONCE))
 
 
 def tombstones(redis: Redis, ids: Sequence[str]) -> dict[str, int]:
@@ -107,7 +115,7 @@ def lift_matching(redis: Redis, times: Mapping[str, int]) -> set[str]:
 
     Return the posts without a tombstone. times: post id -> time of its tombstone, in seconds since 1970.
     """
-    lifted = scripts.lift(redis, times) if times else []
+    lifted = call(redis, "lift", *(part for post in times.items() for part in post)) if times else []
     return {post_id for post_id, free in zip(times, lifted, strict=True) if free}
 
 
@@ -139,10 +147,153 @@ def _valid_ids(ids: Iterable[str]) -> list[str]:
     return list(posts)
 
 
-def _batches(posts: Iterable[str]) -> Iterator[list[str]]:
-    remaining = iter(posts)
-    while batch := list(islice(remaining, IDS_AT_ONCE)):
+def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    remaining = iter(items)
+    while batch := list(islice(remaining, size)):
         yield batch
+
+
+class Entry(NamedTuple):
+    """An entry of the stream of results or of dead letters: its id, its post's id, and its result's fingerprint."""
+
+    name: str
+    post_id: str
+    #: "" for a dead letter.
+    fingerprint: str
+
+
+def find_entries(redis: Redis, stream: str, field: str, values: Iterable[str]) -> Iterator[list[Entry]]:
+    """Yield the entries of a stream whose field has one of the values, some at a time.
+
+    field: `id`, `run`, or `author`, the beginning of an id up to its last slash. Raises redis.exceptions.RedisError.
+    """
+    start, wanted = "-", json.dumps(dict.fromkeys(values, True))
+    while start:
+        start, found = call(redis, "find_entries", stream, start, SWEEP_BYTES, field, wanted)
+        yield [Entry(*found[at : at + 3]) for at in range(0, len(found), 3)]
+
+
+def _sweep(redis: Redis, stream: str, posts: Sequence[str]) -> int:
+    """Delete the posts' entries from a stream, and return the number of them."""
+    parts = find_entries(redis, stream, "id", posts)
+    return sum(redis.xdel(stream, *(entry.name for entry in part)) for part in parts if part)
+
+
+def sweep_run(redis: Redis, stream: str, run: str) -> int:
+    """Delete a run's entries from the stream of results or dead letters, with their results and marks.
+
+    Returns the number of entries. Raises redis.exceptions.RedisError.
+    """
+    deleted = 0
+    for part in filter(None, find_entries(redis, stream, "run", [run])):
+        call(redis, "forget", json.dumps([[entry.post_id, entry.fingerprint, run] for entry in part]))
+        deleted += redis.xdel(stream, *(entry.name for entry in part))
+    return deleted
+
+
+# Messages. A post is reduced to its id, so the message still has one outcome per post, in order, and its other posts
+# are classified as usual. Messages that are not JSON, or compressed with anything but gzip, are not changed.
+
+
+def _clean_messages(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int:
+    """Remove these posts from the messages of these queues. Return the number of changed messages."""
+    changed = 0
+    for name, message, tag in _messages(redis, queues):
+        if (clean := _without(message, posts)) is not None:
+            changed += call(redis, "replace", name, message, clean, tag)  # unless it has changed
+    return changed
+
+
+def ids_in_messages(redis: Redis, queues: Collection[str]) -> Iterator[str]:
+    """Yield the ids of posts in the messages of these queues, without removed posts. Ids can be repeated.
+
+    Raises redis.exceptions.RedisError.
+    """
+    for _, message, _ in _messages(redis, queues):
+        try:
+            yield from _ids_in(encoding.stored_body(json.loads(message)))
+        except (ValueError, zlib.error, AttributeError, KeyError, TypeError, RecursionError):
+            continue
+
+
+def _ids_in(value: Any) -> Iterator[str]:
+    """Yield the ids of posts in a JSON value, at any depth."""
+    if isinstance(value, dict):
+        if value.keys() & OTHER_FIELDS and (post_id := _post_id(value.get("id"))):
+            yield post_id
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _ids_in(item)
+
+
+def _messages(redis: Any, queues: Collection[str]) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield the key of each message, the message, and the tag of one that a worker holds, else b"".
+
+    Messages can move meanwhile, so lists are read first, then held messages, then lists again.
+    """
+    lists, reserved = [name for queue in queues for name in queue_lists(queue)], TRANSPORT_KEYS["reserved_key"]
+    yield from _waiting(redis, lists)
+    cursor: Any = None
+    while cursor != 0:
+        command = ("HSCAN", reserved, cursor or 0, "COUNT", MESSAGES_AT_ONCE)
+        cursor, held = redis.execute_command(*command, **{NEVER_DECODE: True})
+        cursor = int(cursor)
+        yield from ((reserved, message, tag) for tag, message in held.items())
+    yield from _waiting(redis, lists)
+
+
+def _waiting(redis: Any, lists: Iterable[str]) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield the messages of lists, newest first: new messages shift the others towards the part not yet read."""
+    for name in lists:
+        start = 0
+        while messages := read_list(redis, name, start):
+            yield from ((name, message, b"") for message in messages)
+            start += len(messages)
+
+
+def read_list(redis: Any, name: str, start: int) -> list[bytes]:
+    """Return the next MESSAGES_AT_ONCE messages of a list from a position. They need not be UTF-8."""
+    command = ("LRANGE", name, start, start + MESSAGES_AT_ONCE - 1)
+    found: list[bytes] = redis.execute_command(*command, **{NEVER_DECODE: True})
+    return found
+
+
+def _without(message: bytes, posts: Collection[str]) -> str | None:
+    """Return a stored message without these posts; None if it does not contain them or cannot be read."""
+    try:
+        found = json.loads(message)
+        body = encoding.stored_body(found)
+        is_request = found["headers"].get("task") == CLASSIFY_TASK
+        clean = [_redact(part, posts, is_request and place < 2) for place, part in enumerate(body)]
+        if clean == body:
+            return None
+        # Senders that do not set their own previews send the start of the arguments.
+        found["headers"] |= {"argsrepr": PURGED, "kwargsrepr": PURGED}
+        data = json.dumps(clean).encode()
+        data = encoding.pack(data) if found["headers"].get("compression") == encoding.GZIP else data
+        return json.dumps(found | {"body": (b64encode(data) if encoding.is_base64(found) else data).decode()})
+    except (ValueError, zlib.error, AttributeError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _redact(value: Any, posts: Collection[str], is_request: bool) -> Any:
+    """Reduce each of these posts in a JSON value to its id, at any depth: callbacks can contain posts too.
+
+    is_request: whether the value is from a classification's own arguments, where a post may have unknown fields only.
+    """
+    if isinstance(value, list):
+        return [_redact(item, posts, is_request) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if (is_request or value.keys() & OTHER_FIELDS) and _post_id(value.get("id")) in posts:
+        return {"id": value["id"]}
+    return {name: _redact(item, posts, is_request) for name, item in value.items()}
+
+
+def _post_id(value: object) -> str | None:
+    """Return an id in the form of `Post.id`; None for other types."""
+    return str(value).encode("utf-8", "replace").decode().strip() if isinstance(value, str | int | float) else None
 
 
 # Celery results: outcomes of messages that other applications wait for.
@@ -150,16 +301,12 @@ def _batches(posts: Iterable[str]) -> Iterator[list[str]]:
 
 def _clean_celery_results(redis: Redis, posts: Collection[str]) -> int:
     """Remove the posts' outcomes from Celery results. Return the number of changed results."""
-    cleaned, cursor = 0, 0
-    while True:
-        cursor, keys = redis.scan(cursor, match=CELERY_RESULTS, count=SCAN_COUNT)
-        for start in range(0, len(keys), RESULTS_AT_ONCE):
-            batch = keys[start : start + RESULTS_AT_ONCE]
-            cleaned += sum(
-                _clean(redis, key, text, posts) for key, text in zip(batch, _fetch(redis, batch), strict=True)
-            )
-        if not cursor:
-            return cleaned
+    keys = redis.scan_iter(match=CELERY_RESULTS, count=SCAN_COUNT)
+    return sum(
+        _clean(redis, key, text, posts)
+        for batch in _batches(keys, RESULTS_AT_ONCE)
+        for key, text in zip(batch, _fetch(redis, batch), strict=True)
+    )
 
 
 def _fetch(redis: Any, keys: Sequence[bytes | str]) -> list[bytes | None]:
@@ -170,20 +317,18 @@ def _fetch(redis: Any, keys: Sequence[bytes | str]) -> list[bytes | None]:
 
 def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection[str]) -> bool:
     """Remove the posts from one result, last read as `text`. Return whether it was changed."""
-    while text is not None and (clean := _without(text, posts)) is not None:
-        if scripts.replace(redis, key, text, clean):
+    while text is not None and (clean := _result_without(text, posts)) is not None:
+        if call(redis, "replace", key, text, clean, ""):
             return True
         (text,) = _fetch(redis, [key])  # another client changed the result meanwhile
     return False
 
 
-def _without(text: bytes, posts: Collection[str]) -> str | None:
+def _result_without(text: bytes, posts: Collection[str]) -> str | None:
     """Return a Celery result without these posts; None if it does not contain them, or is not Feedmill's.
 
     The result stays valid for Celery's readers: outcomes become errors, and a failed message's error keeps its type.
     """
-    if FAILURE_IN_JSON not in text and not any(_decode_id(found) in posts for found in ID_IN_JSON.findall(text)):
-        return None
     try:
         meta = json.loads(text)
         result = meta["result"]
@@ -193,11 +338,13 @@ def _without(text: bytes, posts: Collection[str]) -> str | None:
         outcomes = [{"id": item["id"], "error": PURGED} if _is_outcome(item, posts) else item for item in result]
         return None if outcomes == result else json.dumps(meta | {"result": outcomes})
     said = result.get("exc_message") if isinstance(result, dict) else None
-    before, named = MessageFailed.parse(" ".join(map(str, said)) if isinstance(said, list) else "", MAX_ID)
-    if named.isdisjoint(posts):
+    before, separator, reasons = (" ".join(map(str, said)) if isinstance(said, list) else "").partition(
+        MessageFailed.BEFORE_REASONS
+    )
+    if not any(post_id in reasons and re.search(rf"(^|\s){re.escape(post_id)}\s*: ", reasons) for post_id in posts):
         return None
     # Reasons can quote posts. Remove the reasons of all posts: dead letters still contain those of the other posts.
-    return json.dumps(meta | {"result": result | {"exc_message": [f"{before}{PURGED}"]}, "traceback": None})
+    return json.dumps(meta | {"result": result | {"exc_message": [before + separator + PURGED]}, "traceback": None})
 
 
 def _is_outcome(item: object, posts: Collection[str]) -> bool:
@@ -205,11 +352,3 @@ def _is_outcome(item: object, posts: Collection[str]) -> bool:
     if not isinstance(item, dict) or not isinstance(item.get("id"), str):
         return False
     return (item.keys() >= CLASSIFICATION or item.keys() == POST_ERROR) and item["id"].strip() in posts
-
-
-def _decode_id(quoted: bytes) -> str:
-    """Decode a JSON string; "" if it is invalid."""
-    try:
-        return str(json.loads(quoted)).strip()
-    except ValueError:
-        return ""

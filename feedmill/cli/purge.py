@@ -18,10 +18,9 @@ from feedmill.shared import runs
 from feedmill.shared.broker import connect, queue_depth
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.model_routing import check_queue
-from feedmill.shared.purge import lift_tombstones
+from feedmill.shared.purge import TOMBSTONE_TTL_S, lift_tombstones
 from feedmill.shared.purge import purge as purge_posts
 from feedmill.shared.purge import rewrite_append_only_file as rewrite_file
-from feedmill.shared.scripts.purge import TOMBSTONE_TTL_S
 from feedmill.shared.settings import DAY_S, Settings
 
 app = typer.Typer()

@@ -16,7 +16,7 @@ from redis.client import NEVER_DECODE
 from feedmill.shared.keys import DEAD_LETTERS, UNDECODABLE, dead_letter_key
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.results import PAGE_SIZE, dead_letter_digest, newest_first
-from feedmill.shared.scripts.purge import remove_retried
+from feedmill.shared.scripts import call
 
 #: Prefix of the names of undecodable messages.
 RAW_ID_PREFIX = "raw-"
@@ -98,7 +98,7 @@ class DeadLetters:
     def remove_retried(self, each: DeadLetterEntry | UndecodableMessage) -> None:
         """Delete an entry whose post was sent again, and subtract it from the failures of its run."""
         if isinstance(each, DeadLetterEntry) and each.letter.run is not None:
-            remove_retried(self._redis, each.name, each.letter.run)
+            call(self._redis, "remove_retried", each.name, each.letter.run)
         else:
             self.remove(each)
 

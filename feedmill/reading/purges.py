@@ -1,6 +1,6 @@
 """Read the log of purges, by which copies of results outside of Redis lose the purged posts, too.
 
-shared/scripts/purge.py writes the log. Redis keeps a limited number of purges, so a reader can miss some.
+shared/purge.py writes the log. Redis keeps a limited number of purges, so a reader can miss some.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 
 from feedmill.shared.keys import PURGES
-from feedmill.shared.scripts.purge import MAX_PURGES
+from feedmill.shared.purge import MAX_PURGES
 
 #: Position before the first purge.
 BEGINNING = "0-0"

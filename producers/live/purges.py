@@ -13,12 +13,11 @@ from itertools import chain
 from typing import Any
 
 from feedmill.producers.live.clock import Clock
-from feedmill.shared import model_routing, queue_redaction
+from feedmill.shared import model_routing
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, live_authors_key, live_deleted_key
-from feedmill.shared.purge import IDS_AT_ONCE, purge
+from feedmill.shared.purge import IDS_AT_ONCE, find_entries, ids_in_messages, purge
 from feedmill.shared.results import stored_ids
-from feedmill.shared.scripts import purge as purge_scripts
-from feedmill.shared.scripts import queue as queue_scripts
+from feedmill.shared.scripts.queue import known_ids
 from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class Purges:
 
         authors: deleted accounts. writers: accounts that have written since; their new posts stay.
         """
-        if ids and (known := queue_scripts.known(self._redis, sorted(ids))):
+        if ids and (known := known_ids(self._redis, sorted(ids))):
             self._redis.sadd(self._deleted, *known)
         if writers:
             self._redis.zrem(self._authors, *writers)
@@ -85,10 +84,11 @@ class Purges:
             return
         # Messages first: their posts move to the results.
         queues = model_routing.queues(self._redis, self._settings)
-        ids = chain(queue_redaction.ids_in_messages(self._redis, queues), stored_ids(self._redis))
+        ids = chain(ids_in_messages(self._redis, queues), stored_ids(self._redis))
         found = {post_id for post_id in ids if author_of(post_id) in authors}
         for stream in (RESULTS_STREAM, DEAD_LETTERS):
-            found |= purge_scripts.find_authors(self._redis, stream, authors)
+            parts = find_entries(self._redis, stream, "author", authors)
+            found.update(entry.post_id for part in parts for entry in part)
         if found:
             self._redis.sadd(self._deleted, *found)
 

@@ -66,8 +66,3 @@ def load_functions(redis: Redis) -> None:
     except ResponseError as error:
         if EXISTS not in str(error):
             raise
-
-
-def as_text(value: str | bytes) -> str:
-    """Decode a part of an answer: bytes, if the client does not set `decode_responses`."""
-    return value if isinstance(value, str) else value.decode()

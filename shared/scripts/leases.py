@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.shared.scripts import as_text, call, command
+from feedmill.shared.scripts import call, command
 
 
 class Taken(NamedTuple):
@@ -72,7 +72,7 @@ class LeaseScripts:
         leases. Returns Redis' time, the tags of expired leases, and whether more may have expired.
         """
         now, expired, more = self._call("renew", lease_s, limit, contact, max_silence_s, max_bytes, *tags)
-        return float(now), [as_text(tag) for tag in expired], bool(more)
+        return float(now), [tag if isinstance(tag, str) else tag.decode() for tag in expired], bool(more)
 
     def restore(self, messages: Sequence[tuple[str, str | bytes]], until: float | None, command: str) -> None:
         """Return messages, by tag, to their lists. RPUSH makes a message the next to be delivered, LPUSH the last.

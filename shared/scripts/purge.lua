@@ -1,4 +1,4 @@
--- Purges (shared/purge.py, producers/clear.py): set tombstones, delete entries and records, and replace values that
+-- Purges (shared/purge.py, producers/clear.py): set tombstones, find entries, and replace values that
 -- have not changed.
 
 -- Number of purges that the log keeps, each of up to 1,000 posts. A reader that missed some checks all of its posts.
@@ -11,32 +11,6 @@ local function log_purge(field, value, ttl)
   local till = math.max(math.floor(current_time() * 1000), newest and tonumber(string.match(newest[1], '^%d+')) or 0)
   redis.call('XADD', PURGES, 'MAXLEN', MAX_PURGES, '*', field, value, 'until', string.format('%d', till))
   redis.call('EXPIRE', PURGES, ttl)
-end
-
--- Call `see` with the id and the fields of a stream's entries from the id `from`, until they have `limit` bytes. Reads
--- ten at a time, because sizes vary widely. Return the id to continue from; "" after the last entry.
-local function walk(stream, from, limit, see)
-  local bytes = 0
-  repeat
-    local entries = redis.call('XRANGE', stream, from, '+', 'COUNT', 10)
-    for _, entry in ipairs(entries) do
-      local fields = {}
-      for i = 1, #entry[2], 2 do
-        fields[entry[2][i]] = entry[2][i + 1]
-        bytes = bytes + #entry[2][i + 1]
-      end
-      see(entry[1], fields)
-      from = '(' .. entry[1]
-    end
-    if #entries < 10 then return '' end
-  until bytes >= tonumber(limit)
-  return from
-end
-
-local function set_of(text)
-  local set = {}
-  for _, item in ipairs(cjson.decode(text)) do set[item] = true end
-  return set
 end
 
 -- Decode an object of JSON; return an empty one if it is invalid.
@@ -66,45 +40,30 @@ register('lift', SHRINKS, function(ARGV)
 end)
 
 --   ARGV[1]  feedmill:results or feedmill:dead
---   ARGV[2]  first id    ARGV[3]  bytes after which to stop    ARGV[4]  ids, as JSON
+--   ARGV[2]  first id    ARGV[3]  bytes after which to stop
+--   ARGV[4]  `id`, `author` (the beginning of an id up to its last slash) or `run`    ARGV[5]  {value: true, …}, as JSON
 --
--- Returns the id to continue from, and the number of deleted entries.
-register('purge', SHRINKS, function(ARGV)
-  local posts, deleted = set_of(ARGV[4]), 0
-  local from = walk(ARGV[1], ARGV[2], ARGV[3], function(entry, fields)
-    if posts[fields.id] then deleted = deleted + redis.call('XDEL', ARGV[1], entry) end
-  end)
-  return {from, deleted}
-end)
-
---   ARGV[1], ARGV[2], ARGV[3]  as for `purge`    ARGV[4]  beginnings of ids, up to the last slash, as JSON
---
--- Returns the id to continue from, and the ids of posts that begin like this.
-register('find_authors', READS, function(ARGV)
-  local authors, found = set_of(ARGV[4]), {}
-  local from = walk(ARGV[1], ARGV[2], ARGV[3], function(_, fields)
-    if authors[string.match(fields.id or '', '^.*/') or ''] then found[#found + 1] = fields.id end
-  end)
-  return {from, found}
-end)
-
---   ARGV[1], ARGV[2], ARGV[3]  as for `purge`    ARGV[4]  a run
---
--- Deletes the run's entries, the results that they announce, and the run's marks of their ids. Returns as `purge` does.
-register('purge_run', SHRINKS, function(ARGV)
-  local deleted = 0
-  local from = walk(ARGV[1], ARGV[2], ARGV[3], function(entry, fields)
-    local text = fields.post or fields.letter or ''
-    if not string.find(text, '"run"', 1, true) or decoded(text).run ~= ARGV[4] then return end
-    deleted = deleted + redis.call('XDEL', ARGV[1], entry)
-    local fingerprint = decoded(fields.classification).fingerprint
-    if fields.id and fingerprint then forget_result(fields.id, fingerprint) end
-    if fields.id then
-      local bucket, start = bucket_of(fields.id)
-      forget_marks(bucket, start .. digest_of(ARGV[4], RUN_BYTES))
+-- Reads ten entries at a time, because sizes vary widely. Returns the id to continue from, "" after the last entry; and
+-- the entry id, post id and fingerprint of each entry with one of the values, in a flat list.
+register('find_entries', READS, function(ARGV)
+  local stream, from, wanted, found, bytes = ARGV[1], ARGV[2], cjson.decode(ARGV[5]), {}, 0
+  repeat
+    local entries = redis.call('XRANGE', stream, from, '+', 'COUNT', 10)
+    for _, entry in ipairs(entries) do
+      local fields = by_name(entry[2])
+      local id, result, post = fields.id or '', fields.classification or '', fields.post or fields.letter or ''
+      local value = ARGV[4] == 'author' and string.match(id, '^.*/') or ARGV[4] == 'id' and id
+      if ARGV[4] == 'run' and string.find(post, '"run"', 1, true) then value = decoded(post).run end
+      if value and wanted[value] then
+        local n = #found
+        found[n + 1], found[n + 2], found[n + 3] = entry[1], id, decoded(result).fingerprint or ''
+      end
+      bytes = bytes + #result + #post
+      from = '(' .. entry[1]
     end
-  end)
-  return {from, deleted}
+    if #entries < 10 then return {'', found} end
+  until bytes >= tonumber(ARGV[3])
+  return {from, found}
 end)
 
 --   ARGV[1]  the run    ARGV[2]  ttl of the log, seconds    ARGV[3+]  queues

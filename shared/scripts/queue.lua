@@ -88,14 +88,16 @@ register('next_headers', READS, function(ARGV)
   return found
 end)
 
---   ARGV[1]  ids, as JSON
+--   ARGV[1]  {id} of each post, as JSON; or {id, fingerprint, run} to delete only these records of the id
 --
--- Deletes all records of these ids. Returns the numbers of ids that were sent, and that had results.
+-- Deletes records. Returns the numbers of ids that were sent, and that had results.
 register('forget', SHRINKS, function(ARGV)
   local sent, stored = 0, 0
-  for _, id in ipairs(cjson.decode(ARGV[1])) do
-    if forget_marks(bucket_of(id)) then sent = sent + 1 end
-    if change(STORED, id, function() return '' end) then stored = stored + 1 end
+  for _, post in ipairs(cjson.decode(ARGV[1])) do
+    local id, fingerprint, run = unpack(post)
+    local bucket, start = bucket_of(id)
+    if forget_marks(bucket, start .. (run and digest_of(run, RUN_BYTES) or '')) then sent = sent + 1 end
+    if forget_results(id, fingerprint) then stored = stored + 1 end
   end
   return {sent, stored}
 end)

@@ -1,4 +1,4 @@
-"""Functions for the queue: look up and mark sent posts, and read headers of the next messages."""
+"""Functions for the queue: look up and mark sent posts, and find known ids."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from redis import Redis
 
-from feedmill.shared.scripts import as_text, call
+from feedmill.shared.scripts import call
 
 #: Status of a post in `lookup`; 0 if it is unknown.
 SENT, PURGED = 1, 2
@@ -41,7 +41,7 @@ class Mark(NamedTuple):
 
 def lookup(redis: Redis, marks: Sequence[Mark]) -> list[int]:
     """Return the status of each post: 0, SENT or PURGED."""
-    return list(map(int, as_text(call(redis, "lookup", *_packed(marks))))) if marks else []
+    return list(map(int, call(redis, "lookup", *_packed(marks)))) if marks else []
 
 
 def mark(redis: Redis, marks: Sequence[Mark], ttl: int, memory: int, run: str = "") -> None:
@@ -59,34 +59,11 @@ def _packed(marks: Sequence[Mark]) -> tuple[str, bytes]:
     return json.dumps([mark.post_id for mark in marks]), b"".join([mark.content for mark in marks])
 
 
-def forget(redis: Redis, ids: Sequence[str]) -> tuple[int, int]:
-    """Delete all marks and results of these posts. Return the numbers of posts that were sent, and that had results."""
-    sent, stored = call(redis, "forget", json.dumps(ids))
-    return sent, stored
-
-
-def known(redis: Redis, ids: Sequence[str]) -> list[str]:
+def known_ids(redis: Redis, ids: Sequence[str]) -> list[str]:
     """Return the ids of posts that were sent or have results."""
     found: list[str] = []
     for start in range(0, len(ids), IDS_PER_CALL):
         batch = ids[start : start + IDS_PER_CALL]
-        digits = as_text(call(redis, "known", json.dumps(batch)))
+        digits = call(redis, "known", json.dumps(batch))
         found += [post_id for post_id, digit in zip(batch, digits, strict=True) if digit == "1"]
     return found
-
-
-def remove_waiting(
-    redis: Redis, queue: str, queue_list: str, message: bytes, marks: Sequence[tuple[Sequence[Mark], str]]
-) -> bool:
-    """Remove a waiting message with a mark of each post; return False if it is not in the list any more.
-
-    queue_list: the list of the queue that holds the message. marks: for each post, its possible marks, of which the
-    first that exists is removed, and its run ("" for none), from which it is subtracted.
-    """
-    sent = json.dumps([([mark.content.hex() for mark in found], run) for found, run in marks])
-    return bool(call(redis, "remove_waiting", queue, queue_list, message, sent))
-
-
-def next_header_values(redis: Redis, lists: Sequence[str], header: str) -> list[float]:
-    """Return a header's numeric value in the next message of each list that has one."""
-    return [float(value) for value in call(redis, "next_headers", header, *lists)]

@@ -1,12 +1,5 @@
 -- Reading the results stream (shared/scripts/stream.py).
 
--- Return an object from a flat list of names and values.
-local function by_name(flat)
-  local named = {}
-  for i = 1, #flat, 2 do named[flat[i]] = flat[i + 1] end
-  return named
-end
-
 --   ARGV[1]  maximum entries    ARGV[2]  the group    ARGV[3]  its member
 --
 -- A member first receives its pending entries: delivered to it, but not acknowledged. Returns 1 for these, else 0; the

@@ -29,6 +29,13 @@ local function current_time()
   return time[1] + time[2] / 1000000
 end
 
+-- Return an object from a flat list of names and values.
+local function by_name(flat)
+  local named = {}
+  for i = 1, #flat, 2 do named[flat[i]] = flat[i + 1] end
+  return named
+end
+
 -- Return a command's answer; nil if its key has another type.
 local function try(...)
   local answer = redis.pcall(...)
@@ -199,11 +206,11 @@ local function key_of(fingerprint)
   return unhex(is_hex and fingerprint or string.sub(redis.sha1hex(fingerprint), 1, 32))
 end
 
--- Delete a result, and the score beside it if the generation holds no other result of the id.
-local function forget_result(id, fingerprint)
-  local key = key_of(fingerprint)
-  change(STORED, id, function(records)
-    local left = without(records, key)
+-- Delete an id's result with this fingerprint, and the score beside it if the generation holds no other result of the
+-- id. Without a fingerprint, delete all of its records. Return whether there were any.
+local function forget_results(id, fingerprint)
+  return change(STORED, id, function(records)
+    local left = fingerprint and without(records, key_of(fingerprint)) or ''
     return without(left, nil, SCORE) == '' and '' or left
   end)
 end

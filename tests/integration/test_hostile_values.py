@@ -13,6 +13,7 @@ from feedmill.producers.positions import Position
 from feedmill.shared import runs
 from feedmill.shared.keys import GROUPS, MARKS, RUNS, run_key
 from feedmill.shared.messages import digest
+from feedmill.shared.purge import forget
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.runs import Progress
 from feedmill.shared.scripts import queue, stream
@@ -40,7 +41,7 @@ def use_everything(client: Redis) -> None:
     store = ResultsStore(client, settings)
     queue.mark(client, MARKED, 86_400, 10**9, "r")
     assert queue.lookup(client, MARKED) == [SENT] * len(MARKED)
-    assert set(queue.known(client, [mark.post_id for mark in MARKED])) == {mark.post_id for mark in MARKED}
+    assert set(queue.known_ids(client, [mark.post_id for mark in MARKED])) == {mark.post_id for mark in MARKED}
     post, classification = result("t3_1")
     stored = Result(
         post.model_copy(update={"run": "r"}), classification.model_copy(update={"fingerprint": digest("r")})
@@ -50,7 +51,7 @@ def use_everything(client: Redis) -> None:
     found = runs.progress(client, "r")
     assert isinstance(found, Progress)
     runs.recent(client, 10)
-    assert queue.forget(client, ["t3_0"]) == (1, 0)
+    assert forget(client, ["t3_0"]) == (1, 0)
     low = settings.model_copy(update={"results_memory": 8000})
     ResultsStore(client, low).write([result("another")])
 

@@ -19,11 +19,8 @@ from feedmill.shared.broker import make_app, publish
 from feedmill.shared.errors import MessageFailed, RequestRefused, UserError
 from feedmill.shared.keys import PURGES, reddit_track_key, tombstone_key
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post
-from feedmill.shared.purge import PurgeCounts, lift_tombstones, purge
+from feedmill.shared.purge import TOMBSTONE_TTL_S, PurgeCounts, lift_tombstones, purge
 from feedmill.shared.results import Result, ResultsStore
-from feedmill.shared.scripts import purge as scripts
-from feedmill.shared.scripts import queue
-from feedmill.shared.scripts.purge import TOMBSTONE_TTL_S
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, has_results, make_classification, mark_sent, sent_marks
 
@@ -148,7 +145,7 @@ def test_keeps_the_reddit_daemons_known_posts(client: Redis, settings: Settings)
     assert client.hexists(reddit_track_key("tea"), "gone")
 
 
-@pytest.mark.parametrize("step", ["forget", "scan", "execute_command"])
+@pytest.mark.parametrize("step", ["_sweep", "_clean_celery_results", "call"])
 def test_an_interrupted_purge_can_be_repeated(
     client: Redis, settings: Settings, store: ResultsStore, app: Any, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -159,10 +156,10 @@ def test_an_interrupted_purge_can_be_repeated(
         raise ConnectionFault("cut")
 
     with monkeypatch.context() as patched:
-        patched.setattr(queue if step == "forget" else client, step, cut)
+        patched.setattr(purging, step, cut)
         with pytest.raises(ConnectionFault):
             purge(client, settings, ["gone"])
-    if step != "execute_command":  # this step also sets the tombstone
+    if step != "call":  # this step also sets the tombstone
         store.write([result("gone", "another")], [letter("gone")])
         assert store.counters().gone == 2
     assert purge(client, settings, ["gone"]).celery_results == 1
@@ -173,7 +170,7 @@ def test_an_interrupted_purge_can_be_repeated(
 def test_sweeps_streams_in_bounded_parts(
     client: Redis, settings: Settings, store: ResultsStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(scripts, "SWEEP_BYTES", size)
+    monkeypatch.setattr(purging, "SWEEP_BYTES", size)
     monkeypatch.setattr(purging, "IDS_AT_ONCE", 7)
     store.write([result(str(number)) for number in range(100)])
     gone = [0, 8, 9, 10, 11, 19, 20, *range(40, 60), 99]

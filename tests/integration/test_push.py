@@ -19,6 +19,7 @@ from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import MARKS, REQUESTED_MODELS, find, tombstone_key
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import RequestedModel, request_model
+from feedmill.shared.purge import forget
 from feedmill.shared.scripts import load_functions
 from feedmill.shared.scripts import queue as scripts
 from feedmill.shared.settings import Settings
@@ -210,7 +211,7 @@ def test_purged_posts_are_never_sent(settings: Settings, redis: RedisServer) -> 
         pushing = pusher(settings, again)
         pushing.push(make_posts(5))
         assert (pushing.gone, pushing.first_gone, pushing.skipped) == (2, "p1", 0)
-        scripts.forget(redis.client, [f"p{number}" for number in range(5)])
+        forget(redis.client, [f"p{number}" for number in range(5)])
     assert queued(redis) == ["p0", "p2", "p4"] * 2
     redis.client.delete(tombstone_key("p1"))
     pushing.push(make_posts(5)[1:2])

@@ -9,9 +9,9 @@ import pytest
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, tombstone_key
 from feedmill.shared.messages import DeadLetter, Post, digest
+from feedmill.shared.purge import forget
 from feedmill.shared.result_records import CONTEXT_NAME
 from feedmill.shared.results import Counters, Result, ResultsStore, Score
-from feedmill.shared.scripts.queue import forget
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, age, has_results, make_classification, wait_until
 

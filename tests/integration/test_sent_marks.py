@@ -4,6 +4,7 @@ import pytest
 
 from feedmill.shared.keys import MARKS, RUNS, run_key, tombstone_key
 from feedmill.shared.messages import digest
+from feedmill.shared.purge import forget
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.scripts import queue as scripts
 from feedmill.shared.scripts.queue import PURGED, SENT, Mark, lookup, mark
@@ -63,9 +64,9 @@ def test_knows_ids_that_were_sent_or_have_results(server: RedisServer) -> None:
     ResultsStore(server.client, Settings()).write(results)
     known = ["t3_3e7", "stored 0", "stored 299"]
     unknown = ["t3_3e8", "t3_", "stored 300", "", "sent"]
-    assert scripts.known(server.client, unknown + known + unknown) == known
+    assert scripts.known_ids(server.client, unknown + known + unknown) == known
     many = [mark.post_id for mark in marks_of(scripts.IDS_PER_CALL * 3)]
-    assert scripts.known(server.client, many) == many[:1000]
+    assert scripts.known_ids(server.client, many) == many[:1000]
 
 
 @pytest.mark.parametrize("post_id", ["t3_1", "Käse", "x" * 128, "\u6f22\u5b57 🧀"])
@@ -75,7 +76,7 @@ def test_forgets_all_marks_of_an_id(server: RedisServer, post_id: str) -> None:
     write(server, gone[:1], ago=20 * DAY_S)
     write(server, others + gone)
     assert sent_marks(server.client, post_id) == 4
-    assert scripts.forget(server.client, [post_id, "unknown"]) == (1, 0)
+    assert forget(server.client, [post_id, "unknown"]) == (1, 0)
     assert lookup(server.client, gone) == [0] * 3
     assert lookup(server.client, others) == [SENT] * 500
-    assert scripts.forget(server.client, [post_id]) == (0, 0)
+    assert forget(server.client, [post_id]) == (0, 0)

@@ -15,7 +15,8 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from feedmill.shared import encoding, queue_redaction
+from feedmill.shared import encoding
+from feedmill.shared import purge as purging
 from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, connect, make_app, publish, queue_lists
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
@@ -215,7 +216,7 @@ def test_purges_a_message_that_moves_during_the_purge(kept: Kept, monkeypatch: p
     """The message moves from the list to a worker between reading and rewriting, and then back."""
     publish(make_app(kept.settings), [[post("gone", WORDS)]], ClassifyOptions())
     redis = connect(kept.settings)
-    without, steps = queue_redaction._without, ["taken", "back"]
+    without, steps = purging._without, ["taken", "back"]
 
     def moving(message: bytes, posts: Any) -> str | None:
         with suppress(IndexError):
@@ -226,7 +227,7 @@ def test_purges_a_message_that_moves_during_the_purge(kept: Kept, monkeypatch: p
                 kept.raw.hdel(TRANSPORT_KEYS["reserved_key"], "tag feedmill")
         return without(message, posts)
 
-    monkeypatch.setattr(queue_redaction, "_without", moving)
+    monkeypatch.setattr(purging, "_without", moving)
     assert purge(redis, kept.settings, ["gone"]).messages == 1
     assert steps == []
     assert messages(kept)[0][1]["posts"] == [{"id": "gone"}]

@@ -42,8 +42,8 @@ from redis.exceptions import RedisError
 
 from feedmill.shared import encoding
 from feedmill.shared.redis_errors import is_replica
+from feedmill.shared.scripts import call
 from feedmill.shared.scripts.leases import LeaseScripts, list_of
-from feedmill.shared.scripts.purge import replace
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class Leases:
                 noted = json.loads(message)
                 noted["properties"]["delivery_info"]["alone"] = True
                 self._isolated = tag, message, json.dumps(noted)
-                replace(self.client, self.reserved, message, self._isolated[2], tag)
+                call(self.client, "replace", self.reserved, message, self._isolated[2], tag)
         return True
 
     def end_isolation(self, tag: str) -> None:
@@ -241,7 +241,7 @@ class Leases:
         """
         if self._isolated and self._isolated[0] == tag:
             _, message, noted = self._isolated
-            replace(self.client, self.reserved, noted, message, tag)
+            call(self.client, "replace", self.reserved, noted, message, tag)
             if not self._is_claimed_alone():
                 self._isolated = None
 
