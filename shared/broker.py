@@ -24,7 +24,6 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 
 from feedmill.shared import encoding
 from feedmill.shared.errors import RedisUnavailable, clause, printable
-from feedmill.shared.keys import UNDECODABLE
 from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from feedmill.shared.redis_errors import cannot_save, exception_chain, is_denied, is_full, is_replica, is_wrong_type
 from feedmill.shared.replay import Connections
@@ -41,10 +40,8 @@ SENTINEL_TIMEOUT_S = 2.0
 #: Priorities that kombu stores in separate lists per queue. Priority 0 is delivered first; its list has no suffix.
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
-#: Transport options with the names of its keys: messages under lease, their leases, and undecodable messages.
-TRANSPORT_KEYS = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index")} | {
-    "undecodable_key": UNDECODABLE
-}
+#: Transport options with the names of its keys: messages under lease, and their leases.
+TRANSPORT_KEYS = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index")}
 #: Timeouts in seconds of connections that Celery opens: of a command, and of connecting. Workers have their own
 #: (workers/transport/redis_transport.py).
 APPLICATION_TIMEOUTS = {"socket_timeout": 10, "socket_connect_timeout": 5}

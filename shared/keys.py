@@ -25,8 +25,6 @@ RUNS = "feedmill:runs"
 CLEARS = "feedmill:clears"
 #: Recent purges, newest last: the posts' ids or the run, and the time up to which their results are gone.
 PURGES = "feedmill:purges"
-#: Undecodable messages found in queues, newest first; raw bytes.
-UNDECODABLE = "feedmill:undecodable"
 #: Consumer group of the results stream -> its position, used to detect entries that it missed.
 GROUPS = "feedmill:groups"
 #: Worker process and lane -> the posts in its current forward pass, as JSON.
@@ -145,7 +143,6 @@ TABLE: tuple[Key, ...] = (
     Key("celery-taskset-meta-*", "any", "Celery, state of groups and chords", "ttl an hour"),
     Key("feedmill:reserved", "hash", "workers/transport/leases.py, messages under leases", "window_rows per worker"),
     Key("feedmill:reserved_index", "zset", "workers/transport/leases.py, ends of leases", "window_rows per worker"),
-    Key(UNDECODABLE, "list", "workers/transport/leases.py, undecodable messages", "undecodable_limit entries"),
     Key("_kombu.binding.*", "set", "kombu, queues bound to each exchange", "one member per queue and worker"),
     Key("_kombu.binding_permanent.*", "set", "kombu, bindings that do not expire", "one member per queue"),
     Key("_kombu.binding_deadlines*", "any", "kombu, expiry of bindings", "one member per binding"),

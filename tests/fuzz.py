@@ -5,7 +5,6 @@ batch, without a restart. The test process decodes the other messages with the w
 
 Fates of a message:
 
-- `undecodable`: its element was moved to the undecodable list
 - a Celery state, such as `FAILURE`: Celery has a result for its id
 - `dead`: a dead letter has its id
 - `stored`: its classification is stored
@@ -142,23 +141,21 @@ class Served:
         nameless = min(logged_dead["None"], len(lost))
         self.fates["logged"] += nameless
         self.vanished += lost[nameless:]
-        self._redis.delete(TRANSPORT_KEYS["undecodable_key"], DEAD_LETTERS)
+        self._redis.delete(DEAD_LETTERS)
 
     def _fates(self, written: dict[str, bytes]) -> Iterator[tuple[str, str | None]]:
-        aside = set(self._raw("LRANGE", TRANSPORT_KEYS["undecodable_key"], 0, -1))
         waiting = set(self._raw("HVALS", TRANSPORT_KEYS["reserved_key"]))
         entries: Any = self._redis.xrange(DEAD_LETTERS)
         letters = [json.loads(fields["letter"]) for _, fields in entries]
         dead = {
             letter[name] for letter in letters for name in ("message", "id")
         }  # the generated posts have the message's id
+        unread = {letter["payload"] for letter in letters}
         results: Any = self._redis.mget([CELERY_RESULTS.replace("*", task_id) for task_id in written])
         for (task_id, element), result in zip(written.items(), results, strict=True):
-            if element[:MAX_UNDECODABLE_BYTES] in aside:
-                yield task_id, "undecodable"
-            elif result:
+            if result:
                 yield task_id, json.loads(result)["status"]
-            elif task_id in dead:
+            elif task_id in dead or element[:MAX_UNDECODABLE_BYTES].decode("utf-8", "replace") in unread:
                 yield task_id, "dead"
             elif has_results(self._redis, task_id):
                 yield task_id, "stored"

@@ -13,10 +13,11 @@ from feedmill.cli.option_groups import excludes, with_settings
 from feedmill.cli.options import AsJson, RunName, Yes, utc
 from feedmill.cli.terminal import confirm
 from feedmill.producers.push import Pusher
-from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters, UndecodableMessage
+from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from feedmill.reading.names import check_run
 from feedmill.shared.broker import Application, connect, make_app
 from feedmill.shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
+from feedmill.shared.keys import DEAD_LETTERS
 from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
 from feedmill.shared.settings import Settings
 
@@ -30,7 +31,6 @@ app = typer.Typer(
 )
 
 DeadLetterIds = Annotated[list[str] | None, Argument(metavar="ID...", help="Ids of dead letters or of their posts.")]
-Entry = DeadLetterEntry | UndecodableMessage
 All = Annotated[bool, Option("--all", help="Select every dead letter.")]
 
 
@@ -93,9 +93,10 @@ def retry(settings: Settings, ids: DeadLetterIds = None, every: All = False) -> 
 @with_settings("redis_url")
 def drop(settings: Settings, ids: DeadLetterIds = None, every: All = False, yes: Yes = False) -> None:
     """Delete dead letters permanently. Asks first with --all."""
-    dead = DeadLetters(connect(settings))
+    redis = connect(settings)
+    dead = DeadLetters(redis)
     chosen, missing = _chosen(dead, ids, every)
-    confirm(f"Drop {dead.count():,} dead letters permanently", yes or not every)
+    confirm(f"Drop {redis.xlen(DEAD_LETTERS):,} dead letters permanently", yes or not every)
     dropped = 0
     for each in chosen:
         dead.remove(each)
@@ -105,14 +106,14 @@ def drop(settings: Settings, ids: DeadLetterIds = None, every: All = False, yes:
     raise typer.Exit(1 if missing else 0)
 
 
-def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> tuple[Iterator[Entry], list[str]]:
+def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> tuple[Iterator[DeadLetterEntry], list[str]]:
     """Return the selected dead letters, and the ids without one. Raises UserError without ids and --all."""
     if bool(ids) == every:
         raise UserError("Select dead letters: give ids, as `feedmill dead list` shows them, or --all.")
     return (dead.all(), []) if every else _named(dead, ids or [])
 
 
-def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[Entry], list[str]]:
+def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[DeadLetterEntry], list[str]]:
     """Return the dead letter for each id, read lazily, and the ids without one.
 
     Raises UserError if several dead letters match one id.
@@ -135,10 +136,8 @@ def _report_missing(ids: Sequence[str]) -> None:
         typer.echo(f"feedmill: no dead letter matches {printable(name)}; list them with `feedmill dead list`", err=True)
 
 
-def _read(each: Entry) -> tuple[DeadLetter, Post, ClassifyOptions]:
+def _read(each: DeadLetterEntry) -> tuple[DeadLetter, Post, ClassifyOptions]:
     """Return a dead letter, its post and options. Raises PostRefused or RequestRefused if one was not stored."""
-    if isinstance(each, UndecodableMessage):
-        raise RequestRefused("it is not a message")
     letter = each.letter
     if letter.post is None:
         raise PostRefused(
@@ -157,22 +156,16 @@ def _send_again(post: Post, options: ClassifyOptions, redis: Redis, app: Applica
         raise PostRefused(post.id, "", f"post {post.id} was purged")
 
 
-def _as_json(each: Entry) -> str:
-    if isinstance(each, UndecodableMessage):
-        return json_line({"entry": each.name, "element": each.content.decode("utf-8", "replace")})
+def _as_json(each: DeadLetterEntry) -> str:
     return json_line({"entry": each.name, **each.letter.model_dump()})
 
 
-def _line(each: Entry) -> str:
-    if isinstance(each, UndecodableMessage):
-        return f"{each.name}  {len(each.content):,} bytes, not a message"
+def _line(each: DeadLetterEntry) -> str:
     letter = each.letter
     return printable(f"{each.name:<18} {letter.id or '-':<12} {utc(letter.failed_at)}  {letter.reason}")
 
 
-def _described(each: Entry) -> str:
-    if isinstance(each, UndecodableMessage):
-        return f"{each.name}  not a message:\n{printable(each.content.decode('utf-8', 'replace'))}"
+def _described(each: DeadLetterEntry) -> str:
     letter = each.letter
     facts = {"entry": each.name, **letter.model_dump(exclude={"traceback"}), "failed_at": utc(letter.failed_at)}
     lines = [f"{name:<10} {printable(str(value))}" for name, value in facts.items() if value is not None]

@@ -16,9 +16,9 @@ from redis.exceptions import ResponseError
 from feedmill.monitoring import capacity
 from feedmill.monitoring.capacity import Memory
 from feedmill.producers.live.state import Gaps, LiveStatus, statuses
-from feedmill.reading.dead_letters import DeadLetters
 from feedmill.shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
 from feedmill.shared.errors import RedisUnavailable
+from feedmill.shared.keys import DEAD_LETTERS
 from feedmill.shared.metrics import connect_for_monitoring, oldest_seconds
 from feedmill.shared.model_routing import expected_workers, known_queues
 from feedmill.shared.redis_errors import rejects_writes
@@ -66,7 +66,7 @@ class Status(NamedTuple):
     oldest_seconds: float | None
     #: Number of recorded gaps: periods whose posts could not be read from Reddit or a live source.
     gaps: int
-    #: Number of dead letters, including undecodable messages.
+    #: Number of dead letters.
     dead_letters: int
     #: False if the workers could not be asked, because Redis refuses the writes of their answers.
     asked: bool
@@ -97,7 +97,7 @@ def status(redis: Redis, app: Celery | None, settings: Settings) -> Status:
     workers = _ask(app, redis) if app else {}
     asked, missing = workers is not None, _missing(redis, workers)
     results, runs = ResultsStore(redis, settings).counters(), recent(redis, RUNS_SHOWN)
-    dead = DeadLetters(redis).count()
+    dead: Any = redis.xlen(DEAD_LETTERS)
     depth, queues = _queues(redis, settings)
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
     rate = sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())

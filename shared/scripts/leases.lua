@@ -75,12 +75,3 @@ register('restore', SHRINKS, function(ARGV)
     end
   end
 end)
-
---   ARGV[3]  `undecodable`, a list    ARGV[4]  tag    ARGV[5]  the message    ARGV[6]  maximum entries of that list
-register('set_aside', SHRINKS, function(ARGV)
-  redis.call('HDEL', ARGV[1], ARGV[4])
-  redis.call('ZREM', ARGV[2], ARGV[4])
-  local length = redis.call('LPUSH', ARGV[3], ARGV[5])
-  redis.call('LTRIM', ARGV[3], 0, ARGV[6] - 1)
-  return math.max(0, length - ARGV[6])
-end)

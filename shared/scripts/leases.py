@@ -1,4 +1,4 @@
-"""Functions on leases: reserve, return and replace messages, renew leases, and set undecodable messages aside."""
+"""Functions on leases: reserve, return and replace messages, and renew leases."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -81,10 +81,6 @@ class LeaseScripts:
         """
         parts = (part for each in messages for part in each)
         self._call("restore", command, "+inf" if until is None else until, *parts)
-
-    def set_aside(self, tag: str, message: bytes, undecodable: str, limit: int) -> int:
-        """Move a held message to the front of a list, and trim the list. Return how many messages were trimmed."""
-        return int(self._call("set_aside", undecodable, tag, message, limit))
 
     def _call(self, name: str, *args: Any) -> Any:
         return call(self._redis, name, self._reserved, self._index, *args)

@@ -10,7 +10,6 @@ import pytest
 from celery import Celery
 from celery.exceptions import NotRegistered
 
-from feedmill.reading.dead_letters import DeadLetters, UndecodableMessage
 from feedmill.shared.broker import make_app, queue_depth
 from feedmill.shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
 from feedmill.shared.results import ResultsStore
@@ -179,12 +178,8 @@ def test_worker_keeps_the_message_until_its_letter_is_stored(redis_server: Redis
     ids=["bytes", "no object", "no base64"],
 )
 @pytest.mark.usefixtures("app")
-def test_moves_undecodable_elements_aside(redis_server: RedisServer, element: bytes) -> None:
+def test_elements_that_are_no_messages_become_dead_letters(redis_server: RedisServer, element: bytes) -> None:
     redis_server.client.lpush("feedmill", element)
-    dead = DeadLetters(redis_server.client)
-    wait_until(dead.count, "the element is moved aside")
-    (found,) = dead.all()
-    assert isinstance(found, UndecodableMessage)
-    assert found.content == element
-    dead.remove(found)
-    assert dead.count() == 0
+    (letter,) = letters(redis_server)
+    assert (letter.id, letter.payload, letter.queue) == (None, element.decode("utf-8", "replace"), "feedmill")
+    assert letter.reason.startswith("not a Celery message: ")

@@ -15,7 +15,7 @@ from rich.console import Console
 from feedmill.cli import main, status
 from feedmill.monitoring import watch
 from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable, printable_lines
-from feedmill.shared.keys import LIVE_GAPS, LIVE_STATUS, MODELS, REQUESTED_MODELS, UNDECODABLE, WORKERS
+from feedmill.shared.keys import LIVE_GAPS, LIVE_STATUS, MODELS, REQUESTED_MODELS, WORKERS
 from feedmill.shared.logs import JsonFormatter, TextFormatter
 from feedmill.shared.messages import DeadLetter, Post
 from feedmill.shared.metrics import connect_for_monitoring
@@ -97,7 +97,6 @@ def filled(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, words: str) -> N
     )  # fmt: skip
     twice = [letter.model_copy(update={"id": "twice", "message": name, "post": None}) for name in ("a", words)]
     ResultsStore(redis.client, Settings()).write([Result(post, found)], [letter, *twice])
-    redis.client.lpush(UNDECODABLE, words)
     redis.client.hset(MODELS, words, json.dumps({"model": words, "seen": 2e9}))
     redis.client.hset(REQUESTED_MODELS, words, json.dumps({"model": words, "weights": words, "at": 1.0}))
     redis.client.hset(WORKERS, words, 2_000_000_000)

@@ -18,7 +18,7 @@ from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Event, Source, SourceFailed
 from feedmill.producers.live.state import EXPECTED_S, STATUS_TTL, Gap, Gaps, LiveState, Position, statuses
 from feedmill.producers.push import Pusher
-from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
+from feedmill.reading.dead_letters import DeadLetters
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.keys import LIVE_STATUS
 from feedmill.shared.messages import ClassifyOptions
@@ -171,7 +171,7 @@ FUTURE = Event(10**9, 1_830_000_000.0, post={"id": "future", "body": "a text"})
 
 def letters(redis: RedisServer) -> list[tuple[str, str | None]]:
     """Return the reason and payload of each dead letter."""
-    found = [each for each in DeadLetters(redis.client).all() if isinstance(each, DeadLetterEntry)]
+    found = list(DeadLetters(redis.client).all())
     return [(each.letter.reason, each.letter.payload) for each in found]
 
 

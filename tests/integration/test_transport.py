@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import pytest
 from kombu import Connection, Consumer, Exchange, Message, Producer, Queue
+from kombu.exceptions import ContentDisallowed
 from redis import Redis, RedisError
 
 from feedmill.shared import encoding
@@ -242,7 +243,7 @@ def test_applies_the_global_key_prefix(redis: RedisServer) -> None:
         assert redis.client.hlen("mine:reserved") == 0
 
 
-def test_moves_undecodable_messages_aside(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delivers_stand_ins_for_undecodable_messages(redis: RedisServer) -> None:
     properties = '"properties": {"delivery_info": {}, "body_encoding": "base64"}'
     broken = [
         b"\xff",
@@ -258,28 +259,32 @@ def test_moves_undecodable_messages_aside(redis: RedisServer, monkeypatch: pytes
     binary = Redis.from_url(redis.url)
     binary.rpush("posts", *broken)
     publish(redis, 2)
-    monkeypatch.setattr(leases, "MAX_UNDECODABLE", 7)
     with consuming(redis) as consumer:
-        assert bodies(consumer.until(2)) == [1, 2]
-        assert held(redis) == (2, 2)
-        assert binary.lrange("undecodable", 0, -1) == broken[:7]
+        first, *found, last = consumer.until(2 + len(broken))
+        assert bodies([first, last]) == [1, 2]
+        contents: list[Any] = [message.body for message in found]
+        assert contents == broken
+        for message in found:
+            with pytest.raises(ContentDisallowed):
+                message.decode()
+        assert held(redis) == (len(broken) + 2,) * 2
         consumer.acknowledge()
+        assert held(redis) == (0, 0)
     binary.close()
 
 
-def test_moves_oversized_messages_aside_truncated_and_unread(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_oversized_messages_are_truncated_and_unread(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "MAX_MESSAGE", 10_000)
     monkeypatch.setattr(leases, "MAX_UNDECODABLE_BYTES", 100)
     publish(redis, "x" * 10_000)
     publish(redis, 2)
     with consuming(redis) as consumer:
-        assert bodies(consumer.until(1)) == [2]
-        assert len(redis.client.lindex("undecodable", 0) or "") == 100
+        large: Any
+        large, small = consumer.until(2)
+        assert (small.payload, len(large.body)) == (2, 100)
+        assert "10,000" in large.content_encoding
+        assert "xxx" not in large.content_encoding
         consumer.acknowledge()
-    assert "10,000" in caplog.text
-    assert "xxx" not in caplog.text
 
 
 def test_reserves_no_more_while_claimed_messages_fill_the_memory_limit(

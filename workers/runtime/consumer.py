@@ -53,7 +53,15 @@ from feedmill.workers.runtime.request import (
     read_task_id,
     source_queue,
 )
-from feedmill.workers.transport.leases import EXPIRIES_BEFORE_ISOLATION, admit, claim, is_held, postpone, unclaim
+from feedmill.workers.transport.leases import (
+    EXPIRIES_BEFORE_ISOLATION,
+    UNDECODABLE,
+    admit,
+    claim,
+    is_held,
+    postpone,
+    unclaim,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +191,9 @@ class Consumer(consumer.Consumer):
         return on_task_received
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
+        if message.content_type == UNDECODABLE:
+            self._refuse(message, f"not a Celery message: {_quoted(message.content_encoding)}")
+            return
         what = f"cannot decode the body as {_quoted(f'{message.content_type} in {message.content_encoding}')}"
         self._refuse(message, what, exc)
 

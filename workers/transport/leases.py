@@ -2,7 +2,6 @@
 
     `reserved`         hash: tag -> the message as it was in its list
     `reserved_index`   sorted set: tag -> expiry of its lease, by Redis' clock
-    `undecodable`      list, newest first, bounded: messages that could not be decoded
 
 A *tag* names one reservation of one message: `<process>-<lease seconds>-<reservation>-<position> <list>`. Tags sort in
 order of reservation and name the list that the message returns to. A late acknowledgement cannot remove a later
@@ -26,6 +25,7 @@ import json
 import logging
 import os
 import threading
+from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -43,17 +43,15 @@ from redis.exceptions import RedisError
 from feedmill.shared import encoding
 from feedmill.shared.redis_errors import is_replica
 from feedmill.shared.scripts import call
-from feedmill.shared.scripts.leases import LeaseScripts, list_of
+from feedmill.shared.scripts.leases import LeaseScripts
 
 logger = logging.getLogger(__name__)
 
 #: Limits per Redis call, which keep each one to a few milliseconds: leases renewed; expired leases returned; bytes of
 #: messages returned, which the last message may exceed.
 RENEWALS_PER_CALL, EXPIRED_PER_CALL, EXPIRED_BYTES = 1000, 100, 2**20
-#: Maximum bytes kept of an undecodable message: 64 MiB for all of them.
-MAX_UNDECODABLE_BYTES = 2**16
-#: Maximum messages kept of those.
-MAX_UNDECODABLE = 1000
+#: Content type of a stand-in for an undecodable message, and the bytes of the message in its body.
+UNDECODABLE, MAX_UNDECODABLE_BYTES = "undecodable", 2**16
 #: Expired leases after which a message is delivered in isolation. One proves nothing: a vanished worker held many
 #: messages.
 EXPIRIES_BEFORE_ISOLATION = 2
@@ -81,6 +79,13 @@ def decoded(message: bytes) -> dict[str, Any]:
         raise UndecodableError(f"{', '.join(PART_TYPES)}: wrong type")
     delivery.pop("consumer_tag", None)  # a sender's tag of a no-ack consumer would disable acknowledgement
     return found  # type: ignore[no-any-return]  # the sender controls its content
+
+
+def stand_in(message: bytes, reason: str) -> dict[str, Any]:
+    """Return a message for a consumer to refuse, with the start of an undecodable one as its body."""
+    start = b64encode(message[:MAX_UNDECODABLE_BYTES]).decode()
+    properties = {"body_encoding": "base64", "delivery_info": {}}
+    return {"body": start, "content-type": UNDECODABLE, "content-encoding": reason, "properties": properties}
 
 
 def needs_isolation(delivery_info: Mapping[str, Any]) -> bool:
@@ -130,9 +135,7 @@ class Leases:
 
     def __init__(self, channel: Any) -> None:
         prefix = channel.global_keyprefix
-        self.reserved, self.index, self.undecodable = (
-            prefix + key for key in (channel.reserved_key, channel.reserved_index_key, channel.undecodable_key)
-        )
+        self.reserved, self.index = prefix + channel.reserved_key, prefix + channel.reserved_index_key
         self.seconds = float(channel.visibility_timeout)
         self._interval_s = min(float(channel.unacked_restore_interval), self.seconds / 3)
         pool = channel._get_pool()
@@ -316,14 +319,6 @@ class Leases:
             messages: list[Any] = self.client.hmget(self.reserved, tags)
             restored = [(tag, marked(tag, message or b"")) for tag, message in zip(tags, messages, strict=True)]
             self.scripts.restore(restored, until, command)
-
-    def set_aside(self, tag: str, message: bytes, reason: str) -> None:
-        """Move an undecodable message to the `undecodable` list, truncated, so that no worker receives it again."""
-        logger.error("undecodable message in %r (%s): moved to %r", list_of(tag), reason, self.undecodable)
-        self._forget(tag)
-        kept = message[:MAX_UNDECODABLE_BYTES]
-        if gone := self.scripts.set_aside(tag, kept, self.undecodable, MAX_UNDECODABLE):
-            logger.warning("dropped the %d oldest undecodable messages: %r is full", gone, self.undecodable)
 
     # The lease thread.
 

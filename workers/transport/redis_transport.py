@@ -47,7 +47,7 @@ from feedmill.shared.encoding import limit_bodies
 from feedmill.shared.redis_errors import is_full
 from feedmill.shared.scripts import is_missing, load_functions
 from feedmill.shared.scripts.leases import Reservation, Taken
-from feedmill.workers.transport.leases import Leases, UndecodableError, decoded, leases_of
+from feedmill.workers.transport.leases import Leases, UndecodableError, decoded, leases_of, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -124,19 +124,13 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
 
     reserved_key = "reserved"
     reserved_index_key = "reserved_index"
-    undecodable_key = "undecodable"
     visibility_timeout = 6
     unacked_restore_interval = 2
     #: Timeout of a command in seconds. Without it, an unresponsive Redis would block the worker forever.
     socket_timeout = 10
     socket_connect_timeout = 5
 
-    from_transport_options = (
-        *kombu_redis.Channel.from_transport_options,
-        "reserved_key",
-        "reserved_index_key",
-        "undecodable_key",
-    )
+    from_transport_options = (*kombu_redis.Channel.from_transport_options, "reserved_key", "reserved_index_key")
 
     #: The consumer's own limits on a reservation, in messages and bytes.
     consumer_room: Callable[[], tuple[int, int]] | None = None
@@ -339,16 +333,17 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             self._in_poll = None
 
     def _deliver(self, queue: str, taken: Taken) -> None:
-        """Deliver a message, or set it aside if it cannot be decoded."""
+        """Deliver a message, or a stand-in that the consumer refuses if it cannot be decoded."""
         try:
-            found = decoded(taken.message)
-            found["properties"]["delivery_tag"] = taken.tag
-            self.connection._deliver(found, queue)
-            if queue in self._unacknowledged:
-                self._acknowledge(taken.tag)
+            self._deliver_as(decoded(taken.message), taken.tag, queue)
         except UndecodableError as error:
-            with suppress(RedisError, OSError):  # on failure, its lease expires and it is redelivered
-                self.leases.set_aside(taken.tag, taken.message, str(error))
+            self._deliver_as(stand_in(taken.message, str(error)), taken.tag, queue)
+
+    def _deliver_as(self, message: dict[str, Any], tag: str, queue: str) -> None:
+        message["properties"]["delivery_tag"] = tag
+        self.connection._deliver(message, queue)
+        if queue in self._unacknowledged:
+            self._acknowledge(tag)
 
     # Closing.
 
