@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from feedmill.api.results import results as results
     from feedmill.api.submission import SubmittedRun as SubmittedRun
     from feedmill.api.submission import submit as submit
-    from feedmill.reading.readers import Missed as Missed
+    from feedmill.reading.rows import Missed as Missed
     from feedmill.shared.errors import MessageFailed as MessageFailed
     from feedmill.shared.errors import UserError as UserError
     from feedmill.shared.results import Result as Result
@@ -69,7 +69,7 @@ _LAZY_NAMES = {
     "Classifier": "feedmill.api.classify",
     "ClassifyTask": "feedmill.workers.runtime.task",
     "MessageFailed": "feedmill.shared.errors",
-    "Missed": "feedmill.reading.readers",
+    "Missed": "feedmill.reading.rows",
     "Prediction": "feedmill.api.predictions",
     "Predictions": "feedmill.api.predictions",
     "Result": "feedmill.shared.results",

@@ -296,15 +296,15 @@ def stored_ids(redis: Redis) -> Iterator[str]:
 
 
 def newest_first(
-    redis: Redis, stream: str, count: int | None = None, since: str = "-"
+    redis: Redis, stream: str, count: int | None = None, since: str = "-", until: str = "+", page: int = PAGE_SIZE
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (id, fields) of a stream's entries, newest first, holding PAGE_SIZE of them in memory.
+    """Yield (id, fields) of a stream's entries, newest first, holding `page` of them in memory.
 
-    count: maximum number of entries; None for all. since: the oldest entry id to yield. Raises
+    count: maximum number of entries; None for all. since, until: the oldest and the newest entry id to yield. Raises
     redis.exceptions.RedisError.
     """
-    until, left = "+", sys.maxsize if count is None else count
-    while left > 0 and (entries := cast(list[Any], redis.xrevrange(stream, until, since, count=min(PAGE_SIZE, left)))):
+    left = sys.maxsize if count is None else count
+    while left > 0 and (entries := cast(list[Any], redis.xrevrange(stream, until, since, count=min(page, left)))):
         yield from entries
         until, left = f"({entries[-1][0]}", left - len(entries)
 

@@ -1,19 +1,17 @@
 """The function `feedmill.results`: read classification results from Redis."""
 
 from collections.abc import Generator
+from contextlib import closing
 from datetime import datetime
 
-from redis import Redis
-
-from feedmill.api.request import warn
 from feedmill.producers.records import in_utc
-from feedmill.reading.names import check_run, unknown_label
-from feedmill.reading.readers import Missed, Reader, ResultFilter, items, open_reader
-from feedmill.reading.rows import RowReader
+from feedmill.reading.names import check_run
+from feedmill.reading.readers import ResultFilter, items, open_reader
+from feedmill.reading.rows import Missed
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.messages import parse_run
 from feedmill.shared.results import Result
-from feedmill.shared.settings import Settings, load_arguments
+from feedmill.shared.settings import load_arguments
 
 
 def results(
@@ -41,8 +39,7 @@ def results(
             stopped. Each result is delivered at least once; requesting the next item acknowledges it.
         consumer: Name of this reader, unique in the group. Default: host name and process ID.
         follow: Wait for new results. With False, stop when no result is left.
-        label: Yield only results with this best label, spelled exactly. With `follow=False`, a warning names the
-            labels that there are if no result has it.
+        label: Yield only results with this best label, spelled exactly.
         min_score: Yield only results whose best label has at least this score.
         subreddit: Yield only posts of this subreddit, in upper or lower case, with or without `r/`.
         run: Yield only posts of this run.
@@ -77,29 +74,13 @@ def results(
         since = in_utc(since)
     run = None if run is None else parse_run(run)
     redis = connect(settings)
-    filters = ResultFilter(label, min_score, subreddit, run)
-    reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
-    return _items(reader, follow, filters, settings, redis)
+    wanted = ResultFilter(label, min_score, subreddit, run)
+    reader = open_reader(redis, group, consumer, wanted, since, claim_after=claim_after)
 
+    def found() -> Generator[Result | Missed]:
+        with closing(redis), user_errors(settings):
+            if not follow and run is not None:
+                check_run(redis, run)
+            yield from items(reader, follow)
 
-def _items(
-    reader: Reader, follow: bool, filters: ResultFilter, settings: Settings, redis: Redis
-) -> Generator[Result | Missed]:
-    """Yield the reader's items, and close the connection when the generator ends.
-
-    Without `follow`, the run must exist, and a label that no result has causes a warning.
-    """
-    try:
-        with user_errors(settings):
-            if not follow and filters.run is not None:
-                check_run(redis, filters.run)
-            found = False
-            for item in items(reader, follow):
-                found = found or isinstance(item, Result)
-                yield item
-            if filters.label is None or found:
-                return
-            if problem := unknown_label(RowReader(redis), filters.label, filters.run):
-                warn(problem)
-    finally:
-        redis.close()
+    return found()

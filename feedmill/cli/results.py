@@ -14,19 +14,9 @@ from feedmill.cli.option_groups import excludes, needs, with_settings
 from feedmill.cli.options import AsJson, RunName, Since, utc
 from feedmill.cli.terminal import MIN_ID_WIDTH, id_width, with_title
 from feedmill.console import counted
-from feedmill.reading.names import check_run, unknown_label, unknown_run
-from feedmill.reading.readers import (
-    CLAIM_AFTER_S,
-    NO_FILTER,
-    Missed,
-    Read,
-    Reader,
-    ResultFilter,
-    batches,
-    newest,
-    open_reader,
-)
-from feedmill.reading.rows import RowReader
+from feedmill.reading.names import check_run, unknown_run
+from feedmill.reading.readers import CLAIM_AFTER_S, NO_FILTER, Read, Reader, ResultFilter, batches, newest, open_reader
+from feedmill.reading.rows import Missed
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import json_line, printable
 from feedmill.shared.messages import Classification, Post
@@ -95,7 +85,6 @@ def results(
         return
     if run is not None and progress(redis, run) is None:  # it may be about to be sent
         typer.echo(f"feedmill: {unknown_run(redis, run)}", err=True)
-    _explain_label(redis, filters)
     _show(reader, follow, lines)
 
 
@@ -128,24 +117,12 @@ def _list(redis: Redis, filters: ResultFilter, limit: int | None, shown: _Lines,
     count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
     lines = shown.of(list(newest(redis, count, filters, since=since)))
     if not lines and limit != 0 and (filters._replace(run=None) != NO_FILTER or since is not None):
-        if not _explain_label(redis, filters):
-            typer.echo("feedmill: no result matches the filters", err=True)
+        typer.echo("feedmill: no result matches the filters", err=True)
         raise typer.Exit(1)
     more = limit is None and len(lines) > DEFAULT_LIMIT
     _print(lines[1:] if more else lines)
     if more and not shown.as_json:
         typer.echo(f"showing the newest {DEFAULT_LIMIT}; use --limit N for more", err=True)
-
-
-def _explain_label(redis: Redis, filters: ResultFilter) -> bool:
-    """Print the labels of all results, of the selected run, if none has the wanted one: it may be misspelt.
-
-    Returns whether they were printed.
-    """
-    if filters.label is None or not (problem := unknown_label(RowReader(redis), filters.label, filters.run)):
-        return False
-    typer.echo(f"feedmill: {problem}", err=True)
-    return True
 
 
 def _show(reader: Reader, follow: bool, lines: _Lines) -> None:

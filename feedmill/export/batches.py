@@ -7,8 +7,7 @@ from typing import Any
 import pyarrow as pa
 
 from feedmill.export.columns import COLUMNS, POST_FIELDS, label_set_of
-from feedmill.reading.entry_ids import seconds_of
-from feedmill.reading.rows import ResultRow
+from feedmill.reading.rows import ResultRow, seconds_of
 from feedmill.tables.writing import JSON, json_column
 
 TEXT, NUMBER, TIME = pa.string(), pa.float64(), pa.timestamp("us", tz="UTC")

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from feedmill.console import LiveBar, counted
 from feedmill.export.columns import ExportFilter
-from feedmill.reading.names import unknown_label
-from feedmill.reading.rows import Chunk, ResultRow, RowReader
+from feedmill.reading.rows import ResultRow, RowReader
 from feedmill.shared.errors import DatabaseUnavailable, UserError, clause
 from feedmill.shared.redis_errors import is_temporary
 from feedmill.shared.scripts.stream import Place
@@ -106,8 +105,8 @@ class ExportRun:
                         self._reader.wait(self._place, ENTRY_WAIT_S)
                 except (RedisError, DatabaseUnavailable) as fault:
                     self._wait_after(fault)
-            if self._complete and not (self._target.resumed or self._rows):
-                self._check_label()
+            if self._complete and self._selects_nothing():
+                raise UserError(f"No result has the label {self._selection.label!r:.80}. Give its exact spelling.")
             if not self._failures and (self._complete or self._target.can_resume):
                 self._publish()
         self._complete |= self._follow
@@ -120,8 +119,8 @@ class ExportRun:
                 return
             self._place = chunk.place
             rows = self._selection.of(chunk.rows)
-            if chunk.missed != 0:
-                self._report_missed(chunk)
+            if chunk.missed:
+                self._report_missed(chunk.missed.at_most)
             self._pending += rows
             if len(self._pending) >= self._target.batch_rows:
                 self._flush()
@@ -172,20 +171,16 @@ class ExportRun:
         logger.warning("Redis lost its latest results, and its clock went back: reading all results again")
         self._place = Place("0-0")
 
-    def _check_label(self) -> None:
-        """Raise UserError if no result has the selected label. An earlier OUT then stays as it is."""
+    def _selects_nothing(self) -> bool:
+        """Return whether no result has the selected label. An earlier OUT then stays as it is."""
         selection = self._selection
-        if selection.label is None or selection.until is not None:
-            return
-        if problem := unknown_label(self._reader, selection.label, selection.run):
-            raise UserError(problem)
+        is_searched = selection.label is not None and selection.until is None and not self._target.resumed
+        return is_searched and not self._rows
 
-    def _report_missed(self, chunk: Chunk) -> None:
-        """Count results that were trimmed before this export read them, and print a warning."""
+    def _report_missed(self, count: int | None) -> None:
+        """Count results that were trimmed before this export read them, at most `count`, and print a warning."""
         self._any_missed = True
-        known = chunk.missed is not None and self._missed is not None
-        self._missed = (self._missed or 0) + (chunk.missed or 0) if known else None
-        count = chunk.missed
+        self._missed = None if count is None or self._missed is None else self._missed + count
         how_many = "an unknown number of results" if count is None else f"up to {count:,} result{'s' * (count != 1)}"
         self._notes.print(
             f"missed {how_many}: trimmed from the stream before they were exported. Export more often, or raise "

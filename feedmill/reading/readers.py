@@ -10,39 +10,28 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from feedmill.reading.entry_ids import id_before, seconds_of
+from feedmill.producers.records import subreddit_name
+from feedmill.reading.rows import Missed, ResultRow, RowReader, id_before, missed_between, seconds_of, texts_of
 from feedmill.shared.errors import UserError, clause, printable
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.redis_errors import is_temporary, rejects_writes
-from feedmill.shared.results import Result, read_entry
-from feedmill.shared.scripts.stream import (
-    Entry,
-    Place,
-    claim,
-    create_group,
-    end_of,
-    fetch,
-    fetch_group,
-    is_lost,
-    number_of,
-    trimmed_between,
-    trimmed_of,
-)
+from feedmill.shared.results import Result, newest_first
+from feedmill.shared.scripts.stream import Place, claim, create_group, end_of, fetch_group, number_of, trimmed_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Entries per fetch of a follower.
-FOLLOWED_AT_ONCE = 500
+#: Entries per fetch of the newest results.
+NEWEST_AT_ONCE = 500
 #: Seconds that a follower whose entries were lost goes back beyond its latest read.
 LOST_MARGIN_S = 5.0
 #: Entries per fetch. If this member stops, other members receive these entries only after CLAIM_AFTER_S.
@@ -65,19 +54,6 @@ READER_NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,64}")
 MAX_UNIX_TIME = 253_402_300_800
 
 
-@dataclass(frozen=True)
-class Missed:
-    """Results that were trimmed before they were read. Times are seconds since 1970."""
-
-    #: Number of trimmed results, not counting purged ones; None if unknown.
-    count: int | None
-    #: The results were written between these times.
-    since: float
-    until: float
-    #: Upper bound on `count`, if posts were purged meanwhile; None if unknown.
-    at_most: int | None = None
-
-
 class ResultFilter(NamedTuple):
     """Filter for results. None matches all."""
 
@@ -90,13 +66,13 @@ class ResultFilter(NamedTuple):
     #: Name of the run, matched exactly.
     run: str | None = None
 
-    def has(self, result: Result) -> bool:
-        found = result.classification
+    def has(self, row: ResultRow) -> bool:
+        found, run, subreddit = row.found, row.post.get("run"), row.post.get("subreddit") or ""
         return (
-            (self.label is None or found.label == self.label)
-            and (self.min_score is None or found.scores[found.label] >= self.min_score)
-            and (self.run is None or result.post.run == self.run)
-            and (self.subreddit is None or normalize(result.post.subreddit or "") == normalize(self.subreddit))
+            (self.label is None or found["label"] == self.label)
+            and (self.min_score is None or found["scores"][found["label"]] >= self.min_score)
+            and (self.run is None or run == self.run)
+            and (self.subreddit is None or subreddit_name(subreddit) == subreddit_name(self.subreddit))
         )
 
 
@@ -127,34 +103,32 @@ class Follower:
         since: start time, in seconds since 1970; None for the stream's end. history: number of earlier results to read
         first.
         """
-        self._redis = redis
-        self._wanted = wanted
-        self._history = history
+        self._rows = RowReader(redis)
+        self._wanted, self._history = wanted, history
         self._place = None if since is None else Place(id_before(since))
         #: Time of the latest read (monotonic seconds).
         self._read_at = time.monotonic()
 
     def read(self) -> list[Read] | None:
         """Return available items without waiting. None if there are none; an empty list if none match the filter."""
-        place = self._place = self._place or end_of(self._redis)
+        place = self._place = self._place or end_of(self._rows.redis)
         if self._history:
-            found = newest(self._redis, self._history, self._wanted, until=place.cursor)
+            found = newest(self._rows.redis, self._history, self._wanted, until=place.cursor)
             self._history = 0
-            return [Read(result) for result in found]
-        entries = fetch(self._redis, FOLLOWED_AT_ONCE, place)
-        if not entries and is_lost(self._redis, place):
+            return list(map(Read, found))
+        chunk = self._rows.fetch(place)
+        if chunk.lost:
             self._go_back()
             return []
-        self._read_at = time.monotonic()
-        if not entries:
+        self._read_at, self._place = time.monotonic(), chunk.place
+        if chunk.place == place:
             return None
-        missed = missed_before(self._redis, place, entries)
-        self._place = Place(entries[-1][0], number_of(entries[-1][1]))
-        return missed + [Read(result) for _, result in parsed(entries) if result and self._wanted.has(result)]
+        missed = [Read(chunk.missed)] if chunk.missed else []
+        return missed + [Read(row.result) for row in chunk.rows if self._wanted.has(row)]
 
     def _go_back(self) -> None:
         """Continue with what Redis stored since the latest read: it has smaller ids than what was read then."""
-        now: Any = self._redis.time()
+        now: Any = self._rows.redis.time()
         since = now[0] - (time.monotonic() - self._read_at) - LOST_MARGIN_S
         logger.warning("Redis lost its latest results, and its clock went back: results of the last seconds come again")
         self._place = Place(id_before(since))
@@ -162,7 +136,7 @@ class Follower:
     def wait(self, seconds: float) -> None:
         """Return as soon as there may be something to read, or after `seconds`."""
         if self._place:
-            wait_for_entry(self._redis, self._place, seconds)
+            self._rows.wait(self._place, seconds)
 
     def acknowledge(self, ids: Sequence[str]) -> None:
         """Do nothing: followers have no pending entries."""
@@ -175,48 +149,11 @@ def newest(
 
     since: seconds since 1970; results that were stored earlier are left out.
     """
-    found: list[Result] = []
-    first = "-" if since is None else f"({id_before(since)}"
-    while len(found) < count:
-        at_once = min(FOLLOWED_AT_ONCE, count - len(found)) if wanted == NO_FILTER else FOLLOWED_AT_ONCE
-        entries: Any = redis.xrevrange(RESULTS_STREAM, until, first, count=at_once)
-        if not entries:
-            break
-        found += [result for _, result in parsed(entries) if result and wanted.has(result)]
-        until = f"({entries[-1][0]}"
-    return found[:count][::-1]
-
-
-def wait_for_entry(redis: Redis, place: Place, seconds: float) -> None:
-    """Block until there is an entry after `place`, or until `seconds` have passed."""
-    redis.xread({RESULTS_STREAM: place.cursor}, count=1, block=milliseconds(seconds))
-
-
-def parsed(entries: Iterable[Entry]) -> Iterator[tuple[str, Result | None]]:
-    """Yield (entry id, result). The result is None for unreadable entries, which would block a group forever."""
-    for entry_id, fields in entries:
-        try:
-            yield entry_id, read_entry(fields or {})
-        except (ValueError, KeyError, TypeError) as error:
-            logger.warning("skipping unreadable entry %s of %s: %r", entry_id, RESULTS_STREAM, error)
-            yield entry_id, None
-
-
-def missed_before(redis: Redis, place: Place, entries: Sequence[Entry]) -> list[Read]:
-    """Report the gap between a place and the entries read after it, if there is one."""
-    first, fields = entries[0]
-    count, at_most = trimmed_between(redis, place, number_of(fields))
-    return [] if at_most == 0 else [Read(Missed(count, seconds_of(place.cursor), seconds_of(first), at_most))]
-
-
-def normalize(subreddit: str) -> str:
-    """Normalize a subreddit's name for comparison: "/r/Python" becomes "python"."""
-    return subreddit.strip().casefold().removeprefix("/").removeprefix("r/").removesuffix("/")
-
-
-def milliseconds(seconds: float) -> int:
-    """Convert to milliseconds, at least 1: Redis treats 0 as forever."""
-    return max(1, math.ceil(seconds * 1000))
+    first, limit = "-" if since is None else f"({id_before(since)}", count if wanted == NO_FILTER else None
+    entries = newest_first(redis, RESULTS_STREAM, limit, first, until, NEWEST_AT_ONCE)
+    reader = RowReader(redis)
+    rows = (row for entry in entries for row in reader.parse(texts_of(*entry)) if wanted.has(row))
+    return [row.result for row in islice(rows, count)][::-1]
 
 
 class GroupReader:
@@ -236,19 +173,17 @@ class GroupReader:
         claim_after: float = CLAIM_AFTER_S,
     ) -> None:
         """Create a member. since: start of a new group, as in `Follower`. claim_after: see CLAIM_AFTER_S."""
-        self._redis = redis
-        self._group = group
-        self._consumer = consumer
-        self._wanted = wanted
-        self._claim_after = claim_after
+        self._redis, self._rows = redis, RowReader(redis)
+        self._group, self._consumer = group, consumer
+        self._wanted, self._claim_after = wanted, claim_after
         #: The group's place in the stream. For a new group, the start of the group.
         self._place = None if since is None else Place(id_before(since))
         self._claim_from = "0-0"
         self._claim_at = self._read_at = time.monotonic()
         #: Entries to acknowledge.
         self._to_acknowledge: list[str] = []
-        #: Items to return from the next `read`.
-        self._lost_items: list[Read] = []
+        #: Reports to return from the next `read` that succeeds.
+        self._missed: list[Read] = []
 
     @property
     def stale(self) -> bool:
@@ -257,29 +192,30 @@ class GroupReader:
     def read(self) -> list[Read] | None:
         self._send_acknowledgements()
         if time.monotonic() >= self._claim_at:
-            self._lost_items += self._claim_entries()
+            self._missed += self._claim_entries()
         self._read_at = time.monotonic()
         entries, before = self._in_group(partial(fetch_group, self._redis, GIVEN_AT_ONCE, self._group, self._consumer))
-        reads, self._lost_items = self._lost_items, []
         if before is None:
-            reads += self._lost([entry_id for entry_id, fields in entries if fields is None])
+            self._missed += self._lost([entry_id for entry_id, fields in entries if fields is None])
+        elif entries:
+            (first, fields), (last, latest) = entries[0], entries[-1]
+            self._place = Place(last, number_of(latest))
+            if missed := missed_between(self._redis, before, first, number_of(fields)):
+                self._missed.append(Read(missed))
         else:
-            self._place = Place(entries[-1][0], number_of(entries[-1][1])) if entries else before
-            if not entries:
-                return reads or None
-            reads += missed_before(self._redis, before, entries)
-        for entry_id, result in parsed(entry for entry in entries if entry[1] is not None):
-            if result and self._wanted.has(result):
-                reads.append(Read(result, (entry_id,)))
-            else:
-                self._to_acknowledge.append(entry_id)
-        return reads
+            self._place = before
+        present = {entry_id: texts_of(entry_id, fields) for entry_id, fields in entries if fields is not None}
+        rows = [row for row in self._rows.parse([*chain(*present.values())]) if self._wanted.has(row)]
+        self._to_acknowledge += present.keys() - {row.entry for row in rows}
+        reads, self._missed = self._missed, []
+        reads += [Read(row.result, (row.entry,)) for row in rows]
+        return reads if entries else reads or None
 
     def wait(self, seconds: float) -> None:
         # Not XREADGROUP: it would deliver entries without checking for trimmed ones.
         seconds = min(seconds, self._claim_at - time.monotonic())
         if seconds > 0:
-            wait_for_entry(self._redis, self._place or Place("$"), seconds)
+            self._rows.wait(self._place or Place("$"), seconds)
 
     def acknowledge(self, ids: Sequence[str]) -> None:
         """Mark entries as processed. Call before the next `read`, which otherwise returns them again.
@@ -300,7 +236,7 @@ class GroupReader:
 
     def _claim_entries(self) -> list[Read]:
         """Take over entries that other members did not acknowledge. The next fetch returns them as pending."""
-        idle_ms, ttl_ms = milliseconds(self._claim_after), MEMBER_TTL_S * 1000
+        idle_ms, ttl_ms = math.ceil(self._claim_after * 1000), MEMBER_TTL_S * 1000
         self._claim_from, deleted = self._in_group(
             partial(claim, self._redis, self._group, self._consumer, idle_ms, self._claim_from, GIVEN_AT_ONCE, ttl_ms)
         )
@@ -349,7 +285,7 @@ def open_reader(
 
     consumer: the member's name; default: host name and process id.
     """
-    if wanted.subreddit is not None and not normalize(wanted.subreddit):
+    if wanted.subreddit is not None and not subreddit_name(wanted.subreddit):
         raise UserError(f"{printable(wanted.subreddit)!r:.80} is not a subreddit's name; write python, or r/python.")
     if wanted.min_score is not None and not _is_finite(wanted.min_score):
         raise UserError(f"min_score must be a finite number, not {wanted.min_score!r:.80}.")

@@ -1,20 +1,23 @@
-"""Read the results stream as raw rows, for readers of a hundred thousand results and more.
+"""Read the results stream as raw rows: for exports of a hundred thousand results and more, and for followers.
 
 Per chunk, one script fetches about five hundred rows and another checks them for purged posts. Rows are plain dicts:
-building pydantic models would be slow.
+building pydantic models would be slow. Ids of entries are `<milliseconds>-<sequence number>`, by Redis' clock.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 from redis import Redis
 
-from feedmill.reading.readers import wait_for_entry
 from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import Classification, Post
+from feedmill.shared.results import Result
 from feedmill.shared.scripts.stream import Place, check_posts, entries_stored, fetch_rows, is_lost, trimmed_between
 
 logger = logging.getLogger(__name__)
@@ -23,6 +26,32 @@ logger = logging.getLogger(__name__)
 FETCH_BYTES = 2**19
 #: Posts per call of the script that checks for purged posts.
 POSTS_PER_CHECK = 1000
+#: Largest sequence number of an entry's id.
+MAX_SEQUENCE = 2**64 - 1
+
+
+def id_before(since: float) -> str:
+    """Return the largest id before a time in seconds since 1970, so that reading after it starts at that time."""
+    milliseconds = int(since * 1000)
+    return f"{milliseconds - 1}-{MAX_SEQUENCE}" if milliseconds > 0 else "0-0"
+
+
+def seconds_of(entry_id: str) -> float:
+    """Return the time at which an entry was written, in seconds since 1970."""
+    return int(entry_id.partition("-")[0]) / 1000
+
+
+@dataclass(frozen=True)
+class Missed:
+    """Results that were trimmed before they were read. Times are seconds since 1970."""
+
+    #: Number of trimmed results, not counting purged ones; None if unknown.
+    count: int | None
+    #: The results were written between these times.
+    since: float
+    until: float
+    #: Upper bound on `count`, if posts were purged meanwhile; None if unknown.
+    at_most: int | None = None
 
 
 class ResultRow(NamedTuple):
@@ -35,6 +64,11 @@ class ResultRow(NamedTuple):
     found: dict[str, Any]
     post: dict[str, Any]
 
+    @property
+    def result(self) -> Result:
+        """The row as models, which are not validated again: the body may be truncated."""
+        return Result(Post.model_construct(**self.post), Classification.model_construct(**self.found))
+
 
 class Chunk(NamedTuple):
     """Consecutive rows in stream order."""
@@ -43,8 +77,8 @@ class Chunk(NamedTuple):
     #: Place after the rows, including the omitted rows of purged posts.
     place: Place
     ended: bool
-    #: Number of results that were trimmed before they could be read; None if unknown.
-    missed: int | None = 0
+    #: Results that were trimmed before they could be read, if any.
+    missed: Missed | None = None
     #: Approximate number of entries after the rows; None if unknown.
     left: int | None = None
     #: True if the stream has lost the entries up to the place, and new ones come before it.
@@ -64,10 +98,9 @@ class RowReader:
         ended, first, last, texts = fetch_rows(self.redis, place.cursor, self._end, FETCH_BYTES)
         if not texts:
             return Chunk([], place, ended, lost=is_lost(self.redis, place))
-        _, missed = trimmed_between(self.redis, place, first)
         left = max(0, entries_stored(self.redis) - last) if last and self._end == "+" else None
-        now = Place(texts[-3], last)
-        return Chunk(self._checked(_read(texts)), now, ended, missed, left)
+        missed, now = missed_between(self.redis, place, texts[0], first), Place(texts[-3], last)
+        return Chunk(self.parse(texts), now, ended, missed, left)
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
         """Yield all rows present after `place`, fetching the next chunk while the caller works on the current one."""
@@ -83,11 +116,15 @@ class RowReader:
 
     def wait(self, place: Place, seconds: float) -> None:
         """Block until there is an entry after `place`, or until `seconds` have passed."""
-        wait_for_entry(self.redis, place, seconds)
+        milliseconds = max(1, math.ceil(seconds * 1000))  # Redis treats 0 as forever
+        self.redis.xread({RESULTS_STREAM: place.cursor}, count=1, block=milliseconds)
 
-    def _checked(self, rows: Sequence[ResultRow]) -> list[ResultRow]:
-        """Drop the rows of purged posts and update the others' scores."""
-        checked: list[ResultRow] = []
+    def parse(self, texts: list[str]) -> list[ResultRow]:
+        """Parse (id, classification, post, id, …) into rows, drop those of purged posts and update the others' scores.
+
+        Logs and skips unreadable entries.
+        """
+        rows, checked = _read(texts), []
         for row, (_, note) in zip(rows, self._notes(row.post["id"] for row in rows), strict=True):
             if note is not False:
                 if note is not None:
@@ -106,27 +143,34 @@ class RowReader:
             yield from zip(some, from_json(check_posts(self.redis, some)), strict=True)
 
 
+def texts_of(entry_id: str, fields: Mapping[str, str]) -> list[str]:
+    """Return an entry's id, classification and post."""
+    return [entry_id, fields.get("classification", ""), fields.get("post", "")]
+
+
+def missed_between(redis: Redis, place: Place, entry_id: str, number: int | None) -> Missed | None:
+    """Return the results that were trimmed between a place and the next entry, if any. number: that entry's."""
+    count, at_most = trimmed_between(redis, place, number)
+    return None if at_most == 0 else Missed(count, seconds_of(place.cursor), seconds_of(entry_id), at_most)
+
+
 def _read(texts: list[str]) -> list[ResultRow]:
-    """Parse (id, classification, post, id, …) into rows, and skip unreadable ones.
+    """Parse rows, and skip unreadable ones.
 
     Parsing one joined JSON array is faster than two per row, and by a fifth faster if only keys are cached.
     """
     ids = texts[::3]
     del texts[::3]
-    read: Iterator[Any]
-    try:
-        read = iter(from_json(f"[{','.join(texts)}]", cache_strings="keys"))
-        rows = [ResultRow(entry_id, found, post) for entry_id, found, post in zip(ids, read, read, strict=True)]
-    except ValueError:
-        read = map(_from_json, texts)
-        rows = [ResultRow(entry_id, found, post) for entry_id, found, post in zip(ids, read, read, strict=True)]
-    return [row for row in rows if _is_readable(row)]
+    values = _from_json(f"[{','.join(texts)}]") or ()
+    if len(values) != len(texts):
+        values = [*map(_from_json, texts)]
+    return [row for row in map(ResultRow, ids, values[::2], values[1::2]) if _is_readable(row)]
 
 
 def _from_json(text: str) -> Any:
     """Parse a value; None for invalid JSON."""
     try:
-        return from_json(text)
+        return from_json(text, cache_strings="keys")
     except ValueError:
         return None
 

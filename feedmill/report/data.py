@@ -13,8 +13,7 @@ from redis import Redis
 
 from feedmill.export.columns import LABEL_SEPARATOR, label_set_of
 from feedmill.producers.live.state import Gap, Gaps
-from feedmill.reading.entry_ids import id_before, seconds_of
-from feedmill.reading.rows import ResultRow, RowReader
+from feedmill.reading.rows import ResultRow, RowReader, id_before, seconds_of
 from feedmill.shared import keys
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.results import HOUR_S, ResultsStore, newest_first

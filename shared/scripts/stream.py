@@ -40,12 +40,6 @@ def end_of(redis: Redis) -> Place:
     return Place(newest[0][0] if newest else "0-0", entries_stored(redis))
 
 
-def fetch(redis: Redis, count: int, place: Place) -> list[Entry]:
-    """Return up to `count` entries after a place."""
-    entries: Any = redis.xrange(RESULTS_STREAM, f"({place.cursor}", count=count)
-    return [(entry_id, fields) for entry_id, fields in entries]
-
-
 def number_of(fields: Mapping[str, str] | None) -> int | None:
     """Return an entry's number; None if it has none."""
     number = (fields or {}).get("number", "")

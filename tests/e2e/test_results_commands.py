@@ -98,19 +98,6 @@ def test_shows_the_newest_matching_results(redis: RedisServer, tmp_path: Path) -
         assert (said.returncode, bool(said.stderr)) == ((0, False) if ids or "0" in flags else (1, True))
 
 
-def test_a_misspelt_label_names_similar_ones(redis: RedisServer, tmp_path: Path) -> None:
-    """Of all results, not only of the newest ones."""
-    store = stored(redis, *map(str, range(1100)))
-    redis.client.delete(RESULTS_STREAM)
-    store.write([result("g1", "gaming"), result("t1", "travel")])
-    store.write([result(f"r{number}", "refund") for number in range(1100)])
-    said = feedmill("results", "--label", "gamming", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, said.stdout) == (1, "")
-    assert (
-        "No result has the label 'gamming'. Did you mean 'gaming'? Labels seen: refund, gaming, travel" in said.stderr
-    )
-
-
 @pytest.mark.parametrize(
     "command",
     [

@@ -12,8 +12,7 @@ from feedmill.export.columns import ExportFilter
 from feedmill.export.files import STATE_FILE, Layout, opened, parts, purge
 from feedmill.export.rewriting import format_of_file, post_keys
 from feedmill.producers.files import Source
-from feedmill.reading.entry_ids import id_before
-from feedmill.reading.rows import RowReader
+from feedmill.reading.rows import RowReader, id_before
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, tombstone_key
 from feedmill.shared.messages import Post
@@ -93,7 +92,7 @@ def test_reads_every_row_once_in_order(store: ResultsStore, reader: RowReader) -
     store.write([result(post_id) for post_id in wanted])
     assert ids(reader) == wanted
     chunk = reader.fetch(BEGINNING)
-    assert (len(chunk.rows), chunk.ended, chunk.missed, chunk.left) == (50, False, 0, 180)
+    assert (len(chunk.rows), chunk.ended, chunk.missed, chunk.left) == (50, False, None, 180)
     assert ids(reader, chunk.place) == wanted[50:]
 
 
@@ -148,10 +147,13 @@ def test_reports_trimmed_rows_as_missed(server: RedisServer) -> None:
     for start in range(10, 1000, 90):
         store.write([result(str(number)) for number in range(start, start + 90)])
     chunk = reader.fetch(place)
-    assert chunk.missed == int(chunk.rows[0].post["id"]) - 10
-    assert reader.fetch(chunk.place).missed == 0
-    assert reader.fetch(Place("1-0")).missed is None  # unknown: the place may predate the first entry
-    assert reader.fetch(BEGINNING).missed == 0  # from the beginning, nothing can have been missed
+    assert chunk.missed
+    assert chunk.missed.at_most == int(chunk.rows[0].post["id"]) - 10
+    assert reader.fetch(chunk.place).missed is None
+    unknown = reader.fetch(Place("1-0")).missed  # the place may predate the first entry
+    assert unknown
+    assert unknown.at_most is None
+    assert reader.fetch(BEGINNING).missed is None  # from the beginning, nothing can have been missed
 
 
 # Files.

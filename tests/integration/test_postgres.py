@@ -18,9 +18,8 @@ from feedmill.export.batches import batch_of
 from feedmill.export.columns import ExportFilter
 from feedmill.export.postgres import TYPES, Table, opened
 from feedmill.producers.clear import purge_run
-from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.purges import PURGES_PER_READ
-from feedmill.reading.rows import RowReader
+from feedmill.reading.rows import RowReader, seconds_of
 from feedmill.shared.errors import DatabaseUnavailable, UserError
 from feedmill.shared.keys import COUNTERS, PURGES, RESULTS_STREAM
 from feedmill.shared.messages import Post, digest

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -15,12 +14,11 @@ from redis import Redis
 from redis.exceptions import ConnectionError as ConnectionFault
 
 import feedmill
-from feedmill.reading import readers
+from feedmill.reading import readers, rows
 from feedmill.reading.readers import (
     NO_FILTER,
     Follower,
     GroupReader,
-    Missed,
     Read,
     Reader,
     ResultFilter,
@@ -29,6 +27,7 @@ from feedmill.reading.readers import (
     newest,
     open_reader,
 )
+from feedmill.reading.rows import Missed
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, find
 from feedmill.shared.messages import Post
@@ -130,10 +129,10 @@ def test_reads_each_new_result_once(store: ResultsStore, reader: Reader) -> None
 def test_reads_more_results_than_one_fetch_returns(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "FOLLOWED_AT_ONCE", 3)
+    monkeypatch.setattr(rows, "FETCH_BYTES", 0)
     monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 3)
     reader.read()
-    wanted = write(store, *range(50))
+    wanted = write(store, *range(120))
     found = read_all(reader)
     assert (ids_of(found), missed_of(found)) == (wanted, [])
 
@@ -244,7 +243,7 @@ def test_a_slow_reader_learns_how_many_results_it_missed(
 def test_missed_counts_of_a_slow_reader_add_up(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "FOLLOWED_AT_ONCE", 7)
+    monkeypatch.setattr(rows, "FETCH_BYTES", 0)
     monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 7)
     reader.read()
     seen: list[str] = []
@@ -525,16 +524,6 @@ def test_reads_results_through_the_python_api(
     with pytest.raises(AttributeError, match="nothing"):
         _ = feedmill.nothing
     assert feedmill.Missed is Missed
-
-
-def test_python_api_warns_about_an_unknown_label(store: ResultsStore, server: RedisServer) -> None:
-    store.write([result("1", "books")])
-    with pytest.warns(UserWarning, match=r"'bokks'\. Did you mean 'books'\? Labels seen: books") as told:
-        assert list(feedmill.results(server.url, follow=False, label="bokks")) == []
-    assert told[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert list(feedmill.results(server.url, follow=False, label="books", min_score=1.1)) == []
 
 
 @pytest.mark.parametrize("group", [None, "g"])

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from feedmill.reading.readers import Follower, Missed
+from feedmill.reading.readers import Follower
+from feedmill.reading.rows import Missed
 from feedmill.shared.keys import MARKS, RESULTS_STREAM, STORED, find
 from feedmill.shared.messages import digest
 from feedmill.shared.purge import purge
