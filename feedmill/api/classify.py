@@ -7,8 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Series
-from feedmill.api.items import columns_of
+from feedmill.api.items import Frame, FrameT, Labels, OneItem, Series, columns_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.local_model import explain_refusals, load_calibrated

@@ -1,15 +1,19 @@
 """Read texts from data frames and add columns to them, with narwhals: pandas, polars, pyarrow, DuckDB and others."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import narwhals as nw
 
-from feedmill.api.items import TEXT_FIELDS, Item, make_item
+from feedmill.api.items import FIELDS, Item, item_of
 from feedmill.producers.records import Columns, check_columns, listed, normalize_column
 from feedmill.shared.errors import InputError, UserError
+from feedmill.tables.labels import check_new_columns, label_columns
+
+if TYPE_CHECKING:
+    from feedmill.api.predictions import Prediction
 
 #: Rows converted to Python objects at once.
 ROWS_AT_ONCE = 10_000
@@ -24,50 +28,47 @@ class Table:
 
     def __init__(self, frame: nw.DataFrame[Any]) -> None:
         self._frame = frame
-        self.names: list[Any] = frame.columns
+        self._names = {normalize_column(str(name)): name for name in frame.columns}
 
     def __len__(self) -> int:
         return len(self._frame)
 
     def items(self, columns: Columns) -> Iterator[Item]:
         """Yield an item for each row. Raises InputError, before the first row, if no column has text."""
-        places = self._places(columns)
-        for name in (*places["title"], *places["body"]):
-            column = self._frame.get_column(name)
+        if len(self._names) == 1 and not (columns.text or columns.texts_among(self._names)):
+            columns = columns._replace(body=next(iter(self._names)))
+        check_columns("The frame", self._frame.columns, columns, flag="{}=")
+        for key in columns.texts_among(self._names):
+            column = self._frame.get_column(self._names[key])
             if not isinstance(column.dtype, TEXT_TYPES) and column.null_count() < len(column):
                 raise InputError(
-                    f"The column {listed([name])!r} has the type {column.dtype}, not text. Name the text column with "
-                    "title= or body=, or convert the column to text first."
+                    f"The column {listed([self._names[key]])!r} has the type {column.dtype}, not text. Name the text "
+                    "column with title= or body=, or convert the column to text first."
                 )
-        return self._items(places)
+        return self._items(columns)
 
-    def _places(self, columns: Columns) -> dict[str, list[Any]]:
-        """Return the names of the columns that may hold each field, in order of preference. Raises InputError."""
-        known = {normalize_column(str(name)): name for name in self.names}
-        if len(known) == 1 and not (columns.text or columns.texts_among(known)):
-            return {"title": [], "body": self.names, "id": []}
-        check_columns("The frame", self.names, columns, flag="{}=")
-        fields = {field: columns.names_of(field) for field in (*TEXT_FIELDS, "id")}
-        return {field: [known[name] for name in names if name in known] for field, names in fields.items()}
-
-    def _items(self, places: Mapping[str, list[Any]]) -> Iterator[Item]:
-        columns = {name: self._frame.get_column(name) for names in places.values() for name in names}
+    def _items(self, columns: Columns) -> Iterator[Item]:
+        wanted = {name for field in FIELDS for name in columns.names_of(field)}
+        read = {key: self._frame.get_column(name) for key, name in self._names.items() if key in wanted}
         for start in range(0, len(self), ROWS_AT_ONCE):
-            part = [column[start : start + ROWS_AT_ONCE].to_list() for column in columns.values()]
+            part = [column[start : start + ROWS_AT_ONCE].to_list() for column in read.values()]
             for position, values in enumerate(zip(*part, strict=True), start):
-                row = dict(zip(columns, values, strict=True))
-                title, body, ids = ([row[name] for name in names] for names in places.values())
-                yield make_item(position, title, body, ids)
+                yield item_of(dict(zip(read, values, strict=True)), position, columns)
 
-    def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Any:
-        """Return the frame with more columns, the first of text, the others of numbers; None is missing.
+    def check_new(self, labels: Sequence[str], prefix: str) -> None:
+        """Raise UserError if the frame has one of the columns that `labelled` adds."""
+        check_new_columns("The frame", self._frame.columns, label_columns(labels, prefix), "prefix=")
 
-        The rows keep their order and their index.
+    def labelled(self, found: Iterable["Prediction"], labels: Sequence[str], prefix: str) -> Any:
+        """Return the frame with the label, its score and the scores of `labels`; None is missing.
+
+        The rows keep their order and their index. Raises UserError, before the first row, as `check_new` does.
         """
+        self.check_new(labels, prefix)
+        label, *scores = label_values(found, labels, prefix).items()
         package = self._frame.implementation
-        label, *scores = columns.items()
         new = [nw.new_series(*label, nw.String, backend=package)]
-        new += [nw.new_series(name, values, nw.Float64, backend=package) for name, values in scores]
+        new += [nw.new_series(*column, nw.Float64, backend=package) for column in scores]
         frame = self._frame.with_columns(*new).to_native()
         if attributes := getattr(self._frame.to_native(), "attrs", None):  # of pandas: narwhals does not copy them
             frame.attrs = attributes
@@ -86,6 +87,13 @@ def table_of(given: Any) -> Table | None:
     if isinstance(frame, nw.Series):
         frame = (frame if frame.name else frame.alias(SERIES_NAME)).to_frame()
     return Table(frame) if isinstance(frame, nw.DataFrame) else None
+
+
+def label_values(found: Iterable["Prediction"], labels: Sequence[str], prefix: str = "") -> dict[str, list[Any]]:
+    """Return the columns of some predictions: the label, its score and the scores of `labels`."""
+    names = label_columns(labels, prefix)
+    rows = [(each.label, each.score, *map(each.scores.get, labels)) for each in found]
+    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)) if rows else {name: [] for name in names}
 
 
 def make_frame(columns: Mapping[str, Sequence[Any]]) -> Any:

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, SupportsIndex, overload
 
-from feedmill.api.frames import make_frame
+from feedmill.api.frames import label_values, make_frame
 from feedmill.shared.errors import printable, truncate
-from feedmill.tables.labels import SCORE_COLUMN
 
 #: Characters of a text in a repr, and items in the repr of a list.
 SHOWN_CHARACTERS, SHOWN_ITEMS = 60, 10
@@ -85,14 +84,15 @@ class Predictions(list[Prediction]):
         if any(each.id is not None for each in self):
             columns["id"] = [each.id for each in self]
         columns["text"] = [each.text for each in self]
-        columns["label"] = [each.label for each in self]
-        columns["label_score"] = [each.score for each in self]
-        if scores:
-            labels = self.labels or sorted({label for each in self for label in each.scores})
-            columns |= {SCORE_COLUMN.format(label): [each.scores.get(label) for each in self] for label in labels}
+        columns |= label_values(self, self.score_labels if scores else ())
         if any(each.error is not None for each in self):
             columns["error"] = [each.error for each in self]
         return make_frame(columns)
+
+    @property
+    def score_labels(self) -> Sequence[str]:
+        """The labels of the call, or else those with scores."""
+        return self.labels or sorted({label for each in self for label in each.scores})
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the attributes of each prediction as a dictionary, for `json.dumps`."""

@@ -3,18 +3,17 @@
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
 
-from feedmill.api.frames import Table, table_of
-from feedmill.api.items import Item, item_of, type_of
+from feedmill.api.frames import table_of
+from feedmill.api.items import Item, item_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.producers.records import Columns
 from feedmill.shared.errors import InputError, RequestRefused, UserError, printable, sentence, truncate
-from feedmill.shared.messages import ClassifyOptions, Outcome, Post, PostError
-from feedmill.tables.labels import check_new_columns, label_columns, with_outcomes
+from feedmill.shared.messages import ClassifyOptions, Outcome, Post
+from feedmill.tables.labels import with_outcomes
 
 #: Classify posts: yields each post with its outcome, in order.
 Engine = Callable[[Iterable[Post], ClassifyOptions], Generator[tuple[Post, Outcome]]]
@@ -28,7 +27,7 @@ def read_options(labels: Any, template: str | None, multi_label: bool) -> Classi
     if isinstance(labels, str) or hasattr(labels, "columns") or not isinstance(labels, Iterable | None):
         raise UserError(
             "labels must be a list such as ['praise', 'complaint'], a column, or a dictionary of descriptions, not "
-            f"{truncate(repr(labels))} ({type_of(labels)})."
+            f"{truncate(repr(labels))} ({_type_of(labels)})."
         )
     if isinstance(labels, Mapping):
         labels = dict(labels)
@@ -48,6 +47,12 @@ def read_options(labels: Any, template: str | None, multi_label: bool) -> Classi
 def _plain(values: Any) -> Any:
     """Return the values of a pyarrow array, whose items are not Python objects, as a list; other values unchanged."""
     return values.to_pylist() if hasattr(values, "to_pylist") else values
+
+
+def _type_of(value: object) -> str:
+    """Return the name of a value's type, with the package of a type that is not built in."""
+    package, name = type(value).__module__.partition(".")[0], type(value).__name__
+    return name if package == "builtins" else f"{package}.{name}"
 
 
 class Request:
@@ -72,7 +77,7 @@ class Request:
         values = (items,) if self.is_single else _plain(items)
         if isinstance(values, bytes | bytearray) or not isinstance(values, Iterable):
             raise InputError(
-                f"Cannot classify a value of type {type_of(items)}. Give a text, a dictionary with title and body, a "
+                f"Cannot classify a value of type {_type_of(items)}. Give a text, a dictionary with title and body, a "
                 "list of either, or a DataFrame; for a file, run `feedmill classify`."
             )
         self.items = (item_of(value, position, columns) for position, value in enumerate(values))
@@ -83,13 +88,12 @@ class Request:
 
         labels: labels of the model, for calls without any.
         """
-        labels = tuple(self.options.labels or labels)
-        scores = labels if self._scores else ()
-        new = None if self.table is None else LabelColumns(self.table, scores, self.prefix)  # before the work
-        failures = Failures()
-        with progress_bar(self._progress, "classifying", self._total) as advance:
-            found = failures.watch(self.predictions(engine), advance)
-            result = Predictions(found, labels) if new is None else new.add(found)
+        labels, failures = tuple(self.options.labels or labels), Failures()
+        found = tqdm(self.predictions(engine), desc="classifying", total=self._total, disable=not self._progress)
+        if self.table is not None:
+            result = self.table.labelled(failures.watch(found), labels if self._scores else (), self.prefix)
+        else:
+            result = Predictions(failures.watch(found), labels)
         if self.is_single:
             (only,) = result
             if only.error is not None:
@@ -106,25 +110,7 @@ class Request:
     def predictions(self, engine: Engine) -> Iterator[Prediction]:
         """Yield a prediction for each item, in order. Reads the items as they are needed."""
         for item, outcome in with_outcomes(self.items, lambda posts: engine(posts, self.options)):
-            if outcome is None or isinstance(outcome, PostError):
-                yield failed_prediction(item, outcome.error if outcome else "")
-            else:
-                yield prediction(item, outcome.label, outcome.scores)
-
-
-class LabelColumns:
-    """The columns that are added to a frame. scores: labels with a column of their own. prefix: of the names."""
-
-    def __init__(self, table: Table, scores: Sequence[str], prefix: str) -> None:
-        """Raise UserError if the frame has one of the columns."""
-        self._table, self._scores, self._names = table, scores, label_columns(scores, prefix)
-        check_new_columns("The frame", table.names, self._names, "prefix=")
-
-    def add(self, found: Iterable[Prediction]) -> Any:
-        """Return the frame with the columns. Holds one text and a few numbers for each row."""
-        rows = [(each.label, each.score, *map(each.scores.get, self._scores)) for each in found]
-        columns = zip(*rows, strict=True) if rows else [()] * len(self._names)
-        return self._table.with_columns(dict(zip(self._names, map(list, columns), strict=True)))
+            yield prediction(item, vars(outcome) if outcome else {"error": item.reason})
 
 
 class Failures:
@@ -134,7 +120,7 @@ class Failures:
         self._total = self._failed = 0
         self._reasons: list[tuple[int, str]] = []
 
-    def watch(self, found: Iterable[Prediction], advance: Callable[[int], None]) -> Iterator[Prediction]:
+    def watch(self, found: Iterable[Prediction]) -> Iterator[Prediction]:
         """Yield the predictions and count them."""
         for each in found:
             if each.error is not None:
@@ -142,7 +128,6 @@ class Failures:
                 if len(self._reasons) < MAX_REASONS:
                     self._reasons.append((self._total, each.error))
             self._total += 1
-            advance(self._total)
             yield each
 
     def warn(self, unit: str) -> None:
@@ -150,16 +135,6 @@ class Failures:
             reasons = "; ".join(f"{unit} {at}: {clause_of(reason)}" for at, reason in self._reasons)
             more = "; …" if self._failed > len(self._reasons) else ""
             warn(f"{self._failed:,} of {self._total:,} {unit}s have no label: {printable(reasons)}{more}.")
-
-
-@contextmanager
-def progress_bar(shown: bool, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error until the block ends, and yield a function that moves it to a number of items.
-
-    total: number of items; None if unknown.
-    """
-    with tqdm(desc=what, total=total, disable=not shown) as bar:
-        yield lambda done: bar.update(done - bar.n) and None
 
 
 def warn(text: str) -> None:
@@ -174,12 +149,10 @@ def clause_of(reason: str) -> str:
     return reason.removesuffix(".")
 
 
-def prediction(item: Item, label: str, scores: Mapping[str, float]) -> Prediction:
-    """Return the prediction for an item with a label. scores: best first."""
-    return Prediction(label, scores[label], scores, item.post.text if item.post else "", item.id)
-
-
-def failed_prediction(item: Item, reason: str = "") -> Prediction:
-    """Return the prediction for an item without a label. reason: default: the item's own."""
+def prediction(item: Item, outcome: Mapping[str, Any]) -> Prediction:
+    """Return the prediction for an item. outcome: its label and its scores, best first; or the error."""
     text = item.post.text if item.post else ""
-    return Prediction(None, None, text=text, id=item.id, error=reason or item.reason)
+    if error := outcome.get("error"):
+        return Prediction(None, None, text=text, id=item.id, error=error)
+    label, scores = outcome["label"], outcome["scores"]
+    return Prediction(label, scores[label], scores, text, item.id)

@@ -15,25 +15,16 @@ from secrets import token_hex
 from typing import Any, NamedTuple
 
 from redis import Redis
+from tqdm import tqdm
 
-from feedmill.api.arguments import Frame, Labels, OneItem, Series
-from feedmill.api.items import Item, columns_of
+from feedmill.api.items import Frame, Item, Labels, OneItem, Series, columns_of
 from feedmill.api.predictions import Prediction, Predictions
-from feedmill.api.request import (
-    Failures,
-    LabelColumns,
-    Request,
-    failed_prediction,
-    prediction,
-    progress_bar,
-    read_options,
-    warn,
-)
+from feedmill.api.request import Failures, Request, prediction, read_options, warn
 from feedmill.producers.clear import messages_cleared
 from feedmill.producers.push import Pusher
 from feedmill.producers.records import id_of_text
 from feedmill.shared import runs
-from feedmill.shared.broker import Application, connect, make_app, user_errors
+from feedmill.shared.broker import connect, make_app, user_errors
 from feedmill.shared.errors import PostRefused, RequestRefused, UserError, sentence
 from feedmill.shared.messages import MAX_ID, Post, is_missing, parse_run
 from feedmill.shared.model_routing import check_options, check_queue, missing_worker
@@ -87,13 +78,11 @@ class SubmittedRun:
         #: Messages without an outcome: task id -> posts.
         self._pending: dict[str, Sequence[Post]] = {}
         self._found: dict[int, Prediction] = {}
-        self._sent = self._failed = 0
+        self._failed = 0
         #: Time at which all posts were first seen settled although results are missing; None if they are not.
         self._settled_at: float | None = None
         #: The worker's reason to refuse the options.
         self._refused = ""
-        #: True once a warning has said how many items have no label.
-        self._has_warned = False
 
     # Sending.
 
@@ -101,14 +90,16 @@ class SubmittedRun:
         """Send posts: those of the request, unless others are given."""
         self._publish(self._posts() if posts is None else posts)
         published = {self._places[post.id] for posts in self._pending.values() for post in posts}
-        for place, item in enumerate(self._items):
+        for place in range(len(self._items)):
             if place not in self._found and place not in published:
-                self._settle(place, failed_prediction(item, PURGED))
+                self._settle(place, {"error": PURGED})
 
     def _publish(self, posts: Iterable[Post]) -> None:
+        app = make_app(self._settings, current=False)
+        app.conf.update(result_backend="disabled")  # it would subscribe to each message's result
         pusher = Pusher(
-            _sending_app(self._settings), self._redis, self._settings, self._request.options, again=True,
-            run=self.name, on_published=self._published,
+            app, self._redis, self._settings, self._request.options, again=True, run=self.name,
+            on_published=self._pending.__setitem__,
         )  # fmt: skip
         with user_errors(self._settings):
             pusher.push(posts)
@@ -116,9 +107,8 @@ class SubmittedRun:
     def _posts(self) -> Iterator[Post]:
         for place, item in enumerate(self._request.items):
             self._items.append(item)
-            self._sent += 1
             if item.post is None:
-                self._settle(place, failed_prediction(item))
+                self._settle(place, {"error": item.reason})
                 continue
             post = _complete(item, item.post, self._unique_id(item, item.post, place))
             self._places[post.id] = place
@@ -129,19 +119,16 @@ class SubmittedRun:
         own = (item.id or "").strip()[: MAX_ID - len(f"~{place}")] or id_of_text(post.title, post.body)
         return f"{own}~{place}" if own in self._places else own
 
-    def _published(self, task_id: str, posts: Sequence[Post]) -> None:
-        self._pending[task_id] = posts
-
-    def _settle(self, place: int, prediction: Prediction) -> None:
-        self._found[place] = prediction
-        self._failed += prediction.error is not None
+    def _settle(self, place: int, outcome: Mapping[str, Any]) -> None:
+        self._found[place] = prediction(self._items[place], outcome)
+        self._failed += "error" in outcome
 
     # Collecting.
 
     def progress(self) -> SubmittedProgress:
         """Return how many items were sent, are done, and failed. Raises feedmill.UserError if Redis is unreachable."""
         self._collect()
-        return SubmittedProgress(self._sent, len(self._found), self._failed)
+        return SubmittedProgress(len(self._items), len(self._found), self._failed)
 
     def wait(self, timeout: float | None = None, *, progress: bool = False) -> "SubmittedRun":
         """Wait until every item has an outcome, and return this run.
@@ -154,27 +141,32 @@ class SubmittedRun:
             TimeoutError: If the time is over. The workers continue; call `wait` again.
             feedmill.UserError: If Redis is unreachable, or the worker refuses the labels.
         """
-        with progress_bar(progress, self.name, self._sent) as advance:
-            for pause in self._pauses(timeout):
-                found = self.progress()
-                advance(found.done)
-                if found.finished:
-                    break
-                time.sleep(pause)
+        deadline, pause = None if timeout is None else time.monotonic() + timeout, FIRST_PAUSE_S
+        with tqdm(desc=self.name, total=len(self._items), disable=not progress) as bar:
+            while not (found := self.progress()).finished:
+                bar.update(found.done - bar.n)
+                left = pause if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"{found.done:,} of {found.sent:,} items of run {self.name!r} in queue {self._settings.queue} "
+                        f"are done after {timeout:g} s. Call wait again, or check with `feedmill status` that a worker "
+                        "serves this queue."
+                    )
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, MAX_PAUSE_S)
+            bar.update(found.done - bar.n)
         return self
 
     def results(self, timeout: float | None = None) -> Predictions:
-        """Wait, and return the predictions in the order of the items. Raises like `wait`.
+        """Wait, and return the predictions in the order of the items. Warns about those without a label.
 
-        The first call warns about items without a label.
+        Raises like `wait`.
         """
         self.wait(timeout)
         failures = Failures()
-        predictions = (self._found[place] for place in range(self._sent))
-        found = Predictions(failures.watch(predictions, lambda _: None), tuple(self._request.options.labels or ()))
-        if not self._has_warned:
-            failures.warn(self._request.unit)
-            self._has_warned = True
+        predictions = (self._found[place] for place in range(len(self._items)))
+        found = Predictions(failures.watch(predictions), tuple(self._request.options.labels or ()))
+        failures.warn(self._request.unit)
         return found
 
     def to_frame(self, *, scores: bool = False, timeout: float | None = None) -> Any:
@@ -186,26 +178,10 @@ class SubmittedRun:
         found = self.results(timeout)
         if self._request.table is None:
             return found.to_frame(scores=scores)
-        labels = tuple(self._request.options.labels or sorted({label for each in found for label in each.scores}))
-        return LabelColumns(self._request.table, labels if scores else (), self._request.prefix).add(found)
+        return self._request.table.labelled(found, found.score_labels if scores else (), self._request.prefix)
 
     def __repr__(self) -> str:
-        return f"<feedmill.SubmittedRun {self.name!r}: {len(self._found):,} of {self._sent:,} done>"
-
-    def _pauses(self, timeout: float | None) -> Iterator[float]:
-        """Yield how long to sleep before each look. Raises TimeoutError."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pause = FIRST_PAUSE_S
-        while True:
-            left = None if deadline is None else deadline - time.monotonic()
-            yield pause if left is None else max(0.0, min(pause, left))
-            if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(
-                    f"{len(self._found):,} of {self._sent:,} items of run {self.name!r} in queue "
-                    f"{self._settings.queue} are done after {timeout:g} s. Call wait again, or check with `feedmill "
-                    "status` that a worker serves this queue."
-                )
-            pause = min(2 * pause, MAX_PAUSE_S)
+        return f"<feedmill.SubmittedRun {self.name!r}: {len(self._found):,} of {len(self._items):,} done>"
 
     def _collect(self) -> None:
         """Fetch the results that are there."""
@@ -218,8 +194,7 @@ class SubmittedRun:
                     if isinstance(state["result"], RequestRefused):
                         self._refused = sentence(str(state["result"]))
                     for post, outcome in zip(posts, _outcomes(state, posts), strict=True):
-                        place = self._places[post.id]
-                        self._settle(place, _prediction(self._items[place], outcome))
+                        self._settle(self._places[post.id], outcome)
                     self._backend.forget(task_id)
             if not collected and self._pending and self._is_expired():
                 self._send_again()
@@ -255,20 +230,13 @@ class SubmittedRun:
             self._send(posts)
             return
         for post in posts:
-            place = self._places[post.id]
-            self._settle(place, failed_prediction(self._items[place], CLEARED))
+            self._settle(self._places[post.id], {"error": CLEARED})
 
 
 def _outcomes(state: Mapping[str, Any], posts: Sequence[Post]) -> Sequence[Mapping[str, Any]]:
     """Return one outcome for each post of a message."""
     result = state["result"]
     return [{"error": str(result)} for _ in posts] if isinstance(result, Exception) else result
-
-
-def _prediction(item: Item, outcome: Mapping[str, Any]) -> Prediction:
-    if "error" in outcome:
-        return failed_prediction(item, str(outcome["error"]))
-    return prediction(item, outcome["label"], outcome["scores"])
 
 
 def _complete(item: Item, post: Post, own_id: str) -> Post:
@@ -280,13 +248,6 @@ def _complete(item: Item, post: Post, own_id: str) -> Post:
         except PostRefused as refused:
             if known.pop(refused.field.split(".")[0], None) is None:
                 return post.model_copy(update={"id": own_id})
-
-
-def _sending_app(settings: Settings) -> Application:
-    """Return an application that sends without a result backend, which would subscribe to each message's result."""
-    app = make_app(settings, current=False)
-    app.conf.update(result_backend="disabled")
-    return app
 
 
 def _new_name() -> str:
@@ -345,7 +306,7 @@ def submit(
         raise UserError("submit reads results from Redis: set FEEDMILL_CELERY_RESULTS=redis, also for the workers.")
     request = Request(items, options, columns_of(title, body, id), prefix=prefix)
     if request.table is not None:
-        LabelColumns(request.table, (), prefix)
+        request.table.check_new((), prefix)
     redis = connect(settings)
     with user_errors(settings):
         if queue is not None:
