@@ -7,8 +7,8 @@ existing data. A purge is idempotent and can be repeated after a failure. It wor
 Limits: a post stays in a worker's memory until its message is finished. Its result is not stored; but if another
 application waits for that message, Celery keeps the outcome for CELERY_RESULT_TTL_S, and results of a chord's messages
 until the chord is finished. Redis frees a deleted stream entry when all entries of its stream node are deleted:
-immediately if `stream-node-max-entries` is 1, as in docker/redis.conf. The append-only file keeps old data until
-`rewrite_append_only_file`.
+immediately if `stream-node-max-entries` is 1, as in docker/redis.conf. The append-only file keeps old data until it is
+rewritten.
 """
 
 import json
@@ -117,23 +117,6 @@ def lift_matching(redis: Redis, times: Mapping[str, int]) -> set[str]:
     """
     lifted = call(redis, "lift", *(part for post in times.items() for part in post)) if times else []
     return {post_id for post_id, free in zip(times, lifted, strict=True) if free}
-
-
-def rewrite_append_only_file(redis: Redis) -> None:
-    """Start rewriting Redis' append-only file, so that it no longer contains purged data. Does nothing without one.
-
-    Raises UserError while another rewrite is in progress, which may have started before the purge; and
-    redis.exceptions.RedisError.
-    """
-    persistence: Any = redis.info("persistence")
-    if not persistence["aof_enabled"]:
-        return
-    if persistence["aof_rewrite_in_progress"]:
-        raise UserError(
-            "Redis is already rewriting its append-only file, possibly since before the purge, so the new file may "
-            "still contain the purged posts. Run the command with --rewrite again when Redis is done."
-        )
-    redis.bgrewriteaof()
 
 
 def _valid_ids(ids: Iterable[str]) -> list[str]:

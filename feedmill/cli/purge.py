@@ -20,7 +20,6 @@ from feedmill.shared.errors import UserError, printable
 from feedmill.shared.model_routing import check_queue
 from feedmill.shared.purge import TOMBSTONE_TTL_S, lift_tombstones
 from feedmill.shared.purge import purge as purge_posts
-from feedmill.shared.purge import rewrite_append_only_file as rewrite_file
 from feedmill.shared.settings import DAY_S, Settings
 
 app = typer.Typer()
@@ -30,7 +29,7 @@ Done = tuple[dict[str, int], str]
 
 
 @app.command()
-@excludes("--lift", "--rewrite", "--run", "--queue")
+@excludes("--lift", "--run", "--queue")
 @excludes("--run", "ID...", "--queue")
 @excludes("--queue", "ID...")
 @with_settings("redis_url")
@@ -45,17 +44,13 @@ def purge(
     ] = None,
     yes: Yes = False,
     lift: Annotated[bool, Option("--lift", help="Unblock the posts instead; deletes and restores nothing.")] = False,
-    rewrite: Annotated[
-        bool,
-        Option("--rewrite", help="Also make Redis rewrite its append-only file, which still holds the deleted data."),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete everything stored about the given posts and block them from being ingested again.
 
-    Asks first in a terminal. The block lasts a year. With --run, delete what is
-    stored about a run; with --queue, remove the messages that no worker has taken yet. Neither blocks anything: the
-    posts can be sent again. Exits 1 if nothing was stored.
+    Asks first in a terminal. The block lasts a year. With --run, delete what is stored about a run; with --queue,
+    remove the messages that no worker has taken yet. Neither blocks anything: the posts can be sent again. Exits 1 if
+    nothing was stored.
     """
     redis = connect(settings)
     if run is not None:
@@ -67,8 +62,6 @@ def purge(
     else:
         raise UserError("Give the ids of posts, --run NAME or --queue NAME.")
     typer.echo(json.dumps(counts) if as_json else printable(summary))
-    if rewrite:
-        rewrite_file(redis)
     raise typer.Exit(0 if any(count for what, count in counts.items() if what not in ("posts", "held")) else 1)
 
 

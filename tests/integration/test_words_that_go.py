@@ -18,10 +18,9 @@ from redis import Redis
 from feedmill.shared import encoding
 from feedmill.shared import purge as purging
 from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, connect, make_app, publish, queue_lists
-from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
 from feedmill.shared.model_routing import announce
-from feedmill.shared.purge import purge, rewrite_append_only_file
+from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts.leases import Reservation
 from feedmill.shared.settings import Settings
@@ -116,7 +115,7 @@ def test_no_copy_of_a_purged_posts_text_remains(kept: Kept) -> None:
     assert (found.results, found.entries, found.dead_letters, found.celery_results) == (1, 1, 1, 1)
     assert found.messages == 1 + 4 * 3 + 1
     assert all(Path(place).is_file() for place in places(kept, WORDS))
-    rewrite_append_only_file(connect(kept.settings))
+    kept.raw.bgrewriteaof()
     wait_until(lambda: rewritten(kept), "the append-only file is rewritten")
     kept.raw.save()
     assert places(kept, WORDS) == set()
@@ -231,11 +230,3 @@ def test_purges_a_message_that_moves_during_the_purge(kept: Kept, monkeypatch: p
     assert purge(redis, kept.settings, ["gone"]).messages == 1
     assert steps == []
     assert messages(kept)[0][1]["posts"] == [{"id": "gone"}]
-
-
-def test_rewrite_fails_while_another_rewrite_runs(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    redis = connect(kept.settings)
-    busy = dict(kept.raw.info("persistence")) | {"aof_rewrite_in_progress": 1}
-    monkeypatch.setattr(redis, "info", lambda _: busy)
-    with pytest.raises(UserError, match="--rewrite"):
-        rewrite_append_only_file(redis)
