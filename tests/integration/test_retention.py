@@ -85,14 +85,14 @@ def test_trims_the_stream_to_its_share_and_tells_readers(server: RedisServer) ->
 def test_knows_the_bytes_of_the_stream_when_entries_change_size(server: RedisServer, sizes: tuple[int, int]) -> None:
     given = settings(results_stream_length=800, results_memory=2 * 10**7, stream_body=10_000)
     store = ResultsStore(server.client, given)
-    # libc, with which the embedded server is built, and jemalloc round sizes differently.
-    tolerance = 0.35 if "jemalloc" in server.client.info("memory")["mem_allocator"] else 0.4
     for size in sizes:
         for start in range(0, 600, 50):
             posts = results(start + 1000 * size, 50)
             store.write([Result(post.model_copy(update={"body": "text " * 20 * size}), each) for post, each in posts])
             found = measure(server.client, given)
-            assert found.stream_bytes == pytest.approx(memory(server, RESULTS_STREAM), rel=tolerance)
+            used = memory(server, RESULTS_STREAM)
+            # Each entry counts 200 bytes beside its texts, more than short ones take. jemalloc rounds long ones up.
+            assert 0.75 * used < found.stream_bytes < used + 200 * found.stream_entries
     assert found.stream_entries < 1200
 
 
