@@ -122,9 +122,13 @@ def free_port() -> int:
             return port
 
 
+#: Factor of all limits of waiting, for emulated machines.
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+
+
 def wait_until(holds: Callable[[], object], description: str, seconds: float = 120.0) -> None:
     """Wait until `holds()` is true. Fails with the description after `seconds`."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * PATIENCE
     while not holds():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds:.0f} s: {description}")
@@ -349,7 +353,7 @@ def run(
         writing = threads.submit(_write, stdin_pipe, stdin)
         reading = [threads.submit(each.read) for each in (stdout_pipe, stderr_pipe)]
         try:
-            status = process.wait(seconds)
+            status = process.wait(seconds * PATIENCE)
         finally:
             process.kill()
         writing.result()
