@@ -45,6 +45,8 @@ TRANSPORT_KEYS = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "re
 #: Timeouts in seconds of connections that Celery opens: of a command, and of connecting. Workers have their own
 #: (workers/transport/redis_transport.py).
 APPLICATION_TIMEOUTS = {"socket_timeout": 10, "socket_connect_timeout": 5}
+#: Content type of a worker's stand-in for a queue element that is not a message.
+UNDECODABLE = "undecodable"
 #: Seconds for which Celery keeps results for the application that sent the message.
 CELERY_RESULT_TTL_S = 3600
 #: Limits on a message's arguments in events, logs and Flower: arguments, ids of posts, and characters of each.

@@ -34,7 +34,7 @@ from celery.worker.control import control_command
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import RedisError, ResponseError
 
-from feedmill.shared.broker import Application, user_message
+from feedmill.shared.broker import UNDECODABLE, Application, user_message
 from feedmill.shared.errors import RequestRefused, printable
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.metrics import connect_for_monitoring
@@ -53,15 +53,7 @@ from feedmill.workers.runtime.request import (
     read_task_id,
     source_queue,
 )
-from feedmill.workers.transport.leases import (
-    EXPIRIES_BEFORE_ISOLATION,
-    UNDECODABLE,
-    admit,
-    claim,
-    is_held,
-    postpone,
-    unclaim,
-)
+from feedmill.workers.transport.leases import EXPIRIES_BEFORE_ISOLATION, admit, claim, is_held, postpone, unclaim
 
 logger = logging.getLogger(__name__)
 

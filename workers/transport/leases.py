@@ -41,6 +41,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from feedmill.shared import encoding
+from feedmill.shared.broker import UNDECODABLE
 from feedmill.shared.redis_errors import is_replica
 from feedmill.shared.scripts import call
 from feedmill.shared.scripts.leases import LeaseScripts
@@ -50,8 +51,8 @@ logger = logging.getLogger(__name__)
 #: Limits per Redis call, which keep each one to a few milliseconds: leases renewed; expired leases returned; bytes of
 #: messages returned, which the last message may exceed.
 RENEWALS_PER_CALL, EXPIRED_PER_CALL, EXPIRED_BYTES = 1000, 100, 2**20
-#: Content type of a stand-in for an undecodable message, and the bytes of the message in its body.
-UNDECODABLE, MAX_UNDECODABLE_BYTES = "undecodable", 2**16
+#: Bytes of an undecodable message that its stand-in holds.
+MAX_UNDECODABLE_BYTES = 2**16
 #: Expired leases after which a message is delivered in isolation. One proves nothing: a vanished worker held many
 #: messages.
 EXPIRIES_BEFORE_ISOLATION = 2
