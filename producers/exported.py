@@ -66,8 +66,8 @@ def is_export_row(columns: Collection[str]) -> bool:
     return all(mark in columns for mark in EXPORT_COLUMNS)
 
 
-def parse_post(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
-    """Yield the row's post, or a BadRecord. Keys must be in lower case."""
+def parse_export(record: dict[str, Any], where: str, labelled: bool = False) -> Iterator[Post | Labelled | BadRecord]:
+    """Yield the row's post, with its label if `labelled`, or a BadRecord. Keys must be in lower case."""
     cells = ((field, record.get(column)) for field, column in COLUMNS.items())
     fields = {field: value for field, value in cells if value is not None and value != ""}
     for field in {"created_utc", "edited_utc"} & fields.keys():
@@ -77,26 +77,17 @@ def parse_post(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]
         with suppress(ValueError):
             fields["extra"] = from_json(extra)
     try:
-        yield Post.parse(fields)
+        post = Post.parse(fields)
     except PostRefused as refused:
         yield BadRecord(where, printable(str(refused)))
+    else:
+        yield _labelled(post, record, where) if labelled else post
 
 
-def parse_labelled(record: dict[str, Any], where: str) -> Iterator[Labelled | BadRecord]:
-    """Yield the row's post with its label, or a BadRecord. Keys must be in lower case."""
-    for found in parse_post(record, where):
-        if isinstance(found, BadRecord):
-            yield found
-            continue
-        scores = record["scores"]
-        with suppress(ValueError):
-            scores = dict(from_json(scores) if isinstance(scores, str) else scores)
-        label = record["label"]
-        if (
-            isinstance(scores, dict)
-            and label in scores
-            and all(isinstance(score, float | int) for score in scores.values())
-        ):
-            yield Labelled(found, label, scores, str(record.get("model")))
-        else:
-            yield BadRecord(where, "scores: expected an object with a score for each label")
+def _labelled(post: Post, record: dict[str, Any], where: str) -> Labelled | BadRecord:
+    scores, label = record["scores"], record["label"]
+    with suppress(ValueError):
+        scores = dict(from_json(scores) if isinstance(scores, str) else scores)
+    if isinstance(scores, dict) and label in scores and all(isinstance(each, float | int) for each in scores.values()):
+        return Labelled(post, label, scores, str(record.get("model")))
+    return BadRecord(where, "scores: expected an object with a score for each label")

@@ -66,12 +66,6 @@ DELETED_TITLE = re.compile(r"\[ ?(deleted|removed)( by [a-z -]+)? ?\]", re.IGNOR
 Removal = Literal["", "deleted", "removed"]
 #: Values of Reddit's `removed_by_category`, and of `removal_type` in Arctic Shift's data, that can be undone.
 REVERSIBLE_REMOVALS = frozenset({"moderator", "automod_filtered", "reddit", "removed"})
-#: Cache of keys that are already in plain form (`normalize_key`): records of a dump share the same hundred keys.
-PLAIN_KEYS: set[str] = set()
-#: Limits of that cache: number of keys, and length of a key. Records may contain arbitrary keys.
-MAX_PLAIN_KEYS, MAX_KEY = 10_000, 100
-#: Subreddit names in a lower-case line of a dump: the post's own, and those of posts nested within it.
-SUBREDDIT_IN_LINE = re.compile(r'subreddit(?:[ _]name)?\s*"\s*:\s*"([^"]*)"')
 
 
 class BadRecord(NamedTuple):
@@ -95,10 +89,6 @@ class LeftOut(Enum):
     REMOVED = 2
     #: A row of a spreadsheet without any value.
     BLANK = 3
-
-
-#: Result of reading a record. A record whose post lacks an invalid field yields a `BadRecord` first.
-Item = Post | BadRecord | LeftOut
 
 
 class Columns(NamedTuple):
@@ -208,14 +198,14 @@ class Filters(NamedTuple):
         )
 
     def reject_line(self, line: str) -> bool:
-        """Return true if a line of JSON cannot pass. Several times cheaper than parsing the line.
+        """Return true if an object of JSON cannot pass, because it names no wanted subreddit anywhere.
 
-        Rejects only objects that name at least one subreddit and none of those wanted, counting nested posts.
+        Several times cheaper than parsing the line.
         """
-        if not self.subreddits or not line.startswith("{") or not line.rstrip().endswith("}"):
+        if not self.subreddits or not line.startswith("{") or not line.rstrip().endswith("}") or "\\u" in line:
             return False
-        named = set(SUBREDDIT_IN_LINE.findall(line.lower()))
-        return bool(named) and not any("\\" in name or subreddit_name(name) in self.subreddits for name in named)
+        lower = line.lower()
+        return not any(name in lower for name in self.subreddits)
 
 
 NO_FILTERS = Filters()
@@ -238,13 +228,9 @@ def normalize_column(name: str) -> str:
 
 def normalize_keys(record: dict[str, Any]) -> dict[str, Any]:
     """Return the record with normalized keys (`normalize_key`)."""
-    if not record.keys() <= PLAIN_KEYS:
-        named = {normalize_key(key): value for key, value in record.items()}
-        if named.keys() != record.keys():
-            return named
-        if len(PLAIN_KEYS) < MAX_PLAIN_KEYS:
-            PLAIN_KEYS.update(key for key in record if len(key) <= MAX_KEY)
-    return record
+    keys = "".join(record)
+    is_normalized = keys.isascii() and keys == "".join(keys.lower().split())
+    return record if is_normalized else {normalize_key(key): value for key, value in record.items()}
 
 
 def _first(record: dict[str, Any], field: str) -> Any:

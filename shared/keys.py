@@ -135,7 +135,7 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:live:position:*", "hash", "producers/live/state.py", "two fields"),
     Key("feedmill:live:deleted:*", "set", "producers/live/purges.py", "emptied every PURGE_INTERVAL_S seconds"),
     Key("feedmill:live:authors:*", "zset", "producers/live/purges.py", "one member per account, for AUTHOR_KEPT_S"),
-    Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the end of the file"),
+    Key("feedmill:position:*", "string", "feedmill/cli/enqueue.py", "ttl POSITION_TTL; deleted at the end of the file"),
     Key("feedmill:buried:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:gone:*", "string", "shared/purge.py", "ttl TOMBSTONE_TTL_S"),
     Key(PURGES, "stream", "shared/purge.py", "MAX_PURGES entries; ttl TOMBSTONE_TTL_S"),

@@ -3,40 +3,47 @@
 import os
 import re
 import shlex
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from redis import Redis
 from rich.console import Console
 from typer import Option
 
-from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import excludes, with_settings
 from feedmill.cli.options import SENDING, File, FileFlags, Limit, MessageFlags, Since, Until, check_period
 from feedmill.cli.run_progress import wait_for_run
 from feedmill.console import LiveBar, counted, notes_console
 from feedmill.export.columns import COLUMNS
 from feedmill.producers.clear import messages_cleared
-from feedmill.producers.files import is_file
-from feedmill.producers.positions import Position, default_run
+from feedmill.producers.files import FileReading, is_file
 from feedmill.producers.push import Pusher, send_scope
 from feedmill.producers.records import NO_FILTERS, Columns, Filters, subreddit_name
 from feedmill.shared import runs
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.errors import UserError, printable
-from feedmill.shared.messages import ClassifyOptions, parse_run
+from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, UserError, printable
+from feedmill.shared.keys import position_key
+from feedmill.shared.messages import MAX_RUN, ClassifyOptions, digest, parse_run
 from feedmill.shared.model_routing import check_options, deployed_weights, missing_worker
-from feedmill.shared.settings import PREFIX, Settings, is_folder_locked
+from feedmill.shared.settings import DAY_S, PREFIX, Settings, is_folder_locked
 
 app = typer.Typer()
 
 #: Posts between two saves of the position in the file, about. After a crash, this many are checked again.
 SAVE_INTERVAL_POSTS = 1000
+#: Lifetime of a position in seconds; equal to the default of the setting `sent_ttl`.
+POSITION_TTL = 30 * DAY_S
+#: Leading bytes that identify a file. Its size does not, since an interrupted download may continue later.
+HEAD_BYTES = 1 << 16
+#: Characters of the digest in a run's name.
+DIGEST_CHARACTERS = 6
 #: Valid subreddit names in lower case. Some of the oldest contain dots.
 SUBREDDIT_NAME = re.compile(r"[a-z0-9_.-]{1,50}")
 
@@ -114,7 +121,9 @@ def enqueue(
     start = position.load() if position and not again else 0
     if start:
         notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
-    reading = FileReading(file, notes, filters, start, chosen, columns.encoding, shows_ids=True)
+    reading = FileReading(
+        file, notes, shows_ids=True, filters=filters, start=start, columns=chosen, encoding=columns.encoding
+    )
     for warning in _warnings(redis, settings):
         notes.print(warning, markup=False)
     try:
@@ -176,7 +185,7 @@ def _columns(given: Iterable[str]) -> tuple[str, ...]:
     return columns
 
 
-def _push(reading: FileReading, pusher: Pusher, position: Position, posts_per_message: int) -> None:
+def _push(reading: FileReading, pusher: Pusher, position: "Position", posts_per_message: int) -> None:
     """Send the posts and save the position in the file after each batch, so that a later run can resume."""
     # A multiple of the message size: only the last message of a batch may be smaller.
     for trip in reading.trips(posts_per_message * -(-SAVE_INTERVAL_POSTS // posts_per_message)):
@@ -189,15 +198,61 @@ def _push(reading: FileReading, pusher: Pusher, position: Position, posts_per_me
 
 def _position(
     redis: Redis, file: str, way: Sequence[str], filters: Filters, columns: Columns, encoding: str | None
-) -> Position | None:
+) -> "Position | None":
     """Return the saved position in a regular file, or None if the input is a pipe or unreadable."""
-    if not is_file(file):
-        return None
     filtered = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}")
-    try:
-        return Position(redis, file, *way, *filtered, *columns[:4], encoding)
-    except OSError:
-        return None
+    with suppress(OSError):
+        return Position(redis, file, *way, *filtered, *columns[:4], encoding) if is_file(file) else None
+    return None
+
+
+def head(path: str) -> str:
+    """Return the leading bytes that identify a file, as text. Raises OSError."""
+    with Path(path).open("rb") as file:
+        return file.read(HEAD_BYTES).decode("latin-1")
+
+
+class Position:
+    """Number of records of a file whose posts are all in the queue and marked as sent.
+
+    path: a regular file. way: options and filters, which determine the file's messages.
+    Raises OSError. The methods raise redis.exceptions.RedisError.
+    """
+
+    def __init__(self, redis: Redis, path: str, *way: str | None) -> None:
+        self._redis = redis
+        self._key = position_key(digest(str(Path(path).absolute()), *way, head(path)))
+
+    def load(self) -> int:
+        """Return the number of finished records; 0 if none is stored."""
+        records: Any = self._redis.get(self._key) or ""
+        return int(records) if re.fullmatch(r"\d{1,18}", records, re.ASCII) else 0
+
+    def save(self, records: int) -> None:
+        """Store the number of finished records."""
+        self._redis.set(self._key, records, ex=POSITION_TTL)
+
+    def forget(self) -> None:
+        """Delete the position, so that the next run starts at the beginning."""
+        self._redis.delete(self._key)
+
+
+def default_run(path: str) -> str:
+    """Return the run of a file's posts, without blanks: "posts.csv-3f2a9c".
+
+    Sending the file again continues its run and skips what was sent; another file of this name is another run. A file
+    that cannot be read twice, such as standard input, is a run of its own each time: "stdin-2026-11-22T21:30:05" (UTC).
+    """
+    suffix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+    if is_file(path):
+        with suppress(OSError):  # reading the file reports it
+            suffix = digest(head(path))[:DIGEST_CHARACTERS]
+    name = "_".join(UNPRINTABLE_CHARACTERS.sub("_", Path(path).name).split())
+    if path == "-":
+        name = "stdin"
+    elif name.isdecimal() and not is_file(path):  # /dev/fd/63, the shell's name of <(command)
+        name = "pipe"
+    return f"{name[: MAX_RUN - len(suffix) - 1]}-{suffix}"
 
 
 def _filters(subreddits: Iterable[str], since: float | None, until: float | None, date_format: str | None) -> Filters:
@@ -246,6 +301,6 @@ def _bar(reading: FileReading, pusher: Pusher, notes: Console) -> LiveBar:
         records = reading.records
         rate = f", {(records - start) / seconds:,.0f}/s" if seconds else ""
         waiting = f"; {pusher.waiting}, waiting" if pusher.waiting else ""
-        return f"{records:,} read{rate}, {pusher.sent:,} sent{waiting}", reading.source.done, reading.source.size
+        return f"{records:,} read{rate}, {pusher.sent:,} sent{waiting}", reading.done, reading.size
 
     return LiveBar(notes, figures)

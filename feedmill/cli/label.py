@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
-from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_settings
 from feedmill.cli.options import FileFlags, JsonSummary
 from feedmill.cli.terminal import explain_unwritable, make_folder
 from feedmill.console import notes_console
 from feedmill.local_model import explain_refusals
+from feedmill.producers.files import FileReading
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import (
     InputError,
@@ -170,7 +170,7 @@ def _read(reading: FileReading, count: int, settings: Settings, notes: Console) 
     gone = purged_ids((post.id for post in sample), settings, notes) or ()
     sample = [post for post in sample if post.id not in gone]
     if not sample:
-        raise InputError(f"{reading.source.name} contains no valid post. Give another file.")
+        raise InputError(f"{reading.name} contains no valid post. Give another file.")
     return sample
 
 

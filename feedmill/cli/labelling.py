@@ -16,9 +16,8 @@ from rich.markup import escape
 from typer import Option
 
 from feedmill.console import LiveBar, counted, format_duration, notes_console
-from feedmill.producers.files import Row, Source, is_file
+from feedmill.producers.files import NOT_UTF8, CsvTable, ParquetTable, Place, Row, Source, is_file
 from feedmill.producers.records import NO_TEXT, REMOVED
-from feedmill.producers.tables import NOT_UTF8, CsvTable, ParquetTable, Place
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import InputError, UserError, explain_missing, printable
 from feedmill.shared.messages import Classification, Outcome

@@ -9,11 +9,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from typer import Option
 
-from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_settings
 from feedmill.cli.options import MODEL, File, FileFlags, JsonSummary, Limit
 from feedmill.console import LiveBar, notes_console, output_console
 from feedmill.local_model import explain_refusals, load_model
+from feedmill.producers.files import FileReading
 from feedmill.shared.errors import InputError, explain_missing, json_line, printable
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings

@@ -14,16 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Argument
 
-from feedmill.cli.file_reading import FileReading
 from feedmill.cli.labelling import Labelling, Load, OutFlags
 from feedmill.cli.option_groups import needs, refuse, with_settings
 from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOption
 from feedmill.cli.terminal import MIN_ID_WIDTH, id_width, with_title
 from feedmill.console import notes_console, output_console
 from feedmill.local_model import explain_refusals, load_calibrated
-from feedmill.producers.files import Source
+from feedmill.producers.files import FileReading, Place, Source
 from feedmill.producers.records import cut
-from feedmill.producers.tables import Place
 from feedmill.shared.errors import InputError, PostRefused, UserError, json_line, printable
 from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from feedmill.shared.settings import Settings
@@ -118,8 +116,7 @@ def _classify_file(path: str, file: FileFlags, limit: int | None, load: Load, as
     if first:
         # Closed after any error: threads of a running model would abort the process at its exit.
         with closing(load()[1](chain(first, posts))) as outcomes:
-            source = reading.source
-            failed = _show_posts(outcomes, as_json, None if source.columns_to_choose is None else places, source.unit)
+            failed = _show_posts(outcomes, as_json, places if reading.lacks_ids else None, reading.unit)
     reading.end()
     return failed > 0 or reading.skipped > reading.without_text
 
@@ -168,8 +165,8 @@ def _as_json(post: Post, outcome: Outcome) -> str:
 def _noting_places(reading: FileReading, places: deque[Place]) -> Iterator[Post]:
     """Yield the posts, and append the place of each to `places` if the file has no ids."""
     for post in reading.posts():
-        if reading.source.columns_to_choose is not None:
-            places.append(reading.source.place)
+        if reading.lacks_ids:
+            places.append(reading.place)
         yield post
 
 

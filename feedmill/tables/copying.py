@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic_core import PydanticSerializationError, to_json
 
-from feedmill.producers.files import Row, Source
-from feedmill.producers.tables import CsvTable, ParquetTable
+from feedmill.producers.files import CsvTable, ParquetTable, Row, Source
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import Classification, is_missing
 from feedmill.tables.writing import JSON, CsvLayout, json_column, writer_to

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from feedmill.cli.file_reading import FileReading
 from feedmill.producers.exported import Labelled
+from feedmill.producers.files import FileReading
 from feedmill.producers.records import Columns
 from feedmill.reading.rows import RowReader
 from feedmill.shared.broker import connect, user_errors

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.producers.positions import default_run
+from feedmill.cli.enqueue import default_run
 from feedmill.producers.push import Pusher
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app

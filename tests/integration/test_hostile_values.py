@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from feedmill.producers.positions import Position
+from feedmill.cli.enqueue import Position
 from feedmill.shared import runs
 from feedmill.shared.keys import GROUPS, MARKS, RUNS, run_key
 from feedmill.shared.messages import digest

@@ -1,11 +1,10 @@
-"""producers/positions.py on a real Redis: file positions, what identifies a file, and expiry."""
+"""Positions of feedmill/cli/enqueue.py on a real Redis: file positions, what identifies a file, and expiry."""
 
 from pathlib import Path
 
 import pytest
 
-from feedmill.cli.enqueue import _position
-from feedmill.producers.positions import POSITION_TTL, Position
+from feedmill.cli.enqueue import POSITION_TTL, Position, _position
 from feedmill.producers.records import NO_FILTERS, Columns
 from feedmill.shared.broker import connect
 from feedmill.shared.keys import find

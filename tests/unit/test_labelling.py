@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from feedmill.cli.labelling import Labelling, OutFlags, Tally
-from feedmill.producers import tables
+from feedmill.producers import files
 from feedmill.producers.files import Source
 from feedmill.producers.records import Columns
 from feedmill.shared.errors import InputError, UserError
@@ -85,8 +85,6 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
             "Nr;Text\r\n1;\"good; \"\"very\"\"\nso\"\r\n;\r\n\r\n3;x\r\n",
             'Nr;Text;label;label_score\r\n1;"good; ""very""\nso";good;0.9\r\n;;;\r\n3;x;bad;0.9\r\n',
         ),
-        ("sep=;\r\nText;a\r\ngood;1\r\n", "Text;a;label;label_score\r\ngood;1;good;0.9\r\n"),
-        ("\ufeffsep=;\nText;a\ngood;1\n", "\ufeffText;a;label;label_score\ngood;1;good;0.9\n"),
         (",n,n,text\n0,1,x,good\n1\n", ",n,n,text,label,label_score\n0,1,x,good,good,0.9\n1,,,,,\n"),
         ("\ufeffTITLE\tBody\rgood\tx\r", "\ufeffTITLE\tBody\tlabel\tlabel_score\ngood\tx\tgood\t0.9\n"),
         ("text\n=1+1 good\n-1\n", "text,label,label_score\n=1+1 good,good,0.9\n-1,bad,0.9\n"),
@@ -102,7 +100,7 @@ def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: An
         ),
     ],
     ids=["empty cells beyond the header",
-        "plain", "excel", "sep", "sep and mark", "pandas", "mark", "formula", "line ends", "reddit-like", "removed",
+        "plain", "excel", "pandas", "mark", "formula", "line ends", "reddit-like", "removed",
         "ids",
     ],
 )  # fmt: skip
@@ -210,7 +208,7 @@ def test_parquet_copies_types_index_and_metadata(
     typed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, group: int
 ) -> None:
     monkeypatch.setattr(writing, "GROUP_ROWS", group)
-    monkeypatch.setattr(tables, "PARQUET_ROWS", 2)
+    monkeypatch.setattr(files, "PARQUET_ROWS", 2)
     label_file(typed, tmp_path / "out.parquet", limit, scores=True)
     given, copied = pq.read_table(typed).slice(0, limit), pq.read_table(tmp_path / "out.parquet")
     added = ["label", "label_score", "score_good", "score_bad"]
@@ -227,13 +225,13 @@ def test_parquet_copies_types_index_and_metadata(
 def test_damaged_parquet_keeps_the_rows_before_the_damage(
     typed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "PARQUET_ROWS", 2)
+    monkeypatch.setattr(files, "PARQUET_ROWS", 2)
     data, metadata = bytearray(typed.read_bytes()), pq.read_metadata(typed)
     column = metadata.row_group(1).column(0)
     start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
     data[start : start + 40] = b"\xff" * 40
     typed.write_bytes(data)
-    with pytest.raises(InputError, match="Cannot read .* as Parquet"):
+    with pytest.raises(InputError, match="Cannot read "):
         label_file(typed, tmp_path / "out.parquet")
     assert pq.read_table(tmp_path / "out.parquet")["label"].to_pylist() == ["good", None, "bad", "good"]
 
