@@ -51,28 +51,6 @@ def mark_of(post: Post, purpose: str) -> scripts.Mark:
     return scripts.Mark.of(post.id, digest(post.text, purpose, *scope_of(post)), post.run or "")
 
 
-class QueueGate:
-    """Backpressure: closes when `queue_limit` messages wait, and opens again below half of it.
-
-    Bounds the queue's memory in Redis. Producers that check at the same moment can exceed the limit slightly. With a
-    single threshold, a producer would check the queue for every message or two.
-    """
-
-    def __init__(self, redis: Redis, settings: Settings) -> None:
-        self._redis = redis
-        self._queue = settings.queue
-        self._limit = settings.queue_limit
-        self._resume = max(1, self._limit // 2)
-        #: True from the moment the queue is full until it is half empty.
-        self.closed = False
-
-    def room(self) -> int:
-        """Return how many messages may be sent now; 0 while the gate is closed. Raises redis.exceptions.RedisError."""
-        waiting = broker.queue_depth(self._redis, self._queue).waiting
-        self.closed = waiting >= (self._resume if self.closed else self._limit)
-        return 0 if self.closed else self._limit - waiting
-
-
 class Pusher:
     """Publish posts, counting posts `sent`, `skipped` (sent before) and `gone` (purged), and `messages`.
 
@@ -111,12 +89,25 @@ class Pusher:
         self._wait_for_memory = wait_for_memory
         self._run = run
         self._on_published = on_published
-        self.gate = QueueGate(redis, settings)
+        #: True from the moment the queue is full until it is half empty.
+        self.is_closed = False
         self.sent = self.skipped = self.gone = self.messages = 0
         #: Id of the first purged post.
         self.first_gone = ""
         #: Reason why `push` is waiting, for display; "" if it is not.
         self.waiting = ""
+
+    def room(self) -> int:
+        """Return how many messages may be sent now. Raises redis.exceptions.RedisError.
+
+        That is 0 from the moment that `queue_limit` messages wait until half of them do, which bounds the queue's
+        memory in Redis. Producers that check at the same moment can exceed the limit slightly. With a single threshold,
+        a producer would check the queue for every message or two.
+        """
+        limit = self._settings.queue_limit
+        waiting = broker.queue_depth(self._redis, self._settings.queue).waiting
+        self.is_closed = waiting >= (max(1, limit // 2) if self.is_closed else limit)
+        return 0 if self.is_closed else limit - waiting
 
     def push(self, posts: Iterable[Post]) -> None:
         """Publish posts, packed into messages as configured.
@@ -199,7 +190,7 @@ class Pusher:
     def _wait_for_room(self) -> int:
         """Wait until the queue has room, and return for how many messages."""
         try:
-            while not (room := self.gate.room()):
+            while not (room := self.room()):
                 self._pause("the queue is full")
         finally:
             self.waiting = ""

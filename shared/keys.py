@@ -40,8 +40,6 @@ CELERY_RESULTS = "celery-task-meta-*"
 
 #: Topic -> its subreddits that are not read, the reasons, and their substitutes, as JSON.
 REDDIT_SUBSTITUTES = "feedmill:reddit:replaced"
-#: Posts to recheck, scored by due time.
-REDDIT_RECHECKS = "feedmill:reddit:rechecks"
 
 #: Live source -> the latest status of its daemon, with the time by Redis' clock, as JSON.
 LIVE_STATUS = "feedmill:live:status"
@@ -50,7 +48,7 @@ LIVE_GAPS = "feedmill:live:gaps"
 
 
 def reddit_track_key(subreddit: str) -> str:
-    """State of a subreddit: `beginning`, `watermark`, `full` (seconds since 1970); known post -> time, text digest."""
+    """State of a subreddit: `beginning`, `watermark`, `newest`, `full` (seconds since 1970)."""
     return f"feedmill:reddit:track:{subreddit}"
 
 
@@ -62,6 +60,11 @@ def live_position_key(source: str) -> str:
 def live_deleted_key(source: str) -> str:
     """Ids of posts that were deleted at the source and wait for the next purge."""
     return f"feedmill:live:deleted:{source}"
+
+
+def live_rechecks_key(source: str) -> str:
+    """Sent posts to look up again, scored by due time, in seconds since 1970."""
+    return f"feedmill:live:rechecks:{source}"
 
 
 def live_authors_key(source: str) -> str:
@@ -127,13 +130,13 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:labels:*", "hash", "shared/results.py", "1,000 fields; ttl 30 days"),
     Key(MARKS, "zset", "producers/push.py", "64 members; ttl sent_ttl and an eighth"),
     Key("feedmill:sent-marks:*", "hash", "producers/push.py", "1/16 of results_memory; ttl sent_ttl and a quarter"),
-    Key(REDDIT_SUBSTITUTES, "hash", "producers/reddit/state.py", "one field per topic of the topics file"),
-    Key(REDDIT_RECHECKS, "zset", "producers/reddit/state.py", "one member per post; ttl RECHECKS_TTL"),
-    Key("feedmill:reddit:track:*", "hash", "producers/reddit/state.py", "1,500 known posts, 3 fields; ttl TRACK_TTL"),
+    Key(REDDIT_SUBSTITUTES, "hash", "producers/reddit/topics.py", "one field per topic of the topics file"),
+    Key("feedmill:reddit:track:*", "hash", "producers/reddit/source.py", "four fields; ttl TRACK_TTL"),
     Key(LIVE_STATUS, "hash", "producers/live/state.py", "one field per source"),
     Key(LIVE_GAPS, "hash", "producers/live/state.py", "MAX_GAPS fields"),
     Key("feedmill:live:position:*", "hash", "producers/live/state.py", "two fields"),
     Key("feedmill:live:deleted:*", "set", "producers/live/purges.py", "emptied every PURGE_INTERVAL_S seconds"),
+    Key("feedmill:live:rechecks:*", "zset", "producers/live/rechecks.py", "one member per post; ttl RECHECKS_TTL"),
     Key("feedmill:live:authors:*", "zset", "producers/live/purges.py", "one member per account, for AUTHOR_KEPT_S"),
     Key("feedmill:position:*", "string", "feedmill/cli/enqueue.py", "ttl POSITION_TTL; deleted at the end of the file"),
     Key("feedmill:buried:*", "string", "shared/results.py", "ttl results_ttl"),

@@ -66,8 +66,7 @@ FAULT_RATE, FAULT_SECONDS = 0.02, 0.05
 FAULTS = (
     "too_many", "too_many_bare", "too_many_word", "server_error_500", "server_error_502", "server_error_503",
     "server_error_504", "server_error_520", "html", "html_403", "redirect_nowhere", "token_expired", "cut", "cut_body",
-    "reset_fractional", "reset_negative", "remaining_nan", "used_missing", "empty_listing", "dead_anchor", "no_data",
-    "truncated_json", "sticky_head", "slow", "slow_body",
+    "remaining_nan", "empty_listing", "dead_anchor", "no_data", "truncated_json", "sticky_head", "slow", "slow_body",
 )  # fmt: skip
 ARCHIVE_FAULTS = ("too_many", "server_error_502", "server_error_503", "html", "truncated_json", "cut", "cut_body")
 #: Share of Bluesky's posts that are deleted, and of events with a fault. Events that the loopback Jetstream keeps.

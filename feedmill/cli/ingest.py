@@ -21,13 +21,13 @@ from feedmill.console import counted
 from feedmill.monitoring.capacity import span
 from feedmill.producers.live.budget import RequestBudget, with_retries
 from feedmill.producers.live.clock import Clock, Stopped
-from feedmill.producers.live.daemon import LiveDaemon, send_events
+from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.metrics import LiveMetrics
+from feedmill.producers.live.rechecks import Rechecks
 from feedmill.producers.live.source import RequestFailed, Source, SourceFailed
 from feedmill.producers.live.state import Gap, Gaps
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit import topics as topics_file
-from feedmill.producers.reddit.state import State
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.settings import PLUGIN_PATTERN, Settings
@@ -91,7 +91,7 @@ def _require(package: str, extra: str) -> None:
         raise UserError(f"This source requires the package {package}: run `pip install 'feedmill[{extra}]'`.")
 
 
-def _reddit_source(limit: int, site: RedditSite, settings: Settings, clock: Clock, redis: Redis) -> Source:
+def _reddit_source(limit: int, site: RedditSite, settings: Settings, clock: Clock, redis: Redis) -> Any:
     # Imported late: these need optional packages.
     from feedmill.producers.reddit import arctic_shift, client  # noqa: PLC0415
     from feedmill.producers.reddit.source import ArchiveSource, RedditSource  # noqa: PLC0415
@@ -211,37 +211,30 @@ def format_status(status: dict[str, Any]) -> str:
 
 def _one_pass(settings: Settings, flags: MessageFlags, kind: ListingKind, limit: int, period: Period) -> None:
     """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
-    # Imported late: needs PRAW, an optional package.
-    from feedmill.producers.reddit.client import REQUESTS_PER_MINUTE, RedditClient  # noqa: PLC0415
-    from feedmill.producers.reddit.rechecks import Rechecker  # noqa: PLC0415
-    from feedmill.producers.reddit.snapshot import Listing, Snapshot  # noqa: PLC0415
-    from feedmill.producers.reddit.subreddits import Roster  # noqa: PLC0415
+    from feedmill.producers.reddit.source import Listing  # noqa: PLC0415 - needs requests, an optional package
 
-    topics = topics_file.read(settings.reddit_topics)
     clock = Clock()
-    reddit = RedditClient(settings, RequestBudget(clock, REQUESTS_PER_MINUTE), topics.topic_of)
     listing = Listing(kind, limit, period if kind == "top" else "")
+    failed = False
     with _connected(settings, flags, clock, is_service=False) as (selected, redis, pusher):
-        state = State(redis, clock)
-        roster, snapshot = Roster(reddit, topics, state, clock), Snapshot(reddit, state, clock)
-        for topic in topics.topics:
-            try:
-                with_retries(partial(roster.check, topic), clock)
-            except RequestFailed as fault:
-                logger.warning(
-                    "cannot check the subreddits of topic %s (%s); keeping the previous selection", topic, fault
-                )
-            read, problems = snapshot.read, len(snapshot.problems)
-            send_events(snapshot.events(roster.active[topic], listing), pusher)
-            reasons = "; ".join(["", *snapshot.problems[problems:]])
-            typer.echo(printable(f"{topic:<16} {snapshot.read - read} of {limit}{reasons}"), err=True)
+        source = _reddit_source(limit, "reddit", selected, clock, redis)
+        rechecks = Rechecks(source, redis, selected, pusher, clock)
+        for topic in source.active:
+            with_retries(partial(source.check, topic), clock)
+            problems: list[str] = []
+            posts = list(source.snapshot(source.active[topic], listing, problems))
+            rechecks.schedule(posts)
+            pusher.push(posts)
+            failed |= bool(problems)
+            typer.echo(printable(f"{topic:<16} {len(posts)} of {limit}{'; '.join(['', *problems])}"), err=True)
         try:
-            send_events(Rechecker(reddit, redis, state, selected, clock).run_all(), pusher)
+            while rechecks.run():
+                pass
         except RequestFailed as fault:
             logger.warning("recheck of earlier posts failed (%s); the next run repeats it", fault)
     sent = counted(pusher.sent, "post")
     typer.echo(f"{sent} sent (messages: {pusher.messages:,}), {pusher.skipped:,} already sent")
-    raise typer.Exit(1 if snapshot.problems else 0)
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
@@ -261,7 +254,7 @@ def gaps(
     if clear:
         known.clear()
     for gap in found:
-        name = printable(f"r/{gap.subreddit}" if gap.subreddit else gap.source)
+        name = printable(gap.place)
         times = f"{utc(gap.since)} to {utc(gap.until)}, recorded {utc(gap.noted)}"
         typer.echo(json.dumps(gap._asdict()) if as_json else f"{name:<24} {times}; {_gap_state(gap)}")
     if not found and not as_json:
@@ -289,7 +282,7 @@ def list_topics(
         typer.echo(topics_file.DEFAULT_TOPICS_FILE.read_text(encoding="utf-8"), nl=False)
         return
     listed = topics_file.read(settings.reddit_topics)
-    replaced = State(connect(settings)).replaced()
+    replaced = topics_file.replaced(connect(settings))
     for topic, names in listed.topics.items():
         out = [entry for entry in replaced.get(topic, ()) if entry.subreddit in names]
         if as_json:

@@ -116,8 +116,12 @@ def with_retries(
     clock: Clock,
     attempts: int = MAX_ATTEMPTS,
     failure: type[SourceFailed] = SourceFailed,
+    note: Callable[[SourceFailed], object] = str,
 ) -> Answer:
-    """Call `ask`, and again after failures of this type that may be temporary. Raises the last one, and Stopped."""
+    """Call `ask`, and again after failures of this type that may be temporary. Raises the last one, and Stopped.
+
+    note: called with each failure but the last.
+    """
     retry = Retry()
     while True:
         try:
@@ -126,4 +130,5 @@ def with_retries(
             pause = retry.fail(clock.monotonic())
             if fault.is_final or retry.failures == attempts:
                 raise
+            note(fault)
             clock.wait(max(pause, fault.retry_after))

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any
 
 from kombu.exceptions import OperationalError
@@ -23,10 +23,12 @@ from redis.exceptions import RedisError
 from feedmill.producers.live.budget import MAX_WAIT_S
 from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.purges import Purges, author_of
-from feedmill.producers.live.source import Event, Pause, Source, SourceFailed
+from feedmill.producers.live.rechecks import Rechecks
+from feedmill.producers.live.source import Event, Pause, RequestFailed, Source, SourceFailed
 from feedmill.producers.live.state import Gap, Gaps, LiveState, Position
 from feedmill.producers.push import FULL_QUEUE_POLL_S, Pusher
 from feedmill.shared.errors import PostRefused, UserError, clause, printable
+from feedmill.shared.keys import live_position_key
 from feedmill.shared.messages import MAX_DEAD_POST_BYTES, DeadLetter, Post, digest
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
@@ -65,6 +67,7 @@ class LiveDaemon:
         self._gaps = Gaps(redis)
         self._store = ResultsStore(redis, settings)
         self._purges = Purges(redis, settings, source.name, clock)
+        self._rechecks = Rechecks(source, redis, settings, pusher, clock)
         #: Events of the open connection; None while it is closed.
         self._events: Generator[Any] | None = None
         #: The position from which the connection was opened, until its first event has arrived; then None.
@@ -73,8 +76,6 @@ class LiveDaemon:
         self._position: Position | None = None
         #: The last position of each batch that was slightly ahead of the clock, until its time has come.
         self._upcoming: list[Position] = []
-        #: Failure that ended the events of the latest batch, to be handled after it.
-        self._failure: SourceFailed | None = None
         #: Events before this position are repetitions.
         self._floor = 0
         #: Position of the event that was read last from the open connection; -1 before the first.
@@ -85,8 +86,9 @@ class LiveDaemon:
         #: Places and digests of events that failed once, and digests of dead letters: the overlap repeats them.
         self._failures_seen = set[tuple[str, int | str]]()
         self._failures = 0
-        #: Times of the next batch and of the next status update (monotonic seconds).
-        self._due = self._status_due = clock.monotonic()
+        #: End of the pause after a failure, end of the source's Pause, and time of the next status update (monotonic
+        #: seconds).
+        self._due = self._rests_until = self._status_due = clock.monotonic()
         #: Counts since the start: events, filtered and refused posts, events in the future, dead letters, connections,
         #: gaps; and failures by kind.
         self.read = self.filtered = self.refused = self.ahead = self.unreadable = self.connections = self.gaps = 0
@@ -118,7 +120,7 @@ class LiveDaemon:
 
     def close(self) -> None:
         """Close the source's connection. The next step opens it again."""
-        events, self._events, self._failure = self._events, None, None
+        events, self._events = self._events, None
         if events is not None:
             events.close()
 
@@ -128,14 +130,23 @@ class LiveDaemon:
 
     def _run(self) -> float:
         self._purges.run_if_due()
-        if not (room := self._pusher.gate.room()):
+        if not (room := self._pusher.room()):
             return FULL_QUEUE_POLL_S
-        if batch := self._read(min(MAX_BATCH_POSTS, room * self._posts_per_message)):
-            self._send(batch)
-            if self.hindrance:
-                logger.info("%s can be read again", self._source.name)
-            self._failures, self.hindrance = 0, ""
-        return max(0.0, self._due - self._clock.monotonic())
+        try:
+            self._rechecks.run_if_due()
+        except RequestFailed as fault:
+            self.faults[type(fault).__name__] += 1
+            logger.warning("cannot recheck posts of %s (%s); retrying later", self._source.name, fault)
+        if self._clock.monotonic() >= self._rests_until:
+            batch, failure = self._read(min(MAX_BATCH_POSTS, room * self._posts_per_message))
+            if batch:
+                self._send(batch)
+                if self.hindrance:
+                    logger.info("%s can be read again", self._source.name)
+                self._failures, self.hindrance = 0, ""
+            if failure:
+                raise failure
+        return min(max(0.0, self._rests_until - self._clock.monotonic()), self._rechecks.pending())
 
     def _failed(self, kind: str, reason: str, backoff: EqualJitterBackoff, at_least: float = 0.0) -> float:
         """Close the connection after a failure, and return the seconds until the next attempt."""
@@ -153,11 +164,11 @@ class LiveDaemon:
 
     # Reading.
 
-    def _read(self, most: int) -> list[Event]:
-        """Return the events of the next second, with at most this many posts. Raises SourceFailed."""
-        if failure := self._failure:
-            self._failure = None
-            raise failure
+    def _read(self, most: int) -> tuple[list[Event], SourceFailed | None]:
+        """Return the events of the next second, with at most this many posts, and the failure that ended them.
+
+        They are sent nevertheless: else a source that often fails would never get beyond them.
+        """
         if self._clock.monotonic() >= self._reread_at:
             self._reread_at = math.inf
             raise SourceFailed("some events could not be read; reading them again")
@@ -168,21 +179,18 @@ class LiveDaemon:
         while posts < most and len(batch) < MAX_BATCH_EVENTS and self._clock.monotonic() < until:
             try:
                 event = self._next(events)
-            except (StopIteration, SourceFailed) as fault:
-                failure = fault if isinstance(fault, SourceFailed) else SourceFailed("the stream of events ended")
-                if not batch:
-                    raise failure from None
-                # Send what was read: else a source that often fails would never get beyond it.
-                self._failure = failure
-                break
+            except StopIteration:
+                return batch, SourceFailed("the stream of events ended")
+            except SourceFailed as failure:
+                return batch, failure
             if not isinstance(event, Event):
-                self._due = self._clock.monotonic() + (event.seconds if event else 0.0)
+                self._rests_until = self._clock.monotonic() + (event.seconds if event else 0.0)
                 break
             self._note_gap(event)
             if event.cursor is None or event.cursor >= self._floor:
                 batch.append(event)
                 posts += event.post is not None
-        return batch
+        return batch, None
 
     def _next(self, events: Generator[Any]) -> Event | Pause | None:
         """Return the next event that can be read; None or a pause if there is none now.
@@ -190,6 +198,9 @@ class LiveDaemon:
         Raises StopIteration and SourceFailed.
         """
         while (raw := next(events)) is not None and not isinstance(raw, Pause):
+            if isinstance(raw, Gap):
+                self._record(raw)
+                continue
             try:
                 event = _checked(self._source.parse(raw))
             except Exception as error:
@@ -203,7 +214,11 @@ class LiveDaemon:
     def _open(self) -> Generator[Any]:
         self._resumed = self._position = stored = self._state.position()
         if stored and self._is_ahead(stored.at):
-            self._distrust(stored)
+            # All events until then would be taken for repetitions.
+            raise SourceFailed(
+                f"the stored position is {(stored.at - self._clock.time()) / 60:.0f} minutes ahead of this machine's "
+                f"clock: correct the clock, or delete the key {live_position_key(self._source.name)} to skip events"
+            )
         # Servers may repeat far more than asked for. Everything before the overlap has been sent.
         self._floor = self._position.cursor - self._source.overlap if self._position else 0
         self._events = _generate(self._source, self._floor if self._position else None)
@@ -215,21 +230,6 @@ class LiveDaemon:
         """Return whether a time, in seconds since 1970, is so far in the future that it must be wrong."""
         return at > self._clock.time() + MAX_AHEAD_S
 
-    def _distrust(self, stored: Position) -> None:
-        """Read only new events, because the stored position is in the future, or this machine's clock is wrong.
-
-        The first event that is not in the future replaces the position, and ends the gap since the position was stored.
-        If the clock is wrong, no such event comes, and the position stays.
-        """
-        self._resumed, self._position = Position(-1, self._state.advanced_at()), None
-        self.faults["position"] += 1
-        logger.error(
-            "the stored position in %s is %.0f minutes ahead of this machine's clock; reading new events only. If the "
-            "clock is wrong, correct it and restart the daemon",
-            self._source.name,
-            (stored.at - self._clock.time()) / 60,
-        )
-
     def _note_gap(self, event: Event) -> None:
         """Record a gap if a connection's first event is later than the stored position, whose event must come again."""
         if event.cursor is None or self._is_ahead(event.at):
@@ -237,14 +237,17 @@ class LiveDaemon:
         before, self._resumed = self._resumed, None
         if before is None or event.cursor <= before.cursor:
             return
-        self._gaps.record(Gap(self._source.name, "", before.at, event.at, self._clock.time()))
-        self.gaps += 1
-        logger.error(
-            "gap in %s: the events of %.0f minutes are missing, because the source no longer has them; `feedmill "
-            "ingest gaps` lists it",
-            self._source.name,
-            (event.at - before.at) / 60,
-        )
+        self._record(Gap(self._source.name, "", before.at, event.at, self._clock.time()))
+
+    def _record(self, gap: Gap) -> None:
+        if self._gaps.record(gap):
+            self.gaps += 1
+            logger.error(
+                "gap in %s: posts of %.0f minutes may be missing, because the source no longer lists them; `feedmill "
+                "ingest gaps` shows it",
+                gap.place,
+                (gap.until - gap.since) / 60,
+            )
 
     # Sending.
 
@@ -268,7 +271,7 @@ class LiveDaemon:
 
     def _deliver(self, batch: list[Event]) -> None:
         posts: dict[str, Post] = {}
-        deleted, authors = set[str](), set[str]()
+        deleted, removed, authors = set[str](), set[str](), set[str]()
         for event in batch:
             if event.post is not None and (post := self._parse(event.post)):
                 posts[post.id] = post
@@ -276,8 +279,12 @@ class LiveDaemon:
             if event.deleted is not None:
                 deleted.add(event.deleted)
                 posts.pop(event.deleted, None)
+            if event.removed is not None:
+                removed.add(event.removed)
+                posts.pop(event.removed, None)
             if event.deleted_author is not None:
                 authors.add(event.deleted_author)
+        self._rechecks.schedule(posts.values(), removed)
         self._pusher.push(posts.values())
         self._purges.add(deleted, authors, {author_of(post_id) for post_id in posts} - authors)
         self._advance(batch)
@@ -339,8 +346,9 @@ class LiveDaemon:
         try:
             return fields if isinstance(fields, Post) else Post.parse(dict(fields))
         except PostRefused as refused:
-            self.refused += 1
-            logger.warning("skipped a post of %s: %s", self._source.name, refused)
+            if self._is_new_failure("refused", digest(_text_of(fields))):  # sources repeat posts
+                self.refused += 1
+                logger.warning("skipped a post of %s: %s", self._source.name, refused)
             return None
 
     # Status.
@@ -364,11 +372,13 @@ class LiveDaemon:
             "refused": self.refused,
             "ahead": self.ahead,
             "unreadable": self.unreadable,
-            "purged": self._purges.purged,
+            "purged": self._purges.purged + self._rechecks.purged,
+            "rechecked": self._rechecks.rechecked,
+            "returned": self._rechecks.returned,
             "gaps": self.gaps,
             "gaps_recorded": self._gaps_recorded,
             "connections": self.connections,
-            "paused": self._pusher.gate.closed,
+            "paused": self._pusher.is_closed,
             "delay": max(0.0, self._clock.time() - self._position.at) if self._position else None,
             "hindrance": self.hindrance,
             **of_source,
@@ -386,22 +396,11 @@ def _text_of(raw: Any) -> str:
     return raw if isinstance(raw, str) else json.dumps(raw, default=repr)
 
 
-def send_events(events: Iterable[Any], pusher: Pusher) -> None:
-    """Send the posts of a source's events until they end. Raises what `events` and `Pusher.push` raise."""
-    posts: list[Post] = []
-    for event in events:
-        if isinstance(event, Event):
-            posts += [event.post] if isinstance(event.post, Post) else ()
-        else:
-            pusher.push(posts)
-            posts = []
-
-
 def _checked(event: Event) -> Event:
     """Return the event. Raises ValueError for a value that Redis cannot store."""
     if not 0 <= (event.cursor or 0) < MAX_CURSOR or not math.isfinite(event.at):
         raise ValueError("the position or the time is out of range")
-    for text in (event.deleted, event.deleted_author):
+    for text in (event.deleted, event.removed, event.deleted_author):
         if text is not None and len(text.encode()) > MAX_DELETED:  # a lone surrogate cannot be encoded
             raise ValueError("the id of what was deleted is too long")
     return event

@@ -1,6 +1,6 @@
 """What a live source implements: a stream of events, each with a position from which reading can be resumed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from feedmill.shared.messages import Post
@@ -27,14 +27,16 @@ class Event(NamedTuple):
     cursor: the event's position; positions increase and are below 2**63. None if the source stores its own positions.
     at: its time at the source, in seconds since 1970.
     post: a `feedmill.shared.messages.Post` or its fields; its id must be the same whenever the event is repeated.
-    deleted: id of a post that was deleted. deleted_author: beginning of the ids of all posts of a deleted account, up
-    to and including the last slash. filtered: true if a filter left the event's post out.
+    deleted: id of a post that was deleted. removed: id of a post that is hidden, and may come back: its rechecks decide
+    (producers/live/rechecks.py). deleted_author: beginning of the ids of all posts of a deleted account, up to and
+    including the last slash. filtered: true if a filter left the event's post out.
     """
 
     cursor: int | None
     at: float
     post: Post | Mapping[str, object] | None = None
     deleted: str | None = None
+    removed: str | None = None
     deleted_author: str | None = None
     filtered: bool = False
 
@@ -52,6 +54,9 @@ class Source:
     name: str
     #: Distance before the stored position from which reading resumes, for events that arrive out of order.
     overlap = 0
+    #: Seconds after sending at which posts are looked up again, in ascending order; none if the source reports edits
+    #: and deletions by itself.
+    recheck_delays: Sequence[float] = ()
 
     def events(self, cursor: int | None) -> Iterator[Any]:
         """Yield events from this position on, including it, oldest first; only new events if it is None.
@@ -61,6 +66,7 @@ class Source:
         The first event may be earlier. If it is later than the position stored last, the daemon records a gap, because
         the event at that position was not repeated. If nothing arrives, yield None about once a second, or a Pause
         until the next poll: the daemon then sends what it has, and continues the generator once that is in the queue.
+        Yield a Gap (producers/live/state.py) for a period that cannot be read: it is recorded at once.
         Raises SourceFailed; the daemon then pauses and calls this method again.
         """
         raise NotImplementedError
@@ -73,6 +79,18 @@ class Source:
         """
         event: Event = raw
         return event
+
+    def look_up(self, ids: Sequence[str]) -> Mapping[str, Event]:
+        """Return the present state of up to a hundred posts, by id, for rechecks; missing ones are absent.
+
+        Each event has a `Post`, the id of a deleted or removed post, or neither if the post cannot be classified.
+        Raises SourceFailed, or RequestFailed if only this request failed.
+        """
+        raise NotImplementedError
+
+    def pending(self) -> float:
+        """Return the seconds until `look_up` may be called."""
+        return 0.0
 
     def status(self) -> Mapping[str, Any]:
         """Return counters and state that the daemon adds to its own, or that replace them. `faults` are added up."""

@@ -48,6 +48,11 @@ class Gap(NamedTuple):
     def field(self) -> str:
         return f"{self.source} {self.subreddit} {self.since}"
 
+    @property
+    def place(self) -> str:
+        """The subreddit, or the source."""
+        return f"r/{self.subreddit}" if self.subreddit else self.source
+
 
 class Gaps:
     """The list of gaps of all sources."""
@@ -55,12 +60,13 @@ class Gaps:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    def record(self, gap: Gap) -> None:
-        """Add a gap, or replace the one that begins there."""
-        self._redis.hset(LIVE_GAPS, gap.field, json.dumps(gap))
+    def record(self, gap: Gap) -> bool:
+        """Add a gap, or replace the one that begins there. Return whether it is a new one."""
+        is_new = bool(self._redis.hset(LIVE_GAPS, gap.field, json.dumps(gap)))
         if int(self._redis.hlen(LIVE_GAPS)) > MAX_GAPS:
             oldest = sorted(self.all(), key=lambda gap: gap.noted)[:-MAX_GAPS]
             self._redis.hdel(LIVE_GAPS, *(gap.field for gap in oldest))
+        return is_new
 
     def all(self) -> list[Gap]:
         """Return the gaps, oldest first."""
@@ -99,14 +105,9 @@ class LiveState:
         found: Any = self._redis.hgetall(live_position_key(self._source))
         return Position(int(found["cursor"]), float(found["at"])) if found else None
 
-    def advanced_at(self) -> float:
-        """Return when the position was stored, in seconds since 1970 by Redis' clock; 0 if unknown."""
-        found: Any = self._redis.hget(live_position_key(self._source), "stored")
-        return float(found or 0)
-
     def advance(self, position: Position) -> None:
         """Store the position up to which everything is sent."""
-        values: dict[Any, Any] = {"cursor": position.cursor, "at": position.at, "stored": _now(self._redis)}
+        values: dict[Any, Any] = position._asdict()
         self._redis.hset(live_position_key(self._source), mapping=values)
 
     def store_status(self, report: Mapping[str, Any], ended: bool = False) -> None:

@@ -14,15 +14,16 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import requests
+from redis import Redis
 
 from feedmill.producers.live.budget import RequestBudget, Retry
 from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.http import HttpClient
 from feedmill.producers.live.source import RequestFailed, SourceFailed
-from feedmill.producers.live.state import Gap
-from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, parse_items
-from feedmill.producers.reddit.state import State
+from feedmill.producers.live.state import Gap, Gaps
+from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, parse_items
 from feedmill.shared.errors import printable
+from feedmill.shared.scripts.queue import known_ids
 from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ OVERLOAD_PAUSE_S = 30.0
 POLL_INTERVAL_S = 60.0
 #: Seconds after the end of a gap from which on the archive counts as complete, even if it has no later post.
 COMPLETE_AFTER_S = 86_400.0
-#: Start of the reason for keeping a gap with a second that has more posts than a page, which cannot be paged.
-CROWDED = "Arctic Shift returns only some of the posts of second"
+#: Reason for keeping a gap with a second that has more posts than a page, which cannot be paged.
+CROWDED = "Arctic Shift returns only some of the posts of a busy second"
 #: Reason for keeping a gap that the archive has not reached.
 BEHIND = "Arctic Shift has no post from the end of the gap yet"
 
@@ -111,21 +112,7 @@ class ArcticShiftClient:
             return Span(items, since + 1, more, crowded=since)
         return Span(items, max(since, last), more)
 
-    def page(
-        self,
-        names: Sequence[str],
-        listing: str = "new",
-        after: str | None = None,
-        limit: int = PAGE_SIZE,
-        period: str = "",
-    ) -> ListingPage:
-        """Return the newest posts of a single subreddit. Only the listing `new`, without further pages."""
-        if len(names) > 1 or listing != "new" or after or period:
-            raise RequestFailed("Arctic Shift lists only the newest posts of one subreddit")
-        items = self._search(names[0], sort="desc", limit=limit)
-        return ListingPage(sorted(items, key=lambda item: -item.created_utc), None)
-
-    def newest(self, name: str, count: int) -> list[ListingItem]:
+    def newest(self, name: str, count: int = 1) -> list[ListingItem]:
         """Return about `count` newest posts of a subreddit, oldest first."""
         size = min(PAGE_SIZE, count)
         found: dict[str, ListingItem] = {}
@@ -169,66 +156,62 @@ def _age(item: ListingItem) -> tuple[float, str]:
 
 
 class GapFiller:
-    """Fill Reddit's gaps one after the other, one request per step. The progress is stored with the gap."""
+    """Fill Reddit's gaps from the archive, one request per step. The progress is stored with the gap."""
 
-    def __init__(self, archive: ArcticShiftClient, state: State, clock: Clock) -> None:
+    def __init__(self, archive: ArcticShiftClient, redis: Redis, clock: Clock) -> None:
         self._archive = archive
-        self._state = state
+        self._redis = redis
+        self._gaps = Gaps(redis)
         self._clock = clock
-        #: Failures of open gaps.
+        #: Time of the next step (monotonic seconds), and the failures of gaps.
+        self._due = clock.monotonic()
         self._retries: defaultdict[str, Retry] = defaultdict(Retry)
-        #: Filled gaps, and posts found in them, since the start.
-        self.filled = self.found = 0
+        #: Filled gaps since the start.
+        self.filled = 0
 
-    def run(self) -> Generator[Any, None, float]:
-        """Send one request for the first open gap, and yield its posts; return the seconds until the next run.
+    def pending(self) -> float:
+        """Return the seconds until the next step."""
+        return max(0.0, self._due - self._clock.monotonic(), self._archive.budget.pending())
 
-        Raises redis.exceptions.RedisError.
-        """
-        gap = min(self._state.gaps.open("reddit"), key=self._due, default=None)
-        pause = POLL_INTERVAL_S if gap is None else self._due(gap) - self._clock.monotonic()
-        if gap is None or pause > 0:
-            return min(pause, POLL_INTERVAL_S)
-        yield from self._fill_part(gap)
-        return 0.0
-
-    def _due(self, gap: Gap) -> float:
-        return self._retries[gap.field].due
-
-    def _fill_part(self, gap: Gap) -> Generator[Any]:
-        """Read and send the next part of a gap, and store its progress."""
+    def step(self) -> Generator[Any]:
+        """Read the next part of a gap and yield its posts, if it is time. Raises redis.exceptions.RedisError."""
+        gaps = [gap for gap in self._gaps.open("reddit") if gap.reached < gap.until]
+        gap = min(gaps, key=lambda gap: self._retries[gap.field].due, default=None)
+        now = self._clock.monotonic()
+        due = self._retries[gap.field].due if gap else math.inf
+        self._due = min(max(due, now), now + POLL_INTERVAL_S)
+        if gap is None or due > now:
+            return
         try:
             span = self._archive.since(gap.subreddit, gap.reached or gap.since, gap.until)
-            behind = not span.more and not self._reaches(gap)
+            problem = "" if span.more or self._reaches(gap) else BEHIND
         except SourceFailed as fault:
-            self._fail(gap, str(fault))
-            if not isinstance(fault, RequestFailed):
-                self._archive.budget.pause(max(self._due(gap) - self._clock.monotonic(), fault.retry_after))
-            return
-        if behind:
-            self._fail(gap, BEHIND)
-            return
-        # Posts of the last second are read again in the next part: count them then.
-        counted = [item for item in span.items if not item.gone and (not span.more or item.created_utc < span.reached)]
-        # Known posts are left out: the archive may have text that was deleted since.
-        known = self._state.track(gap.subreddit).known
-        yield from self._state.send([item for item in span.items if item.fullname not in known])
-        # A crowded second keeps the gap open: some of its posts may be missing.
-        crowded = gap.problem if gap.problem.startswith(CROWDED) else ""
-        if span.crowded is not None:
-            crowded = f"{CROWDED} {span.crowded:.0f}"
-        self.found += len(counted)
-        reached = span.reached if span.more else gap.until
-        gap = gap._replace(reached=reached, found=gap.found + len(counted), problem=crowded)
-        if not span.more and crowded:
-            self._fail(gap, crowded)
-            return
+            self._archive.budget.pause(fault.retry_after)
+            problem = str(fault)
+        if problem:
+            self._fail(gap, problem)
+        else:
+            yield from self._send(gap, span)
+
+    def _send(self, gap: Gap, span: Span) -> Generator[Any]:
+        """Yield the posts of a part of a gap, and store the progress."""
+        # Posts of the last second are read again in the next part.
+        items = [item for item in span.items if not span.more or item.created_utc < span.reached]
+        # Sent posts are left out: the archive may have text that was deleted since.
+        known = set(known_ids(self._redis, [item.fullname for item in items]))
+        yield from (item.event for item in items if item.fullname not in known)
+        yield None
+        gap = gap._replace(
+            reached=span.reached if span.more else gap.until,
+            found=gap.found + sum(not item.gone for item in items),
+            problem=CROWDED if gap.problem == CROWDED or span.crowded is not None else "",
+        )
         self._retries.pop(gap.field)
-        if not span.more:
+        if not span.more and not gap.problem:
             gap = gap._replace(filled=self._clock.time())
             self.filled += 1
             logger.info("filled the gap in r/%s with %d posts from Arctic Shift", gap.subreddit, gap.found)
-        self._state.gaps.record(gap)
+        self._gaps.record(gap)
 
     def _reaches(self, gap: Gap) -> bool:
         """Return whether the archive has read the subreddit up to the end of the gap."""
@@ -241,5 +224,5 @@ class GapFiller:
         pause = self._retries[gap.field].fail(self._clock.monotonic())
         if gap.problem != reason:
             logger.warning("cannot fill the gap in r/%s: %s; retrying in %.0f s", gap.subreddit, reason, pause)
-        gap = gap._replace(problem=gap.problem if gap.problem.startswith(CROWDED) else reason)
-        self._state.gaps.record(gap)
+        if gap.problem != CROWDED:
+            self._gaps.record(gap._replace(problem=reason))

@@ -1,8 +1,8 @@
-"""Reddit's API with PRAW's settings and token: pages of posts, posts by id, subreddits by name.
+"""Reddit's API with PRAW's settings: pages of posts, and posts by id.
 
 Only this module uses PRAW. PRAW's own requests do not suit a daemon: they ignore timeouts, sleep without a way to
 interrupt them, raise ValueError on odd headers, read responses of any size, and fail a whole page for one field that is
-null. So PRAW supplies the credentials and the token, and `HttpClient` sends all requests.
+null. So PRAW supplies the credentials, and `HttpClient` sends all requests.
 """
 
 import configparser
@@ -12,13 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import praw
-import prawcore
 import requests
 from praw.exceptions import MissingRequiredAttributeException
 
 from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.http import HttpClient
-from feedmill.producers.live.source import RequestFailed, SourceFailed
+from feedmill.producers.live.source import RequestFailed
 from feedmill.producers.reddit.listing import (
     PAGE_SIZE,
     CredentialsRefused,
@@ -46,18 +45,6 @@ CLOSED: dict[str, UnreadableReason] = {"quarantined": "quarantined", "gated": "g
 _BLOCKED = f"Reddit or a proxy blocked the request with status {{}}; check {PREFIX}REDDIT_USER_AGENT"
 
 
-class _TokenRequestor(prawcore.Requestor):
-    """Sends PRAW's token requests through an HttpClient."""
-
-    def __init__(self, http: HttpClient, **settings: Any) -> None:
-        super().__init__(session=http.session, **settings)
-        self._client = http
-
-    def request(self, *args: Any, timeout: float | None = None, **arguments: Any) -> requests.Response:  # noqa: ARG002
-        method, url = args
-        return self._client.request(method, url, **arguments)
-
-
 class RedditClient:
     """A client for Reddit's API. Not thread-safe. Methods raise SourceFailed, and RequestFailed for single requests.
 
@@ -82,11 +69,9 @@ class RedditClient:
         config = _praw_config(settings)
         self._http = HttpClient(self.name, budget, session)
         self._url = API_URL
-        requestor = _TokenRequestor(self._http, user_agent=config.user_agent, reddit_url=TOKEN_URL)
-        authenticator = prawcore.TrustedAuthenticator(
-            requestor=requestor, client_id=config.client_id, client_secret=config.client_secret or ""
-        )
-        self._token = prawcore.ReadOnlyAuthorizer(authenticator=authenticator, scopes=["read"])
+        self._http.session.headers["User-Agent"] = config.user_agent
+        self._credentials = config.client_id, config.client_secret or ""
+        self._token = ""
         self._topic_of = topic_of
 
     def close(self) -> None:
@@ -128,7 +113,7 @@ class RedditClient:
         """Return the data of a listing. names: the subreddits requested."""
         response = self._get(path, params)
         if response.status_code == 401:
-            self._token.access_token = None  # expired early
+            self._token = ""  # expired
             response = self._get(path, params)
         _check(response, names)
         answer = self._http.json(response)
@@ -138,29 +123,25 @@ class RedditClient:
         return data
 
     def _get(self, path: str, params: Mapping[str, object]) -> requests.Response:
-        if not self._token.is_valid():
-            self._refresh_token()
-        headers = {"Authorization": f"bearer {self._token.access_token}"}
+        self._token = self._token or self._new_token()
+        headers = {"Authorization": f"bearer {self._token}"}
         return self._http.request("GET", self._url + path, params={**params, "raw_json": 1}, headers=headers)
 
-    def _refresh_token(self) -> None:
-        try:
-            self._token.refresh()
-        except SourceFailed:
-            raise
-        except prawcore.OAuthException as error:
-            raise CredentialsRefused(self._refused) from error
-        except prawcore.ResponseException as error:
-            status = error.response.status_code
-            if status == 403 and "json" not in error.response.headers.get("content-type", ""):
-                raise RequestFailed(_BLOCKED.format(status)) from error
-            if status in (400, 401, 403):
-                raise CredentialsRefused(self._refused) from error
-            raise RequestFailed(f"Reddit returned status {status}") from error
-        except Exception as error:
-            # On unexpected responses PRAW raises KeyError, AttributeError, ValueError and others.
-            logger.debug("PRAW failed on a response", exc_info=True)
-            raise RequestFailed(f"Reddit returned an unexpected response ({type(error).__name__})") from error
+    def _new_token(self) -> str:
+        response = self._http.request(
+            "POST",
+            f"{TOKEN_URL}/api/v1/access_token",
+            auth=self._credentials,
+            data={"grant_type": "client_credentials", "scope": "read"},
+        )
+        if response.status_code == 403 and "json" not in response.headers.get("content-type", ""):
+            raise RequestFailed(_BLOCKED.format(response.status_code))
+        if response.status_code in (400, 401, 403):
+            raise CredentialsRefused(self._refused)
+        answer = self._http.json(response)
+        if response.status_code != 200 or not isinstance(answer, dict) or not answer.get("access_token"):
+            raise RequestFailed(f"Reddit returned no token, but status {response.status_code}")
+        return str(answer["access_token"])
 
 
 def _check(response: requests.Response, names: Collection[str]) -> None:

@@ -2,13 +2,12 @@
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
-from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.source import Event, RequestFailed, SourceFailed
 from feedmill.producers.records import Removal, parse_post, removal_of
-from feedmill.shared.messages import Post, digest
+from feedmill.shared.messages import Post
 
 logger = logging.getLogger(__name__)
 
@@ -47,24 +46,17 @@ class ListingItem(NamedTuple):
     created_utc: float
     stickied: bool
     gone: Removal
-    score: int
     post: Post | None
 
     @property
-    def text(self) -> str:
-        """Return a short digest of the text to classify. It changes when a post is edited, removed or approved."""
-        return digest(self.post.text)[:16] if self.post and not self.gone else "gone"
-
-
-def events_of(items: Iterable[ListingItem]) -> Iterator[Event | None]:
-    """Yield the posts of items that are not gone, then None: what follows runs once they are in the queue.
-
-    A post that cannot be classified is yielded without its text, and so counts as refused.
-    """
-    for item in items:
-        if not item.gone:
-            yield Event(None, item.created_utc, item.post or {"id": item.fullname})
-    yield None
+    def event(self) -> Event:
+        """The event of the item. A post that cannot be classified has no text, and so counts as refused."""
+        progress = Event(None, self.created_utc)
+        if self.gone == "deleted":
+            return progress._replace(deleted=self.fullname)
+        if self.gone == "removed":
+            return progress._replace(removed=self.fullname)
+        return progress._replace(post=self.post or {"id": self.fullname})
 
 
 class ListingPage(NamedTuple):
@@ -72,20 +64,6 @@ class ListingPage(NamedTuple):
 
     items: list[ListingItem]
     after: str | None
-
-
-class PostSource(Protocol):
-    """A client for Reddit's posts. Its methods raise SourceFailed; see `RedditClient`."""
-
-    #: Name in logs.
-    name: str
-    budget: RequestBudget
-
-    def page(
-        self, names: Sequence[str], listing: str = ..., after: str | None = ..., limit: int = ..., period: str = ...
-    ) -> ListingPage: ...
-
-    def info(self, fullnames: Sequence[str]) -> dict[str, ListingItem]: ...
 
 
 def parse_items(posts: Iterable[Mapping[str, Any]], topic_of: Mapping[str, str]) -> Iterator[ListingItem]:
@@ -116,5 +94,4 @@ def parse_item(data: Mapping[str, Any], topic_of: Mapping[str, str]) -> ListingI
     # Drops invalid optional fields: a post is not rejected for its score or a URL.
     *_, read = parse_post({**data, "name": fullname, "topic": topic_of.get(subreddit.lower())}, fullname)
     post = read if isinstance(read, Post) else None
-    score = data["score"] if isinstance(data.get("score"), int) else 0
-    return ListingItem(fullname, subreddit, created, bool(data.get("stickied")), removal_of(data), score, post)
+    return ListingItem(fullname, subreddit, created, bool(data.get("stickied")), removal_of(data), post)

@@ -1,15 +1,25 @@
-"""The topics and their subreddits, from a TOML file. Default: topics.toml in this folder."""
+"""Topics, from a TOML file (default: topics.toml in this folder), and the subreddits that are read for them.
 
+The first subreddits of a topic that can be read and are active are read. A subreddit that cannot be read is replaced by
+the next in the list; this is logged and stored in Redis. The daily check tries the original again.
+"""
+
+import json
 import re
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from redis import Redis
 
 from feedmill.shared.errors import SettingsError, first_problem
+from feedmill.shared.keys import REDDIT_SUBSTITUTES
 
 DEFAULT_TOPICS_FILE = Path(__file__).with_name("topics.toml")
+#: Reason for not reading a subreddit without a new post for a month.
+ASLEEP = "asleep"
 
 
 def _strip_prefix(name: object) -> object:
@@ -53,11 +63,6 @@ class Topics(BaseModel):
         return self
 
     @property
-    def subreddits(self) -> list[str]:
-        """Return the names of all subreddits, substitutes included."""
-        return [name for names in self.topics.values() for name in names]
-
-    @property
     def topic_of(self) -> dict[str, str]:
         """Return the topic by the subreddit's name in lower case."""
         return {name.lower(): topic for topic, names in self.topics.items() for name in names}
@@ -77,3 +82,54 @@ def read(path: Path | None) -> Topics:
     raise SettingsError(
         f"Cannot read the topics file {path}: {reason}. Run `feedmill ingest topics --template` for a valid example."
     )
+
+
+class ReplacedSubreddit(NamedTuple):
+    """A subreddit that is not read, the reason, since when (seconds since 1970), and its substitute."""
+
+    subreddit: str
+    reason: str
+    since: float
+    by: str | None
+
+
+def choose(
+    topics: Topics, topic: str, problem: Callable[[str], str], before: Mapping[str, ReplacedSubreddit], now: float
+) -> tuple[list[str], list[ReplacedSubreddit]]:
+    """Return a topic's subreddits to read, and those that are not read.
+
+    problem: returns why a subreddit cannot be read, ASLEEP if it is inactive, or "". before: those that were not read.
+    """
+    names, best = topics.topics[topic], topics.topics[topic][: topics.active]
+    awake: list[str] = []
+    reasons: dict[str, str] = {}
+    for name in names:
+        if len(awake) < topics.active:
+            if reason := problem(name):
+                reasons[name] = reason
+            else:
+                awake.append(name)
+    # Inactive subreddits are chosen last.
+    asleep = [name for name, reason in reasons.items() if reason == ASLEEP]
+    chosen = {*awake, *asleep[: topics.active - len(awake)]}
+    active = [name for name in names if name in chosen]
+    substitutes = iter([name for name in active if name not in best])
+    since = {(entry.subreddit, entry.reason): entry.since for entry in before.values()}
+    return active, [
+        ReplacedSubreddit(
+            name, reason, since.get((name, reason), now), next(substitutes, None) if name in best else None
+        )
+        for name, reason in reasons.items()
+        if name not in chosen
+    ]
+
+
+def replaced(redis: Redis) -> dict[str, list[ReplacedSubreddit]]:
+    """Return the subreddits that are not read, by topic. Raises redis.exceptions.RedisError."""
+    found: Any = redis.hgetall(REDDIT_SUBSTITUTES)
+    return {topic: [ReplacedSubreddit(*entry) for entry in json.loads(value)] for topic, value in found.items()}
+
+
+def store_replaced(redis: Redis, topic: str, entries: Sequence[ReplacedSubreddit]) -> None:
+    """Store which of a topic's subreddits are not read. Raises redis.exceptions.RedisError."""
+    redis.hset(REDDIT_SUBSTITUTES, topic, json.dumps(entries))

@@ -1,24 +1,23 @@
-"""Walk a listing from its newest post down to known posts, without missing any.
+"""Walk a listing from its newest post down to the watermark, a time up to which all posts are known.
 
 The obvious approach, remembering the newest post and requesting everything before it, silently loses posts once that
-post is deleted. A walk therefore reads page by page until, for each subreddit, it meets one of *many* known posts or
-passes the watermark, and continues a little below the watermark, because posts can appear late. Pages come from a
-function: this module depends neither on Reddit nor on Redis.
+post is deleted. A walk therefore reads page by page until it passes the watermark of each subreddit, and continues a
+little below, because posts can appear late. Pages come from a function: this module depends neither on Reddit nor on
+Redis.
 """
 
-import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from feedmill.producers.live.source import RequestFailed
 from feedmill.producers.reddit.listing import ListingItem, ListingPage
 
+#: Seconds that each walk continues below the watermark, because posts can appear late.
+OVERLAP_S = 300.0
 #: Maximum pages per walk. Reddit's listings end after a thousand items, ten pages; pages requested from an earlier
 #: anchor repeat items, so a walk may need more.
 MAX_PAGES = 15
-#: Known posts kept per subreddit: more than a listing holds, so that a full walk meets only known posts.
-MAX_KNOWN_POSTS = 1500
 #: Last items of a page that must all be old before the walk counts as having read that far: single old posts can be
 #: out of order, also at the end of a page.
 TAIL_ITEMS = 10
@@ -35,29 +34,31 @@ class Track:
     name: str
     #: Creation time of the oldest post to send; older posts are ignored. None before the first walk.
     beginning: float | None = None
-    #: All posts created until this time are known.
+    #: All posts created until this time were sent.
     watermark: float | None = None
+    #: Creation time of its own newest post: a joint listing's posts advance the watermark beyond it. None until the
+    #: first walk ends; 0 without posts.
+    newest: float | None = None
     #: Time of the last walk to the end of the listing.
     full: float | None = None
-    #: Known posts: fullname -> creation time and digest of the text, or "gone" (`ListingItem.text`).
-    known: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def knows_text(self, item: ListingItem) -> bool:
-        """Return whether the post is known with the text that it has now."""
-        return self.known.get(item.fullname, (0.0, None))[1] == item.text
+    def includes(self, item: ListingItem) -> bool:
+        return item.created_utc >= (self.beginning or 0.0)
 
-    def learn(self, items: Iterable[ListingItem]) -> list[str]:
-        """Add items to the known posts. Return the fullnames of the oldest ones, which are forgotten instead."""
-        self.known.update({item.fullname: (item.created_utc, item.text) for item in items})
-        excess = len(self.known) - MAX_KNOWN_POSTS
-        oldest = heapq.nsmallest(excess, self.known, key=lambda name: self.known[name][0])
-        for fullname in oldest:
-            del self.known[fullname]
-        return oldest
+    def is_new(self, item: ListingItem, recorded: float) -> bool:
+        """Return whether an item is newer than the watermark, or was changed lately.
+
+        recorded: time since when records of sent posts are kept; earlier changes may have been sent.
+        """
+        if self.newest is None:  # the first walk did not end
+            return True
+        edited = (item.post.edited_utc if item.post else None) or 0.0
+        since = self.watermark or 0.0
+        return item.created_utc > since or max(item.created_utc, edited) > max(since - OVERLAP_S, recorded)
 
 
 class Walk(NamedTuple):
-    """Result of a walk. items: oldest first. missed: subreddits whose known posts were not met.
+    """Result of a walk. items: oldest first. missed: subreddits whose watermark was not reached.
 
     order: the items in the listing's order, pinned ones excluded. oldest: creation time of the last of them.
     """
@@ -110,8 +111,9 @@ def walk(
         found |= new
         ended = page.after is None
         reached = _reached(page, ended and len(found) < COMPLETE_ITEMS)
-        for name in _met(page, unmet, reached, len(found) >= depth):
-            del unmet[name]
+        for name, track in list(unmet.items()):
+            if len(found) >= depth if track.watermark is None else reached is not None and reached <= track.watermark:
+                del unmet[name]
         after = page.after
         if ended:
             # Listings can end early. In doubt, ask for the posts after the last one.
@@ -137,26 +139,6 @@ def _reached(page: ListingPage, complete: bool) -> float | None:
         return None
     tail = 1 if complete else max(1, min(TAIL_ITEMS, len(times) // 2))
     return max(times[-tail:], default=None)
-
-
-def _met(page: ListingPage, unmet: dict[str, Track], reached: float | None, deep: bool) -> set[str]:
-    """Return the subreddits whose known posts or watermark this page reaches. reached: see `_reached`.
-
-    A known post older than that is out of order, for example pinned, and proves nothing.
-    """
-    met = {
-        item.subreddit.lower()
-        for item in page.items
-        if (track := unmet.get(item.subreddit.lower()))
-        and item.fullname in track.known
-        and not item.stickied
-        and (reached is None or item.created_utc >= reached)
-    }
-    for name, track in unmet.items():
-        passed = deep if track.watermark is None else reached is not None and reached < track.watermark
-        if passed:
-            met.add(name)
-    return met
 
 
 def _page(fetch: Callable[[str | None], ListingPage], after: str | None, found: list[str]) -> ListingPage:

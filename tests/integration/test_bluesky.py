@@ -139,21 +139,6 @@ def test_restart_resumes_without_loss_or_repetition(redis: RedisServer, jetstrea
     assert second.gaps == 0
 
 
-def test_crash_before_the_position_is_stored_sends_no_post_again(
-    redis: RedisServer, jetstream: Jetstream, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = make()
-    start(first, jetstream)
-    monkeypatch.setattr(first._state, "advance", lambda _: None)  # the process ends before
-    sent = [jetstream.post(f"post {number}") for number in range(20)]
-    run(first, lambda: first.status()["sent"] == 20, "all posts are sent")
-    first.close()
-    second = make()
-    sent.append(jetstream.post("after the crash"))
-    run(second, lambda: second.status()["sent"], "the new post is sent")
-    assert ids(redis) == sent
-
-
 def test_deleted_posts_are_purged_and_stay_away(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
     daemon = make()
     start(daemon, jetstream)

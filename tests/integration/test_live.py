@@ -186,31 +186,16 @@ def test_event_from_the_future_is_sent_and_is_no_position(
     assert (daemon.status()["ahead"], daemon.gaps) == (2, 0)
 
 
-def test_stored_position_from_the_future_is_replaced(
-    redis: RedisServer, settings: Settings, clock: SimulatedClock
-) -> None:
-    state = LiveState(redis.client, "scripted")
-    state.advance(Position(10**9, 1_830_000_000.0))
-    source = Script([post(5), post(6), SourceFailed("cut")], [post(5), post(6), post(7)])
-    daemon = make(source, settings, clock)
-    run(daemon, clock, 10.0)
-    assert source.asked == [None, 4]
-    assert ids(redis) == ["s-5", "s-6", "s-7"]
-    assert state.position() == Position(7, 1_800_000_007.0)
-    assert daemon.faults == {"position": 1, "source": 1}
-    (gap,) = Gaps(redis.client).all()
-    assert (gap.until, gap.noted) == (1_800_000_005.0, 1_800_001_000.0)
-
-
-def test_wrong_clock_loses_no_position(redis: RedisServer, settings: Settings) -> None:
+def test_position_ahead_of_the_clock_waits_and_stays(redis: RedisServer, settings: Settings) -> None:
     state = LiveState(redis.client, "scripted")
     state.advance(Position(4, 1_800_000_004.0))
-    clock = SimulatedClock(0.0)
-    daemon = make(Script([post(5), post(6)]), settings, clock)
-    run(daemon, clock, 3.0)
-    assert ids(redis) == ["s-5", "s-6"], "events are sent nevertheless"
-    assert state.position() == Position(4, 1_800_000_004.0)
-    assert Gaps(redis.client).all() == []
+    daemon = make(source := Script([post(5)]), settings, SimulatedClock(0.0))
+    assert daemon.step() > 0
+    assert "clock" in daemon.hindrance
+    assert (source.asked, state.position()) == ([], Position(4, 1_800_000_004.0))
+    clock = SimulatedClock(1_800_001_000.0)
+    run(make(Script([post(4), post(5)]), settings, clock), clock, 3.0)
+    assert ids(redis) == ["s-4", "s-5"]
 
 
 @pytest.mark.parametrize(

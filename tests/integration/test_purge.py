@@ -17,7 +17,7 @@ from feedmill.reading.purges import BEGINNING, Purges, newest_purge, read_purges
 from feedmill.shared import purge as purging
 from feedmill.shared.broker import make_app, publish
 from feedmill.shared.errors import MessageFailed, RequestRefused, UserError
-from feedmill.shared.keys import PURGES, reddit_track_key, tombstone_key
+from feedmill.shared.keys import PURGES, tombstone_key
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from feedmill.shared.purge import TOMBSTONE_TTL_S, PurgeCounts, lift_tombstones, purge
 from feedmill.shared.results import Result, ResultsStore
@@ -137,12 +137,6 @@ def test_purges_at_redis_memory_limit(client: Redis, settings: Settings, store: 
 def arguments(message: str) -> Any:
     """Return the posts of a queued message."""
     return json.loads(b64decode(json.loads(message)["body"]))[1]["posts"]
-
-
-def test_keeps_the_reddit_daemons_known_posts(client: Redis, settings: Settings) -> None:
-    client.hset(reddit_track_key("tea"), "gone", "1.0 a-digest")
-    assert purge(client, settings, ["gone"]) == PurgeCounts()
-    assert client.hexists(reddit_track_key("tea"), "gone")
 
 
 @pytest.mark.parametrize("step", ["_sweep", "_clean_celery_results", "call"])

@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import OutOfMemoryError
 
 from feedmill.producers import push
-from feedmill.producers.push import Pusher, QueueGate
+from feedmill.producers.push import Pusher
 from feedmill.shared import broker
 from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import MARKS, REQUESTED_MODELS, find, tombstone_key
@@ -49,13 +49,6 @@ def test_packs_posts_into_messages_and_counts_them(settings: Settings, redis: Re
     assert queue_depth(redis.client, "feedmill") == (3, 0)
 
 
-def test_skips_posts_already_sent(settings: Settings) -> None:
-    pusher(settings).push(make_posts(40))
-    second = pusher(settings)
-    second.push(make_posts(50))
-    assert (second.sent, second.skipped) == (10, 40)
-
-
 def test_skips_a_duplicate_of_a_message_just_sent(settings: Settings) -> None:
     """Redis does not know the posts of a message that is still being filled; the pusher must remember them."""
     small = settings.model_copy(update={"posts_per_message": 4})
@@ -82,7 +75,7 @@ def test_each_queue_has_its_own_gate_and_marks(settings: Settings, redis: RedisS
         pushing.push(make_posts(40))
         assert pushing.sent == sent
     assert [queue_depth(redis.client, name).waiting for name in ("feedmill", "feedmill-other")] == [2, 2]
-    assert pusher(other).gate.room() == 1
+    assert pusher(other).room() == 1
     assert all(find(str(key)) for key in redis.client.scan_iter()), "all keys are in shared/keys.py"
 
 
@@ -106,13 +99,6 @@ def test_each_priority_has_its_own_list(settings: Settings, redis: RedisServer, 
     assert message["properties"]["priority"] == priority
 
 
-def test_a_changed_score_alone_is_not_sent_again(settings: Settings) -> None:
-    pusher(settings).push([Post(id="1", title="one", score=1)])
-    second = pusher(settings)
-    second.push([Post(id="1", title="one", score=2)])
-    assert second.sent == 0
-
-
 def test_marks_expire(settings: Settings, redis: RedisServer) -> None:
     pusher(settings).push(make_posts(1))
     for key in redis.client.scan_iter(f"{MARKS}*"):
@@ -130,9 +116,9 @@ def test_message_headers_follow_the_protocol_and_hide_posts(settings: Settings, 
     assert message["content-type"] == "application/json"
 
 
-def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[QueueGate, Callable[[int], int]]:
-    """Return a gate, and a function that sets the number of waiting messages and returns the gate's room."""
-    made = QueueGate(redis.client, settings.model_copy(update=limits))
+def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[Pusher, Callable[[int], int]]:
+    """Return a pusher, and a function that sets the number of waiting messages and returns the pusher's room."""
+    made = pusher(settings.model_copy(update=limits))
 
     def room(waiting: int) -> int:
         redis.client.delete("feedmill")
@@ -145,35 +131,19 @@ def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[QueueGa
 
 def test_gate_closes_at_the_limit_and_reopens_below_resume(settings: Settings, redis: RedisServer) -> None:
     made, room = gate(redis, settings, queue_limit=10)
-    assert not made.closed
+    assert not made.is_closed
     assert [room(0), room(9)] == [10, 1]
     for waiting in (10, 9, 11, 5):
-        assert (room(waiting), made.closed) == (0, True)
-    assert (room(4), made.closed) == (6, False)
-    assert (room(9), made.closed) == (1, False)  # while filling, the lower mark has no effect
-
-
-@pytest.mark.parametrize(
-    ("limits", "closed_at", "opens_at"),
-    [
-        ({"queue_limit": 9}, 4, 3),
-        ({"queue_limit": 2}, 1, 0),
-        ({"queue_limit": 1}, 1, 0),
-    ],
-)
-def test_gate_derives_the_resume_mark_from_the_limit(
-    settings: Settings, redis: RedisServer, limits: dict[str, int], closed_at: int, opens_at: int
-) -> None:
-    _, room = gate(redis, settings, **limits)
-    limit = limits["queue_limit"]
-    assert [room(limit), room(closed_at), room(opens_at)] == [0, 0, limit - opens_at]
+        assert (room(waiting), made.is_closed) == (0, True)
+    assert (room(4), made.is_closed) == (6, False)
+    assert (room(9), made.is_closed) == (1, False)  # while filling, the lower mark has no effect
 
 
 def test_gate_counts_every_priority(settings: Settings, redis: RedisServer) -> None:
     made, room = gate(redis, settings, queue_limit=4)
     redis.client.lpush(f"feedmill{broker.PRIORITY_MARK}9", "message")
     assert [room(0), room(3)] == [3, 0]
-    assert made.closed
+    assert made.is_closed
 
 
 class Ended(Exception):  # noqa: N818 - named after what happened
@@ -188,7 +158,7 @@ def test_an_interrupted_wait_keeps_what_was_sent(settings: Settings, redis: Redi
     def wait(seconds: float) -> None:
         waits.append(seconds)
         assert pushing.waiting
-        assert pushing.gate.closed
+        assert pushing.is_closed
         if len(waits) == 2:
             raise Ended
         redis.client.rpop("feedmill")  # not yet below the lower mark
@@ -244,7 +214,7 @@ def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int
     """Make call number `at` of the step raise the fault. Steps in the past tense raise it after their work."""
     where: tuple[Any, str] = {
         "look": (scripts, "lookup"),
-        "room": (pushing.gate, "room"),
+        "room": (pushing, "room"),
         "publish": (broker, "publish"),
         "published": (broker, "publish"),
         "remember": (scripts, "mark"),

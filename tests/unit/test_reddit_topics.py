@@ -21,7 +21,7 @@ def test_default_topics_equal_the_default_labels() -> None:
 
 def test_reads_common_spellings_of_subreddits(tmp_path: Path) -> None:
     read = topics.read(written(tmp_path, '[topics]\n"a b" = ["r/One", "/r/two"]\n'))
-    assert read.subreddits == ["One", "two"]
+    assert read.topics == {"a b": ("One", "two")}
     assert read.active == 3
     assert read.topic_of == {"one": "a b", "two": "a b"}
 

@@ -1,12 +1,12 @@
 """producers/reddit/walk.py: posts found and gaps reported by a walk down a listing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 
 from feedmill.producers.live.source import RequestFailed
 from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage
-from feedmill.producers.reddit.walk import MAX_KNOWN_POSTS, Track, walk
+from feedmill.producers.reddit.walk import Track, walk
 from feedmill.shared.messages import Post
 
 OVERLAP = 0.0
@@ -15,7 +15,7 @@ OVERLAP = 0.0
 def item(number: int, subreddit: str = "a", created: float | None = None, stickied: bool = False) -> ListingItem:
     post = Post(id=f"t3_{number}", title=f"number {number}")
     when = float(number) if created is None else created
-    return ListingItem(post.id, subreddit, when, stickied, gone="", score=1, post=post)
+    return ListingItem(post.id, subreddit, when, stickied, gone="", post=post)
 
 
 class Listing:
@@ -41,9 +41,7 @@ def newest_first(first: int, last: int, subreddit: str = "a") -> list[ListingIte
 
 
 def known(first: int, last: int, name: str = "a") -> Track:
-    track = Track(name, beginning=float(first), watermark=float(last))
-    track.learn(reversed(newest_first(first, last, name)))
-    return track
+    return Track(name, beginning=float(first), watermark=float(last))
 
 
 def fullnames(items: Iterable[ListingItem]) -> list[str]:
@@ -54,9 +52,9 @@ def names(tracks: Iterable[Track]) -> list[str]:
     return [track.name for track in tracks]
 
 
-def test_ends_at_the_watermark_without_known_posts() -> None:
+def test_ends_at_the_watermark() -> None:
     listing = Listing(newest_first(1, 500))
-    track = Track("a", beginning=1.0, watermark=250.0, known={"t3_deleted": (0.0, "")})
+    track = Track("a", beginning=1.0, watermark=250.0)
     found = walk(listing, [track], OVERLAP, depth=100)
     assert found.missed == []
     assert len(listing.requests) == 3
@@ -68,18 +66,9 @@ def test_reports_a_gap_if_the_pages_run_out() -> None:
     assert found.oldest == 601.0
 
 
-def test_joined_walk_reports_subreddits_with_gaps() -> None:
-    busy = newest_first(1, 2000, "busy")
-    quiet = [item(10_500, "quiet", created=500.0)]
-    merged = sorted([*busy, *quiet], key=lambda each: -each.created_utc)
-    track = Track("quiet", beginning=0.0, watermark=400.0, known={"t3_10400": (0.0, "")})
-    found = walk(Listing(merged), [known(1, 1500, "busy"), track], OVERLAP, depth=100)
-    assert names(found.missed) == ["quiet"]
-
-
-def test_short_listing_without_a_known_post_is_a_gap() -> None:
+def test_short_listing_above_the_watermark_is_a_gap() -> None:
     """It may be complete, or may have ended early: the latter would lose posts."""
-    track = Track("a", beginning=1.0, watermark=3.0, known={"t3_deleted": (0.0, "")})
+    track = Track("a", beginning=1.0, watermark=3.0)
     found = walk(Listing(newest_first(10, 40)), [track], OVERLAP, depth=100)
     assert names(found.missed) == ["a"]
     assert found.frontier(3.0) == 10.0
@@ -100,7 +89,7 @@ def test_ignores_an_old_post_out_of_order() -> None:
     assert "t3_201" in fullnames(found.items)
 
 
-def test_short_listing_that_meets_a_known_post_has_no_gap() -> None:
+def test_short_listing_that_reaches_the_watermark_has_no_gap() -> None:
     found = walk(Listing(newest_first(1, 4)), [known(1, 1)], OVERLAP, depth=100)
     assert found.missed == []
 
@@ -150,28 +139,3 @@ def test_many_dead_anchors_are_a_fault() -> None:
     dead = [f"t3_{number}" for number in range(401, 411)]
     with pytest.raises(RequestFailed):
         walk(Listing(newest_first(1, 500), dead=dead), [known(1, 250)], OVERLAP, depth=100)
-
-
-def test_new_posts_during_a_walk_cause_no_gaps() -> None:
-    items = newest_first(1, 300)
-
-    def fetch() -> Callable[[str | None], ListingPage]:
-        def page(after: str | None) -> ListingPage:
-            items.insert(0, item(1000 + len(items)))
-            start = 0 if after is None else 1 + fullnames(items).index(after)
-            part = items[start : start + PAGE_SIZE]
-            return ListingPage(part, part[-1].fullname if start + PAGE_SIZE < len(items) else None)
-
-        return page
-
-    found = walk(fetch(), [known(1, 100)], OVERLAP, depth=100)
-    assert set(fullnames(newest_first(101, 300))) <= set(fullnames(found.items))
-    assert len(found.items) == len(set(fullnames(found.items)))
-
-
-def test_known_posts_are_bounded_to_the_newest() -> None:
-    track = Track("a")
-    track.learn(reversed(newest_first(1, MAX_KNOWN_POSTS + 500)))
-    assert track.learn([item(500)]) == ["t3_500"]
-    assert len(track.known) == MAX_KNOWN_POSTS
-    assert {"t3_501", f"t3_{MAX_KNOWN_POSTS + 500}"} <= set(track.known)

@@ -6,12 +6,12 @@ import pytest
 
 from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.live.state import Gaps
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit.arctic_shift import ArcticShiftClient
 from feedmill.producers.reddit.client import RedditClient
 from feedmill.producers.reddit.source import RedditSource
-from feedmill.producers.reddit.state import ReplacedSubreddit, State
-from feedmill.producers.reddit.topics import Topics
+from feedmill.producers.reddit.topics import ReplacedSubreddit, Topics, replaced
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.messages import ClassifyOptions, Post, fingerprint
 from feedmill.shared.results import Result
@@ -59,19 +59,19 @@ class House:
         return reddit
 
     @property
-    def state(self) -> State:
-        """Return the state as it is in Redis."""
-        return State(self.redis.client, self.clock)
+    def gaps(self) -> Gaps:
+        return Gaps(self.redis.client)
+
+    def source(self, settings: Settings, depth: int = 1000, archive: ArcticShiftClient | None = None) -> RedditSource:
+        reddit = RedditClient(settings, RequestBudget(self.clock, 90), self.topics.topic_of)
+        self._open.append(reddit)
+        return RedditSource(reddit, connect(settings), self.topics, settings, self.clock, depth, archive)
 
     def daemon(self, depth: int = 1000, archive: ArcticShiftClient | None = None, **settings: Any) -> LiveDaemon:
         chosen = self.settings.model_copy(update=settings)
-        budget = RequestBudget(self.clock, 90)
         client = connect(chosen)
         pusher = Pusher(make_app(chosen), client, chosen, ClassifyOptions(), wait=self.clock.wait)
-        reddit = RedditClient(chosen, budget, self.topics.topic_of)
-        self._open.append(reddit)
-        source = RedditSource(reddit, client, self.topics, chosen, self.clock, depth, archive)
-        return LiveDaemon(source, client, pusher, chosen, self.clock)
+        return LiveDaemon(self.source(chosen, depth, archive), client, pusher, chosen, self.clock)
 
     def run(self, daemon: LiveDaemon, seconds: float) -> None:
         """Run the daemon for this much simulated time."""
@@ -81,7 +81,7 @@ class House:
 
     def replaced(self) -> dict[str, ReplacedSubreddit]:
         """Return the subreddits that are not read, by name."""
-        return {entry.subreddit: entry for entries in self.state.replaced().values() for entry in entries}
+        return {entry.subreddit: entry for entries in replaced(self.redis.client).values() for entry in entries}
 
     def publish(self, name: str, count: int = 1, **fields: Any) -> list[str]:
         number = len(self.loopback.ledger.published)

@@ -88,7 +88,7 @@ def test_catches_up_without_gaps(house: House, archived: Archived) -> None:
     house.run(archived.daemon(), 10 * MINUTE)
     assert set(posts) <= set(house.ids())
     assert len(house.ids()) == len(set(house.ids()))
-    assert house.state.gaps.all() == []
+    assert house.gaps.all() == []
 
 
 def test_first_read_takes_the_newest_posts(house: House, archived: Archived) -> None:
@@ -107,7 +107,7 @@ def test_a_second_with_more_posts_than_a_page_is_a_gap(house: House, archived: A
     later = fresh(house, "cooking", 2)
     house.run(archived.daemon(), 10 * MINUTE)
     assert set(later) <= set(house.ids())
-    assert [(gap.subreddit, gap.since, gap.until) for gap in house.state.gaps.all()] == [("cooking", at, at + 1)]
+    assert [(gap.subreddit, gap.since, gap.until) for gap in house.gaps.all()] == [("cooking", at, at + 1)]
 
 
 @pytest.mark.parametrize("fault", ["too_many", "server_error_502", "truncated_json", "overload"])
@@ -176,10 +176,10 @@ def test_the_daemon_fills_its_gaps(house: House, archived: Archived) -> None:
     running = daemon()
     house.run(running, 30 * MINUTE)
     assert [house.ids().count(post) for post in posts] == [1] * 500
-    (gap,) = house.state.gaps.all()
+    (gap,) = house.gaps.all()
     assert gap.filled
     assert gap.found >= 300
-    assert house.state.gaps.open() == []
+    assert house.gaps.open() == []
     status = running.status()
     assert (status["gaps"], status["filled"], status["gaps_recorded"]) == (1, 1, 0)
 
@@ -195,12 +195,12 @@ def test_an_archive_that_is_down_or_behind_keeps_the_gap(
     archive.faults.next("server_error_503", times=2)
     running = house.daemon(archive=archived.client())
     house.run(running, 40 * MINUTE)
-    assert [gap.problem for gap in house.state.gaps.open()] == [BEHIND]
+    assert [gap.problem for gap in house.gaps.open()] == [BEHIND]
     assert running.status()["gaps_recorded"] == 1
     assert running.hindrance == ""  # Reddit itself answers
     house.run(running, 5 * HOUR)
     assert set(posts) <= set(house.ids())
-    assert house.state.gaps.open() == []
+    assert house.gaps.open() == []
 
 
 def test_a_deleted_post_that_is_still_archived_is_not_sent_to_fill_a_gap(
@@ -214,9 +214,9 @@ def test_a_deleted_post_that_is_still_archived_is_not_sent_to_fill_a_gap(
     running = house.daemon(archive=archived.client(), reddit_poll_interval=6 * HOUR)
     house.run(running, 2 * HOUR)
     assert house.redis.client.exists(tombstone_key(deleted))
-    house.state.gaps.record(Gap("reddit", "cooking", clock.time() - DAY, clock.time() - HOUR, clock.time()))
+    house.gaps.record(Gap("reddit", "cooking", clock.time() - DAY, clock.time() - HOUR, clock.time()))
     house.run(running, 2 * DAY)
-    assert house.state.gaps.open() == []
+    assert house.gaps.open() == []
     assert [post["id"] for post in house.queued() if "title" in post].count(kept) == 1
     assert deleted not in [post["id"] for post in house.queued() if "title" in post]
 
@@ -228,28 +228,10 @@ def test_a_crowded_second_keeps_the_gap_open(house: House, archived: Archived) -
     at = float(int(house.clock.time()))
     house.publish("chess", 150, created_utc=at)
     fresh(house, "chess", 2)
-    house.state.gaps.record(Gap("reddit", "chess", at - HOUR, at + 2, at))
+    house.gaps.record(Gap("reddit", "chess", at - HOUR, at + 2, at))
     house.run(running, 10 * MINUTE)
-    (gap,) = house.state.gaps.open()
+    (gap,) = house.gaps.open()
     assert gap.problem.startswith(CROWDED)
-
-
-def test_a_fault_after_a_crowded_second_does_not_fill_the_gap(
-    house: House, archived: Archived, archive: ArcticShift
-) -> None:
-    running = house.daemon(archive=archived.client())
-    house.run(running, 2 * MINUTE)
-    at = float(int(house.clock.time()))
-    house.publish("chess", 150, created_utc=at)
-    later = fresh(house, "chess", 120)
-    # Requests for posts after the crowded second fail at first.
-    archive.faults.next("server_error_503", times=1, where=f"after={at:.0f}|after={at + 1:.0f}")
-    house.state.gaps.record(Gap("reddit", "chess", at - HOUR, at + 110, at))
-    house.run(running, 10 * MINUTE)
-    assert archive.ledger.faults.total() == 1
-    (gap,) = house.state.gaps.open()
-    assert gap.problem.startswith(CROWDED)
-    assert set(later) <= set(house.ids())
 
 
 @both_bounds

@@ -6,9 +6,9 @@ from threading import Event, Thread
 
 import pytest
 
+from feedmill.producers.live.rechecks import Rechecks
 from feedmill.producers.live.source import RequestFailed
 from feedmill.producers.live.state import statuses
-from feedmill.producers.reddit.state import State
 from tests.fakes import constants
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
@@ -48,6 +48,15 @@ def test_a_failing_subreddit_does_not_stop_the_others(house: House) -> None:
     house.run(daemon, 20 * MINUTE)
     assert set(kept) <= set(house.ids())
     assert daemon.status()["failing"] == []
+
+
+def test_counts_failures_of_pages_that_were_read_again(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.next("server_error_503", where="after=")
+    house.publish("cooking", 250)
+    house.run(daemon, 5 * MINUTE)
+    assert daemon.status()["faults"] == {"RequestFailed": 1}
 
 
 def test_waits_as_long_as_a_429_demands(house: House) -> None:
@@ -142,7 +151,7 @@ def test_a_bug_in_one_job_does_not_stop_the_others(house: House, monkeypatch: py
     house.run(daemon, 2 * MINUTE)
     expected = house.publish("cooking")
     with monkeypatch.context() as patched:
-        patched.setattr(State, "due", lambda *_: 1 / 0)
+        patched.setattr(Rechecks, "run", lambda *_: 1 / 0)
         house.run(daemon, 5 * MINUTE)
     assert set(expected) <= set(house.ids())
     assert daemon.status()["faults"]["unexpected"] > 1

@@ -2,8 +2,8 @@
 
 import pytest
 
-from feedmill.producers.reddit.rechecks import MISSING_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_DELAYS_S, WAITING_RETRY_S
-from feedmill.producers.reddit.state import RECHECK_DELAYS_S
+from feedmill.producers.live.rechecks import MISSING_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_PAUSES_S, WAITING_RETRY_S
+from feedmill.producers.reddit.source import RedditSource
 from feedmill.shared.keys import MARKS, tombstone_key
 from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge
@@ -11,6 +11,7 @@ from feedmill.shared.results import ResultsStore
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, result
 from tests.support import has_results, sent_marks
 
+RECHECK_DELAYS_S = RedditSource.recheck_delays
 #: Seconds between polls in tests of days.
 SELDOM = 6 * HOUR
 
@@ -112,7 +113,7 @@ def test_posts_of_a_subreddit_that_stays_private_are_purged_and_come_back_with_i
     house.run(daemon, MISSING_PATIENCE_S + DAY)
     assert house.redis.client.exists(*map(tombstone_key, posts)) == 5
     house.loopback.set_kind("cooking", "public")
-    house.run(daemon, RETURN_DELAYS_S[1])
+    house.run(daemon, sum(RETURN_PAUSES_S[:2]))
     assert house.redis.client.exists(*map(tombstone_key, posts)) == 0
     assert [whole(house).count(post) for post in posts] == [1] * 5
     assert daemon.status()["returned"] == 6  # with the older post of the fixture
@@ -130,7 +131,7 @@ def test_a_purged_post_that_is_approved_later_is_sent_again(house: House) -> Non
     assert house.redis.client.exists(*map(tombstone_key, (approved, deleted, by_hand))) == 3
     for post in (approved, deleted, by_hand):
         house.loopback.approve(post)
-    house.run(daemon, RETURN_DELAYS_S[0] + HOUR)
+    house.run(daemon, RETURN_PAUSES_S[0] + HOUR)
     assert whole(house).count(approved) == 1
     assert house.redis.client.exists(*map(tombstone_key, (deleted, by_hand))) == 2
     assert not {deleted, by_hand} & set(whole(house))
@@ -145,23 +146,20 @@ def test_a_later_purge_by_hand_stands_if_the_post_comes_back(house: House) -> No
     assert house.redis.client.exists(tombstone_key(post))
     house.redis.client.set(tombstone_key(post), 1)  # another time, as of another purge
     house.loopback.approve(post)
-    house.run(daemon, RETURN_DELAYS_S[0] + HOUR)
+    house.run(daemon, RETURN_PAUSES_S[0] + HOUR)
     assert house.redis.client.exists(tombstone_key(post))
     assert post not in whole(house)
 
 
-def test_forgotten_marks_send_nothing_twice(house: House) -> None:
-    """Marks of sent posts expire; posts that are still known, or only rechecked, must not depend on them."""
-    daemon = house.daemon()
+def test_expired_marks_send_nothing_twice(house: House) -> None:
+    """Posts that are older than the records of sent posts may have been sent; rechecks do not depend on them."""
+    daemon = house.daemon(sent_ttl=HOUR)
     posts = house.publish("cooking", 5)
-    house.run(daemon, 5 * MINUTE)
-    forget_marks(house)
-    house.run(house.daemon(reddit_poll_interval=SELDOM), RECHECK_DELAYS_S[0] + 10 * MINUTE)  # a restart, and a recheck
-    forget_marks(house)
+    house.run(daemon, RECHECK_DELAYS_S[0] - MINUTE)
     house.loopback.edit(posts[0], "after")
-    house.run(house.daemon(), 5 * MINUTE)
+    house.clock.wait(2 * MINUTE)
     forget_marks(house)
-    house.run(house.daemon(reddit_poll_interval=SELDOM), RECHECK_DELAYS_S[1])
+    house.run(house.daemon(sent_ttl=HOUR), RECHECK_DELAYS_S[1])
     assert [house.ids().count(post) for post in posts] == [2, 1, 1, 1, 1]
 
 

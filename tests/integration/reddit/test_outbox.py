@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from feedmill.producers.live.state import Gaps
-from feedmill.producers.reddit.state import State
+from feedmill.producers.reddit.source import RedditSource
 from feedmill.shared import broker
 from feedmill.shared.broker import queue_depth
 from feedmill.shared.messages import Post
@@ -40,16 +40,6 @@ def test_does_not_poll_while_the_queue_is_full(house: House) -> None:
     assert house.loopback.ledger.total == begun
 
 
-def test_rereads_unsent_posts_after_a_kill(house: House) -> None:
-    daemon = house.daemon(queue_limit=1, posts_per_message=2)
-    expected = house.publish("cooking", 30)
-    house.run(daemon, 5 * MINUTE)
-    assert daemon.status()["paused"]
-    house.run(house.daemon(queue_limit=1000), 5 * MINUTE)
-    assert set(expected) <= set(house.ids())
-    assert len(house.ids()) == len(set(house.ids()))
-
-
 class Killed(BaseException):
     pass
 
@@ -59,8 +49,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "note gaps": (Gaps, "record"),
     "publish": (broker, "publish"),
     "mark as sent": (queue_scripts, "mark"),
-    "mark as known": (State, "commit"),
-    "advance the watermark": (State, "advance"),
+    "advance the watermark": (RedditSource, "_store"),
 }
 
 ONCE = ("note gaps", "at the third")
@@ -103,7 +92,7 @@ def test_a_kill_at_any_step_loses_and_repeats_nothing(
     assert set(expected) <= set(stored)
     assert len(stored) == len(set(stored))
     assert not set(out_of_reach) & set(stored)
-    (gap,) = house.state.gaps.all()
+    (gap,) = house.gaps.all()
     published = house.loopback.ledger.published
     assert gap.since < published[out_of_reach[0]].created_utc
     assert gap.until == published[expected[-200]].created_utc + 1
@@ -112,11 +101,11 @@ def test_a_kill_at_any_step_loses_and_repeats_nothing(
 def test_a_kill_during_the_first_walk_loses_nothing_after_it(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = house.publish("cooking", 20)
     with monkeypatch.context() as patched:
-        patched.setattr(State, "commit", lambda *_: (_ for _ in ()).throw(Killed()))
+        patched.setattr(broker, "publish", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             house.run(house.daemon(depth=10), HOUR)
     house.clock.wait(HOUR)
     expected += house.publish("cooking", 250)
     house.run(house.daemon(depth=10), 5 * MINUTE)
     assert set(expected) <= set(house.ids())
-    assert house.state.gaps.all() == []
+    assert house.gaps.all() == []

@@ -8,8 +8,9 @@ from feedmill.producers.records import parse_post
 from feedmill.producers.reddit import listing
 from feedmill.producers.reddit.client import RedditClient
 from feedmill.producers.reddit.listing import ListingPage
-from feedmill.producers.reddit.state import RECHECK_DELAYS_S
+from feedmill.producers.reddit.source import RedditSource
 from feedmill.producers.reddit.topics import Topics
+from feedmill.shared.keys import reddit_track_key
 from feedmill.shared.messages import Post
 from tests.fakes import reddit
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
@@ -52,7 +53,7 @@ def test_a_restart_continues_where_it_stopped(house: House) -> None:
     house.clock.wait(3 * HOUR)
     house.run(house.daemon(depth=1), 2 * MINUTE)
     assert sorted(house.ids()) == sorted(before + missed)
-    assert house.state.gaps.all() == []
+    assert house.gaps.all() == []
 
 
 def test_reads_a_topics_subreddits_in_one_request(house: House) -> None:
@@ -134,16 +135,6 @@ def test_finds_a_held_back_post_beside_a_busy_subreddit(house: House) -> None:
     assert house.ids().count(late) == 1
 
 
-def test_deep_walks_run_despite_frequent_restarts(house: House) -> None:
-    house.run(house.daemon(reddit_poll_interval=600.0), HOUR)
-    (late,) = house.publish("cooking", visible_from=house.clock.time() + 2 * HOUR)
-    house.clock.wait(MINUTE)
-    house.publish("cooking", 250)
-    for _ in range(3):
-        house.run(house.daemon(reddit_poll_interval=600.0), 3 * HOUR)
-    assert house.ids().count(late) == 1
-
-
 def test_records_a_gap_if_a_listing_overflows(house: House) -> None:
     house.run(house.daemon(), 2 * MINUTE)
     known = house.publish("cooking", 5)
@@ -157,7 +148,7 @@ def test_records_a_gap_if_a_listing_overflows(house: House) -> None:
     house.clock.wait(HOUR)
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
-    (gap,) = house.state.gaps.all()
+    (gap,) = house.gaps.all()
     assert gap.subreddit == "cooking"
     assert gap.since <= until
     assert int(gap.until) == begins + 2 + 1  # the first 200 are out of reach, and so may be some of the third second
@@ -165,7 +156,7 @@ def test_records_a_gap_if_a_listing_overflows(house: House) -> None:
     assert len([post for post in house.queued() if post["created_utc"] >= begins]) == 1000 + len(quiet)
     assert daemon.status()["gaps"] == 1
     house.run(house.daemon(), 10 * MINUTE)
-    assert house.state.gaps.all() == [gap]
+    assert house.gaps.all() == [gap]
 
 
 def test_splits_a_joint_listing_that_overflows(house: House) -> None:
@@ -174,7 +165,7 @@ def test_splits_a_joint_listing_that_overflows(house: House) -> None:
     house.clock.wait(HOUR)
     house.run(house.daemon(), 2 * MINUTE)
     assert set(house.ids()) >= expected
-    assert house.state.gaps.all() == []
+    assert house.gaps.all() == []
 
 
 def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +183,7 @@ def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monke
     later = house.publish("cooking", 250)
     house.run(daemon, 5 * MINUTE)
     assert set(later) <= set(house.ids())
-    assert (house.state.track("cooking").watermark or 0) <= house.clock.time()
+    assert float(str(house.redis.client.hget(reddit_track_key("cooking"), "watermark"))) <= house.clock.time()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +207,7 @@ def test_an_invalid_post_affects_no_other(
     assert set(others) <= set(house.ids())
     assert daemon.status()["failing"] == []
     later = house.publish("baking")
-    house.run(daemon, 2 * RECHECK_DELAYS_S[0])
+    house.run(daemon, 2 * RedditSource.recheck_delays[0])
     assert later[0] in house.ids()
     assert daemon.status()["rechecked"] >= 3
 
@@ -229,16 +220,6 @@ def test_sends_unusual_posts_and_counts_empty_ones_as_refused(house: House) -> N
     house.run(daemon, 5 * MINUTE)
     assert "far" in [post["title"] for post in house.queued()]
     assert daemon.status()["refused"] == 1
-
-
-def test_uses_only_read_endpoints(house: House) -> None:
-    house.run(house.daemon(), MINUTE)
-    assert {request.path for request in house.loopback.ledger.requests if request.path.startswith("/api/v1")} == {
-        "/api/v1/access_token"
-    }
-    assert {request.user_agent.split(" prawcore")[0] for request in house.loopback.ledger.requests} == {
-        "linux:test:1 (by /u/nobody)"
-    }
 
 
 def test_a_stale_listing_loses_nothing(house: House) -> None:

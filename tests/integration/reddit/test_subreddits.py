@@ -117,6 +117,6 @@ def test_gap_of_a_closed_subreddit_starts_when_it_closed(house: House) -> None:
     assert "cooking" in house.replaced()
     house.loopback.set_kind("cooking", "public")
     house.run(daemon, DAY)
-    (gap,) = house.state.gaps.all()
+    (gap,) = house.gaps.all()
     assert gap.subreddit == "cooking"
     assert gap.since <= closed
