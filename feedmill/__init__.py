@@ -23,23 +23,7 @@ Classify in this process; this needs `pip install 'feedmill[worker]'`:
 | `MessageFailed` | the error of a message whose posts all failed, or any of them with `strict=True` |
 | `UserError` | the base class of errors that the caller can fix, with a message that says how |
 
-Send posts to a worker through Celery and wait for the outcomes:
-
-    try:
-        (outcome,) = feedmill.classify_task.delay(posts=[{"id": "a1", "title": "Two penalties saved"}]).get(timeout=60)
-    except feedmill.MessageFailed as error:
-        print(error)
-    else:
-        print(outcome["label"])
-
-Define a task that retries failed messages; `feedmill worker --include mytasks` loads it:
-
-    from celery import shared_task
-    from feedmill import ClassifyTask, MessageFailed
-
-    @shared_task(bind=True, base=ClassifyTask, autoretry_for=(MessageFailed,), max_retries=3)
-    def careful(self, /, *args, **kwargs):
-        return self.outcomes()
+docs/celery.md shows `classify_task` and tasks of your own.
 
 `import feedmill` is cheap: it imports a name's module when the name is first used.
 """

@@ -26,10 +26,6 @@ class Prediction:
         text: The text that was classified: title and body, cleaned.
         id: The item's own id; None if it had none.
         error: Reason for a missing label; None if there is a label.
-
-    Example:
-        >>> feedmill.classify("It broke after a day", labels=["praise", "complaint"]).label
-        'complaint'
     """
 
     label: str | None
@@ -43,11 +39,6 @@ class Prediction:
         """Return the labels with at least this score, best first: the labels that apply, with `multi_label=True`.
 
         Models differ in their scores: choose the threshold by looking at the scores of some texts.
-
-        Example:
-            >>> found = feedmill.classify("The parcel was late and wet", ["delivery", "damage"], multi_label=True)
-            >>> found.labels_above(0.1)
-            ['delivery', 'damage']
         """
         return [label for label, score in self.scores.items() if score >= threshold]
 

@@ -5,9 +5,8 @@ from contextlib import closing
 from datetime import datetime
 
 from feedmill.producers.records import in_utc
-from feedmill.reading.names import check_run
 from feedmill.reading.readers import ResultFilter, items, open_reader
-from feedmill.reading.rows import Missed
+from feedmill.reading.rows import Missed, check_run
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.messages import parse_run
 from feedmill.shared.results import Result

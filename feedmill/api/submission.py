@@ -22,11 +22,11 @@ from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Failures, Request, prediction, read_options, warn
 from feedmill.producers.clear import messages_cleared
 from feedmill.producers.push import Pusher
-from feedmill.producers.records import id_of_text
+from feedmill.producers.records import id_of_text, normalize_keys, parse_post
 from feedmill.shared import runs
 from feedmill.shared.broker import connect, make_app, user_errors
-from feedmill.shared.errors import PostRefused, RequestRefused, UserError, sentence
-from feedmill.shared.messages import MAX_ID, Post, is_missing, parse_run
+from feedmill.shared.errors import RequestRefused, UserError, sentence
+from feedmill.shared.messages import MAX_ID, Post, parse_run
 from feedmill.shared.model_routing import check_options, check_queue, missing_worker
 from feedmill.shared.settings import Settings, load_arguments
 
@@ -58,11 +58,6 @@ class SubmittedRun:
 
     Attributes:
         name: Name of the run, for `feedmill.results(run=…)` and the commands.
-
-    Example:
-        run = feedmill.submit(frame, labels=["praise", "complaint"], run="monday")
-        print(run.progress())
-        labelled = run.wait(timeout=600).to_frame()
     """
 
     def __init__(self, name: str, request: Request, settings: Settings, redis: Redis) -> None:
@@ -240,18 +235,13 @@ def _outcomes(state: Mapping[str, Any], posts: Sequence[Post]) -> Sequence[Mappi
 
 
 def _complete(item: Item, post: Post, own_id: str) -> Post:
-    """Return the item's post with its id and the other fields of its dictionary. Drops invalid ones."""
-    known = {name: value for name in Post.model_fields if item.given and not is_missing(value := item.given.get(name))}
-    while True:
-        try:
-            return Post.parse({**known, "id": own_id, "title": post.title, "body": post.body})
-        except PostRefused as refused:
-            if known.pop(refused.field.split(".")[0], None) is None:
-                return post.model_copy(update={"id": own_id})
-
-
-def _new_name() -> str:
-    return f"python {datetime.now():%Y-%m-%d %H:%M:%S} {token_hex(2)}"
+    """Return the item's post with its id and the other valid fields of its dictionary, which are read as in files."""
+    if item.given:
+        fields = normalize_keys({str(key): value for key, value in item.given.items()})
+        found = next((each for each in parse_post(fields, "") if isinstance(each, Post)), post)
+    else:
+        found = post
+    return found.model_copy(update={"id": own_id, "title": post.title, "body": post.body})
 
 
 def submit(
@@ -277,13 +267,9 @@ def submit(
         labels: Names or descriptions of the labels. Default: those of the worker.
         run: Name of the run, at most 100 characters. Ids are unique within their run: items that were classified under
             the same name before are not computed again. Default: a new name with the time.
-        title: Key or column with the title; see `feedmill.classify`.
-        body: Key or column with the text.
+        title, body, template, multi_label, prefix: See `feedmill.classify`.
         id: Key or column with an id. Default: `id` or `post_id`. An item without one gets an id derived from its
             text. A repeated id gets the position appended.
-        template: Sentence with `{}` in place of the label.
-        multi_label: Score each label by itself.
-        prefix: Text before the name of each new column of a DataFrame.
         queue: Name of a queue that a worker has served. Default: FEEDMILL_QUEUE, which may name a new queue, else
             `feedmill`.
         redis_url: URL of Redis. Default: FEEDMILL_REDIS_URL, else the running `feedmill up`, else localhost.
@@ -300,7 +286,7 @@ def submit(
         labelled = run.wait(timeout=600, progress=True).to_frame()
     """
     options = read_options(labels, template, multi_label)
-    name = _new_name() if run is None else parse_run(run)
+    name = f"python {datetime.now():%Y-%m-%d %H:%M:%S} {token_hex(2)}" if run is None else parse_run(run)
     settings = load_arguments(redis_url=redis_url, queue=queue)
     if settings.celery_results != "redis":
         raise UserError("submit reads results from Redis: set FEEDMILL_CELERY_RESULTS=redis, also for the workers.")

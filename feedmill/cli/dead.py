@@ -14,7 +14,7 @@ from feedmill.cli.options import AsJson, RunName, Yes, utc
 from feedmill.cli.terminal import confirm
 from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from feedmill.reading.names import check_run
+from feedmill.reading.rows import check_run
 from feedmill.shared.broker import Application, connect, make_app
 from feedmill.shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
 from feedmill.shared.keys import DEAD_LETTERS

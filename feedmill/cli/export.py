@@ -21,8 +21,7 @@ from feedmill.cli.options import JsonSummary, RunName, Since, Until, check_perio
 from feedmill.console import counted, notes_console
 from feedmill.export.columns import COLUMNS, ExportFilter, choose
 from feedmill.export.run import ExportRun, stop_on_signal
-from feedmill.reading.names import check_run, unknown_run
-from feedmill.reading.rows import RowReader
+from feedmill.reading.rows import RowReader, check_run, unknown_run
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import UserError, explain_missing
 from feedmill.shared.runs import progress

@@ -13,7 +13,7 @@ from feedmill.cli.option_groups import excludes, with_settings
 from feedmill.cli.options import AsJson, RunName, Yes
 from feedmill.cli.terminal import confirm
 from feedmill.producers.clear import clear, purge_run
-from feedmill.reading.names import unknown_run
+from feedmill.reading.rows import unknown_run
 from feedmill.shared import runs
 from feedmill.shared.broker import connect, queue_depth
 from feedmill.shared.errors import UserError, printable

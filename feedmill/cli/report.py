@@ -12,7 +12,7 @@ from feedmill.cli.options import RunName
 from feedmill.cli.terminal import explain_unwritable
 from feedmill.console import counted, notes_console
 from feedmill.export.columns import label_set as label_set_named
-from feedmill.reading.names import check_run
+from feedmill.reading.rows import check_run
 from feedmill.report.data import Report, gather
 from feedmill.report.page import page
 from feedmill.shared.atomic_files import replacing

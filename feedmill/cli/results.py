@@ -14,9 +14,8 @@ from feedmill.cli.option_groups import excludes, needs, with_settings
 from feedmill.cli.options import AsJson, RunName, Since, utc
 from feedmill.cli.terminal import MIN_ID_WIDTH, id_width, with_title
 from feedmill.console import counted
-from feedmill.reading.names import check_run, unknown_run
 from feedmill.reading.readers import CLAIM_AFTER_S, NO_FILTER, Read, Reader, ResultFilter, batches, newest, open_reader
-from feedmill.reading.rows import Missed
+from feedmill.reading.rows import Missed, check_run, unknown_run
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import json_line, printable
 from feedmill.shared.messages import Classification, Post

@@ -19,7 +19,7 @@ from feedmill.console import output_console
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import size, span
 from feedmill.monitoring.watch import HealthPart
-from feedmill.reading.names import unknown_run
+from feedmill.reading.rows import unknown_run
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
 from feedmill.shared.errors import UserError, printable

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 from redis import Redis
 
+from feedmill.shared import runs
+from feedmill.shared.errors import UserError, printable, similar_name
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import Classification, Post
 from feedmill.shared.results import Result
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 FETCH_BYTES = 2**19
 #: Posts per call of the script that checks for purged posts.
 POSTS_PER_CHECK = 1000
+#: Recent runs that a message about an unknown one names.
+MAX_RUNS = 5
 #: Largest sequence number of an entry's id.
 MAX_SEQUENCE = 2**64 - 1
 
@@ -141,6 +145,22 @@ class RowReader:
         remaining = iter(ids)
         while some := list(islice(remaining, POSTS_PER_CHECK)):
             yield from zip(some, from_json(check_posts(self.redis, some)), strict=True)
+
+
+def check_run(redis: Redis, run: str) -> None:
+    """Raise UserError if there is no such run. Its results may outlive its counts."""
+    if runs.progress(redis, run) is None:
+        rows = (row for chunk in RowReader(redis).chunks(Place("0-0")) for row in chunk.rows)
+        if all(row.post.get("run") != run for row in rows):
+            raise UserError(unknown_run(redis, run))
+
+
+def unknown_run(redis: Redis, run: str) -> str:
+    """Return a message about a run that does not exist."""
+    names = [progress.run for progress in runs.recent(redis, runs.MAX_RUNS)]
+    similar = similar_name(run, names)
+    hint = f"Did you mean {similar!r}?" if similar else f"Recent runs: {', '.join(names[:MAX_RUNS]) or 'none'}."
+    return printable(f"There is no run {run!r}, or its posts were sent too long ago. {hint}")
 
 
 def texts_of(entry_id: str, fields: Mapping[str, str]) -> list[str]:
