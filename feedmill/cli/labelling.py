@@ -1,7 +1,6 @@
 """`feedmill classify FILE --out OUT`: copy a file with a label for each row."""
 
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Annotated, Any, BinaryIO
 from rich.markup import escape
 from typer import Option
 
+from feedmill.cli.terminal import explain_unwritable
 from feedmill.console import LiveBar, counted, format_duration, notes_console
 from feedmill.producers.files import NOT_UTF8, CsvTable, ParquetTable, Place, Row, Source, is_file
 from feedmill.producers.records import NO_TEXT, REMOVED
@@ -148,10 +148,10 @@ class Labelling:
             raise UserError(
                 f"Cannot tell the format of {out}. Give an --out that ends in .csv, .tsv, .jsonl or .parquet."
             )
-        if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-            raise UserError(f"Cannot write {out}. Give as --out a file in a folder that exists and may be written.")
-        if out.exists() and is_file(self._path) and out.samefile(self._path):
-            raise UserError(f"{out} is the input file. Give another --out.")
+        with explain_unwritable(out):  # a name that is too long
+            is_taken = out.is_dir() or (out.exists() and is_file(self._path) and out.samefile(self._path))
+        if is_taken:
+            raise UserError(f"{out} is a folder or the input file. Give another --out.")
 
     def run(self, load: Load) -> None:
         """Classify the rows and write the output. Raises UserError and OSError."""
@@ -219,22 +219,11 @@ class Labelling:
     @contextmanager
     def _output(self) -> Iterator[BinaryIO]:
         """Yield the output file. It gets its name once it is complete. Raises UserError if it cannot be written."""
-        try:
-            if self._is_printed:
-                yield sys.stdout.buffer
-            else:
-                with replacing(self._out) as temporary, temporary.open("wb") as file:
-                    yield file
-        except KeyboardInterrupt:
-            kept = "" if self._is_printed else f"; {printable(str(self._out))} was not written"
-            self._notes.print(escape(f"interrupted after {self.tally.rows:,} rows{kept}"))
-            raise
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            if error.filename is None and error.errno is None:
-                raise
-            raise UserError(f"Cannot write {printable(str(self._out))}: {error.strerror}.") from None
+        if self._is_printed:
+            yield sys.stdout.buffer
+        else:
+            with explain_unwritable(self._out), replacing(self._out) as temporary, temporary.open("wb") as file:
+                yield file
 
     def _bar(self, source: Source, total: int | None) -> LiveBar:
         """Return a bar of the rows; of the bytes, if the number of rows is unknown."""

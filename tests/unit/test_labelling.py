@@ -269,7 +269,7 @@ def test_writes_the_rows_before_damage(tmp_path: Path, row: str) -> None:
     assert len((tmp_path / "out.csv").read_text().splitlines()) > 1000
 
 
-def test_an_interrupt_leaves_the_output_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_leaves_the_output_unchanged(tmp_path: Path) -> None:
     path, out = tmp_path / "in.csv", tmp_path / "out.csv"
     path.write_text("text\n" + "good\n" * 25)
     out.write_text("before")
@@ -283,7 +283,6 @@ def test_an_interrupt_leaves_the_output_unchanged(tmp_path: Path, capsys: pytest
         labelling.run(lambda: (LABELS, interrupted))
     assert out.read_text() == "before"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in.csv", "out.csv"]
-    assert re.search(rf"interrupted after 20 rows; {out} was not written", capsys.readouterr().err)
 
 
 def test_a_closed_pipe_stops_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -316,9 +315,10 @@ def test_a_closed_pipe_stops_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("out", ".parquet"),
         ("out.xlsx", ".parquet"),
         ("no/out.csv", "Cannot write .*no/out.csv"),
-        ("folder.csv", "Cannot write .*folder.csv"),
-        ("in.csv", "in.csv is the input"),
-        ("link.csv", "link.csv is the input"),
+        ("folder.csv", "folder.csv is a folder"),
+        (f"{'x' * 300}.csv", "File name too long"),
+        ("in.csv", "in.csv is .* the input"),
+        ("link.csv", "link.csv is .* the input"),
     ],
 )
 def test_refuses_an_output_that_cannot_be_written(tmp_path: Path, out: str, named: str) -> None:
