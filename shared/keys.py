@@ -116,7 +116,7 @@ TABLE: tuple[Key, ...] = (
     Key(RESULTS_STREAM, "stream", "shared/results.py", "trimmed to results_stream_length"),
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
     Key(COUNTERS, "hash", "shared/results.py", "nine fields"),
-    Key(GROUPS, "hash", "shared/scripts/stream.py", "one field per group; stale ones go with the next new group"),
+    Key(GROUPS, "hash", "reading/readers.py", "one field per group; stale ones go with the next new group"),
     Key(PASSES, "hash", "workers/pipeline/poison.py", "one field per lane of a worker process; ttl NOTE_TTL_S"),
     Key(MODELS, "hash", "shared/model_routing.py", "MAX_QUEUES fields, each dropped after QUEUE_TTL_S"),
     Key(REQUESTED_MODELS, "hash", "shared/model_routing.py", "one field per queue, at most MAX_QUEUES"),

@@ -157,13 +157,8 @@ def _is_pipe_closed() -> bool:
 
 def _missed(missed: Missed, as_json: bool) -> str:
     if as_json:
-        fields = {"at_most": missed.at_most, "since": missed.since, "until": missed.until}
-        return json.dumps({"missed": missed.count} | fields)
-    if missed.at_most is None:
-        how_many = "an unknown number of results"
-    else:
-        up_to = "up to " if missed.count is None else ""
-        how_many = f"{up_to}{counted(missed.at_most, 'result')}"
+        return json.dumps({"missed": missed.count, "since": missed.since, "until": missed.until})
+    how_many = "an unknown number of results" if missed.count is None else counted(missed.count, "result")
     return (
         f"feedmill: missed {how_many} between {utc(missed.since)} and {utc(missed.until)}: trimmed before they were "
         f"read. Raise {PREFIX}RESULTS_STREAM_LENGTH, or read faster."

@@ -26,10 +26,9 @@ import pyarrow as pa
 from feedmill.export.batches import ENTRY, schema_of
 from feedmill.export.columns import COLUMNS, UNESCAPED, ExportFilter, check_options
 from feedmill.export.rewriting import copy_rows, format_of_file, post_keys
-from feedmill.reading.rows import RowReader, id_before, seconds_of
+from feedmill.reading.rows import Place, RowReader, id_before, order, seconds_of
 from feedmill.shared.atomic_files import publish, replacing, sync, temporary_path
 from feedmill.shared.errors import UserError
-from feedmill.shared.scripts.stream import Place, order
 from feedmill.tables import COMPRESSIONS
 from feedmill.tables.writing import writer_to
 

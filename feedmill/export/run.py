@@ -12,10 +12,9 @@ from rich.console import Console
 
 from feedmill.console import LiveBar, counted
 from feedmill.export.columns import ExportFilter
-from feedmill.reading.rows import ResultRow, RowReader
+from feedmill.reading.rows import Place, ResultRow, RowReader
 from feedmill.shared.errors import DatabaseUnavailable, UserError, clause
 from feedmill.shared.redis_errors import is_temporary
-from feedmill.shared.scripts.stream import Place
 from feedmill.shared.settings import PREFIX
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 
@@ -120,7 +119,7 @@ class ExportRun:
             self._place = chunk.place
             rows = self._selection.of(chunk.rows)
             if chunk.missed:
-                self._report_missed(chunk.missed.at_most)
+                self._report_missed(chunk.missed.count)
             self._pending += rows
             if len(self._pending) >= self._target.batch_rows:
                 self._flush()

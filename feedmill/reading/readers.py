@@ -1,6 +1,6 @@
 """Read the results stream: followers with a private cursor, members of consumer groups, and their items.
 
-Entries carry numbers, by which trimmed ones are counted (shared/scripts/stream.py). XREAD is used only to wait.
+XREAD is used only to wait, because it cannot tell what was trimmed.
 Independent of the command line and of Celery's tasks.
 """
 
@@ -10,25 +10,33 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from feedmill.producers.records import subreddit_name
-from feedmill.reading.rows import Missed, ResultRow, RowReader, id_before, missed_between, seconds_of, texts_of
+from feedmill.reading.rows import (
+    Missed,
+    Place,
+    ResultRow,
+    RowReader,
+    counter,
+    id_before,
+    missed_between,
+    order,
+    seconds_of,
+    texts_of,
+)
 from feedmill.shared.errors import UserError, clause, printable
-from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.keys import GROUPS, RESULTS_STREAM
 from feedmill.shared.redis_errors import is_temporary, rejects_writes
 from feedmill.shared.results import Result, newest_first
-from feedmill.shared.scripts.stream import Place, claim, create_group, end_of, fetch_group, number_of, trimmed_of
+from feedmill.shared.scripts import call
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: Entries per fetch of the newest results.
 NEWEST_AT_ONCE = 500
@@ -194,16 +202,17 @@ class GroupReader:
         if time.monotonic() >= self._claim_at:
             self._missed += self._claim_entries()
         self._read_at = time.monotonic()
-        entries, before = self._in_group(partial(fetch_group, self._redis, GIVEN_AT_ONCE, self._group, self._consumer))
-        if before is None:
+        pending, found, cursor, number = self._call("fetch_group", GIVEN_AT_ONCE, self._group, self._consumer)
+        entries = [(entry_id, flat and dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in found]
+        if pending:
             self._missed += self._lost([entry_id for entry_id, fields in entries if fields is None])
-        elif entries:
-            (first, fields), (last, latest) = entries[0], entries[-1]
-            self._place = Place(last, number_of(latest))
-            if missed := missed_between(self._redis, before, first, number_of(fields)):
-                self._missed.append(Read(missed))
         else:
-            self._place = before
+            before = self._place = Place(cursor, _number(number))
+            if entries:
+                (first, fields), (last, latest) = entries[0], entries[-1]
+                missed = missed_between(self._redis, before, first, _number(fields.get("number")))
+                self._missed += [Read(missed)] if missed else []
+                self._place = Place(last, _number(latest.get("number")))
         present = {entry_id: texts_of(entry_id, fields) for entry_id, fields in entries if fields is not None}
         rows = [row for row in self._rows.parse([*chain(*present.values())]) if self._wanted.has(row)]
         self._to_acknowledge += present.keys() - {row.entry for row in rows}
@@ -237,8 +246,8 @@ class GroupReader:
     def _claim_entries(self) -> list[Read]:
         """Take over entries that other members did not acknowledge. The next fetch returns them as pending."""
         idle_ms, ttl_ms = math.ceil(self._claim_after * 1000), MEMBER_TTL_S * 1000
-        self._claim_from, deleted = self._in_group(
-            partial(claim, self._redis, self._group, self._consumer, idle_ms, self._claim_from, GIVEN_AT_ONCE, ttl_ms)
+        self._claim_from, deleted = self._call(
+            "claim", self._group, self._consumer, idle_ms, self._claim_from, GIVEN_AT_ONCE, ttl_ms
         )
         # Continue right after this batch if more entries can be taken over.
         pause = max(self._claim_after * CLAIM_FRACTION, MIN_CLAIM_INTERVAL_S) if self._claim_from == "0-0" else 0.0
@@ -247,26 +256,45 @@ class GroupReader:
 
     def _lost(self, ids: Sequence[str]) -> list[Read]:
         """Report pending entries that were trimmed, and acknowledge those that were purged."""
-        lost, is_certain = trimmed_of(self._redis, ids) if ids else ([], True)
+        oldest: Any = ids and counter(self._redis, "trimmed") and self._redis.xrange(RESULTS_STREAM, count=1)
+        lost = [entry_id for entry_id in ids if oldest and order(entry_id) < order(oldest[0][0])]
         self._to_acknowledge.extend(set(ids).difference(lost))
-        if not lost:
-            return []
-        count = len(lost) if is_certain else None
-        return [Read(Missed(count, seconds_of(lost[0]), seconds_of(lost[-1]), len(lost)), tuple(lost))]
+        return [Read(Missed(len(lost), seconds_of(lost[0]), seconds_of(lost[-1])), tuple(lost))] if lost else []
 
-    def _in_group(self, call: Callable[[], T]) -> T:
-        """Make a call. If the group does not exist, create it and repeat the call."""
+    def _call(self, name: str, *args: Any) -> Any:
+        """Call a function in Redis. If the group does not exist, create it and repeat the call."""
         try:
-            return call()
+            return call(self._redis, name, *args)
         except ResponseError as fault:
             if "NOGROUP" not in str(fault):
                 raise
+        self._create_group(self._place or end_of(self._redis))
+        return call(self._redis, name, *args)
+
+    def _create_group(self, place: Place) -> None:
+        """Create the group, which reads the entries after a place, and forget the places of deleted groups."""
         try:
-            create_group(self._redis, self._group, self._place or end_of(self._redis))
+            self._redis.xgroup_create(RESULTS_STREAM, self._group, id=place.cursor, mkstream=True)
         except ResponseError as fault:
-            if "BUSYGROUP" not in str(fault):  # another member created it first
-                raise
-        return call()
+            if "BUSYGROUP" in str(fault):  # another member created it first
+                return
+            raise
+        groups: Any = self._redis.xinfo_groups(RESULTS_STREAM)
+        known: Any = self._redis.hkeys(GROUPS)
+        if stale := set(known) - {info["name"] for info in groups}:
+            self._redis.hdel(GROUPS, *stale)
+        if place.number is not None:
+            self._redis.hset(GROUPS, self._group, f"{place.cursor} {place.number}")
+
+
+def end_of(redis: Redis) -> Place:
+    """Return the end of the stream."""
+    latest: Any = redis.xrevrange(RESULTS_STREAM, count=1)
+    return Place(latest[0][0] if latest else "0-0", counter(redis, "stored"))
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() else None
 
 
 Reader = Follower | GroupReader

@@ -2,8 +2,12 @@
 
 Per chunk, one script fetches about five hundred rows and another checks them for purged posts. Rows are plain dicts:
 building pydantic models would be slow. Ids of entries are `<milliseconds>-<sequence number>`, by Redis' clock.
+
+Redis trims entries whether or not they were read, and a reader would silently continue at the oldest entry left. So
+each entry carries its number, and a reader compares the next one with that of its place.
 """
 
+import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,13 +18,14 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 from redis import Redis
+from redis.exceptions import ResponseError
 
 from feedmill.shared import runs
 from feedmill.shared.errors import UserError, printable, similar_name
-from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM
 from feedmill.shared.messages import Classification, Post
 from feedmill.shared.results import Result
-from feedmill.shared.scripts.stream import Place, check_posts, entries_stored, fetch_rows, is_lost, trimmed_between
+from feedmill.shared.scripts import call
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +37,20 @@ POSTS_PER_CHECK = 1000
 MAX_RUNS = 5
 #: Largest sequence number of an entry's id.
 MAX_SEQUENCE = 2**64 - 1
+
+
+class Place(NamedTuple):
+    """A reader's place in the stream."""
+
+    #: Id of the last entry that was read.
+    cursor: str
+    #: Its number; None if unknown.
+    number: int | None = None
+
+
+def order(entry_id: str) -> tuple[int, ...]:
+    """Return the sort key of an entry's id."""
+    return tuple(map(int, entry_id.split("-")))
 
 
 def id_before(since: float) -> str:
@@ -49,13 +68,11 @@ def seconds_of(entry_id: str) -> float:
 class Missed:
     """Results that were trimmed before they were read. Times are seconds since 1970."""
 
-    #: Number of trimmed results, not counting purged ones; None if unknown.
+    #: Number of results, with those among them that had been purged before; None if unknown.
     count: int | None
     #: The results were written between these times.
     since: float
     until: float
-    #: Upper bound on `count`, if posts were purged meanwhile; None if unknown.
-    at_most: int | None = None
 
 
 class ResultRow(NamedTuple):
@@ -99,12 +116,12 @@ class RowReader:
 
     def fetch(self, place: Place) -> Chunk:
         """Return the next rows after `place`, without those of purged posts."""
-        ended, first, last, texts = fetch_rows(self.redis, place.cursor, self._end, FETCH_BYTES)
+        ended, first, last, *texts = call(self.redis, "fetch_rows", place.cursor, self._end, FETCH_BYTES)
         if not texts:
-            return Chunk([], place, ended, lost=is_lost(self.redis, place))
-        left = max(0, entries_stored(self.redis) - last) if last and self._end == "+" else None
-        missed, now = missed_between(self.redis, place, texts[0], first), Place(texts[-3], last)
-        return Chunk(self.parse(texts), now, ended, missed, left)
+            return Chunk([], place, bool(ended), lost=is_lost(self.redis, place))
+        left = max(0, counter(self.redis, "stored") - last) if last and self._end == "+" else None
+        missed, now = missed_between(self.redis, place, texts[0], first or None), Place(texts[-3], last or None)
+        return Chunk(self.parse(texts), now, bool(ended), missed, left)
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
         """Yield all rows present after `place`, fetching the next chunk while the caller works on the current one."""
@@ -144,7 +161,7 @@ class RowReader:
         """Yield each post's id with False if it was purged, else its latest score as a dict, or None."""
         remaining = iter(ids)
         while some := list(islice(remaining, POSTS_PER_CHECK)):
-            yield from zip(some, from_json(check_posts(self.redis, some)), strict=True)
+            yield from zip(some, from_json(call(self.redis, "check_posts", json.dumps(some))), strict=True)
 
 
 def check_run(redis: Redis, run: str) -> None:
@@ -168,10 +185,35 @@ def texts_of(entry_id: str, fields: Mapping[str, str]) -> list[str]:
     return [entry_id, fields.get("classification", ""), fields.get("post", "")]
 
 
+def counter(redis: Redis, name: str) -> int:
+    """Return a counter of the stream: entries ever `stored`, the newest one's number, or `trimmed`."""
+    count: Any = redis.hget(COUNTERS, name)
+    return int(count or 0)
+
+
 def missed_between(redis: Redis, place: Place, entry_id: str, number: int | None) -> Missed | None:
-    """Return the results that were trimmed between a place and the next entry, if any. number: that entry's."""
-    count, at_most = trimmed_between(redis, place, number)
-    return None if at_most == 0 else Missed(count, seconds_of(place.cursor), seconds_of(entry_id), at_most)
+    """Return the results that were trimmed between a place and the next entry, if any. number: that entry's.
+
+    If an entry is left up to the place, missing ones were purged, because trimming removes the oldest. From the
+    beginning, nothing can have been missed.
+    """
+    count = None if number is None or place.number is None else number - place.number - 1
+    if count is None if place.cursor == "0-0" else count is not None and count <= 0:
+        return None
+    if not counter(redis, "trimmed") or redis.xrange(RESULTS_STREAM, max=place.cursor, count=1):
+        return None
+    return Missed(count, seconds_of(place.cursor), seconds_of(entry_id))
+
+
+def is_lost(redis: Redis, place: Place) -> bool:
+    """Return whether Redis has lost the entry at a place that has been read, and the stream's ids went back."""
+    if place.number is None:
+        return False
+    try:
+        info: Any = redis.xinfo_stream(RESULTS_STREAM)
+    except ResponseError:  # there is no stream
+        return False
+    return order(info["last-generated-id"]) < order(place.cursor)
 
 
 def _read(texts: list[str]) -> list[ResultRow]:

@@ -13,11 +13,10 @@ from redis import Redis
 
 from feedmill.export.columns import LABEL_SEPARATOR, label_set_of
 from feedmill.producers.live.state import Gap, Gaps
-from feedmill.reading.rows import ResultRow, RowReader, id_before, seconds_of
+from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
 from feedmill.shared import keys
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.results import HOUR_S, ResultsStore, newest_first
-from feedmill.shared.scripts.stream import Place
 from feedmill.shared.settings import Settings
 
 #: Maximum labels with separate colours; all other labels share the name OTHERS and one colour.

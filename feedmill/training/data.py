@@ -14,11 +14,10 @@ from rich.console import Console
 from feedmill.producers.exported import Labelled
 from feedmill.producers.files import FileReading
 from feedmill.producers.records import Columns
-from feedmill.reading.rows import RowReader
+from feedmill.reading.rows import Place, RowReader
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.errors import InputError, RedisUnavailable, printable
 from feedmill.shared.messages import Post
-from feedmill.shared.scripts.stream import Place
 from feedmill.shared.settings import Settings
 from feedmill.workers.training.examples import Example
 from feedmill.workers.training.options import RESULTS, TrainOptions

@@ -1,4 +1,4 @@
--- Reading the results stream (shared/scripts/stream.py).
+-- Reading the results stream (feedmill/reading).
 
 --   ARGV[1]  maximum entries    ARGV[2]  the group    ARGV[3]  its member
 --

@@ -12,13 +12,12 @@ from feedmill.export.columns import ExportFilter
 from feedmill.export.files import STATE_FILE, Layout, opened, parts, purge
 from feedmill.export.rewriting import format_of_file, post_keys
 from feedmill.producers.files import Source
-from feedmill.reading.rows import RowReader, id_before
+from feedmill.reading.rows import Place, RowReader, id_before
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, tombstone_key
 from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge as purge_posts
 from feedmill.shared.results import Result, ResultsStore
-from feedmill.shared.scripts.stream import Place
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, make_classification
 
@@ -148,11 +147,11 @@ def test_reports_trimmed_rows_as_missed(server: RedisServer) -> None:
         store.write([result(str(number)) for number in range(start, start + 90)])
     chunk = reader.fetch(place)
     assert chunk.missed
-    assert chunk.missed.at_most == int(chunk.rows[0].post["id"]) - 10
+    assert chunk.missed.count == int(chunk.rows[0].post["id"]) - 10
     assert reader.fetch(chunk.place).missed is None
     unknown = reader.fetch(Place("1-0")).missed  # the place may predate the first entry
     assert unknown
-    assert unknown.at_most is None
+    assert unknown.count is None
     assert reader.fetch(BEGINNING).missed is None  # from the beginning, nothing can have been missed
 
 

@@ -18,9 +18,8 @@ from feedmill.export.files import Layout, opened
 from feedmill.export.rewriting import PostKey, copy_rows, post_keys
 from feedmill.producers import exported
 from feedmill.producers.files import Source
-from feedmill.reading.rows import ResultRow
+from feedmill.reading.rows import Place, ResultRow
 from feedmill.shared.messages import Post
-from feedmill.shared.scripts.stream import Place
 from tests.support import make_classification
 
 FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "''=1", "'twas", "\uff1d1", "a=1", "'")
