@@ -17,7 +17,7 @@ from typer import Argument
 from feedmill.cli.labelling import Labelling, Load, OutFlags
 from feedmill.cli.option_groups import needs, refuse, with_settings
 from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOption
-from feedmill.cli.terminal import MIN_ID_WIDTH, id_width, with_title
+from feedmill.cli.terminal import ID_WIDTH, with_title
 from feedmill.console import notes_console, output_console
 from feedmill.local_model import explain_refusals, load_calibrated
 from feedmill.producers.files import FileReading, Place, Source
@@ -177,18 +177,17 @@ def _show_posts(
 
     places: the posts' places in the file, shown instead of ids. unit: the word for a place.
     """
-    failed, width = 0, MIN_ID_WIDTH
+    failed = 0
     for post, outcome in outcomes:
         failed += isinstance(outcome, PostError)
         name = post.id if places is None else f"{unit} {places.popleft()}"
-        width = id_width([name], width)
         if as_json:
             typer.echo(_as_json(post, outcome))
         elif isinstance(outcome, Classification):
             best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:POST_LABELS])
-            typer.echo(with_title(printable(f"{name:<{width}} {best:<48} "), post))
+            typer.echo(with_title(printable(f"{name:<{ID_WIDTH}} {best:<48} "), post))
         else:
-            typer.echo(printable(f"{name:<{width}} failed: {outcome.error}"))
+            typer.echo(printable(f"{name:<{ID_WIDTH}} failed: {outcome.error}"))
     return failed
 
 

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from feedmill.cli.option_groups import excludes, needs, with_settings
 from feedmill.cli.options import AsJson, RunName, Since, utc
-from feedmill.cli.terminal import MIN_ID_WIDTH, id_width, with_title
+from feedmill.cli.terminal import ID_WIDTH, with_title
 from feedmill.console import counted
 from feedmill.reading.readers import CLAIM_AFTER_S, NO_FILTER, Read, Reader, ResultFilter, batches, newest, open_reader
 from feedmill.reading.rows import Missed, check_run, unknown_run
@@ -73,36 +73,28 @@ def results(
     start = since and max(0.0, since)
     shown = 0 if since is not None else DEFAULT_LIMIT if limit is None else limit
     reader = open_reader(redis, group, consumer, filters, 0.0 if from_start else start, shown, claim_after)
-    lines = _Lines(as_json)
     if ids or not (follow or group):
         if run is not None:
             check_run(redis, run)
         if ids:
             _get(ResultsStore(redis, settings), ids, run, as_json)
         else:
-            _list(redis, filters, limit, lines, start)
+            _list(redis, filters, limit, as_json, start)
         return
     if run is not None and progress(redis, run) is None:  # it may be about to be sent
         typer.echo(f"feedmill: {unknown_run(redis, run)}", err=True)
-    _show(reader, follow, lines)
+    _show(reader, follow, as_json)
 
 
-class _Lines:
-    """Formats results as lines of JSON, or of a table whose first column grows with the longest id."""
-
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
-        self._width = MIN_ID_WIDTH
-
-    def of(self, results: Sequence[Result]) -> list[str]:
-        if self.as_json:
-            return [json_line(_as_json(found, post)) for post, found in results]
-        self._width = id_width((post.id for post, _ in results), self._width)
-        return [self._line(post, found) for post, found in results]
-
-    def _line(self, post: Post, found: Classification) -> str:
-        start = f"{printable(post.id):<{self._width}} {printable(found.label):<16} {found.scores[found.label]:.2f}  "
-        return with_title(start, post)
+def _lines(results: Sequence[Result], as_json: bool) -> list[str]:
+    """Format results as lines of JSON or of a table."""
+    if as_json:
+        return [json_line(_as_json(found, post)) for post, found in results]
+    starts = [
+        f"{printable(post.id):<{ID_WIDTH}} {printable(found.label):<16} {found.scores[found.label]:.2f}  "
+        for post, found in results
+    ]
+    return [with_title(start, result.post) for start, result in zip(starts, results, strict=True)]
 
 
 def _as_json(found: Classification, post: Post | None) -> dict[str, Any]:
@@ -111,36 +103,36 @@ def _as_json(found: Classification, post: Post | None) -> dict[str, Any]:
     return {"post": shown, **found.model_dump(mode="json")}
 
 
-def _list(redis: Redis, filters: ResultFilter, limit: int | None, shown: _Lines, since: float | None) -> None:
+def _list(redis: Redis, filters: ResultFilter, limit: int | None, as_json: bool, since: float | None) -> None:
     """Print the newest results. since: seconds since 1970."""
     count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
-    lines = shown.of(list(newest(redis, count, filters, since=since)))
+    lines = _lines(newest(redis, count, filters, since=since), as_json)
     if not lines and limit != 0 and (filters._replace(run=None) != NO_FILTER or since is not None):
         typer.echo("feedmill: no result matches the filters", err=True)
         raise typer.Exit(1)
     more = limit is None and len(lines) > DEFAULT_LIMIT
     _print(lines[1:] if more else lines)
-    if more and not shown.as_json:
+    if more and not as_json:
         typer.echo(f"showing the newest {DEFAULT_LIMIT}; use --limit N for more", err=True)
 
 
-def _show(reader: Reader, follow: bool, lines: _Lines) -> None:
+def _show(reader: Reader, follow: bool, as_json: bool) -> None:
     """Show batch by batch; acknowledge each batch after it is written and flushed."""
     for batch in batches(reader, follow):
-        _show_batch(batch, lines)
+        _show_batch(batch, as_json)
         reader.acknowledge([entry_id for _, ids in batch for entry_id in ids])
         if not batch and _is_pipe_closed():
             return
 
 
-def _show_batch(batch: Sequence[Read], lines: _Lines) -> None:
+def _show_batch(batch: Sequence[Read], as_json: bool) -> None:
     results = []
     for item, _ in batch:
         if isinstance(item, Missed):
-            typer.echo(_missed(item, lines.as_json), err=True)
+            typer.echo(_missed(item, as_json), err=True)
         else:
             results.append(item)
-    _print(lines.of(results))
+    _print(_lines(results, as_json))
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from rich.text import Text
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.messages import Post
 
-#: Width of the id column in terminal cells: at least, and at most when long ids widen it.
-MIN_ID_WIDTH, MAX_ID_WIDTH = 12, 40
+#: Width of the id column in characters. Longer ids move the rest of their lines.
+ID_WIDTH = 12
 #: Cells that a title gets in a terminal that is too narrow.
 MIN_TITLE_WIDTH = 20
 
@@ -50,11 +50,6 @@ def confirm(action: str, yes: bool, only_in_terminal: bool = False) -> None:
     if not is_interactive():
         raise UserError(f"{action}? Add --yes to confirm.")
     typer.confirm(f"{action}?", abort=True)
-
-
-def id_width(ids: Iterable[str], least: int = MIN_ID_WIDTH) -> int:
-    """Return the width of a column with these ids. least: the width so far."""
-    return max([least, *(min(cell_len(printable(each)), MAX_ID_WIDTH) for each in ids)])
 
 
 def with_title(start: str, post: Post) -> str:

@@ -191,41 +191,17 @@ def test_only_column_holds_the_text() -> None:
     assert list(api.classify(pandas.DataFrame(TEXTS), LABELS)["label"]) == EXPECTED
 
 
-@pytest.mark.parametrize(
-    ("frame", "arguments", "words"),
-    [
-        (pandas.DataFrame({"a": ["x"], "b": ["y"]}), {}, ["body=", "a, b"]),
-        (pandas.DataFrame({"text": ["x"]}), {"body": "txt"}, ["txt", "body=", "text"]),
-        (polars.DataFrame({"text": ["x"]}), {"id": "key"}, ["key", "id=", "text"]),
-        (pandas.DataFrame([["x", "y"]], columns=["text", "text"]), {}, ["several columns", "text"]),
-        (pandas.DataFrame({"text": [1, 2]}), {}, ["'text'", "Int64"]),
-        (pandas.DataFrame({"text": ["x"], "label": ["y"]}), {}, ["label", "prefix="]),
-        (polars.DataFrame({"text": ["x"], "score_praise": [1]}), {"scores": True}, ["score_praise", "prefix="]),
-        (pandas.DataFrame({"text": ["x"]}).style, {}, ["Styler", "DataFrame"]),
-    ],
-)  # fmt: skip
-def test_unsuitable_frames_are_refused(frame: Any, arguments: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(UserError, match=naming(*words)):
-        api.classify(frame, LABELS, **arguments)
-
-
 # Arguments.
 
 
 @pytest.mark.parametrize(
     ("items", "arguments", "words"),
     [
-        (TEXTS, {"labels": "praise, complaint"}, ["labels must be a list", "'praise, complaint'"]),
-        (TEXTS, {"labels": ["a", "b", "a"]}, ["'a'", "twice"]),
-        (TEXTS, {"labels": 5}, ["labels", "int"]),
-        (TEXTS, {"template": "no place"}, ["template", "{}"]),
         (TEXTS, {"device": "gpu"}, ["device:", "'gpu'"]),
         (TEXTS, {"model": "/no/such/model"}, ["/no/such/model"]),
         ("", {}, [REASON]),
         ({"review": "x"}, {}, ["review", "body="]),
         (Path("posts.csv"), {}, ["Path", "feedmill classify"]),
-        (b"bytes", {}, ["bytes"]),
-        (5, {}, ["int"]),
     ],
 )
 def test_invalid_arguments_are_explained(items: Any, arguments: dict[str, Any], words: list[str]) -> None:
@@ -239,19 +215,6 @@ def test_single_label_warns() -> None:
     assert warned[0].filename == __file__
     found = api.classify(TEXTS, ["praise"], multi_label=True)
     assert found[0].score != found[1].score
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"praise": "praise", "complaint": ["complaint"]}, tuple(LABELS), set(LABELS), pandas.Series(LABELS),
-        polars.Series(LABELS), numpy.array(LABELS), iter(LABELS), dict.fromkeys(LABELS).keys(),
-    ],
-)  # fmt: skip
-def test_labels_may_be_any_collection(given: Any) -> None:
-    found = api.classify(TEXTS, given)
-    assert labels(found) == EXPECTED
-    assert set(found[0].scores) == set(LABELS)
 
 
 # Reprs and frames of predictions.
@@ -271,16 +234,6 @@ def test_repr_counts_labels_and_shows_texts() -> None:
     assert repr(found[0]).startswith("Prediction(label='praise', score=0.")
     assert repr(found[2]) == "Prediction(label=None, error='no text')"
     assert isinstance(found[:2], Predictions)
-
-
-def test_predictions_become_a_frame() -> None:
-    with pytest.warns(UserWarning, match="1 of 3"):
-        found = api.classify([{"id": 1, "text": TEXTS[0]}, {"text": TEXTS[1]}, {"id": 3, "text": None}], LABELS)
-    frame = found.to_frame(scores=True)
-    assert list(frame.columns) == ["id", "text", "label", "label_score", "score_praise", "score_complaint", "error"]
-    assert frame["label"].tolist()[:2] == EXPECTED
-    assert frame["error"].tolist()[2] == REASON
-    assert list(api.classify(TEXTS, LABELS).to_frame().columns) == ["text", "label", "label_score"]
 
 
 # The model.

@@ -241,26 +241,6 @@ def test_a_slow_reader_learns_how_many_results_it_missed(
     assert missed_of(read_all(reader)) == []
 
 
-def test_missed_counts_of_a_slow_reader_add_up(
-    store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "FETCH_BYTES", 0)
-    monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 7)
-    reader.read()
-    seen: list[str] = []
-    missed = 0
-    for start in range(0, 2000, 400):
-        names = write(store, *range(start, start + 400))
-        batch = reader.read() or []
-        reader.acknowledge([entry_id for _, ids in batch for entry_id in ids])
-        seen += ids_of(batch)
-        missed += sum(each.count or 0 for each in missed_of(batch))
-    found = read_all(reader)
-    assert missed_of(found) == []
-    assert len(seen) + missed + len(ids_of(found)) == 2000
-    assert names[-1] in ids_of(found)
-
-
 @pytest.mark.parametrize("gone", [["2"], ["1", "2"], ["2", "3", "4"], ["1", "2", "3", "4"], ["3"]])
 def test_purged_results_are_not_reported_as_missed(
     store: ResultsStore, server: RedisServer, reader: Reader, gone: list[str]

@@ -1,6 +1,6 @@
 """feedmill/api/request.py: calls of `feedmill.classify` without a model."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import numpy
@@ -52,16 +52,18 @@ def test_attributes_of_a_frame_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [pandas.Series, polars.Series, pandas.Index, pandas.Categorical, numpy.array, pyarrow.array]
-)
-def test_labels_may_be_a_column(make: Callable[[list[str]], Any]) -> None:
-    assert classify(TEXTS, labels=make(LABELS)).labels == tuple(LABELS)
+    "given",
+    [
+        {"praise": "praise", "complaint": ["complaint"]}, tuple(LABELS), set(LABELS), pandas.Series(LABELS),
+        polars.Series(LABELS), pandas.Categorical(LABELS), numpy.array(LABELS), pyarrow.array(LABELS), iter(LABELS),
+    ],
+)  # fmt: skip
+def test_labels_may_be_any_collection(given: Any) -> None:
+    assert sorted(classify(TEXTS, labels=given).labels) == sorted(LABELS)
 
 
 @pytest.mark.filterwarnings("ignore:.* have no label")
-def test_some_text_among_other_items_is_enough() -> None:
-    found = classify([None, 5, b"x", "", TEXTS[1]])
-    assert [each.label for each in found] == [None, "praise", None, None, "complaint"]
+def test_items_without_the_named_key_have_no_label() -> None:
     assert [each.error for each in classify([{"foo": "x"}, {"text": "x"}], body="txt")] == ["no key 'txt'"] * 2
 
 
@@ -70,12 +72,17 @@ def test_some_text_among_other_items_is_enough() -> None:
     [
         (pandas.DataFrame({"Customer Comment ": TEXTS, "n": TEXTS}), {"body": "Customer Coment"},
          ["Did you mean Customer Comment ?"]),
-        (pandas.DataFrame(), {}, ["no column", "body="]),
+        (pandas.DataFrame({"a": ["x"], "b": ["y"]}), {}, ["body=", "a, b"]),
+        (polars.DataFrame({"text": ["x"]}), {"id": "key"}, ["key", "id=", "text"]),
+        (pandas.DataFrame([["x", "y"]], columns=["text", "text"]), {}, ["several columns", "text"]),
+        (pandas.DataFrame({"text": ["x"], "label": ["y"]}), {}, ["label", "prefix="]),
+        (polars.DataFrame({"text": ["x"], "score_praise": [1]}), {"scores": True}, ["score_praise", "prefix="]),
+        (pandas.DataFrame({"text": ["x"]}).style, {}, ["Styler", "DataFrame"]),
         (polars.Series([1, 2]), {}, ["has the type Int64"]),
-        (pyarrow.table({"text": [1]}), {}, ["'text'", "Int64"]),
-        (5, {}, ["of type int"]),
+        (b"bytes", {}, ["bytes"]),
+        (TEXTS, {"labels": "praise, complaint"}, ["labels must be a list", "'praise, complaint'"]),
+        (TEXTS, {"labels": 5}, ["labels", "int"]),
         (TEXTS, {"labels": pandas.DataFrame({"name": LABELS})}, ["labels must be a list", "pandas.DataFrame"]),
-        (TEXTS, {"labels": ["a", " "]}, ["labels: a label is empty"]),
         (TEXTS, {"labels": {"": "a", "b": "b"}}, ["labels: a label is empty"]),
     ],
 )  # fmt: skip
@@ -115,7 +122,16 @@ def test_predictions_keep_the_order_of_the_labels() -> None:
     assert list(found[0].scores) == ["complaint", "praise"]
     for part in (found, found[1:]):
         assert part.labels == tuple(LABELS)
-        assert list(part.to_frame(scores=True).columns)[-2:] == ["score_praise", "score_complaint"]
+        columns = ["text", "label", "label_score", "score_praise", "score_complaint"]
+        assert list(part.to_frame(scores=True).columns) == columns
+
+
+@pytest.mark.filterwarnings("ignore:.* have no label")
+def test_frame_of_predictions_has_ids_and_errors_if_any_item_has() -> None:
+    frame = classify([{"id": 1, "text": TEXTS[0]}, {"text": TEXTS[1]}, {"id": 3, "text": None}]).to_frame()
+    assert list(frame.columns) == ["id", "text", "label", "label_score", "error"]
+    assert frame["label"].tolist()[:2] == LABELS
+    assert frame["error"].tolist()[2] == "no text"
 
 
 def test_predictions_become_dictionaries() -> None:

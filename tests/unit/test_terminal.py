@@ -1,20 +1,14 @@
-"""Lines about posts: long ids, and titles in terminals and pipes."""
+"""Titles of posts in terminals and pipes."""
 
 import sys
 
 import pytest
 from rich.cells import cell_len
 
-from feedmill.cli.terminal import id_width, with_title
+from feedmill.cli.terminal import with_title
 from feedmill.shared.messages import Post
 
 LONG = Post(id="a", title="The keeper saved " * 20)
-
-
-def test_the_id_column_grows_with_the_longest_id() -> None:
-    assert id_width(["a", "text-0123456789"]) == 15
-    assert id_width(["a"], 15) == 15
-    assert id_width(["a" * 100]) == 40
 
 
 @pytest.mark.parametrize("title", [LONG.title, "守门员扑出了两个点球" * 20])
