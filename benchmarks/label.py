@@ -31,13 +31,13 @@ from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import load
 from feedmill.shared.topics import DESCRIBED_TOPICS
-from feedmill.workers.training import Report
-from feedmill.workers.training.active import RANDOM, Answer, Pool, Session
-from feedmill.workers.training.head import Fitted, embed, fit, label_vectors, load_embedder, one_thread
-from feedmill.workers.training.options import TrainOptions
+from feedmill.training.active import RANDOM, Answer, Pool, Session
+from feedmill.training.head import Embedder, Fitted, fit, one_thread
+from feedmill.training.options import TrainOptions
+from feedmill.training.progress import Report
 
 #: Maximum tokens to read of a post, as in `feedmill label`.
-MAX_TOKENS = TrainOptions.model_fields["max_tokens"].default
+MAX_TOKENS = TrainOptions.max_tokens
 
 #: Variants that have answers.
 VARIANTS = ("label", "random", "logistic")
@@ -69,16 +69,16 @@ def main() -> None:
     try:
         settings = load()
         posts = [post for post in read_posts(arguments.posts, sys.maxsize) if post.topic in DESCRIBED_TOPICS]
-        embedder, _ = load_embedder(settings.model, settings, MAX_TOKENS)
-        console.print(describe(embedder.device))
-        vectors = embed(embedder, [post.text for post in posts], Report())
+        embedder = Embedder(settings.model, settings, MAX_TOKENS)
+        console.print(describe(embedder.classifier.device))
+        vectors = embedder.embed([post.text for post in posts], Report())
         names = tuple(DESCRIBED_TOPICS)
         by_sentences = {
             "names": {name: (name,) for name in names},
             "descriptions": DESCRIBED_TOPICS,
         }
         sentences = {
-            kind: label_vectors(embedder, ClassifyOptions.parse({"labels": described}))
+            kind: embedder.label_vectors(ClassifyOptions.parse({"labels": described}))
             for kind, described in by_sentences.items()
         }
     except UserError as error:
@@ -94,8 +94,7 @@ def main() -> None:
 
     def logistic(answers: Sequence[Answer]) -> Fitted:
         places = [answer.place for answer in answers]
-        found = fit(pooled[places], torch.tensor([known[place] for place in places]), len(names), 7)
-        return found.weight, found.bias
+        return fit(pooled[places], torch.tensor([known[place] for place in places]), len(names), 7).head
 
     accuracies: dict[str, dict[str, dict[int, list[float]]]] = {}
     with one_thread():

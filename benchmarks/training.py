@@ -26,11 +26,11 @@ from benchmarks.report import draw
 from benchmarks.throughput import read_posts
 from feedmill.shared.errors import UserError
 from feedmill.shared.settings import Settings, load
+from feedmill.training.data import Dataset, Example
+from feedmill.training.finetune import Training
+from feedmill.training.options import TrainOptions
+from feedmill.training.progress import Report
 from feedmill.workers.models import device
-from feedmill.workers.training import Report
-from feedmill.workers.training.examples import Dataset, Example
-from feedmill.workers.training.finetune import Training
-from feedmill.workers.training.options import TrainOptions
 
 #: Options of the variant `plain`, the basis of all others.
 PLAIN: dict[str, Any] = {"batch_size": 8, "dtype": "float32"}
@@ -59,13 +59,13 @@ def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Tr
     ends: list[float] = []
 
     class Times(Report):
-        def progress(self, step: int, steps: int, loss: float | None) -> None:  # noqa: ARG002
+        def advance(self, done: int, note: str = "") -> None:  # noqa: ARG002
             ends.append(time.perf_counter())
 
     chosen = PLAIN | changes
     settings = settings.model_copy(update={"dtype": chosen.pop("dtype")})
     with tempfile.TemporaryDirectory() as folder:
-        options = TrainOptions.parse({"from": "posts", "out": folder, "base": settings.model, "epochs": 1} | chosen)
+        options = TrainOptions(source="posts", out=folder, base=settings.model, epochs=1, **chosen)
         record = Training(dataset, options, settings, Times()).run().record
     samples = (len(ends) - 1) * record["plan"]["effective_batch"]
     return TrainingResult(samples / (ends[-1] - ends[0]), record["peak_mb"])

@@ -1,1 +1,1 @@
-"""Workers: classify posts and train models. Independent of where posts come from."""
+"""Workers: classify posts. Independent of where posts come from."""

@@ -5,7 +5,8 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from heapq import nsmallest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from typer import Argument, Option
 from feedmill.cli.option_groups import with_settings
 from feedmill.cli.options import FileFlags, JsonSummary
 from feedmill.cli.terminal import explain_unwritable, make_folder
+from feedmill.cli.train import advise
 from feedmill.console import notes_console
 from feedmill.local_model import explain_refusals
 from feedmill.producers.files import FileReading
@@ -33,11 +35,12 @@ from feedmill.shared.errors import (
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
 from feedmill.training.data import purged_ids
-from feedmill.workers.training.options import TrainOptions
+from feedmill.training.options import TrainOptions
+from feedmill.training.progress import Report
 
 if TYPE_CHECKING:
-    from feedmill.workers.training.active import Session
-    from feedmill.workers.training.head import HeadModel
+    from feedmill.training.active import Session
+    from feedmill.training.head import HeadModel
 
 app = typer.Typer()
 
@@ -53,7 +56,7 @@ MAX_BODY_SHOWN = 1000
 #: Posts to choose from: embedding them takes a minute on two cores, and 10 MB of memory besides the posts' texts.
 USUAL_POOL, MAX_POOL = 2000, 100_000
 #: Defaults of `feedmill train`.
-BASE, MAX_TOKENS, SEED = (TrainOptions.model_fields[name].default for name in ("base", "max_tokens", "seed"))
+BASE, MAX_TOKENS, SEED = TrainOptions.base, TrainOptions.max_tokens, TrainOptions.seed
 
 #: A post with its label, empty if it was skipped, and why it was picked.
 AnsweredPost = tuple[Post, str, str]
@@ -88,8 +91,7 @@ def label(
     folder = out.expanduser().absolute()
     answered = _begun(folder, names)
     with explain_missing("Labelling", "worker"):
-        from feedmill.training.report import TrainingReport, advise  # noqa: PLC0415 - needs torch
-        from feedmill.workers.training import active, head  # noqa: PLC0415
+        from feedmill.training import active, head  # noqa: PLC0415 - needs torch
     reading = FileReading(posts, notes, columns=file.columns(), encoding=file.encoding, text_only=True)
     sample = _read(reading, pool, settings, notes)
     places = {post.id: place for place, post in enumerate(sample)}
@@ -98,14 +100,14 @@ def label(
         if places.setdefault(post.id, len(sample)) == len(sample):  # not in the sample
             sample.append(post)
         done.append(active.Answer(places[post.id], why, names.index(name) if name else None))
-    report = TrainingReport(notes)
+    report = Report(notes)
     try:
         report.phase(f"loading {base}")
-        embedder, layout = head.load_embedder(base, settings, MAX_TOKENS)
-        vectors = head.embed(embedder, [post.text for post in sample], report)
+        embedder = head.Embedder(base, settings, MAX_TOKENS)
         with explain_refusals(settings):
+            vectors = embedder.embed([post.text for post in sample], report)
             described = ClassifyOptions(labels=settings.labels, template=settings.template)
-            label_vectors = head.label_vectors(embedder, described)
+            label_vectors = embedder.label_vectors(described)
     finally:
         report.stop()
     session = active.Session(active.Pool(vectors, label_vectors), len(names), SEED, done)
@@ -113,10 +115,7 @@ def label(
     summary = _summary(session, names) | {"base": base, "max_tokens": MAX_TOKENS, "seed": SEED}
     model = str(folder / MODEL_FOLDER) if session.labelled else None
     if model:
-        fitted = session.head()
-        _write_model(
-            Path(model), head.HeadModel(embedder.weights, layout, MAX_TOKENS, names, *fitted, settings, summary)
-        )
+        _write_model(Path(model), head.HeadModel(embedder, names, session.head(), summary))
     summary |= {"model": model, "labels_file": str(folder / LABELS_FILE)}
     if as_json:
         typer.echo(json_line(summary))
@@ -131,61 +130,46 @@ def label(
 
 
 def _begun(folder: Path, names: Sequence[str]) -> list[AnsweredPost]:
-    """Create the folder, or return its answers. Raises UserError if they have other labels, or it is another's."""
-    where = printable(str(folder))
+    """Create the folder, or return its answers, in order. Raises UserError if it is another's, or has other labels."""
+    path = folder / LABELS_FILE
     if make_folder(folder) - {LABELS_FILE, MODEL_FOLDER}:
-        raise UserError(f"{where} is not empty. Choose a new or empty folder.")
-    answered = read_answers(folder / LABELS_FILE)
-    if unknown := {name for _, name, _ in answered if name} - set(names):
-        raise UserError(
-            f"{where}/{LABELS_FILE} has the label {printable(min(unknown))!r}, which --labels lacks. Give the same "
-            "labels, or another --out."
-        )
-    return answered
-
-
-def read_answers(path: Path) -> list[AnsweredPost]:
-    """Read the answers, in order; none if there is no file. Raises UserError if the file has another form."""
+        raise UserError(f"{printable(str(folder))} is not empty. Choose a new or empty folder.")
+    if not path.exists():
+        return []
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return [
+            answered = [
                 (Post.parse({name: row[name] or "" for name in COLUMNS[:3]}), row["label"], row["picked"])
                 for row in csv.DictReader(file, strict=True)
             ]
-    except FileNotFoundError:
-        return []
     except (OSError, ValueError, KeyError, TypeError, csv.Error, PostRefused) as error:
         raise UserError(
             f"Cannot resume: {printable(str(path))} is not a list of answers of `feedmill label` "
             f"({printable(str(error))}). Restore it, or give another --out."
         ) from None
+    if unknown := {name for _, name, _ in answered if name} - set(names):
+        raise UserError(
+            f"{printable(str(path))} has the label {printable(min(unknown))!r}, which --labels lacks. Give the same "
+            "labels, or another --out."
+        )
+    return answered
 
 
 def _read(reading: FileReading, count: int, settings: Settings, notes: Console) -> list[Post]:
-    """Return a sample of the file's posts, without purged ones. Raises InputError if there are none."""
-    sample, read = _sample(reading.posts(), count)
-    reading.end()
-    if read > len(sample):
-        notes.print(f"Choosing from {len(sample):,} of {read:,} posts, sampled at random. --pool takes more.")
-    gone = purged_ids((post.id for post in sample), settings, notes) or ()
-    sample = [post for post in sample if post.id not in gone]
-    if not sample:
-        raise InputError(f"{reading.name} contains no valid post. Give another file.")
-    return sample
+    """Return a random sample of the file's posts, without repeated texts and purged posts.
 
-
-def _sample(posts: Iterable[Post], count: int) -> tuple[list[Post], int]:
-    """Return a random sample, without repeated texts, and the number of posts in the file.
-
-    Holds no more than the sample in memory.
+    Holds no more than the sample in memory. Raises InputError if there are no posts.
     """
-    source, read = random.Random(SEED), 0
-    kept: dict[int, Post] = {}
-    for read, post in enumerate((post for post in posts if post.text), 1):
-        place = len(kept) if len(kept) < count else source.randrange(read)
-        if place < count:
-            kept[place] = post
-    return list({" ".join(post.text.casefold().split()): post for post in kept.values()}.values()), read
+    source = random.Random(SEED)
+    sample = nsmallest(count, (post for post in reading.posts() if post.text), key=lambda _: source.random())
+    reading.end()
+    if reading.records > len(sample) == count:
+        notes.print(f"Choosing from {count:,} of {reading.records:,} posts, sampled at random. --pool takes more.")
+    gone = purged_ids((post.id for post in sample), settings, notes) or ()
+    by_text = {" ".join(post.text.casefold().split()): post for post in sample if post.id not in gone}
+    if not by_text:
+        raise InputError(f"{reading.name} contains no valid post. Give another file.")
+    return list(by_text.values())
 
 
 def _ask(session: "Session", posts: Sequence[Post], names: Sequence[str], path: Path, notes: Console) -> None:

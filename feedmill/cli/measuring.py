@@ -6,17 +6,17 @@ from itertools import islice
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from typer import Option
 
 from feedmill.cli.option_groups import with_settings
 from feedmill.cli.options import MODEL, File, FileFlags, JsonSummary, Limit
-from feedmill.console import LiveBar, notes_console, output_console
+from feedmill.console import notes_console, output_console
 from feedmill.local_model import explain_refusals, load_model
 from feedmill.producers.files import FileReading
 from feedmill.shared.errors import InputError, explain_missing, json_line, printable
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
+from feedmill.training.progress import Report
 
 app = typer.Typer()
 
@@ -45,18 +45,16 @@ def tune(
     posts = _first(reading, file, limit)
     loaded = load_model(settings)
     # Imported late: needs torch, which only workers have.
-    from feedmill.evaluation.report import SIZES, TuningReport  # noqa: PLC0415
+    from feedmill.evaluation import show_tuning  # noqa: PLC0415
     from feedmill.workers.pipeline.calibration import remember  # noqa: PLC0415
     from feedmill.workers.pipeline.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
 
     tuning = Tuning(loaded, [post.text for post in posts], settings, rounds)
-    place = ("", 0.0, float(tuning.steps))
-    with LiveBar(notes, lambda _: place), explain_refusals(settings):
-        for done, size in enumerate(tuning.run()):
-            place = (f"{SIZES[size.kind][0]} {size.value}", done, tuning.steps)
-    report = TuningReport(tuning, loaded, len(posts))
-    report.show(output_console())
-    curve = report.curves[TOKEN_BUDGET]
+    with explain_refusals(settings):
+        for _ in Report(notes).counting(f"measuring {len(posts):,} posts", tuning.run(), tuning.steps):
+            pass
+    found = show_tuning(output_console(), tuning, loaded, len(posts))
+    curve = tuning.curve(TOKEN_BUDGET)
     stored = curve.settled and remember(loaded, settings, curve.rates)
     if stored:
         typer.echo(f"Workers of this model, device and settings now start with token budget {curve.knee.value}.")
@@ -67,7 +65,7 @@ def tune(
     if settings.token_budget:
         typer.echo(f"FEEDMILL_TOKEN_BUDGET is set, so workers use that budget: {settings.token_budget}.")
     if as_json:
-        typer.echo(json_line({"posts": len(posts), "rounds": rounds, **report.summary(), "stored": stored}))
+        typer.echo(json_line({"posts": len(posts), "rounds": rounds, **found, "stored": stored}))
     _end(reading)
 
 
@@ -95,27 +93,22 @@ def evaluate(
     if not any(post.topic for post in posts):
         raise InputError("No post has a topic. Add the true labels in the field `topic`.")
     with explain_missing("Evaluating", "worker"):
-        from feedmill.evaluation import measures, report  # noqa: PLC0415 - needs torch, which only workers have
+        from feedmill import evaluation  # noqa: PLC0415 - needs torch, which only workers have
     if compared := len(each) > 1:
-        each = [measures.usable_settings(settings) for settings in each]
+        each = [evaluation.usable_settings(settings) for settings in each]
     loaded = [load_model(settings) for settings in each]
     known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
-    shown = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*shown, console=notes, transient=True) as progress:
-        found = [
-            measures.measure(known, model, settings, lambda posts, count: progress.track(posts, total=count))
-            for model, settings in zip(loaded, each, strict=True)
-        ]
+    progress = Report(notes)
+    found = [evaluation.measure(known, model, own, progress) for model, own in zip(loaded, each, strict=True)]
     left_out = len(posts) - len(known)
-    summaries = {one.model: one.summary(left_out) for one in found}
+    summaries = {one.model: one.summary | {"left_out": left_out + len(one.failures)} for one in found}
     console, (first, *_) = output_console(), found
     if compared:
         best_first = sorted(summaries.items(), key=lambda one: one[1]["accuracy"], reverse=True)
-        console.print(report.models_table("model", best_first))
+        console.print(evaluation.models_table("model", best_first))
         typer.echo(f"{len(known):,} posts.")
     else:
-        report.show(console, first.evaluation)
-        report.show_sureness(first)
+        evaluation.show(console, first.summary)
     if left_out:
         typer.echo(f"Excluded: {left_out:,} posts whose topic is missing or not a label{' of every model' * compared}.")
     if first.failures and not compared:
@@ -129,7 +122,7 @@ def evaluate(
 
 def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:
     """Return the posts whose topic is a label of every set, each with that label. Raises InputError without any."""
-    from feedmill.evaluation.measures import matching_label  # noqa: PLC0415 - needs numpy, which comes with torch
+    from feedmill.evaluation import matching_label  # noqa: PLC0415 - needs numpy, which comes with torch
 
     known = [
         (post, truth)

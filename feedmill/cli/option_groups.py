@@ -16,7 +16,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic.fields import FieldInfo
 from typer import Option
 from typer.models import ArgumentInfo, OptionInfo
 
@@ -24,7 +23,6 @@ from feedmill.cli.options import SETTING_HELP, settings_of
 from feedmill.shared.broker import user_errors
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.settings import Settings
-from feedmill.workers.training.options import SWITCH, TrainOptions
 
 Command = Callable[..., None]
 Flags = list[inspect.Parameter]
@@ -33,7 +31,7 @@ Flags = list[inspect.Parameter]
 def with_settings(*names: str, plain_logs: bool = False, explains_redis: bool = True) -> Callable[[Command], Command]:
     """Add the flags of these settings to a command, and pass it the Settings as `settings`.
 
-    Parameters whose type is TrainOptions or a dataclass are groups: the command's flags are their fields. A parameter
+    Parameters whose type is a dataclass are groups: the command's flags are their fields. A parameter
     or a group's field with the name of one of the settings receives the flag's value, None if it was not given.
 
     plain_logs: see `settings_of`. explains_redis: convert Redis' errors to UserError.
@@ -44,7 +42,7 @@ def with_settings(*names: str, plain_logs: bool = False, explains_redis: bool = 
         own = {name: parameter for name, parameter in signature.parameters.items() if name != "settings"}
         groups = {name: flags for name, one in own.items() if (flags := _flags(one.annotation))}
         shown = {flag.name: flag for name, parameter in own.items() for flag in groups.get(name, [parameter])}
-        shown |= {name: _flag(name, Settings.model_fields[name], SETTING_HELP[name]) for name in names}
+        shown |= {name: _flag(name) for name in names}
         parameters = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in shown.values()]
 
         @wraps(command)
@@ -53,8 +51,7 @@ def with_settings(*names: str, plain_logs: bool = False, explains_redis: bool = 
             passed = {name: given[name] for name in own if name in given}
             for name, members in groups.items():
                 values = {flag.name: given[flag.name] for flag in members if flag.name in given}
-                kind = own[name].annotation
-                passed[name] = TrainOptions.parse(values) if kind is TrainOptions else kind(**values)
+                passed[name] = own[name].annotation(**values)
             if not explains_redis:
                 return command(settings=settings, **passed)
             with user_errors(settings):
@@ -131,36 +128,16 @@ def _shown_name(parameter: inspect.Parameter) -> str:
 
 def _flags(kind: Any) -> Flags:
     """Return the flags of a group; none for any other type."""
-    if kind is TrainOptions:
-        return [_train_flag(name, field) for name, field in TrainOptions.model_fields.items()]
     if isinstance(kind, type) and is_dataclass(kind):
         return list(inspect.signature(kind, eval_str=True).parameters.values())
     return []
 
 
-def _train_flag(name: str, field: FieldInfo) -> inspect.Parameter:
-    """Return the flag of an option of TrainOptions, with its default in the help."""
-    description = field.description or ""
-    if not (field.is_required() or field.default is None or "(default: " in description):
-        description = f"{description.removesuffix('.')} (default: {_shown(field.default)})."
-    return _flag(name, field, description)
-
-
-def _flag(name: str, field: FieldInfo, description: str) -> inspect.Parameter:
-    """Return the flag of a pydantic model's field. Its default is None; the model applies the field's own default."""
-    flag = f"--{(field.alias or name).replace('_', '-')}"
-    kind: Any = field.annotation
+def _flag(name: str) -> inspect.Parameter:
+    """Return the flag of a setting. Its default is None; the setting's own default applies."""
+    kind: Any = Settings.model_fields[name].annotation
     while get_args(kind):
         kind = get_args(kind)[0]  # unwrap an optional or constrained type; a Literal ends at its first choice
-    if kind is bool and SWITCH not in field.metadata:
-        flag = f"{flag}/{flag.replace('--', '--no-')}"
-    parsed = kind if kind in (bool, int, float, Path) else str
-    annotation: Any = Annotated[parsed | None, Option(flag, help=description)]
-    default = inspect.Parameter.empty if field.is_required() else None
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-
-
-def _shown(default: bool | float | str) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return default if isinstance(default, str) else f"{default:,g}"
+    parsed = kind if kind in (int, float, Path) else str
+    annotation: Any = Annotated[parsed | None, Option(f"--{name.replace('_', '-')}", help=SETTING_HELP[name])]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=None)

@@ -13,7 +13,7 @@ from feedmill.cli.terminal import explain_unwritable
 from feedmill.console import counted, notes_console
 from feedmill.export.columns import label_set as label_set_named
 from feedmill.reading.rows import check_run
-from feedmill.report.data import Report, gather
+from feedmill.report.data import gather
 from feedmill.report.page import page
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.broker import connect
@@ -56,28 +56,15 @@ def report(
         if run is not None:
             check_run(redis, run)
         found = gather(redis, settings, hours, run, labels)
+    for name, count in list(found.others.items())[:MAX_SHOWN]:
+        notes.print(f"Left out: {counted(count, 'post')} of the label set {printable(truncate(name))}", markup=False)
     if found.others:
-        notes.print(_other_label_sets(found), markup=False)
+        notes.print("A report is of one label set: see --label-set or, if the posts have a run, --run.", markup=False)
     period = counted(hours, "hour")
     if not (found.posts or found.reasons or found.gaps):
-        typer.echo(f"No posts in the last {period}{_filters(run, label_set)}: nothing written. See --hours.", err=True)
+        of = printable("".join(f" of {value}" for value in (run, label_set) if value is not None))
+        typer.echo(f"No posts in the last {period}{of}: nothing written. See --hours.", err=True)
         raise typer.Exit(1)
     with explain_unwritable(out), replacing(out) as temporary:
         temporary.write_text(page(found), encoding="utf-8")
     typer.echo(f"{counted(found.posts, 'post')} in {period}: wrote {out} in {time.monotonic() - began:.1f} s")
-
-
-def _filters(run: str | None, label_set: str | None) -> str:
-    """Return what the report was limited to."""
-    parts = [("run", run), ("the label set", label_set)]
-    return printable("".join(f" of {what} {value}" for what, value in parts if value is not None))
-
-
-def _other_label_sets(found: Report) -> str:
-    """Return a note that lists the label sets which the report leaves out."""
-    head = (
-        f"This report is of the label set {printable(truncate(found.label_set))}. Others in this period, for "
-        "--label-set or, if they have a run, --run:"
-    )
-    others = list(found.others.items())[:MAX_SHOWN]
-    return "\n".join([head, *(f"  {counted(count, 'post')}: {printable(truncate(name))}" for name, count in others)])

@@ -2,27 +2,29 @@
 
 import json
 import os
+import shlex
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from feedmill.cli.option_groups import with_settings
-from feedmill.cli.options import AsJson
+from feedmill.cli.option_groups import excludes, with_settings
+from feedmill.cli.options import AsJson, FileFlags
 from feedmill.cli.terminal import make_folder
-from feedmill.console import notes_console, output_console
+from feedmill.console import format_duration, notes_console, output_console
 from feedmill.local_model import load_model
-from feedmill.shared.errors import UserError, json_line
+from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, UserError, clause, json_line, printable
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import DESCRIBED_TOPICS
-from feedmill.workers.training.options import BEGUN, CHECKPOINTS, TrainOptions
+from feedmill.training.options import BEGUN, CHECKPOINTS, OF_FINE_TUNING, TrainOptions
+from feedmill.training.progress import Report
 
 if TYPE_CHECKING:
-    from feedmill.training.report import TrainingReport
-    from feedmill.workers.training.examples import Dataset
+    from feedmill.training.data import Dataset
 
 app = typer.Typer()
 
@@ -32,10 +34,12 @@ PACKAGES = (("torch", "transformers", "accelerate"), "worker,train")
 
 
 @app.command()
+@excludes("--head", *OF_FINE_TUNING)
 @with_settings("device", "redis_url", plain_logs=True)
 def train(
     settings: Settings,
     options: TrainOptions,
+    file: FileFlags,
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune a classifier on labelled posts, or fit a head on embeddings (--head).
@@ -47,55 +51,58 @@ def train(
     for package in packages:
         if find_spec(package) is None:
             raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[{extras}]'`.")
-    try:
-        _train(options, settings, as_json)
-    except UserError:
-        with suppress(OSError):  # a model and an interrupted training stay
-            Path(options.out).expanduser().rmdir()
-        raise
-
-
-def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
-    """Collect the posts, train, and write the model, and its test results. Only rank 0 writes."""
-    first = os.environ.get("RANK", "0") == "0"  # torchrun numbers its processes
-    notes = notes_console(quiet=not first)
     folder = Path(options.out).expanduser().absolute()
-    options = options.model_copy(update={"out": str(folder)})
+    try:
+        record = _train(replace(options, out=str(folder)), file, settings)
+    except (DeviceFull, DeviceLost) as error:
+        raise ModelError(
+            f"The device failed: {clause(error)}. If it is out of memory, set a smaller --batch-size and a larger "
+            "--accumulation, lower --max-tokens, or set --gradient-checkpointing; else continue with --resume."
+        ) from error
+    finally:
+        with suppress(OSError):  # only an empty folder: a model and an interrupted training stay
+            folder.rmdir()
+    if record and as_json:
+        typer.echo(json_line({"folder": str(folder), **record}))
+    elif record:
+        show_trained(record, str(folder))
+
+
+def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[str, Any] | None:
+    """Collect the posts, train, write the model, and return its record. Only rank 0 writes; others return None."""
+    first = os.environ.get("RANK", "0") == "0"  # torchrun numbers its processes
+    notes, folder = notes_console(quiet=not first), Path(options.out)
     if first:
         check_folder(folder, options.resume)
     # Imported late: needs torch, which only workers have and which loads slowly.
     from feedmill.training import model_card  # noqa: PLC0415
-    from feedmill.training.data import collect  # noqa: PLC0415
-    from feedmill.training.report import TrainingReport, show_trained  # noqa: PLC0415
-    from feedmill.workers.training.examples import make_dataset  # noqa: PLC0415
+    from feedmill.training.data import collect, make_dataset  # noqa: PLC0415
 
-    collected = collect(options, settings, notes)
+    collected = collect(options, file, settings, notes)
     dataset = make_dataset(collected.examples, collected.tested, options)
-    report = TrainingReport(notes)
-    report.data(dataset)
+    report = Report(notes)
+    for line in dataset.summary():
+        report.print(line)
     try:
         if options.head:
-            from feedmill.workers.training.head import train_head  # noqa: PLC0415
+            from feedmill.training.head import train_head  # noqa: PLC0415
 
             trained: Any = train_head(dataset, options, settings, report)
         else:
-            from feedmill.workers.training.finetune import Training  # noqa: PLC0415
+            from feedmill.training.finetune import Training  # noqa: PLC0415
 
             training = Training(dataset, options, settings, report)
             if first:
                 record_start(folder, options, dataset)
             trained = training.run()
         if not first:
-            return
+            return None
         trained.save(folder)
-        tested, zero_shot = _tested(folder, options, dataset, settings, report)
+        tested = _tested(options, dataset, settings, report)
     finally:
         report.stop()
-    record = model_card.write(folder, options, dataset, collected.provenance, trained.record, tested, zero_shot)
-    if as_json:
-        typer.echo(json_line({"folder": str(folder), **record}))
-    else:
-        show_trained(output_console(), record, folder)
+    posts = {"posts": collected.counts | {"left_out": dataset.left_out, "digest": dataset.digest}}
+    return model_card.write(folder, options, file, dataset, posts | trained.record | tested)
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -111,7 +118,7 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 def record_start(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:
     """Record the options and posts of the checkpoints. Raises UserError on a resume with different ones."""
-    started = json.dumps({"options": options.model_dump(mode="json", exclude={"resume"}), "digest": dataset.digest})
+    started = json.dumps({"options": asdict(replace(options, resume=False)), "digest": dataset.digest})
     file = folder / CHECKPOINTS / BEGUN
     if not options.resume:
         file.parent.mkdir(exist_ok=True)
@@ -123,40 +130,57 @@ def record_start(folder: Path, options: TrainOptions, dataset: "Dataset") -> Non
         )
 
 
-def _tested(
-    folder: Path, options: TrainOptions, dataset: "Dataset", settings: Settings, report: "TrainingReport"
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def _tested(options: TrainOptions, dataset: "Dataset", settings: Settings, report: Report) -> dict[str, Any]:
     """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
-    if not dataset.test:
-        return None, None
-    from feedmill.evaluation.measures import measure, usable_settings  # noqa: PLC0415 - needs torch, which only workers have
-
-    known = [(example.post, example.label) for example in dataset.test]
-    own = settings.model_copy(
-        update={"model": str(folder), "classifier": "head" if options.head else "sequence", "revision": None}
-    )
-
-    def summary(what: str, chosen: Settings) -> dict[str, Any]:
-        report.phase(f"loading {what} and measuring its token budget")
-        track = partial(report.counting, f"testing {what} on")
-        return measure(known, load_model(chosen), chosen, track).summary(0)
-
-    base = _zero_shot(options, dataset, settings)
-    return summary("the trained model", usable_settings(own)), summary("its base", base) if base else None
-
-
-def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) -> Settings | None:
-    """Return the settings to test the untrained base with, or None if it cannot classify or is not compared."""
-    from feedmill.evaluation.measures import usable_settings  # noqa: PLC0415 - needs torch, which only workers have
+    # Imported late: needs torch, which only workers have.
+    from feedmill.evaluation import measure, usable_settings  # noqa: PLC0415
     from feedmill.workers.models.classifiers.registry import WITH_FIXED_LABELS, kind_of  # noqa: PLC0415
 
-    own = settings.model_copy(update={"model": options.base, "classifier": "auto"})
-    try:
-        kind = kind_of(own)
-    except UserError:  # not a classifier without training
-        return None
-    if kind in WITH_FIXED_LABELS or not options.compare:
-        return None
-    described = settings.labels or (DESCRIBED_TOPICS if kind == "similarity" else {})
-    labels = {label: described.get(label, (label,)) for label in dataset.labels}
-    return usable_settings(own.model_copy(update={"labels": labels}))
+    known = [(example.post, example.label) for example in dataset.test]
+
+    def summary(what: str, changes: dict[str, Any]) -> dict[str, Any]:
+        report.phase(f"loading {what} and measuring its token budget")
+        chosen = usable_settings(settings.model_copy(update=changes))
+        return measure(known, load_model(chosen), chosen, report).summary
+
+    tested: dict[str, Any] = {"metrics": None, "zero_shot": None}
+    if not known:
+        return tested
+    own = {"model": options.out, "classifier": "head" if options.head else "sequence", "revision": None}
+    tested["metrics"] = summary("the trained model", own)
+    base, kind = {"model": options.base, "classifier": "auto"}, ""
+    with suppress(UserError):  # not a classifier without training
+        kind = kind_of(settings.model_copy(update=base))
+    if options.compare and kind and kind not in WITH_FIXED_LABELS:
+        described = settings.labels or (DESCRIBED_TOPICS if kind == "similarity" else {})
+        labels = {label: described.get(label, (label,)) for label in dataset.labels}
+        tested["zero_shot"] = summary("its base", base | {"labels": labels})
+    return tested
+
+
+def show_trained(record: Mapping[str, Any], folder: str) -> None:
+    """Print the training time and the metrics of the finished model, and what to do next."""
+    typer.echo(f"Trained in {format_duration(record['seconds'])}, {record['samples_per_s']:.1f} posts/s")
+    if losses := [point["loss"] for point in record["curve"] if "loss" in point]:
+        typer.echo(f"loss {losses[0]:.3g} → {losses[-1]:.3g}")
+    tested, zero_shot = record["metrics"], record["zero_shot"]
+    if tested:
+        from feedmill.evaluation import models_table  # noqa: PLC0415 - needs torch, which only workers have
+
+        output_console().print(models_table("", ((folder, tested), ("its base, zero-shot", zero_shot))))
+    if not (tested and zero_shot and tested["accuracy"] <= zero_shot["accuracy"]):
+        advise(folder)
+        return
+    helps = "more posts (`feedmill label` asks for the most useful ones), or all weights, without --head"
+    typer.echo(
+        f"Do not deploy this model: it is no more accurate ({tested['accuracy']:.3f}) than its base zero-shot "
+        f"({zero_shot['accuracy']:.3f}) on the same {tested['posts']:,} posts. What helps: "
+        + (helps if record["options"]["head"] else "more posts or --epochs")
+    )
+
+
+def advise(folder: str) -> None:
+    """Print how to serve a model."""
+    where = printable(shlex.quote(folder))
+    typer.echo(f"Next, switch running workers to the model:\n  feedmill deploy {where}")
+    typer.echo(f"Or start a worker with it:\n  feedmill worker --model {where}")

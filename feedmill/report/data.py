@@ -55,11 +55,17 @@ class Column:
     def posts(self) -> int:
         return self.labels.total()
 
-    def wait(self, percent: int) -> float | None:
-        """Return a percentile of the waits in seconds; None without waits."""
-        if len(self.waits) < 2:
-            return self.waits[0] if self.waits else None
-        return quantiles(self.waits, n=100, method="inclusive")[percent - 1]
+    @property
+    def wait(self) -> float | None:
+        """Return the 95th percentile of the waits in seconds; None without waits."""
+        return percentile(self.waits, 95)
+
+
+def percentile(values: list[float], percent: int) -> float | None:
+    """Return a percentile of some values; None without values."""
+    if len(values) < 2:
+        return values[0] if values else None
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Train a classifier: collect examples, run the training, describe the model."""
+"""Train classifiers: all weights (`finetune.py`), or a head on frozen embeddings (`head.py`, `active.py`)."""

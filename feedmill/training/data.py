@@ -1,90 +1,95 @@
-"""Collect labelled posts for training from the results stream, an export or a file of posts.
+"""Collect labelled posts from the results stream, an export or a file of posts, and split them without leakage.
 
-Purged posts are left out of every source, provided Redis answers.
+Purged posts are left out of every source, provided Redis answers. Does not import torch.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha1
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from feedmill.cli.options import FileFlags
 from feedmill.producers.exported import Labelled
 from feedmill.producers.files import FileReading
-from feedmill.producers.records import Columns
 from feedmill.reading.rows import Place, RowReader
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.errors import InputError, RedisUnavailable, printable
-from feedmill.shared.messages import Post
+from feedmill.shared.messages import Post, digest
 from feedmill.shared.settings import Settings
-from feedmill.workers.training.examples import Example
-from feedmill.workers.training.options import RESULTS, TrainOptions
+from feedmill.training.options import RESULTS, TrainOptions
+
+#: Default minimum of posts per label, for fine-tuning and for a head.
+MIN_POSTS, MIN_POSTS_OF_A_HEAD = 8, 2
+#: Share of the training posts held back for early stopping.
+VALIDATION_SHARE = 0.1
 
 
-class Provenance(NamedTuple):
-    """The origin of a dataset as counts of posts, without any content."""
+class Example(NamedTuple):
+    """A post and its label."""
 
-    source: str
-    read: int
-    #: Posts without a label or text, or with a score below `min_score`.
-    unlabelled: int
-    #: Posts left out because they were purged; None if Redis did not answer.
-    purged: int | None
-    #: Posts per labelling model; empty if the labels are topics.
-    labelled_by: dict[str, int]
+    post: Post
+    label: str
+    #: Score of every label, for soft labels.
+    scores: Mapping[str, float] | None = None
+    #: The model that gave the label; empty if it is a topic.
+    model: str = ""
 
 
 class Collected(NamedTuple):
-    """Training examples, the examples of a separate test file (None without one), and their provenance."""
+    """Training examples, the examples of a separate test file (None without one), and counts of posts, without content.
+
+    counts: read; unlabelled: without a usable label or text; purged: left out (None if Redis did not answer);
+    labelled_by: posts per labelling model, empty if the labels are topics.
+    """
 
     examples: list[Example]
     tested: list[Example] | None
-    provenance: Provenance
+    counts: dict[str, Any]
 
 
-def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collected:
+def collect(options: TrainOptions, file: FileFlags, settings: Settings, notes: Console) -> Collected:
     """Read the posts that the options name. Raises UserError."""
-    if options.source == RESULTS:
+    is_stream = options.source == RESULTS
+    if is_stream:
         notes.print(f"The results stream keeps the first {settings.stream_body} characters of each body.")
-    source = _of_results(settings) if options.source == RESULTS else _of_path(options.source, options, notes)
-    found = list(islice(source, options.limit))
-    tests = list(islice(_of_path(options.test, options, notes), options.limit)) if options.test else []
-    in_files = [post.post.id for post in (tests if options.source == RESULTS else [*found, *tests])]
-    gone = purged_ids(in_files, settings, notes) if in_files else set()
-    by_topic = options.model_copy(update={"targets": "topic"})
-    known = [_example(post, by_topic, Counter()) for post in tests if post.post.id not in (gone or ())]
-    tested = [example for example in known if example]
+    source = _of_results(settings) if is_stream else _of_path(options.source, file, notes)
+    read = list(islice(source, options.limit))
+    tests = list(islice(_of_path(options.test, file, notes), options.limit)) if options.test else []
+    in_files = tests if is_stream else [*read, *tests]
+    gone = purged_ids((each.post.id for each in in_files), settings, notes)
+    kept, tests = ([each for each in posts if each.post.id not in (gone or ())] for posts in (read, tests))
+    tested = [example for each in tests if (example := _example(each, "topic", options))]
     if options.test and not tested:
         raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
-    kept = [post for post in found if post.post.id not in (gone or ())]
-    labelled_by: Counter[str] = Counter()
-    examples = [example for post in kept if (example := _example(post, options, labelled_by))]
+    examples = [example for each in kept if (example := _example(each, options.targets, options))]
     if not examples:
         raise InputError(_nothing(len(kept), options))
-    if len(labelled_by) > 1:
+    models = Counter(example.model for example in examples if example.model)
+    if len(models) > 1:
         notes.print(
-            f"The labels come from {len(labelled_by)} models ({', '.join(map(printable, labelled_by))}). A post "
-            "with labels from several models gets the label of its oldest result.",
+            f"The labels come from {len(models)} models ({', '.join(map(printable, models))}). A post with labels from "
+            "several models gets the label of its oldest result.",
             markup=False,
         )
-    purged = None if gone is None else len(found) - len(kept)
-    provenance = Provenance(options.source, len(found), len(kept) - len(examples), purged, dict(labelled_by))
-    return Collected(examples, tested if options.test else None, provenance)
+    counts = {"source": options.source, "read": len(read), "unlabelled": len(kept) - len(examples)}
+    counts |= {"purged": None if gone is None else len(read) - len(kept), "labelled_by": dict(models)}
+    return Collected(examples, tested if options.test else None, counts)
 
 
-def _example(found: Labelled, options: TrainOptions, labelled_by: Counter[str]) -> Example | None:
-    """Return the training example, or None without a label, with a score below `min_score`, or without a soft label."""
-    label, scores = found.post.topic, None
-    if options.targets != "topic":
-        if not found.scores or found.scores[found.label] < options.min_score:
-            return None
-        labelled_by[found.model] += 1
-        label, scores = found.label, found.scores if options.targets == "soft" else None
-    if not label or not found.post.text:  # the stream truncates bodies, possibly to nothing
+def _example(labelled: Labelled, targets: str, options: TrainOptions) -> Example | None:
+    """Return the training example, or None without a label, with a score below `min_score`, or without text."""
+    post, label, scores, model = labelled
+    if targets == "topic":
+        label, scores, model = post.topic or "", {}, ""
+    elif scores.get(label, -1.0) < options.min_score:
         return None
-    return Example(found.post, label.strip(), scores)
+    if not label or not post.text:  # the stream truncates bodies, possibly to nothing
+        return None
+    return Example(post, label.strip(), scores if targets == "soft" else None, model)
 
 
 def _nothing(posts: int, options: TrainOptions) -> str:
@@ -113,16 +118,15 @@ def _of_results(settings: Settings) -> Iterator[Labelled]:
                 yield Labelled(post, found["label"], found["scores"], found["model"])
 
 
-def _of_path(path: str, options: TrainOptions, notes: Console) -> Iterator[Labelled]:
+def _of_path(path: str, flags: FileFlags, notes: Console) -> Iterator[Labelled]:
     """Yield the posts of a file, or of an export's parts, whose names sort by time. Raises InputError."""
     files = sorted(map(str, Path(path).glob("*/part-*"))) if Path(path).is_dir() else [path]
     if not files:
         raise InputError(
             f"The folder {printable(path)} contains no parts of an export. Name a file or an export folder."
         )
-    columns = Columns.of(options.id_column, options.title_column, options.body_column)
     for file in files:
-        reading = FileReading(file, notes, columns=columns, encoding=options.encoding)
+        reading = FileReading(file, notes, columns=flags.columns(), encoding=flags.encoding)
         for post in reading.labelled():
             yield Labelled(post, "", {}, "") if isinstance(post, Post) else post
         reading.end()
@@ -136,3 +140,150 @@ def purged_ids(ids: Iterable[str], settings: Settings, notes: Console) -> set[st
     except RedisUnavailable as error:
         notes.print(f"Purged posts cannot be identified and may be included: {error}", markup=False)
         return None
+
+
+class Dataset(NamedTuple):
+    """The labels, and the examples for training, early stopping and testing."""
+
+    labels: tuple[str, ...]
+    train: list[Example]
+    validation: list[Example]
+    test: list[Example]
+    #: Number of excluded examples by reason.
+    left_out: dict[str, int]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of training examples per label."""
+        counted = Counter(example.label for example in self.train)
+        return {label: counted[label] for label in self.labels}
+
+    @property
+    def label_weights(self) -> list[float]:
+        """Weight of each label so that all labels contribute equally; the mean over the training examples is 1."""
+        counts = self.counts.values()
+        share = len(self.train) / sum(count > 0 for count in counts)
+        return [share / count if count else 0.0 for count in counts]
+
+    def target(self, example: Example, soft: bool) -> int | list[float]:
+        """Return the number of the example's label; if `soft`, its scores normalized to sum to 1.
+
+        They are normalized because models score on different scales.
+        """
+        if not soft:
+            return self.labels.index(example.label)
+        scores = [max((example.scores or {})[label], 0.0) for label in self.labels]
+        total = sum(scores) or 1.0
+        return [score / total for score in scores]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the labels and all training and validation examples. A run resumes only with an equal digest."""
+        learnt = (*self.train, *self.validation)
+        return digest(*self.labels, *(part for each in learnt for part in (each.post.id, each.post.text, each.label)))
+
+    def summary(self) -> Iterator[str]:
+        """Yield lines with the sizes and labels of the dataset."""
+        held_out = f", {len(self.validation):,} for validation" if self.validation else ""
+        yield f"{len(self.train):,} posts for training, {len(self.test):,} for testing{held_out}"
+        yield f"{len(self.labels)} labels: {', '.join(f'{label} {count:,}' for label, count in self.counts.items())}"
+        if self.left_out:
+            yield f"Left out: {', '.join(f'{count:,} {why}' for why, count in self.left_out.items())}"
+
+
+def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, options: TrainOptions) -> Dataset:
+    """Deduplicate the examples and split them according to `options`. tested: test examples from a separate file.
+
+    Raises InputError if the examples are not enough to train or test on.
+    """
+    left_out: Counter[str] = Counter()
+    examples = _deduplicate(found, left_out, "repeated text")
+    if options.targets == "soft":
+        examples = _keep_common_label_set(examples, left_out)
+    if tested is None:
+        train, test = split(examples, options.split, options.test_share, options.seed)
+    else:
+        test = _deduplicate(tested, left_out, "repeated text in the test")
+        texts = {_normalized(example.post.text) for example in test}
+        train = [example for example in examples if _normalized(example.post.text) not in texts]
+        left_out["also in the test"] += len(examples) - len(train)
+    labels = _labels(train, options)
+    known = [example for example in test if example.label in labels]
+    left_out["tests of another label"] += len(test) - len(known)
+    if not known and options.split != "none":
+        raise InputError(
+            f"No post is left to test on; {len(train):,} are training posts. Provide more posts, another --split, or "
+            "--test FILE; --split none trains without a test."
+        )
+    validation: list[Example] = []
+    if options.patience:
+        # A different seed than the test split's: with the same seed, no training post would hash below the share.
+        train, validation = split(train, "random", VALIDATION_SHARE, options.seed + 1)
+        if not validation:
+            raise InputError(f"--patience: {len(train):,} posts are too few to hold some back. Add posts.")
+    return Dataset(labels, train, validation, known, {why: count for why, count in left_out.items() if count})
+
+
+def split(examples: Sequence[Example], how: str, share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Return (train, test). share: approximate share of test examples. Raises InputError if posts lack a field."""
+    if how == "none":
+        return list(examples), []
+    field = {"time": "created_utc", "subreddit": "subreddit"}.get(how)
+    if field and (missing := sum(getattr(example.post, field) is None for example in examples)):
+        raise InputError(f"--split {how} needs {field}, which {missing:,} posts lack. Use another --split.")
+    if how == "time":
+        dated = sorted(examples, key=lambda example: example.post.created_utc or 0.0)
+        border = len(dated) - round(len(dated) * share)
+        return dated[:border], dated[border:]
+    sides: tuple[list[Example], list[Example]] = ([], [])
+    for example in examples:
+        key = (example.post.subreddit or "").casefold() if how == "subreddit" else example.post.id
+        sides[_fraction(key, seed) < share].append(example)
+    return sides
+
+
+def _fraction(key: str, seed: int) -> float:
+    """Map a key to a number from 0 to 1 that depends only on the key and the seed."""
+    return int.from_bytes(sha1(f"{seed} {key}".encode(), usedforsecurity=False).digest()[:8]) / 2**64
+
+
+def _deduplicate(examples: Iterable[Example], left_out: Counter[str], why: str) -> list[Example]:
+    """Keep the first post of each text: reposts would leak training posts into the test."""
+    seen: dict[str, Example] = {}
+    for example in examples:
+        if seen.setdefault(_normalized(example.post.text), example) is not example:
+            left_out[why] += 1
+    return list(seen.values())
+
+
+def _normalized(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _keep_common_label_set(examples: Sequence[Example], left_out: Counter[str]) -> list[Example]:
+    """Keep the examples scored with the most common label set."""
+    sets = [frozenset(example.scores or ()) for example in examples]
+    usual = Counter(sets).most_common(1)
+    kept = [example for example, found in zip(examples, sets, strict=True) if found == usual[0][0]]
+    left_out["scores of other labels"] += len(examples) - len(kept)
+    return kept
+
+
+def _labels(train: Sequence[Example], options: TrainOptions) -> tuple[str, ...]:
+    """Return the labels in alphabetical order. Raises InputError for too few labels, or too few posts per label."""
+    if not train:
+        raise InputError("No post is left to train on. Add labelled posts, or lower --test-share.")
+    counts = Counter(example.label for example in train)
+    if options.targets == "soft":
+        # Soft labels come from all scores, including labels that are never the best.
+        return tuple(sorted(train[0].scores or ()))
+    if len(counts) < 2:
+        raise InputError(f"All posts have the label {printable(next(iter(counts)))!r}. Add posts of another label.")
+    least = options.min_posts or (MIN_POSTS_OF_A_HEAD if options.head else MIN_POSTS)
+    if few := sorted((count, label) for label, count in counts.items() if count < least):
+        count, label = few[0]
+        raise InputError(
+            f"{len(few)} labels have fewer than {least} posts, such as {printable(label)} ({count}). Add "
+            "posts, remove these labels, or lower --min-posts."
+        )
+    return tuple(sorted(counts))

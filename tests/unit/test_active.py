@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from feedmill.workers.training.active import (
+from feedmill.training.active import (
     FIRST_PER_LABEL,
     RANDOM,
     RANDOM_EVERY,
@@ -28,15 +28,6 @@ def pool(blur: float = 0.35, prior_blur: float = 0.3) -> Pool:
     posts = centres[TRUTH] + blur * DIMENSIONS**0.5 * torch.randn(POSTS, DIMENSIONS, generator=source)
     sentences = centres + prior_blur * DIMENSIONS**0.5 * torch.randn(LABELS, DIMENSIONS, generator=source)
     return Pool(normalize(posts, dim=1), normalize(sentences, dim=1))
-
-
-def answer(place: int, why: str = RANDOM) -> Answer:
-    return Answer(place, why, TRUTH[place])
-
-
-def accuracy(posts: Pool, answers: list[Answer]) -> float:
-    found = posts.predict(answers, range(POSTS))
-    return sum(best == truth for best, truth in zip(found, TRUTH, strict=True)) / POSTS
 
 
 def label(session: Session, count: int) -> list[Answer]:

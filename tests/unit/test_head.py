@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,18 +9,20 @@ from sentence_transformers import SentenceTransformer
 from typer.testing import CliRunner
 
 from feedmill.cli.main import app
+from feedmill.cli.train import show_trained
 from feedmill.shared import logs
 from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
+from feedmill.training.data import Dataset, Example
+from feedmill.training.head import PENALTIES, HeadModel, fit, train_head
+from feedmill.training.options import TrainOptions
+from feedmill.training.progress import Report
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.fixed_labels import read_head, write_head
 from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.weights import HEAD_FILE, locate
-from feedmill.workers.training.examples import Dataset, Example
-from feedmill.workers.training.head import PENALTIES, HeadModel, fit, train_head
-from feedmill.workers.training.options import TrainOptions
 from tests.fakes.models import make_sentence_model
 from tests.support import naming
 
@@ -42,10 +43,10 @@ def examples(count: int) -> list[Example]:
     return found
 
 
-def trained(base: Path, settings: Settings | None = None, **options: Any) -> HeadModel:
+def trained(base: Path, settings: Settings | None = None) -> HeadModel:
     dataset = Dataset(LABELS, examples(40), [], [], {})
-    parsed = TrainOptions.parse({"from": "x", "out": "y", "base": str(base), "head": True, "max_tokens": 16} | options)
-    return train_head(dataset, parsed, settings or Settings(device="cpu", dtype="float32"))
+    options = TrainOptions(source="x", out="y", base=str(base), head=True, max_tokens=16)
+    return train_head(dataset, options, settings or Settings(device="cpu", dtype="float32"), Report())
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +114,12 @@ def test_fit_chooses_penalty_and_scale_by_cross_validation() -> None:
         assert set(found.accuracies) == set(PENALTIES)
         assert found.accuracies[found.penalty] == max(found.accuracies.values())
     certain = [
-        float((features @ found.weight.T + found.bias).softmax(1).amax(1).mean())
+        float((features @ found.head[0].T + found.head[1]).softmax(1).amax(1).mean())
         for features, found in ((noise, of_noise), (clear, of_clear))
     ]
     assert certain[0] < 0.7
     assert certain[1] > 0.95
-    assert (clear @ of_clear.weight.T + of_clear.bias).argmax(1).tolist() == wanted.tolist()
+    assert (clear @ of_clear.head[0].T + of_clear.head[1]).argmax(1).tolist() == wanted.tolist()
     assert fit(clear[:4], wanted[:4], 3, 7).accuracies == {}
 
 
@@ -170,3 +171,18 @@ def test_command_writes_a_tested_model(base: Path, tmp_path: Path, monkeypatch: 
     assert "sentence-transformers" in card
     assert "bread the" not in card
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(("zero_shot", "advised"), [(0.412, False), (0.685, False), (0.3, True), (None, True)])
+def test_a_model_no_better_than_its_base_is_not_to_be_deployed(
+    capsys: pytest.CaptureFixture[str], zero_shot: float | None, advised: bool
+) -> None:
+    usual = {"macro_f1": 0.5, "calibration_error": 0.1, "posts_per_s": 9.0, "posts": 40}
+    record = {
+        "seconds": 1.0, "samples_per_s": 2.0, "curve": [], "options": {"head": True},
+        "metrics": usual | {"accuracy": 0.412}, "zero_shot": zero_shot and usual | {"accuracy": zero_shot},
+    }  # fmt: skip
+    show_trained(record, "model")
+    printed = capsys.readouterr().out
+    assert ("feedmill deploy model" in printed) == advised
+    assert (f"no more accurate (0.412) than its base zero-shot ({zero_shot})" in printed) == (not advised)

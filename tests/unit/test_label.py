@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 
 from feedmill.cli import label as label_command
 from feedmill.cli.main import app
+from feedmill.cli.options import FileFlags
 from feedmill.shared import logs
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.training.data import collect
+from feedmill.training.options import TrainOptions
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import select_device
-from feedmill.workers.training.options import TrainOptions
 from tests.fakes.models import make_sentence_model
 from tests.support import naming, wait_until
 
@@ -67,8 +68,8 @@ def test_piped_answers_make_labels_and_a_model(label: Label, tmp_path: Path) -> 
     settings = Settings(model=summary["model"], device="cpu", dtype="float32")
     model = load_classifier(settings, select_device("cpu", "float32"))
     assert (model.kind, model.label_set(ClassifyOptions()).labels) == ("head", ("food", "sports"))
-    options = TrainOptions.parse({"from": str(tmp_path / "out" / "labels.csv"), "out": "x", "head": True})
-    examples = collect(options, Settings(), Console(quiet=True)).examples
+    options = TrainOptions(source=str(tmp_path / "out" / "labels.csv"), out="x", head=True)
+    examples = collect(options, FileFlags(), Settings(), Console(quiet=True)).examples
     assert [example.label for example in examples] == ["food", "sports"] * 6
 
 

@@ -1,6 +1,9 @@
 """Training and test data: labels, duplicate texts, splits, and reading exports and files."""
 
 import json
+import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from typer.testing import CliRunner
 
 from feedmill.cli import train
 from feedmill.cli.main import app
-from feedmill.evaluation.measures import bins_of, calibration_error
+from feedmill.cli.options import FileFlags
 from feedmill.export.batches import batch_of, schema_of
 from feedmill.export.columns import COLUMNS
 from feedmill.reading.rows import ResultRow
@@ -19,16 +22,17 @@ from feedmill.shared.errors import InputError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.tables.writing import writer_to
-from feedmill.training.data import Collected, collect
-from feedmill.workers.training.examples import Example, make_dataset, split
-from feedmill.workers.training.options import TrainOptions
+from feedmill.training.data import Collected, Example, collect, make_dataset, split
+from feedmill.training.model_card import command
+from feedmill.training.options import TrainOptions
 from tests.support import naming
 
 NOTES = Console(quiet=True)
 
 
 def options_of(**options: Any) -> TrainOptions:
-    return TrainOptions.parse({"from": "x", "out": "y", "min_posts": 1, "split": "none"} | options)
+    given: dict[str, Any] = {"source": "x", "out": "y", "min_posts": 1, "split": "none"} | options
+    return TrainOptions(**given)
 
 
 def example(number: int, label: str = "a", text: str = "", **fields: Any) -> Example:
@@ -98,24 +102,36 @@ def test_rejects_unsuitable_training_data(examples: list[Example], options: dict
         make_dataset(examples, None, options_of(**options))
 
 
-def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option has a flag, whose value reaches the training unchanged."""
-    values: dict[str, Any] = {"from": "posts.csv", "out": "o", "base": "b", "targets": "soft", "min_score": 0.25}
-    values |= {"min_posts": 2, "limit": 3, "test": "t.csv", "split": "time", "test_share": 0.5, "compare": False}
-    values |= {"id_column": "i", "title_column": "t", "body_column": "b", "encoding": "cp1252"}
-    values |= {"epochs": 1.5, "batch_size": 5, "accumulation": 6, "learning_rate": 0.01}
-    values |= {"class_weights": True, "max_tokens": 64, "seed": 8, "patience": 9}
-    values |= {"gradient_checkpointing": True, "resume": True}
-    options = TrainOptions.parse(values)
-    assert options.model_dump(exclude_defaults=True, by_alias=True) == values, "every option has another value"
-    assert {*values, "head"} == {field.alias or name for name, field in TrainOptions.model_fields.items()}
-    of_a_head = TrainOptions.parse({"from": "posts.csv", "out": "o", "head": True, "class_weights": True})
-    found = []
-    monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
+def test_a_recorded_command_gives_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_tuning = TrainOptions(
+        source="posts.csv", out="o", base="b", targets="soft", min_score=0.25, test="t.csv", split="time",
+        compare=False, epochs=1.5, batch_size=5, patience=9, gradient_checkpointing=True, resume=True,
+    )  # fmt: skip
+    of_a_head = TrainOptions(source="posts.csv", out="o", head=True, class_weights=True, min_posts=3)
+    file = FileFlags(id_column="i", encoding="cp1252")
+    found: list[tuple[TrainOptions, FileFlags]] = []
+    monkeypatch.setattr(train, "_train", lambda options, file, _: found.append((options, file)))
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    for each in (options, of_a_head):
-        assert CliRunner().invoke(app, ["train", *each.flags()], catch_exceptions=False).exit_code == 0
-    assert found == [options, of_a_head]
+    for options in (of_tuning, of_a_head):
+        words = shlex.split(command(options, file))[1:]
+        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+        assert found.pop() == (replace(options, out=str(Path("o").absolute())), file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--head", "--epochs", "3"], ["--head", "--epochs"]),
+        (["--test-share", "nan"], ["--test-share"]),
+        (["--split", "size"], ["--split", "size"]),
+        (["--batch-size", "0"], ["--batch-size"]),
+    ],
+)
+def test_unusable_options_are_refused(flags: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    found = CliRunner().invoke(app, ["train", "--from", "x", "--out", "y", *flags])
+    assert found.exit_code != 0
+    assert re.search(naming(*words), f"{found.output} {found.exception}")
 
 
 # Reading.
@@ -147,7 +163,7 @@ def export(folder: Path, how: str) -> Path:
 
 def collected(path: Path, **options: Any) -> Collected:
     settings = Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"})
-    return collect(options_of(**{"from": str(path)} | options), settings, NOTES)
+    return collect(options_of(source=str(path), **options), FileFlags(), settings, NOTES)
 
 
 @pytest.mark.parametrize("how", ["csv", "jsonl", "parquet", "folder"])
@@ -157,7 +173,8 @@ def test_reads_labels_of_an_export(tmp_path: Path, how: str) -> None:
         ("p1", "=text 1", "food", None),
         ("p3", "=text 3", "sports", None),
     ]
-    assert found.provenance._replace(source="") == ("", 3, 1, None, {"m": 3 - 1})
+    counts = {"read": 3, "unlabelled": 1, "purged": None, "labelled_by": {"m": 3 - 1}}
+    assert found.counts == counts | {"source": str(tmp_path / path_of(how))}
     soft = collected(tmp_path / path_of(how), targets="soft", min_score=0.0)
     assert [each.scores for each in soft.examples] == [row.found["scores"] for row in rows()]
     topics = collected(tmp_path / path_of(how))
@@ -176,12 +193,4 @@ def test_reads_a_file_of_posts_and_a_test_file(tmp_path: Path) -> None:
     assert [each.label for each in found.examples] == ["a", "b", "a", "b"]
     assert found.tested is not None
     assert [(each.post.id, each.label) for each in found.tested] == [("9", "a")]
-    assert collected(path, limit=2).provenance.read == 2
-
-
-def test_calibration_error_of_known_bins() -> None:
-    bins = bins_of([(0.95, True), (0.95, False), (0.55, True), (1.0, True)])
-    assert [(each.least, each.posts) for each in bins] == [(0.5, 1), (0.9, 3)]
-    assert bins[1].confidence == pytest.approx(2.9 / 3)
-    assert bins[1].accuracy == pytest.approx(2 / 3)
-    assert calibration_error(bins) == pytest.approx((0.45 + 3 * 0.3) / 4)
+    assert collected(path, limit=2).counts["read"] == 2

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import one_hot
 
-from feedmill.workers.training.head import Fitted, one_thread
+from feedmill.training.head import Fitted, one_thread
 
 #: Posts that a label's sentences count as.
 PRIOR_POSTS = 2.0

@@ -16,7 +16,7 @@ import gc
 import os
 import random
 import shutil
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +29,14 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import get_last_checkpoint
 
-from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, clause
 from feedmill.shared.settings import Settings
+from feedmill.training.data import Dataset, Example
+from feedmill.training.head import fit_logistic, loss_of_rows
+from feedmill.training.options import CHECKPOINTS, TrainOptions
+from feedmill.training.progress import Report
 from feedmill.workers.models import device
 from feedmill.workers.models.classifiers.registry import check_size
 from feedmill.workers.models.engines import device_errors
@@ -40,10 +44,6 @@ from feedmill.workers.models.engines.network import load_pretrained, max_row_tok
 from feedmill.workers.models.tokenizer import load_tokenizer
 from feedmill.workers.models.weights import Weights, locate
 from feedmill.workers.pipeline.tuning import Peak
-from feedmill.workers.training import Report
-from feedmill.workers.training.examples import Dataset, Example
-from feedmill.workers.training.head import fit_logistic, loss_of_rows
-from feedmill.workers.training.options import CHECKPOINTS, TrainOptions
 
 #: Rows per forward pass when fitting the head. Fixed, so that the head does not depend on the batch size.
 HEAD_BATCH_SIZE = 16
@@ -59,8 +59,6 @@ WEIGHT_DECAY = 0.01
 #: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
 #: below 0.01 the head overfits.
 RIDGE_PENALTY = 0.05
-#: Optimization steps whose examples are sorted by length together. More steps reduce padding; fewer add randomness.
-STEPS_SORTED_TOGETHER = 32
 
 
 class Trained(NamedTuple):
@@ -86,11 +84,9 @@ class Trained(NamedTuple):
 class Training:
     """One training run. Raises UserError if it cannot start."""
 
-    def __init__(
-        self, dataset: Dataset, options: TrainOptions, settings: Settings, report: Report | None = None
-    ) -> None:
+    def __init__(self, dataset: Dataset, options: TrainOptions, settings: Settings, report: Report) -> None:
         self._dataset, self._options, self._settings = dataset, options, settings
-        self._report = report or Report()
+        self._report = report
         self._device = device.select_device(settings.device, "float32")
         self._precision, self._why_precision = device.for_training(self._device, settings.dtype)
         self._weights = locate(options.base, settings.revision, settings.trust_remote_code)
@@ -102,20 +98,9 @@ class Training:
         self._class_weights = torch.tensor(dataset.label_weights) if options.class_weights else None
 
     def run(self) -> Trained:
-        """Train the model. Raises UserError, or ModelError if the device fails."""
-        try:
-            with device_errors():
-                trained = self._run()
-        except DeviceFull as full:
-            raise ModelError(
-                f"{self._device.name} is out of memory training {self._weights.name} at --batch-size "
-                f"{self._options.batch_size}. Set a smaller --batch-size and a larger --accumulation, lower "
-                "--max-tokens, set --gradient-checkpointing, or use a smaller base."
-            ) from full
-        except DeviceLost as lost:
-            raise ModelError(
-                f"The device failed: {clause(lost)}. Check the device, then continue the training with --resume."
-            ) from None
+        """Train the model. Raises UserError, DeviceFull or DeviceLost."""
+        with device_errors():
+            trained = self._run()
         if torch.distributed.is_initialized():
             gc.collect()  # the wrapped model hangs if it outlives the process group
             torch.distributed.destroy_process_group()
@@ -130,11 +115,12 @@ class Training:
         model = make_model(self._weights, data.labels, self._tokenizer.pad_token_id, self._settings.trust_remote_code)
         arguments = self._arguments()
         model.to(arguments.device)
-        last = self._last_checkpoint()
+        last = get_last_checkpoint(arguments.output_dir) if self._options.resume else None  # type: ignore[no-untyped-call]
         if last is None:
             self._report.phase("fitting the head")
             self._fit_head(model, train)
-        plan: dict[str, Any] = {}
+        precision = f"{str(self._precision).removeprefix('torch.')}: {self._why_precision}"
+        plan: dict[str, Any] = {"precision": precision, "device": self._device.name}
         trainer = _Trainer(
             model=model,
             args=arguments,
@@ -143,7 +129,7 @@ class Training:
             data_collator=self._collate,
             compute_loss_func=self._loss_of_step,
             optimizers=(self._optimizer(model), None),
-            callbacks=[_Progress(self._report, plan, self._about())],
+            callbacks=[_Progress(self._report, plan)],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         if self._options.patience:
@@ -160,10 +146,6 @@ class Training:
             "curve": [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry],
         }
         return Trained(trainer.accelerator.unwrap_model(trainer.model), self._tokenizer, record)
-
-    def _about(self) -> dict[str, str]:
-        precision = f"{str(self._precision).removeprefix('torch.')}: {self._why_precision}"
-        return {"precision": precision, "device": self._device.name}
 
     def _rows(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         if not examples:
@@ -231,45 +213,51 @@ class Training:
         rows: torch.Tensor = num_items_in_batch / (labels.shape[1] if labels.dim() == 2 else 1)
         return losses.sum() / rows
 
+    @torch.no_grad()
     def _fit_head(self, model: Any, train: Sequence[dict[str, Any]]) -> None:
+        """Fit the last linear layer to its inputs for the training rows.
+
+        Leaves the model unchanged if its last layer does not return logits of [rows, labels].
+        """
+        last = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)][-1]
+        if last.out_features != model.config.num_labels:
+            return
         some = random.Random(self._options.seed).sample(train, min(len(train), MAX_HEAD_EXAMPLES))
         some.sort(key=lambda row: len(row["input_ids"]))
-        starts = range(0, len(some), HEAD_BATCH_SIZE)
-        batches = (self._collate([dict(row) for row in some[at : at + HEAD_BATCH_SIZE]]) for at in starts)
-        fit_head(model, batches, self._class_weights)
-
-    def _last_checkpoint(self) -> str | None:
-        if not self._options.resume:
-            return None
-        folder = str(Path(self._options.out) / CHECKPOINTS)
-        found: str | None = transformers.trainer_utils.get_last_checkpoint(folder)  # type: ignore[no-untyped-call]
-        return found
+        inputs: list[torch.Tensor] = []
+        hook = last.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
+        model.eval()
+        for start in range(0, len(some), HEAD_BATCH_SIZE):
+            batch = self._collate([dict(row) for row in some[start : start + HEAD_BATCH_SIZE]])
+            model(**{name: value.to(model.device) for name, value in batch.items() if name != "labels"})
+        hook.remove()
+        # In float64, the fit converges to the same result despite rounding; the computation is small.
+        features, wanted = torch.cat(inputs).cpu().double(), torch.tensor([row["labels"] for row in some])
+        if features.shape[:-1] != wanted.shape[:1]:
+            return
+        # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
+        scale = features.std().clamp_min(1e-6)
+        penalties = RIDGE_PENALTY, 0.0
+        weight, bias = fit_logistic(features / scale, wanted, last.out_features, penalties, self._class_weights)
+        last.weight.copy_(weight / scale)
+        if last.bias is not None:
+            last.bias.copy_(bias)
 
 
 class Order(LengthGroupedSampler):
     """A reproducible order of examples, different in each epoch and determined by the seed.
 
-    batch: examples per optimization step, over all devices. Examples of similar length are in one step, so that its
-    forward passes need little padding. The longest example is in the first step, so that running out of memory shows at
-    once; the others come in random order, but an incomplete one stays at the end.
+    Examples of similar length are in one optimization step, so that its forward passes need little padding. The longest
+    example is in the first step, so that running out of memory shows at once.
     """
 
     def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
         super().__init__(batch, lengths=lengths)
-        self._seed, self._epoch = seed, 0
+        self._seed = seed
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
-        order: list[int] = get_length_grouped_indices(  # type: ignore[no-untyped-call]
-            self.lengths, self.batch_size, STEPS_SORTED_TOGETHER, generator
-        )
-        first, *others = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
-        places = torch.randperm(max(0, len(others) - 1), generator=generator).tolist()
-        steps = [first, *(others[place] for place in places), *others[-1:]]
-        return iter([example for step in steps for example in step])
+        self.generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
 
 
 class _Trainer(Trainer):
@@ -277,8 +265,7 @@ class _Trainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Sized | None = None) -> Order:  # type: ignore[override]  # noqa: ARG002
         rows: Any = self.train_dataset
-        lengths = [len(row["input_ids"]) for row in rows]
-        return Order(lengths, effective_batch(self.args), self.args.seed)
+        return Order([len(row["input_ids"]) for row in rows], effective_batch(self.args), self.args.seed)
 
 
 def effective_batch(arguments: TrainingArguments) -> int:
@@ -290,8 +277,8 @@ def effective_batch(arguments: TrainingArguments) -> int:
 class _Progress(TrainerCallback):
     """Fill the plan, and report it and each optimization step, in the first process only."""
 
-    def __init__(self, report: Report, plan: dict[str, Any], about: dict[str, str]) -> None:
-        self._report, self._plan, self._about = report, plan, about
+    def __init__(self, report: Report, plan: dict[str, Any]) -> None:
+        self._report, self._plan = report, plan
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         self._plan |= {
@@ -301,14 +288,14 @@ class _Progress(TrainerCallback):
             "effective_batch": effective_batch(args),
             "steps": state.max_steps,
             "epochs": args.num_train_epochs,
-        } | self._about
+        }
         if state.is_world_process_zero:
             self._report.planned(self._plan)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         if state.is_world_process_zero:
-            losses = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)
-            self._report.progress(state.global_step, state.max_steps, next(losses, None))
+            losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+            self._report.advance(state.global_step, f", loss {losses[-1]:.3f}" if losses else "")
 
 
 def _tokenizer(weights: Weights, most: int, remote_code: bool) -> Any:
@@ -341,34 +328,3 @@ def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code
     )
     model.config.pad_token_id = padding_token(model.config, pad_id)
     return model
-
-
-@torch.no_grad()
-def fit_head(model: Any, batches: Iterable[dict[str, Any]], label_weights: torch.Tensor | None) -> None:
-    """Fit the last linear layer to the features of these batches.
-
-    Leaves the model unchanged if its last layer does not return logits of [rows, labels].
-    """
-    last = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)][-1]
-    if last.out_features != model.config.num_labels:
-        return
-    seen: list[torch.Tensor] = []
-    labels: list[torch.Tensor] = []
-    hook = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
-    model.eval()
-    try:
-        for batch in batches:
-            labels.append(batch["labels"])
-            model(**{name: value.to(model.device) for name, value in batch.items() if name != "labels"})
-    finally:
-        hook.remove()
-    # In float64, the fit converges to the same result despite rounding; the computation is small.
-    features, wanted = torch.cat(seen).cpu().double(), torch.cat(labels)
-    if features.shape[:-1] != wanted.shape[:1]:
-        return
-    # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
-    scale = features.std().clamp_min(1e-6)
-    weight, bias = fit_logistic(features / scale, wanted, last.out_features, (RIDGE_PENALTY, 0.0), label_weights)
-    last.weight.copy_(weight / scale)
-    if last.bias is not None:
-        last.bias.copy_(bias)

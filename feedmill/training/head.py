@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
-from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, clause
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
+from feedmill.training.data import Dataset
+from feedmill.training.options import TrainOptions
+from feedmill.training.progress import Report
 from feedmill.workers.models.classifiers.fixed_labels import write_head
-from feedmill.workers.models.classifiers.layout import TEXT_CONFIGS, Layout, read_layout, read_text_config
+from feedmill.workers.models.classifiers.layout import TEXT_CONFIGS, read_text_config, read_text_settings
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.classifiers.similarity import Similarity
 from feedmill.workers.models.device import select_device
 from feedmill.workers.models.engines import device_errors
-from feedmill.workers.models.weights import HEAD_FILE, Weights, copy_model
-from feedmill.workers.training import Report
-from feedmill.workers.training.examples import Dataset
-from feedmill.workers.training.options import TrainOptions
+from feedmill.workers.models.weights import HEAD_FILE, copy_model
 
 #: L2 penalties to choose from, for centred features of unit mean square.
 PENALTIES = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
@@ -41,8 +40,8 @@ TOLERANCE = 1e-6
 BIAS_PENALTY = 5.0
 #: Parts of the cross-validation, and the maximum number of examples in it.
 FOLDS, MAX_VALIDATED = 5, 2000
-#: Texts tokenized and sorted by length together, and maximum tokens per forward pass, with padding.
-TEXTS_SORTED_TOGETHER, BATCH_TOKENS = 512, 4096
+#: Maximum tokens per forward pass, with padding.
+BATCH_TOKENS = 8192
 #: Factors of the logits to choose from.
 SHARPNESSES = tuple(2 ** (step / 4) for step in range(-4, 17))
 #: Name of the prompt that FEEDMILL_POST_PROMPT chose, in the saved model.
@@ -54,10 +53,9 @@ Fitted = tuple[torch.Tensor, torch.Tensor]
 
 
 class Fit(NamedTuple):
-    """A fitted head. weight: [labels, dimensions]; bias: [labels]; float32."""
+    """A head in float32, and how it was fitted."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor
+    head: Fitted
     penalty: float
     #: Factor by which the logits were scaled.
     sharpness: float
@@ -65,20 +63,54 @@ class Fit(NamedTuple):
     accuracies: dict[float, float]
 
 
+class Embedder:
+    """A sentence-transformers model that reads `max_tokens` of a post. Raises UserError if it cannot be loaded."""
+
+    def __init__(self, base: str, settings: Settings, max_tokens: int) -> None:
+        own = {"model": base, "classifier": "similarity", "max_tokens": max_tokens, "labels": None, "template": None}
+        self.settings, self.max_tokens = settings.model_copy(update=own), max_tokens
+        device = select_device(settings.device, settings.dtype, settings.engine)
+        classifier = load_classifier(self.settings, device)
+        if not isinstance(classifier, Similarity):
+            raise TypeError("the classifier `similarity` must be the built-in one")
+        self.classifier = classifier
+
+    def embed(self, texts: Sequence[str], report: Report) -> torch.Tensor:
+        """Return the unit vectors of texts: [texts, dimensions], in float32 on the CPU.
+
+        Raises DeviceFull or DeviceLost.
+        """
+        report.phase(f"embedding {len(texts):,} posts", len(texts))
+        label_set = self.classifier.label_set(ClassifyOptions())
+        order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
+        size = max(1, BATCH_TOKENS // self.max_tokens)
+        vectors: list[torch.Tensor] = []
+        for start in range(0, len(texts), size):
+            rows = self.classifier.prepare([texts[place] for place in order[start : start + size]], label_set)
+            with device_errors(), torch.inference_mode():
+                vectors.append(self.classifier.embed([row.tokens for (row,) in rows]).float().cpu())
+            report.advance(start + len(rows))
+        return torch.cat(vectors)[torch.tensor(order).argsort()]
+
+    def label_vectors(self, options: ClassifyOptions) -> torch.Tensor:
+        """Return the unit vectors of the labels' sentences: [labels, dimensions].
+
+        Raises RequestRefused, DeviceFull or DeviceLost.
+        """
+        with device_errors(), torch.inference_mode():
+            vectors = self.classifier.label_vectors(self.classifier.label_set(options)).float().cpu()
+        return vectors.clone()  # outside of the block: a tensor as any other
+
+
 class HeadModel(NamedTuple):
     """A head and the model that it belongs to."""
 
-    weights: Weights
-    layout: Layout
-    #: Maximum tokens to read of a post; the model's own limit applies if it is lower.
-    max_tokens: int
+    embedder: Embedder
     labels: tuple[str, ...]
-    #: Float32, on the CPU: [labels, dimensions] and [labels].
-    weight: torch.Tensor
-    bias: torch.Tensor
-    settings: Settings
+    #: Float32, on the CPU.
+    head: Fitted
     #: The training's part of training.json.
-    record: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    record: dict[str, Any]
 
     def save(self, folder: Path) -> None:
         """Write the model's folder: a copy of the base, with the head beside it.
@@ -86,91 +118,43 @@ class HeadModel(NamedTuple):
         The base's configuration gets the training's token limit and prompt, so that workers, and
         sentence-transformers' `encode`, embed texts as the training did. Raises OSError.
         """
-        layout = self.layout
-        write_head(folder / HEAD_FILE, self.labels, self.weight, self.bias)
-        config = dict(layout.texts.config)
-        if self.settings.post_prompt is not None:
-            chosen = {PROMPT_NAME: layout.texts.post_prompt} if layout.texts.post_prompt else {}
+        settings, weights = self.embedder.settings, self.embedder.classifier.weights
+        texts = read_text_settings(weights, settings)
+        write_head(folder / HEAD_FILE, self.labels, *self.head)
+        config = dict(texts.config)
+        if settings.post_prompt is not None:
+            chosen = {PROMPT_NAME: texts.post_prompt} if texts.post_prompt else {}
             config["prompts"] = (config.get("prompts") or {}) | chosen
             config["default_prompt_name"] = PROMPT_NAME if chosen else None
         if config:
             _write_json(folder / "config_sentence_transformers.json", config)
-        limit = min(self.max_tokens, layout.texts.max_tokens or self.max_tokens)
-        _write_json(folder / TEXT_CONFIGS[0], read_text_config(self.weights.folder) | {"max_seq_length": limit})
-        copy_model(self.weights, folder, self.settings.trust_remote_code)
+        limit = min(self.embedder.max_tokens, texts.max_tokens or self.embedder.max_tokens)
+        _write_json(folder / TEXT_CONFIGS[0], read_text_config(weights.folder) | {"max_seq_length": limit})
+        copy_model(weights, folder, settings.trust_remote_code)
 
 
-def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, report: Report | None = None) -> HeadModel:
-    """Embed the training posts and fit a head to them. Raises UserError."""
-    report = report or Report()
+def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, report: Report) -> HeadModel:
+    """Embed the training posts and fit a head to them. Raises UserError, DeviceFull or DeviceLost."""
     report.phase(f"loading {options.base}")
-    classifier, layout = load_embedder(options.base, settings, options.max_tokens)
+    embedder = Embedder(options.base, settings, options.max_tokens)
     began = time.monotonic()
-    texts = [example.post.text for example in dataset.train]
-    features = embed(classifier, texts, report)
-    seconds_to_embed = time.monotonic() - began
+    features = embedder.embed([example.post.text for example in dataset.train], report)
+    rate = len(features) / (time.monotonic() - began)
     report.phase("fitting the head")
     wanted = torch.tensor([dataset.target(example, options.targets == "soft") for example in dataset.train])
     weights = torch.tensor(dataset.label_weights) if options.class_weights else None
     fitted = fit(features, wanted, len(dataset.labels), options.seed, weights)
+    device = embedder.classifier.device
     plan = {
         "penalty": fitted.penalty,
         "sharpness": fitted.sharpness,
         "accuracies": fitted.accuracies,
         "max_tokens": options.max_tokens,
-        "precision": f"{classifier.device.precision}: {classifier.device.dtype_reason}",
-        "device": classifier.device.name,
+        "precision": f"{device.precision}: {device.dtype_reason}",
+        "device": device.name,
     }
-    rate = len(texts) / seconds_to_embed
     record = {"plan": plan, "seconds": time.monotonic() - began, "samples_per_s": rate, "curve": []}
-    head = (fitted.weight, fitted.bias)
-    return HeadModel(classifier.weights, layout, options.max_tokens, dataset.labels, *head, settings, record)
-
-
-def load_embedder(base: str, settings: Settings, max_tokens: int) -> tuple[Similarity, Layout]:
-    """Load a sentence-transformers model that reads `max_tokens` of a post. Raises UserError."""
-    own = {"model": base, "classifier": "similarity", "max_tokens": max_tokens, "labels": None, "template": None}
-    chosen = settings.model_copy(update=own)
-    classifier = load_classifier(chosen, select_device(settings.device, settings.dtype, settings.engine))
-    if not isinstance(classifier, Similarity):
-        raise TypeError("the classifier `similarity` must be the built-in one")
-    return classifier, read_layout(classifier.weights, chosen)
-
-
-def embed(classifier: Similarity, texts: Sequence[str], report: Report) -> torch.Tensor:
-    """Return the unit vectors of texts: [texts, dimensions], in float32 on the CPU.
-
-    Raises ModelError if the device fails.
-    """
-    label_set = classifier.label_set(ClassifyOptions())
-    places: list[int] = []
-    vectors: list[torch.Tensor] = []
-
-    def batches() -> Iterator[int]:
-        for start in range(0, len(texts), TEXTS_SORTED_TOGETHER):
-            rows = [each for (each,) in classifier.prepare(texts[start : start + TEXTS_SORTED_TOGETHER], label_set)]
-            left = sorted(range(len(rows)), key=lambda place: rows[place].length)
-            while left:  # the longest first
-                size = max(1, BATCH_TOKENS // rows[left[-1]].length)
-                batch, left = left[-size:], left[:-size]
-                with device_errors(), torch.inference_mode():
-                    vectors.append(classifier.embed([rows[place].tokens for place in batch]).float().cpu())
-                places.extend(start + place for place in batch)
-                yield from batch
-
-    try:
-        for _ in report.counting("embedding", batches(), len(texts)):
-            pass
-    except (DeviceFull, DeviceLost) as error:
-        raise ModelError(f"The device failed: {clause(error)}. Check the device, or set another --device.") from None
-    return torch.cat(vectors)[torch.tensor(places).argsort()]
-
-
-def label_vectors(classifier: Similarity, options: ClassifyOptions) -> torch.Tensor:
-    """Return the unit vectors of the labels' sentences: [labels, dimensions]. Raises RequestRefused."""
-    with torch.inference_mode():
-        vectors = classifier.label_vectors(classifier.label_set(options)).float().cpu()
-    return vectors.clone()  # outside of the block: a tensor as any other
+    return HeadModel(embedder, dataset.labels, fitted.head, record)
 
 
 def fit(
@@ -207,7 +191,8 @@ def fit(
             sharpness = min(losses, key=losses.__getitem__)
         weight, bias = (sharpness * tensor for tensor in fitted(torch.arange(len(scaled)), penalty))
     weight = weight / scale
-    return Fit(weight.float(), (bias - weight @ centre.double()).float(), penalty, sharpness, accuracies)
+    head = weight.float(), (bias - weight @ centre.double()).float()
+    return Fit(head, penalty, sharpness, accuracies)
 
 
 def _held_out_logits(

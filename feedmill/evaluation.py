@@ -1,0 +1,278 @@
+"""Measure a model's accuracy, calibration and throughput on posts with known labels; print evaluations and tunings.
+
+The metrics follow scikit-learn with zero_division=0, except that the macro-F1 ignores labels without a true example.
+Posts go through the worker's pipeline, so the throughput is a worker's. Needs torch, which only workers have.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from feedmill.local_model import explain_refusals
+from feedmill.shared.errors import ModelError, UserError, printable
+from feedmill.shared.messages import Classification, ClassifyOptions, Post, PostError
+from feedmill.shared.settings import Settings
+from feedmill.training.progress import Report
+from feedmill.workers.models.classifiers import Classifier
+from feedmill.workers.models.classifiers.registry import unusable
+from feedmill.workers.pipeline import offline
+from feedmill.workers.pipeline.calibration import calibrate
+from feedmill.workers.pipeline.tuning import BATCH_SIZE, TOKEN_BUDGET, Curve, Tuning
+
+#: Bins of the calibration curve.
+NUM_BINS = 10
+#: Number of labels up to which the confusion matrix is printed; 16 labels fit into 100 columns.
+MAX_MATRIX_LABELS = 20
+#: Width in characters from which labels wrap in the matrix, on a console of up to 100 columns.
+MIN_LABEL_WIDTH = 20
+#: Length of the longest bar in characters.
+BAR_LENGTH = 24
+#: Name, unit and table title of each kind of size.
+SIZES = {
+    BATCH_SIZE: ("batch size", "posts", "Batches of posts in arrival order"),
+    TOKEN_BUDGET: ("token budget", "tokens", "Batches of posts sorted by length, within a token budget"),
+}
+
+
+class Measured(NamedTuple):
+    """The measurements of one model on a set of posts, as `metrics`, `calibration` and its posts per second.
+
+    The posts per second include tokenization, but not the loading of the model. left_out: posts that failed.
+    """
+
+    #: The model's name, as in results.
+    model: str
+    summary: dict[str, Any]
+    #: Error messages of the posts that could not be classified.
+    failures: list[str]
+
+
+def metrics(labels: Sequence[str], pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return the accuracy, the metrics of each label (0 to 1; 0 instead of a division by zero), and the confusion.
+
+    pairs: (true label, predicted label) of each post, at least one. The confusion matrix has the number of posts by
+    [true label, predicted label]; `support` is a label's number of true posts.
+    """
+    place = {label: number for number, label in enumerate(labels)}
+    confusion = np.zeros((len(place), len(place)), np.int64)
+    for truth, label in pairs:
+        confusion[place[truth], place[label]] += 1
+    right, support, predicted = np.diag(confusion), confusion.sum(1), confusion.sum(0)
+    f1 = 2 * right / np.maximum(support + predicted, 1)
+    columns = (right / np.maximum(predicted, 1), right / np.maximum(support, 1), f1, support)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    names = ("precision", "recall", "f1", "support")
+    return {
+        "accuracy": float(right.sum() / confusion.sum()),
+        "macro_f1": float(f1[support > 0].mean()),
+        "posts": int(confusion.sum()),
+        "labels": {label: dict(zip(names, row, strict=True)) for label, row in zip(labels, rows, strict=True)},
+        "confusion": confusion.tolist(),
+    }
+
+
+def calibration(scored: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    """Return the expected calibration error, and the bins that it is computed from: tenths of the range of scores.
+
+    scored: (best score, label is correct) of each post, at least one. A bin has its mean score (confidence), the share
+    labelled correctly (accuracy), and its lower bound (least). The error is the mean gap between confidence and
+    accuracy of a bin, weighted by posts (Guo et al., "On Calibration of Modern Neural Networks", 2017).
+    """
+    scores, right = np.array([score for score, _ in scored]), np.array([right for _, right in scored])
+    tenths = np.clip((scores * NUM_BINS).astype(int), 0, NUM_BINS - 1)
+    bins = [
+        {
+            "least": tenth / NUM_BINS,
+            "posts": int((tenths == tenth).sum()),
+            "confidence": float(scores[tenths == tenth].mean()),
+            "accuracy": float(right[tenths == tenth].mean()),
+        }
+        for tenth in np.unique(tenths).tolist()
+    ]
+    gaps = sum(each["posts"] * abs(each["confidence"] - each["accuracy"]) for each in bins)
+    return {"calibration_error": gaps / len(scored), "calibration": bins}
+
+
+def matching_label(topic: str | None, labels: Sequence[str]) -> str | None:
+    """Return the label equal to the topic, else the only label that differs in case alone, else None."""
+    if topic is None or topic in labels:
+        return topic
+    alike = [label for label in labels if label.casefold() == topic.casefold()]
+    return alike[0] if len(alike) == 1 else None
+
+
+def usable_settings(settings: Settings) -> Settings:
+    """Return the settings without those that their model cannot use. Raises ModelError."""
+    return settings.model_copy(update=dict.fromkeys(unusable(settings)))
+
+
+def measure(known: Sequence[tuple[Post, str]], loaded: Classifier, settings: Settings, report: Report) -> Measured:
+    """Classify posts and compare the predicted labels with the true ones.
+
+    known: (post, true label), where the label is one of the model's. Raises UserError if no post can be classified.
+    """
+    name = loaded.weights.name
+    with explain_refusals(settings):
+        budget = calibrate(loaded, settings)
+        began = time.perf_counter()
+        outcomes = offline.classify((post for post, _ in known), loaded, settings, budget)
+        found = [
+            outcome for _, outcome in report.counting(f"testing {name} on {len(known):,} posts", outcomes, len(known))
+        ]
+        seconds = time.perf_counter() - began
+    failures = [outcome.error for outcome in found if isinstance(outcome, PostError)]
+    if len(failures) == len(known):
+        raise UserError(
+            f"None of the {len(known):,} posts can be classified: {failures[0]}. "
+            "Correct the posts, or use another model."
+        )
+    results = [
+        (outcome, truth)
+        for outcome, (_, truth) in zip(found, known, strict=True)
+        if isinstance(outcome, Classification)
+    ]
+    summary = metrics(
+        loaded.label_set(ClassifyOptions()).labels, ((truth, outcome.label) for outcome, truth in results)
+    )
+    summary |= calibration([(outcome.scores[outcome.label], outcome.label == truth) for outcome, truth in results])
+    summary |= {"posts_per_s": len(found) / seconds, "left_out": len(failures)}
+    return Measured(name, summary, failures)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, padding: int = 2) -> Table:
+    """Return a table without lines, whose columns after the first are numbers."""
+    made = Table(
+        title=title, title_justify="left", title_style="dim", box=None, header_style="dim", padding=(0, padding, 0, 0)
+    )
+    for place, name in enumerate(columns):
+        # In a narrow terminal only the first column wraps: a truncated count would be a wrong number.
+        made.add_column(name, justify="right", no_wrap=True) if place else made.add_column(name)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    """Print a Measured.summary: each label's metrics, the confusion matrix, and the overall metrics."""
+    labels = [escape(printable(label)) for label in found["labels"]]
+    rows = [
+        (label, f"{each['precision']:.3f}", f"{each['recall']:.3f}", f"{each['f1']:.3f}", f"{each['support']:,}")
+        for label, each in zip(labels, found["labels"].values(), strict=True)
+    ]
+    console.print(table(("label", "precision", "recall", "F1", "support"), rows))
+    if len(labels) <= MAX_MATRIX_LABELS:
+        title = "Rows: true label. Columns: predicted label, numbered like the rows"
+        counts = [
+            (f"{truth + 1:>2} {labels[truth]}", *(_count(count, truth == place) for place, count in enumerate(row)))
+            for truth, row in enumerate(found["confusion"])
+        ]
+        matrix = table(("", *(f"{number:>2}" for number in range(1, len(labels) + 1))), counts, title, padding=1)
+        matrix.columns[0].max_width = max(MIN_LABEL_WIDTH, console.width // 5)
+        console.print(matrix)
+    else:
+        typer.echo(f"The confusion matrix of {len(labels)} labels is too wide for a table; --json has it.")
+    confidence = sum(each["posts"] * each["confidence"] for each in found["calibration"]) / found["posts"]
+    typer.echo(
+        f"Accuracy {found['accuracy']:.3f}, macro-F1 {found['macro_f1']:.3f}, {found['posts']:,} posts.\n"
+        f"Mean confidence {confidence:.3f}, calibration error {found['calibration_error']:.3f} (0 means that 80% "
+        f"of the posts with a score of 0.8 are labelled correctly), {found['posts_per_s']:,.1f} posts/s."
+    )
+
+
+def _count(count: int, right: bool) -> str:
+    return f"[green]{count}[/]" if right and count else str(count) if count else "[dim]·[/]"
+
+
+def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None]]) -> Table:
+    """Return a table with a line per model. models: name and Measured.summary, or None if not measured."""
+    rows = [
+        (
+            escape(printable(name)),
+            *(f"{found[key]:.3f}" for key in ("accuracy", "macro_f1", "calibration_error")),
+            f"{found['posts_per_s']:,.1f}",
+        )
+        for name, found in models
+        if found
+    ]
+    return table((head, "accuracy", "macro-F1", "calibration error", "posts/s"), rows)
+
+
+def show_tuning(console: Console, tuning: Tuning, classifier: Classifier, posts: int) -> dict[str, Any]:
+    """Print both curves as bars, the sizes that were left out, and each curve's knee; return `tuning_summary`.
+
+    Raises ModelError.
+    """
+    found, device, name = tuning_summary(tuning, classifier), classifier.device, classifier.weights.name
+    typer.echo(f"{name} on {device.hardware} in {device.precision}: {posts:,} posts, {tuning.tokens:,} tokens")
+    fastest = max(point["posts_per_s"] for each in found.values() for point in each["points"])
+    for kind in found:
+        console.print(_bars(kind, tuning.curve(kind), fastest))
+    if device.lanes > 1:
+        typer.echo(
+            f"Both tables measure one forward pass at a time, on one of {device.lanes} lanes with its share of the "
+            f"cores. A worker runs {device.lanes} such lanes in parallel."
+        )
+    if tuning.packed:
+        typer.echo("Rows are packed, not padded: no time is spent on padding, so sorting gains little.")
+    for kind, (name, *_) in SIZES.items():
+        curve = tuning.curve(kind)
+        for size, what in ((curve.unfilled, "posts"), (curve.full, "device memory")):
+            if size:
+                typer.echo(f"Left out: {name} {size} and above, which need more {what}.")
+    for kind, each in found.items():
+        line = f"{SIZES[kind][0].capitalize()} {each['knee']} is the smallest within 2% of the fastest"
+        if each["gain"]:
+            order = ", in arrival order" if kind == TOKEN_BUDGET else ""
+            line += f": {each['gain']:.2f} times the posts/s of batch size {each['baseline']}{order}"
+        typer.echo(f"{line}.")
+    return found
+
+
+def tuning_summary(tuning: Tuning, classifier: Classifier) -> dict[str, Any]:
+    """Return each curve with a measured size as a JSON object. Raises ModelError if the device had no memory for any.
+
+    `gain` is the speed-up of its knee over a batch size: the smallest one or, for token budgets, the best one.
+    """
+    curves = {kind: curve for kind in SIZES if (curve := tuning.curve(kind)).points}
+    if not curves:
+        raise ModelError(
+            f"{classifier.device.name} has too little memory for {classifier.weights.name} and a batch of "
+            f"{tuning.curve(BATCH_SIZE).full} posts. Use a smaller model, fewer labels, or half precision "
+            "(FEEDMILL_DTYPE)."
+        )
+    found, sizes = {}, curves.get(BATCH_SIZE)
+    for kind, curve in curves.items():
+        knee, base = curve.knee, sizes and (sizes.points[0] if kind == BATCH_SIZE else sizes.knee)
+        found[kind] = {
+            "knee": knee.value,
+            "posts_per_s": round(knee.posts_per_s, 1),
+            "baseline": base and base.value,
+            "gain": base and round(knee.posts_per_s / base.posts_per_s, 3),
+            "points": [point._asdict() for point in curve.points],
+        }
+    return found
+
+
+def _bars(kind: str, curve: Curve, fastest: float) -> Table:
+    _, unit, title = SIZES[kind]
+    columns = (unit, "posts/s", "", "tokens/s", "padding efficiency", "peak MB")
+    rows = [
+        (
+            f"[bold]{point.value:,}[/]" if point == curve.knee else f"{point.value:,}",
+            f"{point.posts_per_s:,.1f}",
+            "█" * round(BAR_LENGTH * point.posts_per_s / fastest),
+            f"{point.tokens_per_s:,.0f}",
+            f"{point.padding_efficiency:.2f}",
+            "–" if point.peak_mb is None else f"{point.peak_mb:,.0f}",
+        )
+        for point in curve.points
+    ]
+    made = table(columns, rows, title, padding=1)
+    made.columns[2].justify = "left"
+    return made

@@ -1,1 +1,0 @@
-"""Measure how well a model labels posts, and how fast."""

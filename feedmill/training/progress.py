@@ -1,0 +1,76 @@
+"""Print the progress of a training, a test or a measurement on standard error."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from feedmill.console import format_duration
+from feedmill.shared.errors import printable
+
+Counted = TypeVar("Counted")
+
+#: Seconds between progress lines if there is no progress bar.
+PROGRESS_INTERVAL_S = 10.0
+
+
+class Report:
+    """A bar for each phase on a terminal; else a line for each phase, and every ten seconds. Silent without a console.
+
+    notes: a quiet console in every process of a distributed training but the first.
+    """
+
+    def __init__(self, notes: Console | None = None) -> None:
+        self._notes = notes or Console(quiet=True)
+        self._bar, self._what = Progress(disable=True), ""
+        self._printed_at = 0.0
+
+    def print(self, line: str) -> None:
+        self._notes.print(printable(line), markup=False)
+
+    def phase(self, what: str, total: int | None = None) -> None:
+        """Begin a phase. total: number of its posts or steps, if known."""
+        self.stop()
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        left, is_terminal = TimeRemainingColumn(), self._notes.is_terminal
+        self._bar = Progress(*columns, left, console=self._notes, transient=True, disable=not is_terminal)
+        self._what, self._printed_at = printable(what), time.monotonic()
+        self._bar.add_task(self._what, total=total)
+        self._bar.start()
+        if not is_terminal:
+            self.print(what)
+
+    def advance(self, done: int, note: str = "") -> None:
+        """Report how much of the phase is done. note: follows the phase, such as ", loss 0.3"."""
+        (task,) = self._bar.tasks
+        self._bar.update(task.id, completed=done, description=f"{self._what}{note}")
+        if self._bar.disable and (done == task.total or time.monotonic() - self._printed_at > PROGRESS_INTERVAL_S):
+            left = task.time_remaining
+            about = f", about {format_duration(left)} left" if left else ""
+            self.print(f"{task.description}, {done:,} of {task.total or 0:,}{about}")
+            self._printed_at = time.monotonic()
+
+    def counting(self, what: str, items: Iterable[Counted], total: int) -> Iterator[Counted]:
+        """Begin a phase, and yield its items, counting them."""
+        self.phase(what, total)
+        try:
+            for done, item in enumerate(items, 1):
+                self.advance(done)
+                yield item
+        finally:
+            self.stop()
+
+    def planned(self, plan: Mapping[str, Any]) -> None:
+        """Print the plan of a training, whose steps begin now."""
+        self.print(
+            f"Effective batch {plan['effective_batch']} = {plan['batch_size']} per device × {plan['accumulation']} "
+            f"accumulated × {plan['devices']} devices; {plan['device']} in {plan['precision']}"
+        )
+        self.print(f"{plan['steps']:,} optimization steps, {plan['epochs']:.3g} epochs")
+        self.phase("training", plan["steps"])
+
+    def stop(self) -> None:
+        """Remove the progress bar after a phase has ended or failed."""
+        self._bar.stop()
