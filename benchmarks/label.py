@@ -24,6 +24,7 @@ from statistics import mean
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.nn.functional import one_hot
 
 from benchmarks.hardware import describe
 from benchmarks.throughput import read_posts
@@ -94,7 +95,8 @@ def main() -> None:
 
     def logistic(answers: Sequence[Answer]) -> Fitted:
         places = [answer.place for answer in answers]
-        return fit(pooled[places], torch.tensor([known[place] for place in places]), len(names), 7).head
+        targets = one_hot(torch.tensor([known[place] for place in places]), len(names))
+        return fit(pooled[places], targets, 7)[0]
 
     accuracies: dict[str, dict[str, dict[int, list[float]]]] = {}
     with one_thread():

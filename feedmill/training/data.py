@@ -158,23 +158,22 @@ class Dataset(NamedTuple):
         counted = Counter(example.label for example in self.train)
         return {label: counted[label] for label in self.labels}
 
-    @property
-    def label_weights(self) -> list[float]:
-        """Weight of each label so that all labels contribute equally; the mean over the training examples is 1."""
-        counts = self.counts.values()
-        share = len(self.train) / sum(count > 0 for count in counts)
-        return [share / count if count else 0.0 for count in counts]
+    def targets(self, examples: Sequence[Example], options: TrainOptions) -> list[list[float]]:
+        """Return the distribution over the labels to learn for each example: 1 for its label or, if soft, its scores.
 
-    def target(self, example: Example, soft: bool) -> int | list[float]:
-        """Return the number of the example's label; if `soft`, its scores normalized to sum to 1.
-
-        They are normalized because models score on different scales.
+        Scores are normalized to sum to 1, because models score on different scales. With `class_weights`, a label's
+        values are weighted so that all labels contribute equally; the mean weight of the training examples is 1.
         """
-        if not soft:
-            return self.labels.index(example.label)
-        scores = [max((example.scores or {})[label], 0.0) for label in self.labels]
-        total = sum(scores) or 1.0
-        return [score / total for score in scores]
+        counts = self.counts
+        share = len(self.train) / sum(count > 0 for count in counts.values()) if options.class_weights else 0.0
+        weights = [share / max(count, 1) if options.class_weights else 1.0 for count in counts.values()]
+        rows = []
+        for example in examples:
+            found = (example.scores or {}) if options.targets == "soft" else {example.label: 1.0}
+            scores = [max(found.get(label, 0.0), 0.0) for label in self.labels]
+            total = sum(scores) or 1.0
+            rows.append([weight * score / total for weight, score in zip(weights, scores, strict=True)])
+        return rows
 
     @property
     def digest(self) -> str:

@@ -95,7 +95,6 @@ class Training:
         self._collate = DataCollatorWithPadding(
             self._tokenizer, pad_to_multiple_of=8 if self._device.torch.type == "cuda" else None
         )
-        self._class_weights = torch.tensor(dataset.label_weights) if options.class_weights else None
 
     def run(self) -> Trained:
         """Train the model. Raises UserError, DeviceFull or DeviceLost."""
@@ -151,7 +150,7 @@ class Training:
         if not examples:
             return []
         columns = dict(self._tokenizer([example.post.text for example in examples], truncation=True))
-        columns["labels"] = [self._dataset.target(each, self._options.targets == "soft") for each in examples]
+        columns["labels"] = self._dataset.targets(examples, self._options)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def _arguments(self) -> TrainingArguments:
@@ -204,13 +203,14 @@ class Training:
             fused=True,
         )
 
-    def _loss_of_step(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    @staticmethod
+    def _loss_of_step(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         """Return the rows' share of the mean loss over all rows of the optimization step."""
-        losses = loss_of_rows(outputs["logits"].float(), labels, self._class_weights)
+        losses = loss_of_rows(outputs["logits"].float(), labels)
         if num_items_in_batch is None:
             return losses.mean()
-        # The Trainer counts label values; a distribution has one per label, not one per row.
-        rows: torch.Tensor = num_items_in_batch / (labels.shape[1] if labels.dim() == 2 else 1)
+        # The Trainer counts label values, of which each row has one per label.
+        rows: torch.Tensor = num_items_in_batch / labels.shape[1]
         return losses.sum() / rows
 
     @torch.no_grad()
@@ -237,8 +237,7 @@ class Training:
             return
         # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
         scale = features.std().clamp_min(1e-6)
-        penalties = RIDGE_PENALTY, 0.0
-        weight, bias = fit_logistic(features / scale, wanted, last.out_features, penalties, self._class_weights)
+        weight, bias = fit_logistic(features / scale, wanted, (RIDGE_PENALTY, 0.0))
         last.weight.copy_(weight / scale)
         if last.bias is not None:
             last.bias.copy_(bias)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
@@ -50,17 +49,6 @@ PROMPT_NAME = "posts"
 
 #: Weight [labels, dimensions] and bias [labels].
 Fitted = tuple[torch.Tensor, torch.Tensor]
-
-
-class Fit(NamedTuple):
-    """A head in float32, and how it was fitted."""
-
-    head: Fitted
-    penalty: float
-    #: Factor by which the logits were scaled.
-    sharpness: float
-    #: Cross-validated accuracy by penalty; empty if there are too few examples.
-    accuracies: dict[float, float]
 
 
 class Embedder:
@@ -141,32 +129,26 @@ def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, repo
     features = embedder.embed([example.post.text for example in dataset.train], report)
     rate = len(features) / (time.monotonic() - began)
     report.phase("fitting the head")
-    wanted = torch.tensor([dataset.target(example, options.targets == "soft") for example in dataset.train])
-    weights = torch.tensor(dataset.label_weights) if options.class_weights else None
-    fitted = fit(features, wanted, len(dataset.labels), options.seed, weights)
+    targets = torch.tensor(dataset.targets(dataset.train, options))
+    head, found = fit(features, targets, options.seed)
     device = embedder.classifier.device
-    plan = {
-        "penalty": fitted.penalty,
-        "sharpness": fitted.sharpness,
-        "accuracies": fitted.accuracies,
+    plan = found | {
         "max_tokens": options.max_tokens,
         "precision": f"{device.precision}: {device.dtype_reason}",
         "device": device.name,
     }
     record = {"plan": plan, "seconds": time.monotonic() - began, "samples_per_s": rate, "curve": []}
-    return HeadModel(embedder, dataset.labels, fitted.head, record)
+    return HeadModel(embedder, dataset.labels, head, record)
 
 
-def fit(
-    features: torch.Tensor, wanted: torch.Tensor, labels: int, seed: int, label_weights: torch.Tensor | None = None
-) -> Fit:
+def fit(features: torch.Tensor, targets: torch.Tensor, seed: int) -> tuple[Fitted, dict[str, Any]]:
     """Fit a head with the penalty of the highest cross-validated accuracy, then scale its logits.
 
     The scale has the lowest log loss on the held-out examples: the most accurate penalties give scores that are too low
     (Guo et al., "On Calibration of Modern Neural Networks", 2017, temperature scaling).
 
-    features: [examples, dimensions]. wanted: label numbers [examples], or distributions [examples, labels].
-    label_weights: [labels].
+    features: [examples, dimensions]. targets: distributions [examples, labels]. Returns the head in float32, and:
+    penalty; sharpness, the scale; and accuracies by penalty, empty if there are too few examples.
     """
     centre = features.mean(0)
     scale = (features - centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
@@ -174,25 +156,22 @@ def fit(
     scaled = ((features - centre) / scale).double()
 
     def fitted(places: torch.Tensor, penalty: float, start: Fitted | None = None) -> Fitted:
-        penalties = penalty, BIAS_PENALTY / len(places)
-        return fit_logistic(scaled[places], wanted[places], labels, penalties, label_weights, start)
+        return fit_logistic(scaled[places], targets[places], (penalty, BIAS_PENALTY / len(places)), start)
 
     with one_thread():
         order = torch.randperm(len(scaled), generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
         held_out = _held_out_logits(scaled, order, fitted) if len(order) >= FOLDS else {}
-        expected = wanted[order]
-        best = expected if expected.dim() == 1 else expected.argmax(1)
+        best = targets[order].argmax(1)
         accuracies = {each: float((logits.argmax(1) == best).double().mean()) for each, logits in held_out.items()}
         penalty = max(accuracies, key=accuracies.__getitem__, default=USUAL_PENALTY)
         sharpness = 1.0
         if held_out:
-            logits = held_out[penalty]
-            losses = {each: loss_of_rows(each * logits, expected, label_weights).mean() for each in SHARPNESSES}
+            losses = {each: loss_of_rows(each * held_out[penalty], targets[order]).mean() for each in SHARPNESSES}
             sharpness = min(losses, key=losses.__getitem__)
         weight, bias = (sharpness * tensor for tensor in fitted(torch.arange(len(scaled)), penalty))
     weight = weight / scale
     head = weight.float(), (bias - weight @ centre.double()).float()
-    return Fit(head, penalty, sharpness, accuracies)
+    return head, {"penalty": penalty, "sharpness": sharpness, "accuracies": accuracies}
 
 
 def _held_out_logits(
@@ -226,17 +205,14 @@ def _write_json(path: Path, content: object) -> None:
 
 @torch.enable_grad()
 def fit_logistic(
-    features: torch.Tensor,
-    wanted: torch.Tensor,
-    labels: int,
-    penalties: tuple[float, float],
-    label_weights: torch.Tensor | None = None,
-    start: Fitted | None = None,
+    features: torch.Tensor, targets: torch.Tensor, penalties: tuple[float, float], start: Fitted | None = None
 ) -> Fitted:
     """Fit a multinomial logistic regression.
 
-    features: [examples, dimensions], float64. penalties: L2, of the weight and of the bias. start: default: 0.
+    features: [examples, dimensions], float64. targets: distributions [examples, labels]. penalties: L2, of the weight
+    and of the bias. start: default: 0.
     """
+    labels = targets.shape[1]
     zeros = features.new_zeros(labels, features.shape[1]), features.new_zeros(labels)
     weight, bias = (tensor.clone().requires_grad_() for tensor in start or zeros)
     optimizer = torch.optim.LBFGS(
@@ -249,7 +225,7 @@ def fit_logistic(
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of_rows(features @ weight.T + bias, wanted, label_weights).mean()
+        loss = loss_of_rows(features @ weight.T + bias, targets).mean()
         loss = loss + penalties[0] * weight.square().sum() + penalties[1] * bias.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
@@ -258,7 +234,6 @@ def fit_logistic(
     return weight.detach(), bias.detach()
 
 
-def loss_of_rows(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the cross-entropy of each row: [rows]. labels: label numbers, or distributions over the labels."""
-    wanted = labels if labels.dim() == 1 else labels.to(logits)
-    return cross_entropy(logits, wanted, weight=None if weights is None else weights.to(logits), reduction="none")
+def loss_of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of each row with its distribution over the labels: [rows]."""
+    return -(targets.to(logits) * logits.log_softmax(-1)).sum(-1)

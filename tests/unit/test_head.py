@@ -109,18 +109,18 @@ def test_fit_chooses_penalty_and_scale_by_cross_validation() -> None:
     wanted = torch.arange(60) % 3
     noise = torch.randn(60, 16, generator=source)
     clear = torch.eye(3)[wanted] @ torch.randn(3, 16, generator=source) + noise / 100
-    of_noise, of_clear = fit(noise, wanted, 3, 7), fit(clear, wanted, 3, 7)
-    for found in (of_noise, of_clear):
-        assert set(found.accuracies) == set(PENALTIES)
-        assert found.accuracies[found.penalty] == max(found.accuracies.values())
-    certain = [
-        float((features @ found.head[0].T + found.head[1]).softmax(1).amax(1).mean())
-        for features, found in ((noise, of_noise), (clear, of_clear))
-    ]
+    targets = torch.eye(3)[wanted]
+    certain = []
+    for features in (noise, clear):
+        (weight, bias), found = fit(features, targets, 7)
+        logits = features @ weight.T + bias
+        assert set(found["accuracies"]) == set(PENALTIES)
+        assert found["accuracies"][found["penalty"]] == max(found["accuracies"].values())
+        certain.append(float(logits.softmax(1).amax(1).mean()))
     assert certain[0] < 0.7
     assert certain[1] > 0.95
-    assert (clear @ of_clear.head[0].T + of_clear.head[1]).argmax(1).tolist() == wanted.tolist()
-    assert fit(clear[:4], wanted[:4], 3, 7).accuracies == {}
+    assert logits.argmax(1).tolist() == wanted.tolist()
+    assert fit(clear[:4], targets[:4], 7)[1]["accuracies"] == {}
 
 
 def test_rejects_a_broken_head(model: Path, tmp_path: Path) -> None:
