@@ -5,7 +5,7 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import nsmallest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,8 +39,8 @@ from feedmill.training.options import TrainOptions
 from feedmill.training.progress import Report
 
 if TYPE_CHECKING:
-    from feedmill.training.active import Session
-    from feedmill.training.head import HeadModel
+    from feedmill.training.active import Pool, Session
+    from feedmill.training.head import Embedder, HeadModel
 
 app = typer.Typer()
 
@@ -87,8 +87,7 @@ def label(
         )
     if posts == "-":
         raise UserError("Standard input has the answers. Give a file of posts.")
-    notes = notes_console()
-    folder = out.expanduser().absolute()
+    notes, folder = notes_console(), out.expanduser().absolute()
     answered = _begun(folder, names)
     with explain_missing("Labelling", "worker"):
         from feedmill.training import active, head  # noqa: PLC0415 - needs torch
@@ -100,17 +99,8 @@ def label(
         if places.setdefault(post.id, len(sample)) == len(sample):  # not in the sample
             sample.append(post)
         done.append(active.Answer(places[post.id], why, names.index(name) if name else None))
-    report = Report(notes)
-    try:
-        report.phase(f"loading {base}")
-        embedder = head.Embedder(base, settings, MAX_TOKENS)
-        with explain_refusals(settings):
-            vectors = embedder.embed([post.text for post in sample], report)
-            described = ClassifyOptions(labels=settings.labels, template=settings.template)
-            label_vectors = embedder.label_vectors(described)
-    finally:
-        report.stop()
-    session = active.Session(active.Pool(vectors, label_vectors), len(names), SEED, done)
+    embedder, embedded = _embed(base, sample, settings, Report(notes))
+    session = active.Session(embedded, len(names), SEED, done)
     _ask(session, sample, names, folder / LABELS_FILE, notes)
     summary = _summary(session, names) | {"base": base, "max_tokens": MAX_TOKENS, "seed": SEED}
     model = str(folder / MODEL_FOLDER) if session.labelled else None
@@ -119,14 +109,37 @@ def label(
     summary |= {"model": model, "labels_file": str(folder / LABELS_FILE)}
     if as_json:
         typer.echo(json_line(summary))
-        return
-    typer.echo(printable(f"{summary['labelled']:,} labels, {summary['skipped']:,} skipped, in {folder / LABELS_FILE}"))
-    if (measured := session.measured) is not None:
-        typer.echo(f"Accuracy on the held-back posts: {measured.accuracy:.2f}; zero-shot: {measured.zero_shot:.2f}")
-    if measured is not None and measured.accuracy <= measured.zero_shot:
+    else:
+        _conclude(summary)
+
+
+def _embed(base: str, posts: Sequence[Post], settings: Settings, report: Report) -> "tuple[Embedder, Pool]":
+    """Load the model, and embed the posts and the sentences of the labels. Raises UserError."""
+    from feedmill.training import active, head  # noqa: PLC0415 - needs torch
+
+    try:
+        report.phase(f"loading {base}")
+        embedder = head.Embedder(base, settings, MAX_TOKENS)
+        with explain_refusals(settings):
+            vectors = embedder.embed([post.text for post in posts], report)
+            described = ClassifyOptions(labels=settings.labels, template=settings.template)
+            return embedder, active.Pool(vectors, embedder.label_vectors(described))
+    finally:
+        report.stop()
+
+
+def _conclude(summary: Mapping[str, Any]) -> None:
+    """Print the number of answers and the accuracy, and what to do next."""
+    accuracy, zero_shot = summary["accuracy"], summary["zero_shot_accuracy"]
+    typer.echo(
+        printable(f"{summary['labelled']:,} labels, {summary['skipped']:,} skipped, in {summary['labels_file']}")
+    )
+    if accuracy is not None:
+        typer.echo(f"Accuracy on the held-back posts: {accuracy:.2f}; zero-shot: {zero_shot:.2f}")
+    if accuracy is not None and accuracy <= zero_shot:
         typer.echo("Do not deploy this model yet. The same command asks for more posts.")
-    elif model:
-        advise(model)
+    elif summary["model"]:
+        advise(summary["model"])
 
 
 def _begun(folder: Path, names: Sequence[str]) -> list[AnsweredPost]:

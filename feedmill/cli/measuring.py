@@ -102,22 +102,20 @@ def evaluate(
     found = [evaluation.measure(known, model, own, progress) for model, own in zip(loaded, each, strict=True)]
     left_out = len(posts) - len(known)
     summaries = {one.model: one.summary | {"left_out": left_out + len(one.failures)} for one in found}
-    console, (first, *_) = output_console(), found
     if compared:
         best_first = sorted(summaries.items(), key=lambda one: one[1]["accuracy"], reverse=True)
-        console.print(evaluation.models_table("model", best_first))
+        output_console().print(evaluation.models_table("model", best_first))
         typer.echo(f"{len(known):,} posts.")
     else:
-        evaluation.show(console, first.summary)
+        evaluation.show(output_console(), found[0].summary)
     if left_out:
         typer.echo(f"Excluded: {left_out:,} posts whose topic is missing or not a label{' of every model' * compared}.")
-    if first.failures and not compared:
-        typer.echo(
-            f"Excluded: {len(first.failures):,} posts that could not be classified; the first: {first.failures[0]}"
-        )
+    failures = [] if compared else found[0].failures
+    if failures:
+        typer.echo(f"Excluded: {len(failures):,} posts that could not be classified; the first: {failures[0]}")
     if as_json:
-        typer.echo(json_line({"posts": len(known), "models": summaries} if compared else summaries[first.model]))
-    _end(reading, bool(first.failures) and not compared)
+        typer.echo(json_line({"posts": len(known), "models": summaries} if compared else summaries[found[0].model]))
+    _end(reading, bool(failures))
 
 
 def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:
