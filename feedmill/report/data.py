@@ -19,11 +19,6 @@ from feedmill.shared.messages import DeadLetter
 from feedmill.shared.results import HOUR_S, ResultsStore, newest_first
 from feedmill.shared.settings import Settings
 
-#: Maximum labels with separate colours; all other labels share the name OTHERS and one colour.
-MAX_COLOURED_LABELS = 16
-OTHERS = "others"
-#: Maximum numbers of subreddits, reasons of dead letters and gaps to show.
-SUBREDDITS, REASONS, GAPS = 15, 10, 20
 #: Bins of a score histogram from 0 to 1.
 NUM_BINS = 20
 #: Maximum number of columns in charts over time. Longer reports merge several hours into a column.
@@ -39,8 +34,6 @@ class Column:
     hour: int
     #: New results by label. With a single label set, they include results already trimmed from the stream.
     labels: Counter[str] = field(default_factory=Counter)
-    #: Number of results read from the stream.
-    read: int = 0
     #: Number of results by minute of classification (minutes since 1970).
     minutes: Counter[int] = field(default_factory=Counter)
     #: Seconds from enqueuing to the result, for messages that carry their time of sending.
@@ -105,11 +98,6 @@ class Report:
         """Return True if there are posts with a subreddit, or gaps in reading one."""
         return any(self.subreddits) or bool(self.gaps)
 
-    @property
-    def shown_labels(self) -> list[str]:
-        """Return the labels with separate colours, most frequent first."""
-        return [label for label, _ in self.labels.most_common(MAX_COLOURED_LABELS)]
-
 
 def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None, labels: str | None = None) -> Report:
     """Gather the report of the last `hours` hours. Purged posts appear only in the hourly counts.
@@ -172,7 +160,6 @@ def _count(report: Report, row: ResultRow, column: Column) -> None:
     report.labels[label] += 1
     column.labels[label] += 1
     report.read += 1
-    column.read += 1
     column.minutes[int(found["classified_at"] // 60)] += 1
     report.models[found["model"]] += 1
     report.subreddits.setdefault(post.get("subreddit") or "", Counter())[label] += 1

@@ -16,16 +16,19 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from feedmill.console import counted
-from feedmill.report.data import GAPS, NUM_BINS, OTHERS, REASONS, SUBREDDITS, Column, Report, percentile
+from feedmill.report.data import NUM_BINS, Column, Report, percentile
 from feedmill.shared.errors import printable, truncate
 from feedmill.shared.results import HOUR_S
 
+#: Maximum numbers of subreddits, reasons of dead letters and gaps to show.
+SUBREDDITS, REASONS, GAPS = 15, 10, 20
 #: Approximate number of times to print below a chart.
 AXIS_TIMES = 3
 #: Characters of the label set to show.
 SHOWN_LABELS = 300
-#: Colour of the labels without one of their own, in CSS.
-OTHERS_COLOUR = "var(--others)"
+#: Maximum labels with separate colours; all other labels share a name and a colour (in CSS).
+MAX_COLOURED_LABELS = 16
+OTHERS, OTHERS_COLOUR = "others", "var(--others)"
 #: Template of the page, with its style sheet.
 TEMPLATE = Path(__file__).with_suffix(".html")
 
@@ -97,7 +100,9 @@ def _parts(report: Report, counts: Counter[str]) -> list[Part]:
 
 
 def _colours(report: Report) -> dict[str, str]:
-    return {label: f"var(--c{place})" for place, label in enumerate(report.shown_labels)}
+    """Return the colours, in CSS, of the most frequent labels."""
+    largest = report.labels.most_common(MAX_COLOURED_LABELS)
+    return {label: f"var(--c{place})" for place, (label, _) in enumerate(largest)}
 
 
 def _stacked(report: Report) -> Iterator[Bar]:
