@@ -16,7 +16,7 @@ from feedmill.shared.messages import digest
 from feedmill.shared.purge import forget
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.runs import Progress
-from feedmill.shared.scripts import queue, stream
+from feedmill.shared.scripts import call, queue
 from feedmill.shared.scripts.queue import SENT, Mark
 from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
@@ -110,4 +110,4 @@ def test_any_position_of_a_group(server: RedisServer, client: Redis, number: str
     ResultsStore(client, Settings()).write([result("1")])
     client.xgroup_create("feedmill:results", "g", id="0")
     server.client.hset(GROUPS, "g", number)
-    assert len(stream.fetch_group(client, 10, "g", "m")[0]) == 1
+    assert len(call(client, "fetch_group", 10, "g", "m")[1]) == 1
