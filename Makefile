@@ -13,8 +13,12 @@ STRICT ?=
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
 	&& echo $$python && break; done || true)
-# Build of torch: cpu, cuda (from pip's index), or auto, which is cpu without an NVIDIA driver.
+# Build of torch: cpu, cuda (from pip's index), or auto, which is cpu without an NVIDIA driver. On Linux, torch from pip's
+# index includes gigabytes of CUDA libraries.
 TORCH ?= auto
+# Files that exist if an NVIDIA driver is loaded, on Linux and in the Windows Subsystem for Linux.
+NVIDIA := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /usr/lib/wsl/lib/libcuda.so.1)
+TORCH_BUILD = $(if $(filter auto,$(TORCH)),$(if $(NVIDIA),cuda,cpu),$(TORCH))
 # Index with torch's CPU builds.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -93,18 +97,22 @@ clean: ## Remove .venv, builds and caches
 
 # Stamp files: an installation is repeated when pyproject.toml or constraints.txt has changed.
 $(VENV)/base:
+	@test "$$(uname)" = Linux || { echo "feedmill: Linux is required." >&2; exit 1; }
 	@test -n "$(PYTHON)" || { echo "feedmill: no Python 3.11 to 3.14 with venv found. Install it, or set PYTHON=/path/to/python3.12." >&2; exit 1; }
-	@$(PYTHON) feedmill/stack/prerequisites.py
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # Installs only torch itself from TORCH_INDEX, in the version that constraints.txt pins. If it does not, the stamp file is
 # left to the targets below, so that a rerun of an interrupted installation says again which torch it installs.
 $(VENV)/torch: constraints.txt | $(VENV)/base
-	@index=$$($(BIN)/python feedmill/stack/prerequisites.py torch "$(TORCH)" "$(TORCH_INDEX)") || exit 1; \
-	test -z "$$index" || echo "Installing torch into $(VENV)"; \
-	test -z "$$index" || { $(PIP_INSTALL) --no-deps \
-		--index-url "$$index" "$$(grep '^torch==' constraints.txt)" && touch $@; } || test "$(TORCH)" = auto
+	@case "$(TORCH_BUILD)" in \
+	cuda) echo "feedmill: torch comes from pip's index, with CUDA; TORCH=cpu selects the CPU build." >&2 ;; \
+	cpu) echo "feedmill: installing torch's CPU build from $(TORCH_INDEX); TORCH=cuda selects pip's index." >&2; \
+		$(PIP_INSTALL) --retries 1 --timeout 10 --no-deps --index-url "$(TORCH_INDEX)" \
+			"$$(grep '^torch==' constraints.txt)" && touch $@ || { test "$(TORCH)" = auto && echo "feedmill: not found there:" \
+			"torch comes from pip's index and may include gigabytes of CUDA libraries; TORCH_INDEX=ADDRESS selects another." >&2; } ;; \
+	*) echo "feedmill: TORCH must be auto, cpu or cuda, not $(TORCH)." >&2; exit 1 ;; \
+	esac
 
 $(VENV)/demo: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	@echo "Installing Feedmill, a model and their dependencies into $(VENV): a few minutes"

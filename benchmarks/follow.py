@@ -26,15 +26,14 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.running import run_folder
+from benchmarks.running import free_port, run_folder
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import StackError
 from feedmill.shared.messages import Classification, Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import PREFIX, Settings, load, variables
-from feedmill.stack.embedded import find_redis_server
-from feedmill.stack.prerequisites import server_version
-from feedmill.stack.processes import Child, free_port, python_command
+from feedmill.stack.processes import Child, python_command
+from feedmill.stack.redis_server import find_redis_server, server_version
 
 #: Results per write in the second part, like a worker's micro-batch.
 BATCH = 32

@@ -31,9 +31,9 @@ from celery import Celery
 from kombu import Connection, Consumer, Exchange, Producer, Queue
 from redis import Redis, RedisError
 
-from feedmill.stack.embedded import find_redis_server
-from feedmill.stack.prerequisites import server_version
-from feedmill.stack.processes import Child, free_port
+from benchmarks.running import free_port
+from feedmill.stack.processes import Child
+from feedmill.stack.redis_server import find_redis_server, server_version
 
 KOMBU, OURS = "kombu", "ours"
 TRANSPORTS = {KOMBU: "redis", OURS: "feedmill.workers.transport.redis_transport:Transport"}

@@ -1,14 +1,16 @@
 """Run a benchmark in a temporary folder, with clean exits on signals and one-line messages for user errors."""
 
 import os
+import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from feedmill.shared.errors import UserError
-from feedmill.stack.signals import exit_on_signals
+from feedmill.stack.signals import handle_signals, not_ignored
 
 
 def cpu_seconds(pid: int) -> float:
@@ -35,11 +37,25 @@ def family_cpu_seconds() -> dict[int, float]:
     return found
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _exit_on_signals() -> AbstractContextManager[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit inside the block, so that `finally` clauses run as after Ctrl-C."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    return handle_signals(leave, *not_ignored(signal.SIGTERM, signal.SIGHUP))
+
+
 @contextmanager
 def run_folder() -> Iterator[Path]:
     """Yield a temporary folder. Its path is short enough for Unix sockets."""
     try:
-        with tempfile.TemporaryDirectory(prefix="mill-") as folder, exit_on_signals():
+        with tempfile.TemporaryDirectory(prefix="mill-") as folder, _exit_on_signals():
             yield Path(folder)
     except UserError as error:
         sys.exit(f"benchmark: {error}")

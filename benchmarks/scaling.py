@@ -44,7 +44,7 @@ from celery import Celery
 from redis.exceptions import RedisError
 from rich.console import Console
 
-from benchmarks.running import cpu_seconds
+from benchmarks.running import cpu_seconds, free_port
 from benchmarks.throughput import read_posts
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.producers.push import Pusher
@@ -54,9 +54,8 @@ from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import PREFIX, Settings, variables
-from feedmill.stack.embedded import find_redis_server
-from feedmill.stack.prerequisites import server_version
-from feedmill.stack.processes import Child, free_port, python_command
+from feedmill.stack.processes import Child, python_command
+from feedmill.stack.redis_server import find_redis_server, server_version
 
 #: This checkout.
 ROOT = Path(__file__).parent.parent

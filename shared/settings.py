@@ -226,7 +226,7 @@ class Settings(BaseSettings):
     metrics_address: Annotated[str, _form(r"[A-Za-z0-9.:_-]{1,253}", "a host name or IP address of this machine")] = (
         "127.0.0.1"
     )
-    #: Password of the user feedmill for Flower. Unset: generated at each start of Flower, and printed once.
+    #: Password of the user feedmill for Flower. Unset: `feedmill up` generates one; `feedmill flower` needs it.
     flower_password: SecretStr | None = None
     #: Log format on standard error: text, or json with one object per line.
     log_format: Literal["text", "json"] = "text"

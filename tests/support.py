@@ -35,9 +35,8 @@ from feedmill.shared.scripts import call
 from feedmill.shared.scripts import queue as queue_scripts
 from feedmill.shared.scripts.queue import BUCKET_BYTES, ID_BYTES, MARK_BYTES
 from feedmill.shared.settings import LOCK_FILE, STACK_FILE
-from feedmill.stack.embedded import embedded_server
-from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child
+from feedmill.stack.redis_server import embedded_server, installed_redis_server, server_version
 from tests.fakes import constants
 from tests.forkserver import Forked, Forks, ForkServer
 

@@ -21,10 +21,11 @@ from redis.exceptions import RedisError
 from benchmarks.rivals import BenchmarkJob, NotInstalled
 from benchmarks.rivals.celery_app import QUEUE_DATABASE, REDIS_URL, RESULTS_DATABASE, TASK
 from benchmarks.rivals.processes import Processes
+from benchmarks.running import free_port
 from feedmill.shared.errors import StackError
 from feedmill.shared.messages import Post
-from feedmill.stack.embedded import find_redis_server
-from feedmill.stack.processes import Child, free_port
+from feedmill.stack.processes import Child
+from feedmill.stack.redis_server import find_redis_server
 
 #: Folder in which `make rivals` installs celery-batches and the Celery version it requires.
 CELERY_BATCHES = Path(sys.prefix) / "celery-batches"

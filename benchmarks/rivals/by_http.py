@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 from benchmarks.rivals import BenchmarkJob, NotInstalled
 from benchmarks.rivals.processes import Processes
+from benchmarks.running import free_port
 from feedmill.shared.messages import Post
-from feedmill.stack.processes import free_port
 
 #: Concurrent requests: three batches, one on the device while the next two fill.
 IN_FLIGHT = 96

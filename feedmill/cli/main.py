@@ -10,16 +10,14 @@ import io
 import logging
 import os
 import re
-import secrets
 import shlex
 import signal
-import stat
 import sys
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from types import ModuleType
-from typing import IO, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.text import Text
@@ -52,19 +50,16 @@ from feedmill.shared.errors import (
     printable,
     printable_lines,
 )
-from feedmill.shared.settings import FLOWER_USER, PREFIX, Settings, is_folder_locked
+from feedmill.shared.settings import PREFIX, Settings, is_folder_locked
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.devices import shares
 from feedmill.stack.embedded import Stack, flower_url, start
 from feedmill.stack.lock import stop_stack
-from feedmill.stack.processes import python_command
 from feedmill.stack.signals import not_ignored, note_signals
 from feedmill.stack.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-#: Base of the errors that typer raises for options and arguments. Its newer versions have their own copy of click.
-USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 #: Seconds that `feedmill down` waits longer than the worker may take to finish its messages.
 STOP_MARGIN_S = 30.0
 #: Exit status after Ctrl-C.
@@ -202,7 +197,6 @@ def url(
     "include", "redis_url", explains_redis=False,
 )  # fmt: skip
 def worker(
-    context: typer.Context,
     settings: Settings,
     name: Annotated[
         str | None, Option(help="Worker name, unique among the workers of one Redis (default: generated).")
@@ -216,8 +210,7 @@ def worker(
     if settings.devices:
         found = shares(settings.devices)
         if len(found) > 1:
-            flags = {flag: value for flag, value in context.params.items() if flag != "name"}
-            raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], flags).run())
+            raise typer.Exit(Supervisor(settings, found, name).run())
         (share,) = found
         os.environ.update(share.environment)  # before the import of torch, which reads it once
         settings, name = settings.model_copy(update={"device": share.device}), share.node(name)
@@ -239,25 +232,19 @@ def flower(
 ) -> None:
     """Run Flower, Celery's dashboard of queues, workers and messages.
 
-    The user is feedmill. Without FEEDMILL_FLOWER_PASSWORD, each start generates a password and prints it once.
+    The user is feedmill; set the password in FEEDMILL_FLOWER_PASSWORD.
     """
     if no_auth and not _is_loopback(address):
         raise UserError(
             f"--no-auth would let anyone who can reach {address} stop workers. Leave out --no-auth, or set --address "
             "127.0.0.1."
         )
+    if not no_auth and settings.flower_password is None:
+        raise SettingsError(f"Flower needs a password: set {PREFIX}FLOWER_PASSWORD, or give --no-auth.")
     with explain_missing("Flower", "monitor"):
         from feedmill.monitoring.dashboard import Dashboard  # noqa: PLC0415 - needs Flower, an optional package
 
-    chosen = settings.flower_password
-    password = None if no_auth else chosen.get_secret_value() if chosen else secrets.token_urlsafe(18)
-    is_generated = password is not None and chosen is None
-    if is_generated and _is_regular_file(sys.stderr):
-        raise UserError(
-            "Flower needs a password, and a generated one would be saved in the file to which standard error is "
-            f"redirected. Set {PREFIX}FLOWER_PASSWORD."
-        )
-    dashboard = Dashboard(settings, address, port, password)
+    dashboard = Dashboard(settings, address, port, None if no_auth else settings.flower_password)
     if no_auth:
         logger.warning("Flower requires no password: every user of this machine can stop workers")
     elif not _is_loopback(address) and not dashboard.encrypted:
@@ -266,12 +253,7 @@ def flower(
             "FLOWER_KEYFILE",
             address,
         )
-    if is_generated:  # not logged: logs are kept
-        typer.echo(
-            f"Flower at {dashboard.url}, user {FLOWER_USER}, password {password} (generated for this run)", err=True
-        )
-    else:
-        logger.info("Flower at %s", dashboard.url)
+    logger.info("Flower at %s", dashboard.url)
     dashboard.run()
 
 
@@ -283,14 +265,6 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _is_regular_file(stream: IO[str]) -> bool:
-    """Return True if the stream writes to a file, where a password would stay, or has no file descriptor."""
-    try:
-        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError):
-        return True
-
-
 def run() -> None:
     """Run the console script; report user errors as a message, without a traceback."""
     for stream in (sys.stdout, sys.stderr):
@@ -298,23 +272,17 @@ def run() -> None:
             stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
     try:
         try:
-            command = _format_help(typer.main.get_command(app))
-            status = command(prog_name="feedmill", standalone_mode=False)  # otherwise errors end with status 1
+            _format_help(typer.main.get_command(app))(prog_name="feedmill")
         finally:
             sys.stdout.flush()
     except UserError as error:
         _end(2, str(error))
-    except USAGE_ERROR as error:
-        error.show()
-        _end(error.exit_code)
-    except typer.Abort:
-        _end(1, "Stopped at your request.")
     except SystemExit as end:
         # typer and rich exit with status 1 when the reader of standard output closes the pipe.
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         _end(0)
-    except KeyboardInterrupt:  # before or after the command; within it, typer returns INTERRUPTED
+    except KeyboardInterrupt:  # before or after the command; within it, typer exits with INTERRUPTED
         _end(INTERRUPTED)
     except BrokenPipeError:
         _end(0)
@@ -322,7 +290,6 @@ def run() -> None:
         if error.errno not in WRITE_ERRORS or error.filename is not None:
             raise
         _end(2, f"Cannot write the output: {error.strerror}.")
-    _end(status or 0)
 
 
 def _format_help(command: Any) -> Any:

@@ -60,7 +60,9 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
             seconds = _classify(stack, posts, notes)
             _report(stack, posts, seconds, console, as_json, show_all)
             if keep:
-                notes.print(f"Flower is at {stack.flower_url}; Ctrl-C stops everything. In another terminal, run:")
+                notes.print(
+                    f"Flower is at {stack.addresses.flower_url}; Ctrl-C stops everything. In another terminal, run:"
+                )
                 command = "feedmill" if _is_on_path() else shlex.quote(str(Path(sys.executable).parent / "feedmill"))
                 notes.print(f"  FEEDMILL_DATA_FOLDER={folder} {command} status", markup=False)
                 stack.stay(partial(notes.print, markup=False))

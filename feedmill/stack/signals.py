@@ -2,8 +2,8 @@
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from typing import Any
 
 #: Signals that ask a command to end.
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -25,29 +25,13 @@ def handle_signals(handler: Callable[[int, Any], None], *numbers: signal.Signals
             signal.signal(number, previous)
 
 
-def exit_on_signals() -> AbstractContextManager[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit inside the block, so that `finally` clauses run as after Ctrl-C."""
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    return handle_signals(leave, *not_ignored(signal.SIGTERM, signal.SIGHUP))
-
-
 @contextmanager
-def note_signals() -> Iterator[list[int]]:
-    """Note SIGTERM, SIGHUP and Ctrl-C inside the block, and yield the list of their numbers so far.
+def note_signals(*others: signal.Signals) -> Iterator[list[int]]:
+    """Note EXIT_SIGNALS and others inside the block, and yield the list of their numbers so far.
 
     For code that starts processes. Python drops an exception that a handler raises during a fork, and at other moments
     such an exception can leave a lock of `subprocess` locked for good.
     """
     received: list[int] = []
-    with handle_signals(lambda number, _: received.append(number), *not_ignored(*EXIT_SIGNALS)):
+    with handle_signals(lambda number, _: received.append(number), *not_ignored(*EXIT_SIGNALS, *others)):
         yield received
-
-
-def interrupt(number: int) -> NoReturn:
-    """Raise what ends a command after this signal: KeyboardInterrupt after Ctrl-C, else SystemExit(128 + number)."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)

@@ -138,7 +138,7 @@ def test_unreachable_redis_is_named_without_its_password(tmp_path: Path, command
 
 def test_flower_rejects_an_occupied_port(redis: RedisServer, tmp_path: Path) -> None:
     port = redis.url.rpartition(":")[2].removesuffix("/0")
-    data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
+    data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data"), "FEEDMILL_FLOWER_PASSWORD": "p"}
     said = feedmill("flower", "--port", port, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, **data)
     assert said.returncode == 2
     assert re.search(rf"127\.0\.0\.1:{port}.*Address already in use.*--port.*--address", said.stderr)

@@ -25,7 +25,6 @@ from kombu.exceptions import DecodeError
 from feedmill.shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from feedmill.shared.settings import STACK_FILE, Settings
-from feedmill.stack.addresses import ADDRESSES_FILE
 from feedmill.stack.embedded import WORKER_NODE
 from tests.e2e.test_flower import Visitor
 from tests.support import Feedmill, feedmill, free_port, running, shapes, wait_until
@@ -289,7 +288,7 @@ def test_purge_leaves_no_text_of_a_post(up: Up, tmp_path: Path) -> None:
 
 def test_no_secret_is_in_logs_or_readable_by_others(up: Up) -> None:
     assert up.data.stat().st_mode & 0o077 == 0
-    private = {up.data / STACK_FILE, up.data / ADDRESSES_FILE}
+    private = {up.data / STACK_FILE}
     for secret in up.secrets:
         assert set(files_with(up.data.parent, secret)) <= private
     assert all(path.stat().st_mode & 0o077 == 0 for path in private)

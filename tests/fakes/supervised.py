@@ -14,9 +14,9 @@ from feedmill.stack.devices import shares
 
 
 def main(command: list[str]) -> int:
-    processes.FIRST_RESTART_DELAY_S, supervisor.KILL_GRACE_S = 0.05, 0.1
+    processes.RESTART_DELAY_S, supervisor.KILL_GRACE_S = 0.05, 0.1
     try:
-        return supervisor.Supervisor(settings_of(), shares("cpu:2"), None, command, {}).run()
+        return supervisor.Supervisor(settings_of(), shares("cpu:2"), None, command).run()
     except UserError as error:  # reported as in feedmill/cli/main.py
         sys.stderr.write(f"feedmill: {error}\n")
         return processes.USER_ERROR_STATUS

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from feedmill.shared.errors import StackError
+from feedmill.shared.errors import StackError, UserError
 from feedmill.shared.settings import Settings
 from feedmill.stack import processes
 from feedmill.stack.devices import Share
-from feedmill.stack.processes import MAX_FAILURES, MAX_LINE_BYTES, Child, Service
+from feedmill.stack.processes import MAX_LINE_BYTES, Child, Service
 from feedmill.stack.supervisor import Supervisor
 from tests.support import naming, wait_until
 
@@ -21,8 +22,7 @@ GPUS = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) f
 
 
 def supervised(command: str, **settings: Any) -> Supervisor:
-    flags = {"model": "m", "token_budget": 9, "dtype": None}
-    return Supervisor(Settings(**settings), GPUS, "mill@here", ["sh", "-c", command], flags)
+    return Supervisor(Settings(**settings), GPUS, "mill@here", ["sh", "-c", command])
 
 
 def output_of(supervisor: Supervisor, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
@@ -30,30 +30,34 @@ def output_of(supervisor: Supervisor, capsys: pytest.CaptureFixture[str]) -> Ite
     for service in supervisor._services:
         with closing(service):
             service.start()
-            wait_until(lambda: service.child.exited() == 0, "the worker has ended")  # noqa: B023
+            wait_until(lambda: service.child.process.poll() == 0, "the worker has ended")  # noqa: B023
         yield capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("stable_after", "is_given_up"), [(60.0, True), (0.0, False)])
-def test_gives_up_after_failures_in_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stable_after: float, is_given_up: bool
+@pytest.mark.parametrize(("stable_after", "delays"), [(60.0, [1, 2, 3, 3]), (0.0, [1, 1, 1, 1])])
+def test_restarts_after_growing_delays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stable_after: float, delays: list[float]
 ) -> None:
-    monkeypatch.setattr(processes, "FIRST_RESTART_DELAY_S", 1e-6)
-    monkeypatch.setattr(processes, "STABLE_AFTER_S", stable_after)
+    for name, seconds in (("RESTART_DELAY_S", 1e-6), ("MAX_RESTART_DELAY_S", 3e-6), ("STABLE_AFTER_S", stable_after)):
+        monkeypatch.setattr(processes, name, seconds)
     said: list[str] = []
-    with closing(Service(lambda _: Child("worker", ["false"], tmp_path, {}))) as service:
+    with closing(Service(lambda _: Child("worker", ["sh", "-c", "echo why; false"], tmp_path, {}))) as service:
 
-        def is_over() -> bool:
+        def is_restarted() -> bool:
             service.supervise(said.append)
-            return service.restarts > MAX_FAILURES
+            return len(said) == len(delays)
 
-        if is_given_up:
-            with pytest.raises(StackError, match=naming("worker", MAX_FAILURES, 1)):
-                wait_until(is_over, "the child is given up")
-            assert [line.split()[-2] for line in said] == ["1e-06", "2e-06", "4e-06", "8e-06"]
-            assert service.is_over
-        else:
-            wait_until(is_over, "the child is restarted again and again")
+        wait_until(is_restarted, "the child is restarted again and again")
+        assert service.restarts == len(delays)
+    found = [re.fullmatch(r"worker .*status 1: .* in (\S+) s\. .*\n  why", line) for line in said]
+    assert [float(match[1]) for match in found if match] == [pytest.approx(delay * 1e-6) for delay in delays]
+
+
+def test_a_user_error_is_not_restarted(tmp_path: Path) -> None:
+    with closing(Service(lambda _: Child("worker", ["sh", "-c", "echo why; exit 2"], tmp_path, {}))) as service:
+        with pytest.raises(UserError, match=naming("worker", 2, "why")):
+            wait_until(lambda: service.supervise(print), "the child has exited")
+        assert not service.restarts
 
 
 def test_a_service_whose_folder_is_gone_is_not_restarted(tmp_path: Path) -> None:
@@ -71,7 +75,9 @@ def test_workers_get_settings_and_devices(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("feedmill_devices", "all")
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "7")
     monkeypatch.setenv("FEEDMILL_QUEUE", "mine")
-    first, second = output_of(supervised('echo "$0 $@"; env', metrics_port=9110), capsys)
+    monkeypatch.setenv("FEEDMILL_LABELS", '["a, b", "c"]')
+    given = {"metrics_port": 9110, "model": "m", "token_budget": 9, "redis_url": "redis://:p@127.0.0.1/0"}
+    first, second = output_of(supervised('echo "$0 $@"; env', **given), capsys)
     assert first.startswith("cuda:4 | --name mill-cuda:4@here\n")
     lines = [line.removeprefix("cuda:7 | ") for line in second.splitlines()]
     assert {line for line in lines if line.upper().startswith(("FEEDMILL_", "CUDA"))} == {
@@ -82,14 +88,15 @@ def test_workers_get_settings_and_devices(monkeypatch: pytest.MonkeyPatch, capsy
         "FEEDMILL_TOKEN_BUDGET=9",
         "FEEDMILL_DEVICE=cuda",
         "FEEDMILL_DEVICES=",
-        "FEEDMILL_LOG_FORMAT=text",
+        'FEEDMILL_LABELS={"a, b": ["a, b"], "c": ["c"]}',
+        "FEEDMILL_REDIS_URL=redis://:p@127.0.0.1/0",
         "FEEDMILL_METRICS_PORT=9111",
         "CUDA_VISIBLE_DEVICES=7",
     }
 
 
 def test_forwards_output_in_marked_bounded_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    script = f"""printf 'one\\n\\n{{"time": 1}}\\nfeedmill: too many\\n'
+    script = f"""printf 'one\\n\\n{{"time": 1}}\\n'
         head -c {MAX_LINE_BYTES + 1} /dev/zero | tr '\\0' x"""
     text, _ = output_of(supervised(script), capsys)
     assert text.splitlines() == [
