@@ -1,7 +1,6 @@
 """The console of tables on standard output, and the bar of long commands on standard error."""
 
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -54,5 +53,9 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def format_duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
+def span(seconds: float) -> str:
+    """Format a duration as seconds, minutes, hours or days."""
+    for unit, length, enough in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 48 * 3600)):
+        if seconds < enough:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"

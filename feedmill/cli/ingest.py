@@ -17,8 +17,7 @@ from typer import Argument, Option
 
 from feedmill.cli.option_groups import excludes, needs, with_settings
 from feedmill.cli.options import SENDING, AsJson, MessageFlags, utc
-from feedmill.console import counted
-from feedmill.monitoring.capacity import span
+from feedmill.console import counted, span
 from feedmill.producers.live.budget import RequestBudget, with_retries
 from feedmill.producers.live.clock import Clock, Stopped
 from feedmill.producers.live.daemon import LiveDaemon

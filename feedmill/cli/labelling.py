@@ -15,7 +15,7 @@ from rich.markup import escape
 from typer import Option
 
 from feedmill.cli.terminal import explain_unwritable
-from feedmill.console import LiveBar, counted, format_duration, notes_console
+from feedmill.console import LiveBar, counted, notes_console, span
 from feedmill.producers.files import NOT_UTF8, CsvTable, ParquetTable, Place, Row, Source, is_file
 from feedmill.producers.records import NO_TEXT, REMOVED
 from feedmill.shared.atomic_files import replacing
@@ -95,7 +95,7 @@ class Tally:
         where = "" if out == STANDARD else f", written to {printable(out)}"
         written = self.rows - self.left_out.total()
         rows = f"{written:,} of {counted(self.rows, 'row')}" if self.left_out else counted(self.rows, "row")
-        lines = [f"{rows} of {source.name} in {format_duration(time.monotonic() - self._began)}{where}"]
+        lines = [f"{rows} of {source.name} in {span(time.monotonic() - self._began)}{where}"]
         labels = self.labels.most_common(MAX_LABELS_SHOWN)
         width = max((len(printable(label)) for label, _ in labels), default=0)
         lines += [f"  {printable(label):<{width}}  {count:>9,}  {count / written:>4.0%}" for label, count in labels]

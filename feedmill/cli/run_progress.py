@@ -7,8 +7,7 @@ from redis import Redis
 from rich.console import Console
 from rich.markup import escape
 
-from feedmill.console import LiveBar
-from feedmill.monitoring.capacity import span
+from feedmill.console import LiveBar, span
 from feedmill.shared import runs
 from feedmill.shared.broker import queue_depth
 from feedmill.shared.errors import printable

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 from typer import Option
@@ -15,9 +16,8 @@ from typer import Option
 from feedmill.cli import ingest, run_progress
 from feedmill.cli.option_groups import with_settings
 from feedmill.cli.options import AsJson, RunName
-from feedmill.console import output_console
+from feedmill.console import output_console, span
 from feedmill.monitoring import watch
-from feedmill.monitoring.capacity import size, span
 from feedmill.monitoring.watch import HealthPart
 from feedmill.reading.rows import unknown_run
 from feedmill.shared import runs
@@ -26,13 +26,8 @@ from feedmill.shared.errors import UserError, printable
 from feedmill.shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, serve
 from feedmill.shared.settings import Settings, is_folder_locked
 
-#: Number of records from which it is an estimate from a sample. A smaller table is read as a whole.
-MIN_ESTIMATED = 50
 #: Port on which `feedmill metrics` serves by default.
 DEFAULT_METRICS_PORT = 9107
-#: Shown in place of the memory and of the workers when they cannot be read.
-MEMORY_UNKNOWN = "unknown: this Redis user may not read it"
-WORKERS_UNKNOWN = "unknown while Redis refuses writes: see `feedmill health`"
 
 app = typer.Typer()
 
@@ -54,50 +49,42 @@ def status(settings: Settings, run: RunName = None, as_json: AsJson = False) -> 
 def _show_run(settings: Settings, name: str, as_json: bool) -> None:
     """Print the progress of one run. Raises UserError if it is unknown."""
     redis = connect_for_monitoring(settings)
-    found = runs.progress(redis, name)
-    if found is None:
+    progress = runs.progress(redis, name)
+    if progress is None:
         raise UserError(unknown_run(redis, name))
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        typer.echo(json.dumps(progress.as_json()))
         return
-    has_worker = not found.pending or watch.has_worker(settings)
-    has_messages = not found.pending or watch.has_messages(redis, settings)
-    typer.echo(run_progress.line(found, time.time(), has_worker, has_messages))
+    seen = watch.status(redis, make_app(settings) if progress.pending else None, settings)
+    typer.echo(_run(seen, progress))
+
+
+def _run(seen: watch.Status, progress: runs.Progress) -> str:
+    has_worker, has_messages = bool(seen.workers) or not seen.asked, any(seen.queue)
+    return run_progress.line(progress, time.time(), has_worker, has_messages)
 
 
 def _memory(seen: watch.Status) -> list[str]:
     """Return lines about Redis' memory, that of results and sent records (estimated from a sample), and warnings."""
-    kept = seen.kept
-    if not seen.memory or not kept:
-        return [MEMORY_UNKNOWN]
-    # Results that were stored are counted. The estimate may be higher.
-    count = min(kept.results, seen.results.stored)
-    lines = [str(seen.memory)]
-    lines.append(_used("results", kept.results_bytes, kept.results_limit, count, kept.result_bytes))
-    if kept.stream_entries:
-        lines.append(f"their stream: {kept.stream_entries:,} of {kept.stream_entry_bytes:,.0f} bytes")
-    lines.append(_used("sent records", kept.sent_bytes, kept.sent_limit, kept.sent, kept.sent_record_bytes))
-    lines.append(seen.memory.warning)
-    needs, counts = seen.memory, seen.results
-    lines.append(_dropping("results", needs.results_needed, needs.results_kept_seconds, counts.dropped))
-    lines.append(_dropping("sent records", needs.sent_needed, needs.sent_kept_seconds, counts.sent_dropped))
-    return list(filter(None, lines))
+    lines, counts = seen.memory_lines(), seen.results
+    if seen.memory and seen.needs:
+        kept, needs = seen.memory.kept, seen.needs
+        # Results that were stored are counted. The estimate may be higher.
+        results = kept.results_bytes, kept.results_limit, min(kept.results, counts.stored)
+        lines.append(_kept("results", *results, needs.results_kept_s, counts.dropped))
+        sent = kept.sent_bytes, kept.sent_limit, kept.sent
+        lines.append(_kept("sent records", *sent, needs.sent_kept_s, counts.sent_dropped))
+    return lines
 
 
-def _used(what: str, used: float, limit: int, count: int, record_bytes: float) -> str:
-    """Format how much memory records of one kind use and may use, their number and the bytes of each."""
-    if not count:
-        return f"{what}: nothing stored, limit {size(limit)}"
-    shown = f"{count:,}" if count < MIN_ESTIMATED else f"about {round(count, 3 - len(str(count))):,}"
-    return f"{what}: about {size(used)} of {size(limit)} · {shown} of {record_bytes:,.0f} bytes"
-
-
-def _dropping(what: str, needed: float, kept_seconds: float | None, dropped: int) -> str:
-    """Say how many records were dropped, and how long they are kept at the current rate; "" if all are."""
-    facts = [f"{dropped:,} {what} dropped"] if dropped else []
-    if kept_seconds is not None:
-        facts.append(f"{what} kept for about {span(kept_seconds)} at this rate; about {size(needed)} would keep all")
-    return " · ".join(facts)
+def _kept(what: str, used: float, limit: int, count: int, kept_s: float | None, dropped: int) -> str:
+    """Format the memory of records of one kind. kept_s: seconds after which they are dropped; None if they expire."""
+    parts = [f"{what}: about {decimal(int(used))} of {decimal(limit)}", f"about {count:,} stored"]
+    if kept_s is not None:
+        parts.append(f"kept for about {span(kept_s)} at this rate")
+    if dropped:
+        parts.append(f"{dropped:,} dropped")
+    return " · ".join(parts)
 
 
 def _queues(seen: watch.Status) -> list[str]:
@@ -136,8 +123,7 @@ def _facts(seen: watch.Status, settings: Settings) -> Iterator[tuple[str, list[s
     pace = f"{60 * seen.results_per_second:,.0f} a minute · " if seen.results_per_second else ""
     yield "results", [f"{pace}{seen.results.stored:,} stored so far · {duplicates:,} duplicates"]
     yield "dead letters", [_dead_letters(seen)]
-    has_worker, has_messages = bool(seen.workers) or not seen.asked, bool(seen.queue.waiting or seen.queue.held)
-    yield "runs", [run_progress.line(run, time.time(), has_worker, has_messages) for run in seen.runs]
+    yield "runs", [_run(seen, progress) for progress in seen.runs]
     for name, report in seen.live.items():
         yield name, [ingest.format_status(report)]
     yield "gaps", [f"{seen.gaps:,} · `feedmill ingest gaps`" if seen.gaps else "0"]
@@ -145,7 +131,7 @@ def _facts(seen: watch.Status, settings: Settings) -> Iterator[tuple[str, list[s
     for node, age in seen.missing.items():
         yield "worker", [f"{node} does not answer; last report, one a minute, {span(age)} ago"]
     if not seen.asked:
-        yield "workers", [WORKERS_UNKNOWN]
+        yield "workers", [watch.WORKERS_UNKNOWN]
     elif not seen.workers:
         is_starting = settings.redis_url is None and is_folder_locked(settings.data_folder)
         advice = "`feedmill up` is running, and starts one" if is_starting else "start one with `feedmill worker`"

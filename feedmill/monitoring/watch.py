@@ -12,20 +12,20 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 from redis import Redis
 from redis.exceptions import ResponseError
+from rich.filesize import decimal
 
-from feedmill.monitoring import capacity
-from feedmill.monitoring.capacity import Memory
+from feedmill.console import span
 from feedmill.producers.live.state import Gaps, LiveStatus, statuses
 from feedmill.shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
 from feedmill.shared.errors import RedisUnavailable
 from feedmill.shared.keys import DEAD_LETTERS
-from feedmill.shared.metrics import connect_for_monitoring, oldest_seconds
+from feedmill.shared.metrics import RedisMemory, connect_for_monitoring, oldest_seconds, read_memory
 from feedmill.shared.model_routing import expected_workers, known_queues
 from feedmill.shared.redis_errors import rejects_writes
 from feedmill.shared.results import Counters, ResultsStore
-from feedmill.shared.retention import Kept
+from feedmill.shared.retention import Needs, needs
 from feedmill.shared.runs import Progress, recent
-from feedmill.shared.settings import Settings
+from feedmill.shared.settings import PREFIX, Settings
 
 #: Seconds to wait for a further answer: when no worker is registered, and for each registered one.
 ANSWER_TIMEOUT_S, REGISTERED_TIMEOUT_S = 1.0, 3.0
@@ -34,6 +34,11 @@ ANSWER_TIMEOUT_S, REGISTERED_TIMEOUT_S = 1.0, 3.0
 RUNS_SHOWN = 5
 #: Celery's name for the pool of Feedmill workers.
 FEEDMILL_POOL = "feedmill.workers.runtime.pool:DevicePool"
+#: Share of Redis' memory limit from which the health check fails, and how to need less.
+FULL_SHARE = 0.95
+MEMORY_ADVICE = f"raise maxmemory, or lower {PREFIX}RESULTS_MEMORY"
+#: Shown in place of what cannot be read.
+MEMORY_UNKNOWN = "unknown: this Redis user may not run INFO and MEMORY USAGE (docs/redis.md)"
 WORKERS_UNKNOWN = "unknown: workers cannot answer while Redis refuses writes"
 
 
@@ -73,18 +78,31 @@ class Status(NamedTuple):
     #: Expected workers that did not answer, each with the seconds since its last sign of life.
     missing: dict[str, float]
     #: None if this Redis user may not run INFO and MEMORY USAGE.
-    memory: Memory | None
-    #: Memory of results and sent records; None for the same reason.
-    kept: Kept | None
+    memory: RedisMemory | None
+    #: What the recent throughput needs until records expire; None for the same reason.
+    needs: Needs | None
     #: The most recently active runs, newest first.
     runs: list[Progress]
 
     def as_json(self) -> dict[str, Any]:
         queues = {name: queue._asdict() for name, queue in self.queues.items()}
-        memory = self.memory and self.memory._asdict()
+        memory = self.memory and self.memory._asdict() | {"kept": self.memory.kept._asdict()}
         fields = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
-        kept = self.kept and self.kept._asdict()
-        return fields | {"memory": memory, "kept": kept, "runs": [run.as_json() for run in self.runs]}
+        wanted = self.needs and self.needs._asdict()
+        return fields | {"memory": memory, "needs": wanted, "runs": [run.as_json() for run in self.runs]}
+
+    def memory_lines(self) -> list[str]:
+        """Describe Redis' memory; the second line, if any, is a warning that the rate needs more than there is."""
+        if not self.memory or not self.needs:
+            return [MEMORY_UNKNOWN]
+        used, limit, is_machine, kept = self.memory
+        note = " (the machine's memory: maxmemory is not set)" if is_machine else ""
+        lines = [f"{decimal(used)} of {decimal(limit)}{note}"]
+        needed = self.needs.of_redis(kept, used)
+        if self.results_per_second and needed > limit:
+            rate = f"{self.results_per_second:,.1f} posts/s need {decimal(int(needed))}"
+            lines.append(f"warning: {rate} until results and sent records expire: {MEMORY_ADVICE}")
+        return lines
 
 
 def status(redis: Redis, app: Celery | None, settings: Settings) -> Status:
@@ -101,11 +119,12 @@ def status(redis: Redis, app: Celery | None, settings: Settings) -> Status:
     depth, queues = _queues(redis, settings)
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
     rate = sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
-    memory, kept = capacity.estimate_memory(redis, settings, rate)
+    memory = read_memory(redis, settings)
+    wanted = memory and needs(memory.kept, settings, rate)
     gaps = len(Gaps(redis).open())
     live = {name: found.report for name, found in statuses(redis).items() if found.running}
     return Status(
-        depth, queues, workers or {}, results, rate, live, oldest, gaps, dead, asked, missing, memory, kept, runs
+        depth, queues, workers or {}, results, rate, live, oldest, gaps, dead, asked, missing, memory, wanted, runs
     )
 
 
@@ -179,16 +198,6 @@ def _ask(app: Celery, redis: Redis) -> dict[str, dict[str, Any]] | None:
         raise
 
 
-def has_worker(settings: Settings) -> bool:
-    """Return whether a worker answers; True also if that is unknown. Raises redis.exceptions.RedisError."""
-    return _ask(make_app(settings), connect_for_monitoring(settings)) != {}
-
-
-def has_messages(redis: Redis, settings: Settings) -> bool:
-    """Return whether messages wait in any queue, or are held by workers. Raises redis.exceptions.RedisError."""
-    return any(_queues(redis, settings)[0])
-
-
 def _missing(redis: Redis, workers: dict[str, dict[str, Any]] | None) -> dict[str, float]:
     """Return the expected workers that did not answer, each with the seconds since its last sign of life."""
     return (
@@ -227,7 +236,7 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> list[Find
         return [Finding(HealthPart.REDIS, False, str(error))]
     found = {
         HealthPart.REDIS: _writable(redis, settings),
-        HealthPart.MEMORY: _lasting(seen.memory),
+        HealthPart.MEMORY: _lasting(seen),
         HealthPart.QUEUE: _full(seen, settings),
         HealthPart.WORKERS: _workers(seen),
         HealthPart.ROWS: _rows(seen, settings),
@@ -246,11 +255,11 @@ def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
     return True, f"Redis at {settings.redis_address} answers"
 
 
-def _lasting(memory: Memory | None) -> tuple[bool, str]:
+def _lasting(seen: Status) -> tuple[bool, str]:
     """Check that Redis' memory is not full; warn if the current rate needs more than there is."""
-    if memory is None:
-        return True, "unknown: this Redis user may not run INFO and MEMORY USAGE (docs/redis.md)"
-    return not memory.full, memory.warning or (f"{memory}: {capacity.ADVICE}" if memory.full else str(memory))
+    said, memory = seen.memory_lines()[-1], seen.memory
+    is_full = memory is not None and memory.used >= FULL_SHARE * memory.limit
+    return not is_full, f"{said}: {MEMORY_ADVICE}" if is_full and MEMORY_ADVICE not in said else said
 
 
 def _full(seen: Status, settings: Settings) -> tuple[bool, str]:
@@ -269,7 +278,7 @@ def _workers(seen: Status) -> tuple[bool, str]:
         return False, WORKERS_UNKNOWN
     answering = ", ".join(seen.workers)
     if seen.missing:
-        silent = ", ".join(f"{node} (last report {capacity.span(age)} ago)" for node, age in seen.missing.items())
+        silent = ", ".join(f"{node} (last report {span(age)} ago)" for node, age in seen.missing.items())
         advice = "check the worker's log, or restart the worker"
         return False, f"no answer from {silent}: {advice}. Answering: {answering or 'none'}"
     return bool(answering), answering or "none answers: start one with `feedmill worker`"
@@ -295,22 +304,18 @@ def _live(known: dict[str, LiveStatus]) -> tuple[bool, str]:
     Each still reports its status, unless it was stopped, and has read something, unless nothing has failed yet. A
     source that fails later does not count as a failed daemon.
     """
-    silent = [
-        f"{name} (for {capacity.span(found.age)})"
-        for name, found in known.items()
-        if not (found.running or found.ended)
-    ]
-    if silent:
-        return False, f"no report from the daemon of {', '.join(silent)}: start it again with `feedmill ingest`"
     if not known:
         return True, "not in use; `feedmill ingest` starts a daemon"
-    running = {name: found.report for name, found in known.items() if found.running}
-    parts = {
-        "reading ": [name for name, report in running.items() if report["read"]],
-        "nothing read yet from ": [name for name, report in running.items() if not report["read"]],
-        "": [f"{name} was stopped" for name, found in known.items() if found.ended],
-    }
-    said = "; ".join(f"{what}{', '.join(names)}" for what, names in parts.items() if names)
-    hindered = [report["hindrance"] for report in running.values() if report["hindrance"]]
-    well = all(report["read"] or not report["hindrance"] for report in running.values())
-    return well, said + (f"{', but' if well else ''}: {'; '.join(hindered)}" if hindered else "")
+    said = [f"{name}: {_state(status)}" for name, status in known.items()]
+    running = [status.report for status in known.values() if status.running]
+    well = all(status.running or status.ended for status in known.values())
+    return well and all(report["read"] or not report["hindrance"] for report in running), "; ".join(said)
+
+
+def _state(status: LiveStatus) -> str:
+    """Describe the state of a source's daemon."""
+    if status.ended:
+        return "stopped"
+    if not status.running:
+        return f"no report for {span(status.age)}; start it again with `feedmill ingest`"
+    return str(status.report["hindrance"]) or ("reading" if status.report["read"] else "nothing read yet")

@@ -14,25 +14,19 @@ from importlib.resources import files
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from feedmill.console import notes_console, output_console
-from feedmill.monitoring.watch import worker_statistics
+from feedmill.console import LiveBar, notes_console, output_console
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.errors import StackError, printable
+from feedmill.shared.errors import printable
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from feedmill.stack.embedded import WORKER_NODE, Stack, start
+from feedmill.stack.embedded import Stack, start
 from feedmill.stack.signals import note_signals
 
-#: Maximum seconds to wait for another result. After that, the results so far are shown.
-RESULTS_TIMEOUT_S = 300.0
-#: Maximum seconds to wait for the worker's answer about its statistics.
-PATIENCE_S = 10.0
 #: Rows of the table, unless `--all` shows every post.
 SAMPLE_ROWS = 16
 #: Seed of the sample. Fixed before any result was seen, so that the rows are neither picked by hand nor different in
@@ -60,11 +54,8 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
             seconds = _classify(stack, posts, notes)
             _report(stack, posts, seconds, console, as_json, show_all)
             if keep:
-                notes.print(
-                    f"Flower is at {stack.addresses.flower_url}; Ctrl-C stops everything. In another terminal, run:"
-                )
-                command = "feedmill" if _is_on_path() else shlex.quote(str(Path(sys.executable).parent / "feedmill"))
-                notes.print(f"  FEEDMILL_DATA_FOLDER={folder} {command} status", markup=False)
+                notes.print(f"Flower is at {stack.addresses.flower_url}; Ctrl-C stops everything.")
+                notes.print(f"In another terminal:\n  FEEDMILL_DATA_FOLDER={folder} {_command()} status", markup=False)
                 stack.stay(partial(notes.print, markup=False))
         finally:
             stack.stop()
@@ -72,22 +63,16 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
 
 def _classify(stack: Stack, posts: Sequence[Post], notes: Console) -> float:
     """Enqueue the posts, wait for their results and return the seconds from the first message to the last result."""
-    redis = connect(stack.settings)
+    redis, began = connect(stack.settings), time.monotonic()
     store = ResultsStore(redis, stack.settings)
-    columns = (TextColumn("classifying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    began = time.monotonic()
-    with Progress(*columns, console=notes) as progress:
-        bar = progress.add_task("", total=len(posts))
+
+    def settled() -> int:
+        counters = store.counters()
+        return counters.stored + counters.failed
+
+    with LiveBar(notes, lambda _: ("classifying", settled(), len(posts))):
         Pusher(make_app(stack.settings), redis, stack.settings, ClassifyOptions()).push(posts)
-        done, latest = 0, began
-        while not progress.finished:
-            counters = store.counters()
-            if counters.stored + counters.failed > done:
-                done, latest = counters.stored + counters.failed, time.monotonic()
-                progress.update(bar, completed=done)
-            elif time.monotonic() - latest > RESULTS_TIMEOUT_S:
-                notes.print(f"[red]No result for {RESULTS_TIMEOUT_S:.0f} s; showing the results so far.[/]")
-                break
+        while settled() < len(posts):
             stack.check()
             time.sleep(0.02)
     return time.monotonic() - began
@@ -111,15 +96,11 @@ def _report(
     console.print(f"It took {seconds:.1f} s: {len(results) / seconds:.0f} posts per second.")
     console.print(_next_steps(), soft_wrap=True, markup=False)
     if as_json:
-        statistics = worker_statistics(make_app(stack.settings), [WORKER_NODE], PATIENCE_S).get(WORKER_NODE)
-        if statistics is None:
-            raise StackError(f"The worker does not answer. See its log in {stack.settings.data_folder}.")
         summary = {
             "posts": len(posts),
             "classified": len(results),
             "correct": _count_right(results),
             "posts_per_s": round(len(results) / seconds, 1),
-            "padding_efficiency": statistics["padding_efficiency"],
             "seconds": round(seconds, 3),
         }
         sys.stdout.write(json.dumps(summary) + "\n")
@@ -160,24 +141,19 @@ def _table(results: Sequence[Result]) -> Table:
 
 def _next_steps() -> str:
     """Return the commands to try next, with the user's own labels."""
-    activate = Path(sys.executable).parent / "activate"
     steps = {
-        f'feedmill classify "I want my money back" --labels {EXAMPLE_LABELS}': "label a text",
-        f"feedmill classify posts.csv --labels {EXAMPLE_LABELS}": "label your own file, named posts.csv here",
-        "feedmill up": "keep everything running",
+        f'classify "I want my money back" --labels {EXAMPLE_LABELS}': "label a text",
+        f"classify posts.csv --labels {EXAMPLE_LABELS}": "label your own file, named posts.csv here",
+        "up": "keep everything running",
     }
-    if not _is_on_path() and activate.exists():
-        steps = {f". {shlex.quote(_from_here(activate))}": "put feedmill on the PATH"} | steps
     width = max(map(len, steps))
-    return "\n".join(["\nNext, with your own labels:", *(f"  {step:<{width}}  # {why}" for step, why in steps.items())])
+    lines = [f"  {_command()} {step:<{width}}  # {why}" for step, why in steps.items()]
+    return "\n".join(["\nNext, with your own labels:", *lines])
 
 
-def _is_on_path() -> bool:
-    """Return whether the shell finds this installation's command by its name."""
+def _command() -> str:
+    """Return the name of this installation's command, or its path if the shell finds no or another one."""
     own = Path(sys.executable).parent / "feedmill"
-    return not own.exists() or shutil.which("feedmill") == str(own)
-
-
-def _from_here(path: Path) -> str:
-    """Return the path relative to the current directory if it lies below it."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    if not own.exists() or shutil.which("feedmill") == str(own):
+        return "feedmill"
+    return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))

@@ -45,7 +45,7 @@ def test_draws_every_post_when_few_results_have_arrived() -> None:
 
 def test_readme_shows_the_sample() -> None:
     """The README quotes a part of a run: whole titles of posts, and marks that agree with their topics."""
-    (block,) = re.findall(r"^classifying ━.*?^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(r"^ +label +score  post$.*?^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     titles = {" ".join(html.unescape(post.title).split()): post.topic for post in sample_posts()}
     lines = re.findall(r"^([✓✗])  (\S+) +0\.\d\d   (.*)$", block, re.MULTILINE)
     assert len(lines) >= 3
