@@ -1,7 +1,7 @@
 """The console of tables on standard output, and the bar of long commands on standard error."""
 
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -11,19 +11,8 @@ PIPE_WIDTH = 10_000
 
 
 def output_console() -> Console:
-    """Return a console for standard output. Without a terminal, it shows whole cells and no trailing blanks."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else _PipeConsole(highlight=False, width=PIPE_WIDTH)
-
-
-class _PipeConsole(Console):
-    """A console without trailing blanks. rich pads each line of a table."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        with self.capture() as captured:
-            super().print(*objects, **options)
-        self.file.write("\n".join(line.rstrip(" ") for line in captured.get().split("\n")))
-        self.file.flush()
+    """Return a console for standard output. Without a terminal, it shows whole cells."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 class LiveBar(Progress):

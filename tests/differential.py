@@ -203,7 +203,7 @@ def start(name: str, redis: RedisServer, model: Path, folder: Path) -> Forking:
 
 def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit: float) -> Side:
     """Send all messages to a worker, wait for the last event, and stop the worker with SIGTERM."""
-    worker.wait_until(lambda: " ready." in worker.output())
+    worker.wait_until(lambda: " ready." in worker.log.read_text())
     app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
     app.conf.task_default_queue = "feedmill"
     # Do not subscribe to results, because this process never waits for one.

@@ -5,7 +5,6 @@ switched or failed.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from feedmill.cli.option_groups import excludes, with_settings
 from feedmill.cli.options import AsJson
 from feedmill.monitoring import watch
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.errors import UserError, explain_missing, printable
+from feedmill.shared.errors import explain_missing, printable
 from feedmill.shared.keys import REQUESTED_MODELS
 from feedmill.shared.model_routing import (
     DeploymentReport,
@@ -90,18 +89,13 @@ def _is_reset(deployed: RequestedModel | None, workers: dict[str, dict[str, Any]
 
 
 def _requested(folder: Path | None) -> RequestedModel:
-    """Return the deployment to store; without a folder, that of the workers' own model. Raises UserError."""
+    """Return the deployment to store; without a folder, that of the workers' own model. Raises ModelError."""
     if folder is None:
         return RequestedModel(None, None, time.time())
     with explain_missing("Deploying a model", "worker"):
-        from feedmill.workers.models.weights import CONFIG_FILE, MODULES_FILE, locate  # noqa: PLC0415 - needs packages that only workers have
-    place = folder.expanduser().absolute()
-    # Path.exists raises for a name that is too long.
-    if not any(os.path.exists(place / name) for name in (CONFIG_FILE, MODULES_FILE)):  # noqa: PTH110
-        raise UserError(
-            f"{place} contains no model: it has no {CONFIG_FILE}. Give a folder written by `feedmill train`."
-        )
-    return RequestedModel(str(place), locate(str(place)).sha256, time.time())
+        from feedmill.workers.models.weights import locate  # noqa: PLC0415 - needs packages that only workers have
+    place = str(folder.expanduser().absolute())
+    return RequestedModel(place, locate(place).sha256, time.time())
 
 
 def _wait_for_workers(

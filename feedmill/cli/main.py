@@ -15,7 +15,6 @@ import signal
 import sys
 from contextlib import suppress
 from functools import partial
-from ipaddress import ip_address
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
@@ -228,41 +227,14 @@ def flower(
     settings: Settings,
     port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 5555,
     address: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
-    no_auth: Annotated[bool, Option("--no-auth", help="Require no password; needs a loopback address.")] = False,
 ) -> None:
     """Run Flower, Celery's dashboard of queues, workers and messages.
 
     The user is feedmill; set the password in FEEDMILL_FLOWER_PASSWORD.
     """
-    if no_auth and not _is_loopback(address):
-        raise UserError(
-            f"--no-auth would let anyone who can reach {address} stop workers. Leave out --no-auth, or set --address "
-            "127.0.0.1."
-        )
-    if not no_auth and settings.flower_password is None:
-        raise SettingsError(f"Flower needs a password: set {PREFIX}FLOWER_PASSWORD, or give --no-auth.")
     with explain_missing("Flower", "monitor"):
         from feedmill.monitoring.dashboard import Dashboard  # noqa: PLC0415 - needs Flower, an optional package
-
-    dashboard = Dashboard(settings, address, port, None if no_auth else settings.flower_password)
-    if no_auth:
-        logger.warning("Flower requires no password: every user of this machine can stop workers")
-    elif not _is_loopback(address) and not dashboard.encrypted:
-        logger.warning(
-            "Flower listens on %s without TLS and receives the password unencrypted: set FLOWER_CERTFILE and "
-            "FLOWER_KEYFILE",
-            address,
-        )
-    logger.info("Flower at %s", dashboard.url)
-    dashboard.run()
-
-
-def _is_loopback(address: str) -> bool:
-    """Return True if only this machine can reach the address. The only host name accepted is "localhost"."""
-    try:
-        return ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+    Dashboard(settings, address, port).run()
 
 
 def run() -> None:

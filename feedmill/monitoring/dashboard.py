@@ -38,11 +38,11 @@ from tornado.web import authenticated
 
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.broker import make_app
-from feedmill.shared.errors import UserError, clause
+from feedmill.shared.errors import SettingsError, UserError, clause
 from feedmill.shared.linux import notify
 from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.model_routing import queues
-from feedmill.shared.settings import FLOWER_USER, Settings
+from feedmill.shared.settings import FLOWER_USER, PREFIX, Settings
 from feedmill.stack.signals import EXIT_SIGNALS, not_ignored
 
 logger = logging.getLogger(__name__)
@@ -59,15 +59,13 @@ SAVED_FIELDS = frozenset(Task._fields) - {"root", "parent", "children"}  # type:
 
 
 class Dashboard:
-    """A Flower server that listens from construction on; `run` serves until SIGTERM or Ctrl-C.
+    """A Flower server that listens from construction on; `run` serves until SIGTERM or Ctrl-C. Raises UserError."""
 
-    password: password of FLOWER_USER; None disables basic auth. Raises UserError.
-    """
-
-    def __init__(self, settings: Settings, address: str, port: int, password: SecretStr | None) -> None:
+    def __init__(self, settings: Settings, address: str, port: int) -> None:
         os.umask(0o077)  # only the owner may read the state file
-        options = _configure(address, port, password)
-        self.encrypted = bool(options.certfile)
+        if settings.flower_password is None:
+            raise SettingsError(f"{PREFIX}FLOWER_PASSWORD must be set: anyone who can open Flower can stop workers.")
+        options = _configure(address, port, settings.flower_password)
         app = make_app(settings)
         with _start_errors(address, port):
             events = MessageEvents(
@@ -84,7 +82,7 @@ class Dashboard:
             port = self._flower.start_http_server()
         prefix = f"/{options.url_prefix.strip('/')}" if options.url_prefix else ""
         host = f"[{address}]" if ":" in address else address
-        self.url = f"http{'s' * self.encrypted}://{host}:{port}{prefix}"
+        logger.info("Flower at %s", f"http{'s' * bool(options.certfile)}://{host}:{port}{prefix}")
 
     def run(self) -> None:
         loop = self._flower.io_loop
@@ -100,7 +98,7 @@ class Dashboard:
             self._flower.stop()
 
 
-def _configure(address: str, port: int, password: SecretStr | None) -> Any:
+def _configure(address: str, port: int, password: SecretStr) -> Any:
     """Return Flower's options: from FLOWER_ variables, except those that are set here. Raises UserError."""
     options = tornado.options.options
     options.max_tasks = MAX_TASKS
@@ -110,7 +108,7 @@ def _configure(address: str, port: int, password: SecretStr | None) -> Any:
     except (tornado.options.Error, TypeError, ValueError) as error:
         raise UserError(f"Invalid FLOWER_ environment variable: {clause(error)}. Correct or unset it.") from None
     options.address, options.port = address, port
-    options.basic_auth = [] if password is None else [f"{FLOWER_USER}:{password.get_secret_value()}"]
+    options.basic_auth = [f"{FLOWER_USER}:{password.get_secret_value()}"]
     options.format_task = _with_reason
     extract_settings()
     setup_logging()

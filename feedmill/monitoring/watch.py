@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Collection
-from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -165,27 +164,10 @@ def current_workers(app: Celery, redis: Redis) -> dict[str, dict[str, Any]]:
     return worker_statistics(app, nodes or None, REGISTERED_TIMEOUT_S if nodes else ANSWER_TIMEOUT_S)
 
 
-class _AllAnsweredError(Exception):
-    """Internal signal that all expected answers have arrived."""
-
-
 def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> dict[str, Any]:
-    """Send a remote-control command and return each node's first answer. nodes, patience: see worker_statistics.
-
-    Celery's `limit` cannot replace the callback: it counts answers, so two answers from workers with one name would end
-    the wait too early.
-    """
-    answers: dict[str, Any] = {}
-
-    def record(answer: dict[str, Any]) -> None:
-        answers.update({node: reply for node, reply in answer.items() if node not in answers})
-        if nodes and answers.keys() >= set(nodes):
-            raise _AllAnsweredError
-
-    with suppress(_AllAnsweredError):
-        # limit=0 means no limit; kombu reads None as the number of nodes.
-        app.control.broadcast(command, destination=nodes, reply=True, timeout=patience, limit=0, callback=record)
-    return answers
+    """Send a remote-control command and return each node's answer. nodes, patience: see worker_statistics."""
+    answers = app.control.broadcast(command, destination=nodes, reply=True, timeout=patience) or []
+    return {node: reply for answer in answers for node, reply in answer.items()}
 
 
 def _ask(app: Celery, redis: Redis) -> dict[str, dict[str, Any]] | None:

@@ -106,15 +106,11 @@ class Child:
         if (status := self.process.poll()) is not None:
             raise StackError(f"{self.name} exited with status {status}. {self.log_tail()}")
 
-    def output(self) -> str:
-        """Return the output of this run in the log."""
-        with self.log.open("rb") as log:
-            log.seek(self._log_start)
-            return log.read().decode(errors="replace")
-
     def log_tail(self) -> str:
-        """Return a sentence with the log's last lines; "" without any."""
-        lines = "".join(f"\n  {line}" for line in self.output().splitlines()[-LAST_LINES:])
+        """Return a sentence with the last lines of this run in the log; "" without any."""
+        with self.log.open(errors="replace") as log:
+            log.seek(self._log_start)
+            lines = "".join(f"\n  {line}" for line in log.read().splitlines()[-LAST_LINES:])
         return f"Its log ends:{lines}" if lines else ""
 
     def stop(self, seconds: float, is_urgent: Callable[[], bool] = lambda: False) -> None:

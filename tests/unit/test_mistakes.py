@@ -127,7 +127,7 @@ def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("module", "arguments", "words"),
     [
-        ("feedmill.monitoring.dashboard", "flower --no-auth", ["Flower", "feedmill[monitor]"]),
+        ("feedmill.monitoring.dashboard", "flower", ["Flower", "feedmill[monitor]"]),
         ("psycopg", "export postgresql://host/database", ["psycopg", "feedmill[postgres]"]),
         ("feedmill.workers.models", "classify word", ["workers", "feedmill[worker]"]),
     ],
