@@ -19,7 +19,7 @@ from typer import Option
 
 from feedmill.cli.option_groups import excludes, with_settings
 from feedmill.cli.options import SENDING, File, FileFlags, Limit, MessageFlags, Since, Until, check_period
-from feedmill.cli.run_progress import wait_for_run
+from feedmill.cli.status import wait_for_run
 from feedmill.console import LiveBar, counted, notes_console
 from feedmill.export.columns import COLUMNS
 from feedmill.producers.clear import messages_cleared

@@ -32,7 +32,6 @@ from feedmill.cli import (
     label,
     measuring,
     offline,
-    options,
     purge,
     report,
     results,
@@ -97,13 +96,11 @@ def _print_version(is_given: bool) -> None:
 
 @app.callback()
 def main(
-    log_format: Annotated[str | None, Option(help="Log format: text or json (default: text).")] = None,
     _version: Annotated[
         bool, Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Store the options that apply to every command."""
-    options.log_format = log_format
+    """Take the options that need no command."""
 
 
 @app.command(rich_help_panel="Try it")

@@ -92,17 +92,13 @@ def utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
 
 
-#: The value of `--log-format`, which precedes the command; set by feedmill/cli/main.py.
-log_format: str | None = None
-
-
 def settings_of(*, plain_logs: bool = False, **flags: Any) -> Settings:
     """Load the settings with these option values, configure logging and warn about unknown variables.
 
     flags: option values by setting name; None means that the option was not given. plain_logs: see `logs.configure`.
     Raises SettingsError for a value that is out of range or malformed.
     """
-    settings = load(log_format=log_format, **flags)
+    settings = load(**flags)
     logs.configure(settings, plain=plain_logs)
     for warning in unknown_variables():
         logger.warning(warning)

@@ -34,7 +34,6 @@ def lock_early(arguments: Sequence[str]) -> None:
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("command", nargs="?")
-    parser.add_argument("--log-format")
     parser.add_argument("--data-folder")
     with suppress(ArgumentError, UserError):
         given, others = parser.parse_known_args(arguments)

@@ -68,7 +68,7 @@ def test_commands_find_an_up_that_still_imports(tmp_path: Path) -> None:
     (tmp_path / "imports").mkdir()
     (tmp_path / "imports" / "sitecustomize.py").write_text(STOPS_IMPORT)
     slow = {"PYTHONPATH": str(tmp_path / "imports"), "NEW_INTERPRETER": "1"}
-    with running("--log-format=text", "up", "--data-folder", "data", cwd=tmp_path, **slow) as up:
+    with running("up", "--data-folder", "data", cwd=tmp_path, **slow) as up:
         wait_until((tmp_path / "importing").exists, "the imports have begun")
         data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
         said = feedmill("enqueue", "-", cwd=tmp_path, stdin='{"title": "A penalty"}\n', **data)

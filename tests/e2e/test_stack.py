@@ -114,27 +114,25 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         assert kept.stat().st_mode & 0o777 == 0o600
         assert up.says("feedmill url --flower")
         assert json.loads(kept.read_text())["flower_password"] not in up.text()
+        before = json.loads(kept.read_text())
         redis = urlsplit(feedmill("url", cwd=tmp_path, **data).stdout.strip())
         assert redis.username == "default", "redis-cli cannot log in without a user name"
         flower = urlsplit(feedmill("url", "--flower", cwd=tmp_path, **data).stdout.strip())
-        announced = json.loads(kept.read_text())
-        assert (flower.username, flower.password) == ("feedmill", announced["flower_password"])
-        assert announced["flower_url"] == f"http://127.0.0.1:{flower.port}"
+        assert (flower.username, flower.password) == ("feedmill", before["flower_password"])
+        assert before["flower_url"] == f"http://127.0.0.1:{flower.port}"
         # The command itself, redis-server, a worker and Flower.
         assert len(processes_in(tmp_path)) == 4, processes_in(tmp_path)
-        before = json.loads(kept.read_text())
         up.end(signal.SIGKILL)
         wait_until(lambda: not processes_in(tmp_path), "every process has ended")
-    with up_to_flower(tmp_path, data) as (command, said):
-        found = json.loads(kept.read_text())
-        assert found == before
-        assert f"Flower at {found['flower_url']}; " in said
-        assert found["flower_password"] not in said
+    with running("up", cwd=tmp_path, **data) as up:
+        wait_until(lambda: up.says("Ctrl-C"), "the stack is up again", 150)
+        assert json.loads(kept.read_text()) == before
+        assert f"Flower at {before['flower_url']}; " in up.text()
+        assert before["flower_password"] not in up.text()
         sent = feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=posts, **data)
         assert re.findall(r"\d+", sent.stdout)[:3] == ["0", "0", "40"]
         assert _stored(tmp_path, data) == 40
-        command.send_signal(signal.SIGINT)
-        assert command.wait(120) == 0
+        assert up.end(signal.SIGINT, 120) == 0
     assert processes_in(tmp_path) == []
 
 
@@ -237,20 +235,6 @@ def test_damaged_addresses_are_named(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(StackError, match=f"{re.escape(str(path))}.*Delete it"):
         addresses_in(Settings(data_folder=tmp_path))
-
-
-@contextmanager
-def up_to_flower(folder: Path, environment: dict[str, str]) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """Run `feedmill up` with a pipe as standard error; yield the process and its line about Flower."""
-    command = subprocess.Popen(
-        [FEEDMILL, "up"], stderr=subprocess.PIPE, text=True, cwd=folder,
-        env=os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048"} | environment,
-    )  # fmt: skip
-    with command:
-        try:
-            yield command, next((line for line in command.stderr or () if "Flower at" in line), "")
-        finally:
-            command.kill()
 
 
 def _stored(cwd: Path, environment: dict[str, str]) -> int:

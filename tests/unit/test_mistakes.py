@@ -49,7 +49,6 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("nonsense", ["nonsense"]),
         ("flower --port 99999", ["--port"]),
         ("results --limit 1 --redis-url here", ["feedmill: --redis-url: "]),
-        ("--log-format xml status", ["feedmill: --log-format: "]),
         ("enqueue - --posts-per-message 0", ["feedmill: --posts-per-message: "]),
         ("enqueue - --template x", ["--template: ", "'x'"]),
         ("enqueue - --labels a,a", ["--labels: ", "'a'"]),
@@ -215,7 +214,6 @@ def test_warns_about_a_single_label(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], labels: str | None, warned: bool
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    monkeypatch.setattr(options, "log_format", None)  # another test's command may have set it
     options.settings_of(labels=labels)
     assert ("only one label" in capsys.readouterr().err) == warned
 

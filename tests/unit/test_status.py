@@ -1,10 +1,10 @@
-"""feedmill/cli/{status,run_progress}.py: lines about memory and runs."""
+"""feedmill/cli/status.py: lines about memory and runs."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from feedmill.cli import status
-from feedmill.cli.run_progress import line
+from feedmill.cli.status import progress_line as line
 from feedmill.shared.results import Counters
 from feedmill.shared.retention import Kept, Needs
 from feedmill.shared.runs import Progress
