@@ -153,8 +153,8 @@ class Stack:
     def _add(self, launch: Callable[[dict[str, str]], Child], answers: Callable[[], bool] | None = None) -> Service:
         """Start a process. It is stopped before those that were started earlier: a worker needs Redis to the end."""
         service = Service(launch, answers)
-        self._services.insert(0, service)
         service.start()
+        self._services.insert(0, service)
         return service
 
     def _wait(self, service: Service, answers: Callable[[], bool]) -> None:

@@ -156,11 +156,11 @@ class Service:
         """Start the child. Raises StackError, for example because the data folder was moved."""
         self.is_ready()  # the previous child's notes
         self._is_ready = False
-        self._started, self._due = time.monotonic(), None
         try:
             self.child = self._launch({NOTIFY_SOCKET: f"@{self._notes.getsockname()[1:].decode()}"})
         except OSError as error:
             raise StackError(f"Cannot start a process: {error}. Correct the cause and start it again.") from None
+        self._started, self._due = time.monotonic(), None
 
     def is_ready(self) -> bool:
         """Return whether the child has reported that it is ready, and not that it stops."""

@@ -78,8 +78,7 @@ class Supervisor:
         """
         with note_signals(signal.SIGQUIT, signal.SIGUSR1) as received:
             try:
-                while not set(received) - {signal.SIGUSR1}:
-                    self._pass_on(received)
+                while not self._pass_on(received):
                     self._supervise()
                     time.sleep(POLL_INTERVAL_S)
                 return self._drain(received)
@@ -107,15 +106,21 @@ class Supervisor:
             restarts = sum(service.restarts for service in self._services)
             logger.info("%d of %d workers up · %d restarts", self._up, len(ready), restarts)
 
-    def _pass_on(self, received: list[int]) -> None:
-        """Send received signals to the workers: SIGUSR1 and SIGQUIT as they are, others as SIGTERM."""
+    def _pass_on(self, received: list[int]) -> bool:
+        """Send received signals to the workers: SIGUSR1 and SIGQUIT as they are, others as SIGTERM.
+
+        Return whether one of them stops the workers.
+        """
+        stops = False
         while received:
             number = received.pop(0)
+            stops = stops or number != signal.SIGUSR1
             how = number if number in (signal.SIGUSR1, signal.SIGQUIT) else signal.SIGTERM
             for service in self._services:
                 # SIGUSR1 would kill a worker that is still loading.
                 if service.is_running and (number != signal.SIGUSR1 or service.is_ready()):
                     service.child.process.send_signal(how)
+        return stops
 
     def _drain(self, received: list[int]) -> int:
         """Stop the workers and wait until they have ended; kill those that have not in time. Return the exit status."""
