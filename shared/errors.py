@@ -48,7 +48,7 @@ class ModelError(UserError):
 
 
 class StackError(UserError):
-    """A process of the embedded stack did not start, or keeps failing.
+    """A process of the embedded stack did not start, or ended during the demo.
 
     `feedmill up` and `feedmill demo` stop the processes that they started and exit with status 2.
     """

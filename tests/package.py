@@ -8,6 +8,7 @@ demo` and `feedmill classify` with other labels. All are installed under constra
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ def main() -> int:
         run(str(git / "bin" / "feedmill"), "--version")
 
         install(full, f"{sdist}[demo]")
-        demo = json.loads(run(str(full / "bin" / "feedmill"), "demo", "--json").splitlines()[-1])
+        demo = re.findall(r"\d+ of \d+ right", run(str(full / "bin" / "feedmill"), "demo"))
         own = run(str(full / "bin" / "feedmill"), "classify", "I want my money back", "--labels", "delivery,refund")
     found = {"wheel": wheel.name, "base_mb": round(size / 1e6, 1), "imported": imported, "demo": demo, "own": own}
     sys.stdout.write(json.dumps(found) + "\n")

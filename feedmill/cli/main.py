@@ -39,7 +39,6 @@ from feedmill.cli import (
     train,
 )
 from feedmill.cli.option_groups import with_settings
-from feedmill.cli.options import JsonSummary
 from feedmill.console import notes_console
 from feedmill.shared.errors import (
     SettingsError,
@@ -109,13 +108,12 @@ def demo(
     settings: Settings,
     keep: Annotated[bool, Option("--keep", help="Keep everything running until Ctrl-C.")] = False,
     all_posts: Annotated[bool, Option("--all", help="Show every post instead of a random sample.")] = False,
-    as_json: JsonSummary = False,
 ) -> None:
     """Run the whole system once on the bundled posts.
 
     Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops.
     """
-    run_demo(settings, keep, as_json, all_posts)
+    run_demo(settings, keep, all_posts)
 
 
 @app.command(rich_help_panel="Run it")

@@ -1,7 +1,6 @@
 """`feedmill demo`: start the whole system, classify the bundled posts, show the labels, stop everything."""
 
 import html
-import json
 import random
 import shlex
 import shutil
@@ -42,9 +41,8 @@ def sample_posts() -> list[Post]:
     return [Post.model_validate_json(line) for line in text.splitlines()]
 
 
-def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
+def run(settings: Settings, keep: bool, show_all: bool) -> None:
     """Start the stack, classify the sample posts, print their labels, stop everything. Raises StackError."""
-    console = output_console()
     notes = notes_console()
     with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, note_signals() as received:
         stack = Stack(settings, Path(folder), durable=False, signals=received)
@@ -52,7 +50,7 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
             start(stack, notes)
             posts = sample_posts()
             seconds = _classify(stack, posts, notes)
-            _report(stack, posts, seconds, console, as_json, show_all)
+            _report(stack, posts, seconds, show_all)
             if keep:
                 notes.print(f"Flower is at {stack.addresses.flower_url}; Ctrl-C stops everything.")
                 notes.print(f"In another terminal:\n  FEEDMILL_DATA_FOLDER={folder} {_command()} status", markup=False)
@@ -78,10 +76,9 @@ def _classify(stack: Stack, posts: Sequence[Post], notes: Console) -> float:
     return time.monotonic() - began
 
 
-def _report(
-    stack: Stack, posts: Sequence[Post], seconds: float, console: Console, as_json: bool, show_all: bool
-) -> None:
-    """Print the labels, how many are right, and what to run next; with `as_json` also the summary as a JSON line."""
+def _report(stack: Stack, posts: Sequence[Post], seconds: float, show_all: bool) -> None:
+    """Print the labels, how many are right, and what to run next."""
+    console = output_console()
     results = ResultsStore(connect(stack.settings), stack.settings).latest(len(posts))
     results = sorted(results, key=lambda result: result.post.id)
     shown = results if show_all else random_sample(results)
@@ -95,15 +92,6 @@ def _report(
         )
     console.print(f"It took {seconds:.1f} s: {len(results) / seconds:.0f} posts per second.")
     console.print(_next_steps(), soft_wrap=True, markup=False)
-    if as_json:
-        summary = {
-            "posts": len(posts),
-            "classified": len(results),
-            "correct": _count_right(results),
-            "posts_per_s": round(len(results) / seconds, 1),
-            "seconds": round(seconds, 3),
-        }
-        sys.stdout.write(json.dumps(summary) + "\n")
 
 
 def random_sample(results: Sequence[Result], rows: int = SAMPLE_ROWS) -> list[Result]:

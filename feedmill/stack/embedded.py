@@ -131,20 +131,15 @@ class Stack:
         self._redis = connect_for_monitoring(self.settings)
         #: The processes in the order in which they are stopped.
         self._services: list[Service] = []
-        #: The current step of `start`, for display.
-        self.step = "starting Redis"
 
     def start(self) -> Iterator[str]:
         """Start the processes and yield a line about each one once it answers.
 
         Raises StackError, and after a signal KeyboardInterrupt or SystemExit.
         """
-        redis = self._start_redis()
-        self.step = "loading the model, and measuring its token budget at the first start"
-        yield redis
+        yield self._start_redis()
         worker, flower = self._add(self._launch_worker), self._add(self._launch_flower)
         self._wait(worker, worker.is_ready)
-        self.step = "waiting for Flower"
         yield f"worker {WORKER_NODE}"
         # Flower misses events that are sent before it subscribes to them: the first pattern is the worker's.
         self._wait(flower, lambda: flower.is_ready() and int(self._redis.pubsub_numpat()) >= 2)
@@ -259,12 +254,11 @@ class Stack:
 
 
 def start(stack: Stack, notes: Console) -> None:
-    """Start the stack; print a line about each process once it answers, and the current step in a terminal."""
-    notes.print("Starting Redis, a worker and Flower")
-    with notes.status(f"{stack.step} …") as status:
+    """Start the stack, and print a line about each process once it answers."""
+    notes.print("Starting Redis, a worker and Flower. The first start measures the model's token budget")
+    with notes.status("starting …"):
         for line in stack.start():
             notes.print("[green]✓[/]", Text(line))
-            status.update(f"{stack.step} …")
 
 
 def flower_url(folder: Path) -> str:

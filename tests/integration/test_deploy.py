@@ -271,12 +271,10 @@ class Workers:
     def __init__(self, *looks: dict[str, Any]) -> None:
         self.control, self.looks = self, list(looks)
 
-    def broadcast(self, command: str, destination: list[str], callback: Callable[[Any], None], **_: Any) -> None:
+    def broadcast(self, command: str, destination: list[str], **_: Any) -> list[dict[str, Any]]:
         assert command == "feedmill_deploy"
         look = self.looks.pop(0) if self.looks else {}
-        for node in destination:
-            if node in look:
-                callback({node: look[node]})
+        return [{node: look[node]} for node in destination if node in look]
 
 
 ASKED, BEFORE = RequestedModel("/new", "00", 2.0), RequestedModel("/before", "11", 1.0)
