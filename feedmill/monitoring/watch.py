@@ -112,7 +112,8 @@ def status(redis: Redis, app: Celery | None, settings: Settings) -> Status:
     redis.ping()  # fails soon if Redis does not answer; Celery's connections are patient
     # First, because it can take seconds: totals read before would be older than the figures of workers and runs.
     workers = _ask(app, redis) if app else {}
-    asked, missing = workers is not None, _missing(redis, workers)
+    asked, expected = workers is not None, expected_workers(redis)
+    missing = {node: age for node, age in expected.items() if workers is not None and node not in workers}
     results, runs = ResultsStore(redis, settings).counters(), recent(redis, RUNS_SHOWN)
     dead: Any = redis.xlen(DEAD_LETTERS)
     depth, queues = _queues(redis, settings)
@@ -180,13 +181,6 @@ def _ask(app: Celery, redis: Redis) -> dict[str, dict[str, Any]] | None:
         raise
 
 
-def _missing(redis: Redis, workers: dict[str, dict[str, Any]] | None) -> dict[str, float]:
-    """Return the expected workers that did not answer, each with the seconds since its last sign of life."""
-    return (
-        {} if workers is None else {node: age for node, age in expected_workers(redis).items() if node not in workers}
-    )
-
-
 class HealthPart(StrEnum):
     """A part of the system with its own health check."""
 
@@ -194,7 +188,6 @@ class HealthPart(StrEnum):
     MEMORY = "memory"
     QUEUE = "queue"
     WORKERS = "workers"
-    ROWS = "rows"
     LIVE = "live"
 
 
@@ -209,7 +202,7 @@ class Finding(NamedTuple):
 def check_health(settings: Settings, parts: Collection[HealthPart]) -> list[Finding]:
     """Check the health of these parts. If Redis is unreachable, that is the only finding."""
     redis = connect_for_monitoring(settings)
-    asks = not {HealthPart.WORKERS, HealthPart.ROWS, HealthPart.MEMORY}.isdisjoint(parts)
+    asks = not {HealthPart.WORKERS, HealthPart.MEMORY}.isdisjoint(parts)
     try:
         with user_errors(settings):
             seen = status(redis, make_app(settings) if asks else None, settings)
@@ -220,8 +213,7 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> list[Find
         HealthPart.REDIS: _writable(redis, settings),
         HealthPart.MEMORY: _lasting(seen),
         HealthPart.QUEUE: _full(seen, settings),
-        HealthPart.WORKERS: _workers(seen),
-        HealthPart.ROWS: _rows(seen, settings),
+        HealthPart.WORKERS: _workers(seen, settings),
         HealthPart.LIVE: _live(live),
     }
     return [Finding(part, *found[part]) for part in HealthPart if part in parts]
@@ -246,38 +238,28 @@ def _lasting(seen: Status) -> tuple[bool, str]:
 
 def _full(seen: Status, settings: Settings) -> tuple[bool, str]:
     """Check that no queue is longer than `queue_limit`."""
-    limit, each = f"{settings.queue_limit:,}", ""
-    if len(seen.queues) > 1:
-        each = f" ({', '.join(f'{name}: {queue.waiting:,}' for name, queue in seen.queues.items())})"
-        limit += " per queue"
-    text = f"{seen.queue.waiting:,} messages waiting{each}, limit {limit}; {seen.queue.held:,} in flight"
+    each = ", ".join(f"{name}: {queue.waiting:,}" for name, queue in seen.queues.items())
+    limit = f"limit {settings.queue_limit:,} per queue"
+    text = f"{seen.queue.waiting:,} messages waiting ({each}), {limit}; {seen.queue.held:,} in flight"
     return all(queue.waiting <= settings.queue_limit for queue in seen.queues.values()), text
 
 
-def _workers(seen: Status) -> tuple[bool, str]:
-    """Check that at least one worker answers, and that all expected ones do."""
+def _workers(seen: Status, settings: Settings) -> tuple[bool, str]:
+    """Check that at least one worker answers, that all expected ones do, and that none is stuck.
+
+    A worker whose rows wait longer than `forward_timeout` should have exited.
+    """
     if not seen.asked:
         return False, WORKERS_UNKNOWN
+    problems = [f"{node} does not answer (last report {span(age)} ago)" for node, age in seen.missing.items()]
+    for node, pool in seen.workers.items():
+        if pool["oldest_row_seconds"] > settings.forward_timeout:
+            problems.append(f"{node} is stuck (a row has waited for {pool['oldest_row_seconds']:.0f} s)")
     answering = ", ".join(seen.workers)
-    if seen.missing:
-        silent = ", ".join(f"{node} (last report {span(age)} ago)" for node, age in seen.missing.items())
-        advice = "check the worker's log, or restart the worker"
-        return False, f"no answer from {silent}: {advice}. Answering: {answering or 'none'}"
+    if problems:
+        advice = "Check the worker's log, or restart the worker"
+        return False, f"{'; '.join(problems)}. {advice}. Answering: {answering or 'none'}"
     return bool(answering), answering or "none answers: start one with `feedmill worker`"
-
-
-def _rows(seen: Status, settings: Settings) -> tuple[bool, str]:
-    """Check that no row waits longer than `forward_timeout`, after which a worker with a hanging forward pass exits."""
-    if not seen.asked:
-        return False, WORKERS_UNKNOWN
-    ages = {node: float(pool["oldest_row_seconds"]) for node, pool in seen.workers.items()}
-    stuck = [f"{node} ({age:.0f} s)" for node, age in ages.items() if age > settings.forward_timeout]
-    if stuck:
-        limit = f"FEEDMILL_FORWARD_TIMEOUT ({settings.forward_timeout:.0f} s)"
-        return False, f"rows waiting longer than {limit}: {', '.join(stuck)}. Check the worker's log"
-    if seen.missing:
-        return False, f"unknown: no answer from {', '.join(seen.missing)}"
-    return True, f"oldest row has waited {max(ages.values()):.1f} s" if ages else "no rows are waiting in workers"
 
 
 def _live(known: dict[str, LiveStatus]) -> tuple[bool, str]:

@@ -103,7 +103,6 @@ def test_health_reports_a_read_only_replica(replica: RedisServer, settings: Sett
     assert not found[HealthPart.REDIS].well
     assert "replica" in found[HealthPart.REDIS].said
     assert not found[HealthPart.WORKERS].well
-    assert not found[HealthPart.ROWS].well
     assert found[HealthPart.QUEUE].said.startswith("1 ")
     assert replica.client.hget(COUNTERS, "stored") == "1"
 

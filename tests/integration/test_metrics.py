@@ -21,7 +21,7 @@ from feedmill.shared.broker import make_app
 from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, LIVE_STATUS, RUNS, run_key
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, oldest_seconds
-from feedmill.shared.model_routing import announce, register
+from feedmill.shared.model_routing import announce
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, announced, make_posts
 
@@ -161,7 +161,6 @@ def test_health_passes_when_all_is_well(settings: Settings) -> None:
     assert list(found) == list(HealthPart)
     assert all(well for well, _ in found.values())
     assert found[HealthPart.WORKERS][1] == "one@here"
-    assert "1.5 s" in found[HealthPart.ROWS][1]
     assert "`feedmill ingest`" in found[HealthPart.LIVE][1]
 
 
@@ -175,26 +174,13 @@ def test_health_fails_without_workers(settings: Settings, workers: dict[str, Any
     found = findings(settings)
     assert not found[HealthPart.WORKERS][0]
     assert "`feedmill worker`" in found[HealthPart.WORKERS][1]
-    assert found[HealthPart.ROWS][0]
 
 
 def test_health_fails_for_a_stuck_worker(settings: Settings, workers: dict[str, Any]) -> None:
     workers["two@here"] = POOL | {"oldest_row_seconds": 301.0}
-    well, said = findings(settings)[HealthPart.ROWS]
+    well, said = findings(settings)[HealthPart.WORKERS]
     assert not well
-    assert "two@here (301 s)" in said
-    assert "one@here" not in said
-
-
-def test_health_fails_if_a_worker_does_not_answer(
-    redis: RedisServer, settings: Settings, workers: dict[str, Any]
-) -> None:
-    register(redis.client, "two@here")
-    well, said = findings(settings)[HealthPart.ROWS]
-    assert (well, said.endswith("two@here")) == (False, True)
-    workers.clear()
-    well, said = findings(settings)[HealthPart.ROWS]
-    assert (well, said.endswith("two@here")) == (False, True)
+    assert re.match("two@here .*301 s", said)
 
 
 @pytest.mark.usefixtures("workers")
