@@ -1,10 +1,14 @@
-"""feedmill/cli/status.py: lines about memory and runs."""
+"""feedmill/cli/status.py and monitoring/watch.py: lines about memory and runs, and answers of workers."""
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
 
 from feedmill.cli import status
 from feedmill.cli.status import progress_line as line
+from feedmill.monitoring.watch import FEEDMILL_POOL, worker_statistics
 from feedmill.shared.results import Counters
 from feedmill.shared.retention import Kept, Needs
 from feedmill.shared.runs import Progress
@@ -41,3 +45,13 @@ def test_a_run_whose_last_posts_were_purged_has_ended() -> None:
         said = line(found, 1120.0, has_worker, has_messages=False)
         assert "599 of 600 done · 1 purged or cleared · ended 2 min ago" in said
     assert "ended" not in line(found, 1001.0, has_messages=False), "a sender marks posts before it sends them"
+
+
+@pytest.mark.parametrize(
+    "answer", [{"error": "no statistics"}, "none", None, {"pool": "solo"}, {"pool": {}}, {"pool": None}], ids=range(6)
+)
+def test_ignores_answers_of_other_applications(answer: object) -> None:
+    pool = {"implementation": FEEDMILL_POOL}
+    answers = [{"theirs@here": answer}, {"ours@here": {"pool": pool}}]
+    app = Mock(control=Mock(broadcast=Mock(return_value=answers)))
+    assert worker_statistics(app) == {"ours@here": pool}
