@@ -110,7 +110,7 @@ class Child:
         """Return a sentence with the last lines of this run in the log; "" without any."""
         with self.log.open(errors="replace") as log:
             log.seek(self._log_start)
-            lines = "".join(f"\n  {line}" for line in log.read().splitlines()[-LAST_LINES:])
+            lines = "".join(f"\n  {printable(line)}" for line in log.read().splitlines()[-LAST_LINES:])
         return f"Its log ends:{lines}" if lines else ""
 
     def stop(self, seconds: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
