@@ -184,8 +184,10 @@ class Service:
         elif (status := self.child.process.poll()) is not None:
             failed = f"{self.child.name} exited with status {status}"
             if status == USER_ERROR_STATUS:
-                raise UserError(f"{failed}: correct the mistake that its output names. {self.child.log_tail()}")
-            say(f"{failed}: restarting it in {self._schedule():g} s. {self.child.log_tail()}")
+                raise UserError(
+                    f"{failed}: correct the mistake that its output names. {self.child.log_tail()}".rstrip()
+                )
+            say(f"{failed}: restarting it in {self._schedule():g} s. {self.child.log_tail()}".rstrip())
         elif self._is_restarting and self.answers():
             self._is_restarting = False
             say(f"{self.child.name} answers again")
