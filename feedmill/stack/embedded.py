@@ -77,8 +77,14 @@ def addresses_in(settings: Settings) -> Addresses:
     except (OSError, ValueError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise StackError(f"Cannot use {path}: {reason}. Delete it to use new ports and passwords.") from None
+    _wait_for_ports(kept, path)
+    return kept
+
+
+def _wait_for_ports(addresses: Addresses, path: Path) -> None:
+    """Wait until the ports are free. Raises StackError if another program uses one of them."""
     deadline = time.monotonic() + PORT_TIMEOUT_S
-    for program, port in kept.ports.items():
+    for program, port in addresses.ports.items():
         while not _is_free(port):
             if time.monotonic() > deadline:
                 raise StackError(
@@ -86,7 +92,6 @@ def addresses_in(settings: Settings) -> Addresses:
                     "ports and passwords."
                 )
             time.sleep(POLL_INTERVAL_S)
-    return kept
 
 
 def _new_addresses() -> Addresses:
