@@ -129,7 +129,7 @@ def test_health_queries_registered_workers_by_name(
     register(server.client, "a@host")
     said = watch.check_health(settings, (HealthPart.WORKERS,))[0].said
     assert asked == [None, ["a@host", "b@host"]]
-    assert re.search(r"a@host \(last report \d+ s ago\), b@host \(last report \d+ s ago\)", said)
+    assert re.match(r"a@host .* \d+ s ago.*b@host .* \d+ s ago", said)
     deregister(server.client, "a@host")
     server.client.hset(WORKERS, "b@host", time.time() - EXPECTED_S - 60)
     assert "`feedmill worker`" in watch.check_health(settings, (HealthPart.WORKERS,))[0].said
