@@ -15,7 +15,7 @@ import typer
 from feedmill.cli.option_groups import excludes, with_settings
 from feedmill.cli.options import AsJson, FileFlags
 from feedmill.cli.terminal import make_folder
-from feedmill.console import format_duration, notes_console, output_console
+from feedmill.console import notes_console, output_console, span
 from feedmill.local_model import load_model
 from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, UserError, clause, json_line, printable
 from feedmill.shared.settings import Settings
@@ -160,7 +160,7 @@ def _tested(options: TrainOptions, dataset: "Dataset", settings: Settings, repor
 
 def show_trained(record: Mapping[str, Any], folder: str) -> None:
     """Print the training time and the metrics of the finished model, and what to do next."""
-    typer.echo(f"Trained in {format_duration(record['seconds'])}, {record['samples_per_s']:.1f} posts/s")
+    typer.echo(f"Trained in {span(record['seconds'])}, {record['samples_per_s']:.1f} posts/s")
     if losses := [point["loss"] for point in record["curve"] if "loss" in point]:
         typer.echo(f"loss {losses[0]:.3g} → {losses[-1]:.3g}")
     tested, zero_shot = record["metrics"], record["zero_shot"]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from feedmill.console import format_duration
+from feedmill.console import span
 from feedmill.shared.errors import printable
 
 Counted = TypeVar("Counted")
@@ -48,7 +48,7 @@ class Report:
         self._bar.update(task.id, completed=done, description=f"{self._what}{note}")
         if self._bar.disable and (done == task.total or time.monotonic() - self._printed_at > PROGRESS_INTERVAL_S):
             left = task.time_remaining
-            about = f", about {format_duration(left)} left" if left else ""
+            about = f", about {span(left)} left" if left else ""
             self.print(f"{task.description}, {done:,} of {task.total or 0:,}{about}")
             self._printed_at = time.monotonic()
 
