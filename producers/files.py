@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from pydantic_core import from_json, to_jsonable_python
 from rich.console import Console
 
-from feedmill.producers.exported import Labelled, is_export_row, parse_export, unescape_formula
 from feedmill.producers.records import (
     DETECTED,
     FIELD_ALIASES,
@@ -32,14 +31,18 @@ from feedmill.producers.records import (
     BadRecord,
     Columns,
     Filters,
+    Labelled,
     LeftOut,
     check_columns,
     has_id,
+    is_export_row,
     normalize_column,
     normalize_keys,
+    parse_export,
     parse_post,
     parse_text,
     removal_of,
+    unescape_formula,
 )
 from feedmill.shared.errors import InputError, clause, explain_missing, json_problem, printable
 from feedmill.shared.messages import Post
@@ -319,11 +322,6 @@ class FileReading(Source):
                 self._notes.print(printable(f"… and {count - 1:,} more: {what}"), markup=False)
         if self._broken:
             raise self._broken
-
-    @property
-    def has_content(self) -> bool:
-        """Return True if any record was read, or if there was no error."""
-        return bool(self.records) or self._broken is None
 
     def _counted(self, labelled: bool = False) -> Iterator[Post | Labelled | None]:
         """Yield each record's post, or None for a record without one."""

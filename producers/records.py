@@ -5,13 +5,15 @@ Recognizes common field names, and those of Reddit's API, which dumps (Pushshift
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from feedmill.shared.errors import InputError, PostRefused, printable, similar_name
+from pydantic_core import from_json
+
+from feedmill.shared.errors import InputError, PostRefused, printable
 from feedmill.shared.messages import MAX_BODY, MAX_TITLE, REMOVED_BODIES, Post, digest, is_missing
 
 #: Post field -> names it may have in a record, in order of preference.
@@ -43,10 +45,6 @@ FULLNAME_FIELDS = ("name", "fullname")
 OPTIONAL_FIELDS = frozenset(FIELD_ALIASES) - {"id", "title", "body"}
 #: Fields with times, which occur in several formats.
 TIME_FIELDS = frozenset({"created_utc", "edited_utc"})
-#: Missing values as programs write them as text. Only fields without text have them: a title may be "None".
-MISSING_WORDS = frozenset({"nan", "nat", "none", "null", "<na>", "n/a"})
-#: Fields that `MISSING_WORDS` applies to.
-VALUE_FIELDS = frozenset({"score", "created_utc", "edited_utc", "stickied", "nsfw", "spoiler"})
 #: Values of Reddit's `edited` that carry no time.
 EDITED_FLAGS = frozenset({"false", "true", "0", "1"})
 #: A post's id in a Reddit URL, bare as in the API, and as a fullname with the prefix t3_.
@@ -66,6 +64,24 @@ DELETED_TITLE = re.compile(r"\[ ?(deleted|removed)( by [a-z -]+)? ?\]", re.IGNOR
 Removal = Literal["", "deleted", "removed"]
 #: Values of Reddit's `removed_by_category`, and of `removal_type` in Arctic Shift's data, that can be undone.
 REVERSIBLE_REMOVALS = frozenset({"moderator", "automod_filtered", "reddit", "removed"})
+#: Post field -> its column in exports. There, `label` is a model's prediction, not a topic, and `permalink` not `url`.
+POST_COLUMNS = {field: {"created_utc": "date", "edited_utc": "edited"}.get(field, field) for field in (
+    "id", "topic", "title", "body", "subreddit", "score", "url", "created_utc", "permalink", "edited_utc", "stickied",
+    "nsfw", "spoiler", "extra", "run",
+)}  # fmt: skip
+#: Columns, in lower case, that together identify an export.
+EXPORT_COLUMNS = frozenset({"id", "label", "scores", "fingerprint", "classified_at"})
+#: A cell that a spreadsheet would run as a formula, plain or escaped (possibly more than once).
+FORMULA_START = re.compile("'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]")
+
+
+class Labelled(NamedTuple):
+    """A post with the label and scores that a model assigned."""
+
+    post: Post
+    label: str
+    scores: dict[str, float]
+    model: str
 
 
 class BadRecord(NamedTuple):
@@ -150,9 +166,7 @@ def check_columns(
     flags = [(key, flag.format(field)) for field, key in chosen.items() if key]
     for key, given in [*flags, *((key, "--keep") for key, _ in columns.keep)]:
         if key not in keys:
-            similar = similar_name(key.replace("_", " "), [str(name) for name in names])
-            hint = "" if similar is None else f" Did you mean {printable(similar):.80}?"
-            raise InputError(f"{table} has no column {printable(key)} ({given}).{hint} {shown}")
+            raise InputError(f"{table} has no column {printable(key)} ({given}). {shown}")
     read = {name for field in ("id", "title", "body") for name in columns.names_of(field)}
     read.update(key for key, _ in columns.keep)
     if twice := next((key for key in keys if key in read and keys.count(key) > 1), None):
@@ -362,22 +376,15 @@ def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) ->
 
 def _reason(refused: PostRefused, fields: dict[str, Any]) -> str:
     """Return the reason why a record cannot be a post."""
-    if not refused.field:
-        return _missing_text(fields)
-    is_column = refused.field in ("id", *MAX_TEXT) and isinstance(fields.get(refused.field), dict)
-    hint = "; if it holds a column, write the rows with pandas' to_json(orient='records')" if is_column else ""
-    return f"{printable(str(refused))}{hint}"  # may quote a key of `extra`
+    if refused.field:
+        return printable(str(refused))  # may quote a key of `extra`
+    body = fields.get("body")
+    return REMOVED if isinstance(body, str) and body.strip() in REMOVED_BODIES else NO_TEXT
 
 
 def cut(field: str, value: Any) -> Any:
     """Return a text without the characters beyond the limit of a post's field; other values unchanged."""
     return value[: MAX_TEXT[field]] if isinstance(value, str) else value
-
-
-def _missing_text(fields: dict[str, Any]) -> str:
-    """Return why a post has no text."""
-    body = fields.get("body")
-    return REMOVED if isinstance(body, str) and body.strip() in REMOVED_BODIES else NO_TEXT
 
 
 def _text(record: dict[str, Any], field: str, columns: Columns) -> Any:
@@ -405,9 +412,6 @@ def _fields(record: dict[str, Any], own_id: Any, columns: Columns) -> dict[str, 
         fields.pop(field, None)
         if (value := _text(record, field, columns)) is not None:
             fields[field] = value
-    for field in VALUE_FIELDS & fields.keys():
-        if str(fields[field]).strip().lower() in MISSING_WORDS:
-            del fields[field]
     if str(fields.get("edited_utc")).strip().lower() in EDITED_FLAGS:
         del fields["edited_utc"]
     for field in TIME_FIELDS & fields.keys():
@@ -461,3 +465,40 @@ def seconds_of_date(text: str) -> float:
 def in_utc(date: datetime) -> float:
     """Return seconds since 1970; UTC if the date has no zone."""
     return date.replace(tzinfo=date.tzinfo or UTC).timestamp()
+
+
+def unescape_formula(cell: str) -> str:
+    """Remove the apostrophe that an export puts before a formula (feedmill/tables/writing.py)."""
+    return cell[1:] if cell.startswith("'") and FORMULA_START.match(cell) else cell
+
+
+def is_export_row(columns: Collection[str]) -> bool:
+    """Return true if the columns, in lower case, include those that identify an export."""
+    return all(mark in columns for mark in EXPORT_COLUMNS)
+
+
+def parse_export(record: dict[str, Any], where: str, labelled: bool = False) -> Iterator[Post | Labelled | BadRecord]:
+    """Yield the row's post, with its label if `labelled`, or a BadRecord. Keys must be in lower case."""
+    cells = ((field, record.get(column)) for field, column in POST_COLUMNS.items())
+    fields = {field: value for field, value in cells if value is not None and value != ""}
+    for field in {"created_utc", "edited_utc"} & fields.keys():
+        with suppress(ValueError):  # Post.parse rejects values that are not dates
+            fields[field] = seconds_of_date(str(fields[field]))
+    if isinstance(extra := fields.get("extra"), str):
+        with suppress(ValueError):
+            fields["extra"] = from_json(extra)
+    try:
+        post = Post.parse(fields)
+    except PostRefused as refused:
+        yield BadRecord(where, printable(str(refused)))
+    else:
+        yield _labelled(post, record, where) if labelled else post
+
+
+def _labelled(post: Post, record: dict[str, Any], where: str) -> Labelled | BadRecord:
+    scores, label = record["scores"], record["label"]
+    with suppress(ValueError):
+        scores = dict(from_json(scores) if isinstance(scores, str) else scores)
+    if isinstance(scores, dict) and label in scores and all(isinstance(each, float | int) for each in scores.values()):
+        return Labelled(post, label, scores, str(record.get("model")))
+    return BadRecord(where, "scores: expected an object with a score for each label")

@@ -1,10 +1,9 @@
 """The `feedmill enqueue` command: send a file's posts to the queue, resuming where an interrupted command stopped."""
 
-import os
 import re
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -25,14 +24,14 @@ from feedmill.export.columns import COLUMNS
 from feedmill.producers.clear import messages_cleared
 from feedmill.producers.files import FileReading, is_file
 from feedmill.producers.push import Pusher, send_scope
-from feedmill.producers.records import NO_FILTERS, Columns, Filters, subreddit_name
+from feedmill.producers.records import NO_FILTERS, Filters, subreddit_name
 from feedmill.shared import runs
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, UserError, printable
 from feedmill.shared.keys import position_key
 from feedmill.shared.messages import MAX_RUN, ClassifyOptions, digest, parse_run
 from feedmill.shared.model_routing import check_options, deployed_weights, missing_worker
-from feedmill.shared.settings import DAY_S, PREFIX, Settings, is_folder_locked
+from feedmill.shared.settings import DAY_S, Settings, is_folder_locked
 
 app = typer.Typer()
 
@@ -115,10 +114,10 @@ def enqueue(
     check_options(redis, settings.queue, options)
     celery = make_app(settings)
     pusher = Pusher(celery, redis, settings, options, again, wait_for_memory=True, run=name)
-    way = (_scope(redis, settings.queue, options), name or "", ",".join(kept))
+    selected = (",".join(kept), ",".join(sorted(filters.subreddits)), f"{since} {until}", *chosen[:4], columns.encoding)
     # With a limit, a second command sends nothing more, rather than the next posts.
-    position = None if limit else _position(redis, file, way, filters, chosen, columns.encoding)
-    start = position.load() if position and not again else 0
+    position = None if limit else position_of(file, _scope(redis, settings.queue, options), name or "", *selected)
+    start = load_position(redis, position) if position and not again else 0
     if start:
         notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
     reading = FileReading(
@@ -131,7 +130,7 @@ def enqueue(
             pusher.retry_until_memory(partial(runs.keep_columns, redis, name, kept, settings.sent_ttl))
         with _bar(reading, pusher, notes):
             if position:
-                _push(reading, pusher, position, settings.posts_per_message)
+                _push(reading, pusher, redis, position, settings.posts_per_message)
             else:
                 # A pipe has no position to save, and posts from a slow one should be sent at once.
                 pusher.push(islice(reading.posts(), limit))
@@ -158,10 +157,8 @@ def enqueue(
 
 def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
     """Yield warnings about the place that the posts are sent to."""
-    is_empty = os.environ.get(f"{PREFIX}REDIS_URL") == ""  # as after `export FEEDMILL_REDIS_URL=$(…)` failed
-    if settings.redis_url is None and (is_empty or not is_folder_locked(settings.data_folder)):
-        why = f"{PREFIX}REDIS_URL is empty" if is_empty else "no `feedmill up` is running"
-        yield f"{why}: sending to the Redis at {settings.redis_address}"
+    if settings.redis_url is None and not is_folder_locked(settings.data_folder):
+        yield f"no `feedmill up` is running: sending to the Redis at {settings.redis_address}"
     if said := missing_worker(redis, settings):
         yield said
 
@@ -185,25 +182,15 @@ def _columns(given: Iterable[str]) -> tuple[str, ...]:
     return columns
 
 
-def _push(reading: FileReading, pusher: Pusher, position: "Position", posts_per_message: int) -> None:
+def _push(reading: FileReading, pusher: Pusher, redis: Redis, position: str, posts_per_message: int) -> None:
     """Send the posts and save the position in the file after each batch, so that a later run can resume."""
     # A multiple of the message size: only the last message of a batch may be smaller.
     for trip in reading.trips(posts_per_message * -(-SAVE_INTERVAL_POSTS // posts_per_message)):
         pusher.push(trip)
         if reading.complete:
-            position.forget()
+            redis.delete(position)
         elif reading.records:
-            pusher.retry_until_memory(partial(position.save, reading.records))
-
-
-def _position(
-    redis: Redis, file: str, way: Sequence[str], filters: Filters, columns: Columns, encoding: str | None
-) -> "Position | None":
-    """Return the saved position in a regular file, or None if the input is a pipe or unreadable."""
-    filtered = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}")
-    with suppress(OSError):
-        return Position(redis, file, *way, *filtered, *columns[:4], encoding) if is_file(file) else None
-    return None
+            pusher.retry_until_memory(partial(redis.set, position, reading.records, ex=POSITION_TTL))
 
 
 def head(path: str) -> str:
@@ -212,29 +199,20 @@ def head(path: str) -> str:
         return file.read(HEAD_BYTES).decode("latin-1")
 
 
-class Position:
-    """Number of records of a file whose posts are all in the queue and marked as sent.
+def position_of(path: str, *way: str | None) -> str | None:
+    """Return the key of the position in a regular file: the number of records whose posts are all in the queue.
 
-    path: a regular file. way: options and filters, which determine the file's messages.
-    Raises OSError. The methods raise redis.exceptions.RedisError.
+    None for a pipe or an unreadable file. way: options and filters, which determine the file's messages.
     """
+    with suppress(OSError):
+        return position_key(digest(str(Path(path).absolute()), *way, head(path))) if is_file(path) else None
+    return None
 
-    def __init__(self, redis: Redis, path: str, *way: str | None) -> None:
-        self._redis = redis
-        self._key = position_key(digest(str(Path(path).absolute()), *way, head(path)))
 
-    def load(self) -> int:
-        """Return the number of finished records; 0 if none is stored."""
-        records: Any = self._redis.get(self._key) or ""
-        return int(records) if re.fullmatch(r"\d{1,18}", records, re.ASCII) else 0
-
-    def save(self, records: int) -> None:
-        """Store the number of finished records."""
-        self._redis.set(self._key, records, ex=POSITION_TTL)
-
-    def forget(self) -> None:
-        """Delete the position, so that the next run starts at the beginning."""
-        self._redis.delete(self._key)
+def load_position(redis: Redis, key: str) -> int:
+    """Return the number of finished records; 0 if none is stored."""
+    records: Any = redis.get(key) or ""
+    return int(records) if re.fullmatch(r"\d{1,18}", records, re.ASCII) else 0
 
 
 def default_run(path: str) -> str:
@@ -271,7 +249,7 @@ def _end(reading: FileReading, pusher: Pusher, filters: Filters) -> None:
     try:
         reading.end()
     finally:
-        if reading.has_content:
+        if reading.records:
             typer.echo(_summary(reading, pusher, filters))
 
 

@@ -3,29 +3,29 @@
 import gc
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 from redis import Redis
-from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import TimeoutError as TimeoutFault
 from rich.console import Console
 from typer import Argument, Option
 
 from feedmill.cli.option_groups import excludes, needs, refuse, with_settings
 from feedmill.cli.options import JsonSummary, RunName, Since, Until, check_period
+from feedmill.cli.terminal import explain_unwritable
 from feedmill.console import counted, notes_console
 from feedmill.export.columns import COLUMNS, ExportFilter, choose
-from feedmill.export.run import ExportRun, stop_on_signal
+from feedmill.export.run import ExportRun
 from feedmill.reading.rows import RowReader, check_run, unknown_run
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import UserError, explain_missing
 from feedmill.shared.runs import progress
 from feedmill.shared.settings import Settings
+from feedmill.stack.signals import note_signals
 from feedmill.tables import format_of
 
 if TYPE_CHECKING:
@@ -117,9 +117,9 @@ def export_results(
     )  # fmt: skip
     check_period(since, until)
     selection = ExportFilter(since and max(0.0, since), until and max(0.0, until), label, latest, run)
-    sinks = _postgres() if is_table else _files()
+    sinks = _sinks(is_table)
     notes = notes_console()
-    with _explaining_write_errors():
+    with explain_unwritable(Path("the table") if is_table else out):  # an address may contain a password
         redis = connect(settings)
         reader = RowReader(redis, selection.until)
         if purge:
@@ -130,7 +130,7 @@ def export_results(
             return
         own = () if selection.run is None else _own_columns(redis, selection.run, follow, notes)
         redis.ping()  # before any file is created
-        with stop_on_signal() as stop, ExitStack() as stack:
+        with note_signals(once=True) as stop, ExitStack() as stack:
             target: File | Folder | Table
             if is_table:
                 target = stack.enter_context(sinks.opened(destination, table or DEFAULT_TABLE, selection, reader))
@@ -148,16 +148,14 @@ def export_results(
     raise typer.Exit(this.status)
 
 
-def _files() -> ModuleType:
+def _sinks(of_tables: bool) -> ModuleType:
+    """Return the module of sinks, which needs an extra."""
     with explain_missing("An export", "tables"):
-        from feedmill.export import files  # noqa: PLC0415 - pyarrow, which the extra `tables` brings
-    return files
-
-
-def _postgres() -> ModuleType:
-    _files()
+        from feedmill.export import files  # noqa: PLC0415 - pyarrow
+    if not of_tables:
+        return files
     with explain_missing("PostgreSQL", "postgres"):
-        from feedmill.export import postgres  # noqa: PLC0415 - psycopg, which the extra `postgres` brings
+        from feedmill.export import postgres  # noqa: PLC0415 - psycopg
     return postgres
 
 
@@ -180,14 +178,3 @@ def _own_columns(redis: Redis, run: str, follow: bool, notes: Console) -> Sequen
     if found is None:
         notes.print(unknown_run(redis, run), markup=False)
     return found.columns if found else ()
-
-
-@contextmanager
-def _explaining_write_errors() -> Iterator[None]:
-    """Convert a failed write inside the block into UserError."""
-    try:
-        yield
-    except (ConnectionFault, TimeoutFault, BrokenPipeError):  # from Redis, some of them OSErrors; a closed pipe
-        raise
-    except OSError as error:
-        raise UserError(f"Cannot write the export: {error}. Correct the cause, then run the command again.") from None

@@ -180,7 +180,7 @@ class Labelling:
         with self._output() as file, self._bar(source, total), closing(found):
             batch_rows = 1 if self._is_printed and not is_file(self._path) else self._copying.BATCH_ROWS
             copy = (
-                self._copying.JsonCopy(file, new, labels)
+                self._copying.JsonCopy(file, self._out, new, labels)
                 if is_copied
                 else self._copying.LabelledCopy(file, self._out, form, source, keys, new, labels, batch_rows)
             )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import typer
+from redis.exceptions import RedisError
 from rich.cells import cell_len
 from rich.text import Text
 
@@ -24,6 +25,8 @@ def explain_unwritable(place: Path) -> Iterator[None]:
     """Convert an OSError inside the block to UserError."""
     try:
         yield
+    except (RedisError, BrokenPipeError):  # some errors of Redis are OSErrors; a closed pipe
+        raise
     except OSError as error:
         where = printable(str(place))
         raise UserError(f"Cannot write {where}: {error.strerror or error}. Give another place.") from None

@@ -3,24 +3,19 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from feedmill.producers import exported
+from feedmill.producers.records import POST_COLUMNS
 from feedmill.reading.rows import ResultRow
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.messages import Post
 
 #: Column of a post -> the post's field, and the field's default, which stored posts omit.
-POST_FIELDS = {column: (field, Post.model_fields[field].default) for field, column in exported.COLUMNS.items()}
+POST_FIELDS = {column: (field, Post.model_fields[field].default) for field, column in POST_COLUMNS.items()}
 RESULT_COLUMNS = (
     "label", "label_score", "label_set", "scores", "model", "revision", "weights", "fingerprint", "classified_at",
     "queued_seconds",
 )  # fmt: skip
 #: All columns in order: the fields of the post, then the classification. Docs: docs/export.md.
 COLUMNS = (*POST_FIELDS, *RESULT_COLUMNS)
-#: Columns without text from strangers. Cells of all others are escaped in CSV.
-UNESCAPED = frozenset({
-    "score", "date", "edited", "stickied", "nsfw", "spoiler", "extra", "label_score", "scores", "weights",
-    "fingerprint", "classified_at", "queued_seconds",
-})  # fmt: skip
 #: Separator of the labels in the name of a label set.
 LABEL_SEPARATOR = ", "
 
@@ -71,15 +66,7 @@ def choose(names: str, own: Sequence[str]) -> tuple[str, ...]:
     columns = tuple(dict.fromkeys(known[name.lower()] for name in chosen))
     if "id" not in columns:
         raise UserError("--columns must include id, by which --purge finds purged posts. Add id to --columns.")
-    if not are_of_export(columns):
-        raise UserError("--columns selects only id and columns of your own. Add a column of the result, such as label.")
     return columns
-
-
-def are_of_export(columns: Sequence[str]) -> bool:
-    """Return whether these are columns of an export: `id`, and a second one or no columns of the user's own."""
-    known = sum(column in COLUMNS for column in columns)
-    return "id" in columns and known >= min(2, len(columns))
 
 
 def check_options(name: str, stored: Mapping[str, Any], options: Mapping[str, Any]) -> None:

@@ -8,29 +8,32 @@ Posts purged later are removed when the same export runs again, every `SWEEP_INT
 the stream, and by `purge`. Docs: docs/export.md.
 """
 
+import csv
 import fcntl
 import json
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
-from itertools import groupby
+from io import TextIOWrapper
+from itertools import compress, groupby, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic_core import from_json
 
 from feedmill.export.batches import ENTRY, schema_of
-from feedmill.export.columns import COLUMNS, UNESCAPED, ExportFilter, check_options
-from feedmill.export.rewriting import copy_rows, format_of_file, post_keys
+from feedmill.export.columns import COLUMNS, ExportFilter, check_options
+from feedmill.producers.records import unescape_formula
 from feedmill.reading.rows import Place, RowReader, id_before, order, seconds_of
 from feedmill.shared.atomic_files import publish, replacing, sync, temporary_path
-from feedmill.shared.errors import UserError
+from feedmill.shared.errors import UserError, printable
 from feedmill.tables import COMPRESSIONS
-from feedmill.tables.writing import writer_to
+from feedmill.tables.writing import ParquetWriter, writer_to
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE_FILE = "_export.json"
@@ -42,6 +45,8 @@ BATCH_ROWS = 2000
 PART_ROWS = 100_000
 #: Seconds between removals of posts that were purged after their part was closed, while an export follows the stream.
 SWEEP_INTERVAL_S = 3600.0
+#: Maximum characters of a cell. No exported one is longer; the csv module's default of 131,072 is too low.
+MAX_CELL = 2_000_000
 
 
 class Layout(NamedTuple):
@@ -55,59 +60,21 @@ class Layout(NamedTuple):
         return schema_of(self.columns, self.form == "parquet")
 
 
-class _Output:
-    """A file that is being written, to become `out` or a part of it.
+class PostKey(NamedTuple):
+    """A post of an export, as `--latest` and `--purge` tell them apart.
 
-    Raises UserError if another process writes it, and OSError.
+    run: the run within which the id is unique; None if there is none, or the file has no column `run`.
     """
 
-    def __init__(self, path: Path, out: Path, layout: Layout, compression: str = "") -> None:
-        self.path = path
-        self._file: BinaryIO = path.open("ab")
-        try:
-            _lock(self._file.fileno(), path, out)
-        except UserError:
-            self._file.close()
-            raise
-        self._file.truncate(0)
-        escaped = set(layout.columns) - UNESCAPED
-        self._writer = writer_to(self._file, layout.form, layout.schema, escaped, compression)
-        #: Rows that were added.
-        self.rows = 0
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        self._writer.write(batch)
-        self.rows += batch.num_rows
-
-    def publish(self, path: Path, form: str, reader: RowReader, latest: bool = False) -> int:
-        """Complete the file, and rename it, or publish a copy without purged posts: see `_remove_purged`.
-
-        Returns the number of removed rows of purged posts, and sets `rows` to the number of rows left.
-        """
-        self._writer.close()
-        self._file.flush()
-        removed, left = _remove_purged(self.path, path, form, reader, latest)
-        if left is None:
-            publish(self.path, path)
-        else:
-            self.rows = left
-            self.path.unlink()
-        self._file.close()
-        return removed
-
-    def discard(self) -> None:
-        """Delete the file unless it was published."""
-        if not self._file.closed:
-            self.path.unlink(missing_ok=True)
-            with suppress(Exception):  # an interrupted writer may fail in any way
-                self._writer.close()
-            self._file.close()
+    id: str
+    run: str | None = None
 
 
 class File:
-    """A single file, published as `out` when the export is complete.
+    """A file that is being written, to become `out` once the export is complete, or a part of it.
 
-    Its methods, and those of `Folder`, raise OSError, and redis.exceptions.RedisError when they look for purged posts.
+    path: of the part, until it is published. Raises UserError if another process writes it, and OSError. Its methods,
+    and those of `Folder`, raise OSError, and redis.exceptions.RedisError when they look for purged posts.
     """
 
     #: True if a later run continues this one; if this run continues an earlier one; and if rows replace earlier ones.
@@ -116,32 +83,56 @@ class File:
     refused = 0
     batch_rows = BATCH_ROWS
 
-    def __init__(self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader) -> None:
+    def __init__(
+        self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader, path: Path | None = None
+    ) -> None:
+        compression = out.suffix.lower() if out.suffix.lower() in COMPRESSIONS and not path else ""
+        self.path = path or out.with_name(f".{out.name}.partial{compression}")
+        self._file: BinaryIO = self.path.open("ab")
+        try:
+            _lock(self._file.fileno(), self.path, out)
+        except UserError:
+            self._file.close()
+            raise
+        self._file.truncate(0)
         self._out, self._form, self._latest, self._reader = out, layout.form, selection.latest, reader
+        self._writer = writer_to(self._file, layout.form, layout.schema, compression)
         #: Schema of the batches.
         self.schema = layout.schema
-        #: Rows in the file, and rows removed because their posts were purged.
-        self.written = self.removed = 0
-        #: Stream position up to which rows were added.
-        self.place = Place(id_before(selection.since or 0.0))
-        self.begun = time.monotonic()
-        compression = out.suffix.lower() if out.suffix.lower() in COMPRESSIONS else ""
-        path = out.with_name(f".{out.name}.partial{compression}")
-        self._output = _Output(path, out, layout, compression)
+        #: Rows that were added, rows in the published file, and rows removed because their posts were purged.
+        self.rows = self.written = self.removed = 0
+        #: Stream position up to which rows were added, and the time of the beginning in monotonic seconds.
+        self.place, self.begun = Place(id_before(selection.since or 0.0)), time.monotonic()
 
     def add(self, batch: pa.RecordBatch, place: Place) -> None:
         """Append rows. place: the reader's position after them."""
-        self._output.add(batch)
+        self._writer.write(batch)
+        self.rows += batch.num_rows
         self.place = place
 
     def close(self, _: Place) -> None:
         """Publish the file."""
-        self.removed = self._output.publish(self._out, self._form, self._reader, self._latest)
-        self.written = self._output.rows
+        self.publish(self._out)
+
+    def publish(self, path: Path) -> None:
+        """Complete the file, and rename it, or publish a copy without purged posts: see `_remove_purged`."""
+        self._writer.close()
+        self._file.flush()
+        self.removed, left = _remove_purged(self.path, path, self._form, self._reader, self._latest)
+        self.written = self.rows if left is None else left
+        if left is None:
+            publish(self.path, path)
+        else:
+            self.path.unlink()
+        self._file.close()
 
     def abandon(self) -> None:
         """Delete the file unless it was published."""
-        self._output.discard()
+        if not self._file.closed:
+            self.path.unlink(missing_ok=True)
+            with suppress(Exception):  # an interrupted writer may fail in any way
+                self._writer.close()
+            self._file.close()
 
 
 class Folder:
@@ -151,7 +142,7 @@ class Folder:
     batch_rows = BATCH_ROWS
 
     def __init__(self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader) -> None:
-        self._out, self._layout, self._reader = out, layout, reader
+        self._out, self._layout, self._selection, self._reader = out, layout, selection, reader
         self.schema = layout.schema.append(ENTRY)
         self._state = {"format": layout.form, "columns": [*layout.columns], **selection._asdict()}
         stored = _read_state(out / STATE_FILE)
@@ -163,7 +154,7 @@ class Folder:
         for left_over in out.glob("**/.*.tmp"):
             left_over.unlink()
         self.removed = self.written = 0
-        self._output: _Output | None = None
+        self._part: File | None = None
         self._first = self._last = ""
         #: Time at which the open part was begun (monotonic seconds), and of the last removal of purged posts.
         self.begun, self._swept_at = time.monotonic(), -SWEEP_INTERVAL_S
@@ -180,22 +171,22 @@ class Folder:
         batch, start = batch.drop_columns([ENTRY.name]), 0
         for day, group in groupby(entries, key=_day_of):
             of_day = list(group)
-            if self._output and day != _day_of(self._last):
+            if self._part and day != _day_of(self._last):
                 self._publish()
-            self._write(day, batch.slice(start, len(of_day)), of_day[0], of_day[-1])
+            if self._part is None:
+                self._part = self._begin(day)
+                self._first, self.begun = of_day[0], self._part.begun
+            self._part.add(batch.slice(start, len(of_day)), place)
+            self._last = of_day[-1]
             start += len(of_day)
-        if self._output and self._output.rows >= PART_ROWS:
+        if self._part and self._part.rows >= PART_ROWS:
             self.close(place)
 
-    def _write(self, day: str, batch: pa.RecordBatch, first: str, last: str) -> None:
-        """Add the rows of a day, with their first and last stream entry."""
-        if self._output is None:
-            folder = self._out / f"day={day}"
-            folder.mkdir(exist_ok=True)
-            self._output = _Output(folder / f".part.{self._layout.form}.tmp", self._out, self._layout)
-            self._first, self.begun = first, time.monotonic()
-        self._output.add(batch)
-        self._last = last
+    def _begin(self, day: str) -> File:
+        folder = self._out / f"day={day}"
+        folder.mkdir(exist_ok=True)
+        path = folder / f".part.{self._layout.form}.tmp"
+        return File(self._out, self._layout, self._selection, self._reader, path)
 
     def close(self, place: Place) -> None:
         """Publish all rows added so far, and remove posts that were purged since their parts were published."""
@@ -209,22 +200,21 @@ class Folder:
 
     def _publish(self) -> None:
         """Close the open part, remove purged posts from it and publish it."""
-        if self._output is None:
+        if self._part is None:
             return
-        output, form = self._output, self._layout.form
-        path = output.path.with_name(f"part-{self._first}_{self._last}.{form}")
-        output.publish(path, form, self._reader)
-        if not output.rows:
+        path = self._part.path.with_name(f"part-{self._first}_{self._last}.{self._layout.form}")
+        self._part.publish(path)
+        if not self._part.written:
             path.unlink()
         sync(self._out)  # the day's folder may be new
-        self.written += output.rows
-        self._output = None
+        self.written += self._part.written
+        self._part = None
 
     def abandon(self) -> None:
         """Discard the open part. The reader resumes at `place` and adds its rows again."""
-        if self._output is not None:
-            self._output.discard()
-            self._output = None
+        if self._part is not None:
+            self._part.abandon()
+            self._part = None
             self._skip_published_parts()
 
     def resume(self) -> Place:
@@ -245,29 +235,17 @@ def opened(
 
     in_parts: write a folder of parts. Raises UserError, OSError and redis.exceptions.RedisError.
     """
-    if not in_parts:
-        if out.is_dir():
-            raise UserError(f"{out} is a folder. Name a file in it, such as {out / f'results.{layout.form}'}.")
-        if not out.parent.is_dir():
-            raise UserError(f"The folder {out.parent} does not exist. Create it, or give another OUT.")
-        file = File(out, layout, selection, reader)
+    if in_parts:
+        out.mkdir(parents=True, exist_ok=True)
+        # A run that was killed at its start leaves only the temporary file of the state.
+        if not (out / STATE_FILE).is_file() and {*out.iterdir()} - {temporary_path(out / STATE_FILE)}:
+            raise UserError(f"{out} contains other files. Give a new or an empty folder.")
+    with _locked(out) if in_parts else nullcontext():
+        target = (Folder if in_parts else File)(out, layout, selection, reader)
         try:
-            yield file
+            yield target
         finally:
-            file.abandon()
-        return
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file, but an export in parts needs a folder. Give another OUT.")
-    # A run that was killed at its start leaves only the temporary file of the state.
-    if not (out / STATE_FILE).is_file() and out.is_dir() and {*out.iterdir()} - {temporary_path(out / STATE_FILE)}:
-        raise UserError(f"{out} contains other files. Give a new or an empty folder.")
-    out.mkdir(parents=True, exist_ok=True)
-    with _locked(out):
-        folder = Folder(out, layout, selection, reader)
-        try:
-            yield folder
-        finally:
-            folder.abandon()
+            target.abandon()
 
 
 def parts(out: Path) -> list[tuple[Path, re.Match[str]]]:
@@ -330,20 +308,15 @@ def _remove_purged(
     gone = reader.gone(post.id for post in post_keys(path, form))
     if not gone and not latest:
         return 0, None
-    rows = Counter(post_keys(path, form))
-    removed = sum(count for post, count in rows.items() if post.id in gone)
-    left = len(rows) - sum(post.id in gone for post in rows) if latest else rows.total() - removed
-    if left == rows.total():
+    newest = {post: row for row, post in enumerate(post_keys(path, form))} if latest else {}
+    keys = enumerate(post_keys(path, form))
+    mask = [post.id not in gone and newest.get(post, row) == row for row, post in keys]
+    if all(mask):
         return 0, None
-
-    def mask() -> Iterator[bool]:
-        for post in post_keys(path, form):
-            rows[post] -= 1  # now the number of later rows of this post
-            yield post.id not in gone and not (latest and rows[post])
-
+    removed = sum(post.id in gone for post in post_keys(path, form))
     with replacing(target, durable=True) as temporary:
-        copy_rows(path, temporary, form, mask())
-    return removed, left
+        copy_rows(path, temporary, form, mask)
+    return removed, sum(mask)
 
 
 @contextmanager
@@ -369,3 +342,77 @@ def _lock(descriptor: int, path: Path, out: Path) -> None:
 
 def _day_of(entry: str) -> str:
     return datetime.fromtimestamp(seconds_of(entry), UTC).date().isoformat()
+
+
+def format_of_file(path: Path) -> str:
+    """Detect the format of an exported file. Raises UserError if it has no column `id`."""
+    try:
+        with path.open("rb") as binary:
+            is_parquet = binary.read(4) == b"PAR1"
+        if is_parquet:
+            form, columns = "parquet", pq.read_schema(path).names
+        else:
+            with _text(path, path.suffix) as file:
+                line = file.readline(MAX_CELL)
+            is_json = line.startswith("{")
+            form, columns = ("jsonl", [*from_json(line)]) if is_json else ("csv", line.strip().split(","))
+        if "id" in columns:
+            return form
+    except (ValueError, OSError):  # pyarrow's errors are ValueErrors, too
+        pass
+    raise UserError(
+        f"{printable(str(path))} is not an export of results: it has no column id. Give the OUT of an earlier export."
+    )
+
+
+def post_keys(path: Path, form: str) -> Iterator[PostKey]:
+    """Yield the posts' ids and runs in file order."""
+    if form == "parquet":
+        with pq.ParquetFile(path) as file:
+            columns = [column for column in ("id", "run") if column in file.schema_arrow.names]
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns):
+                yield from (
+                    PostKey(*row) for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
+                )
+        return
+    with _text(path, path.suffix) as file:
+        if form == "jsonl":
+            for line in file:
+                row = from_json(line)
+                yield PostKey(row["id"], row.get("run"))
+            return
+        rows = _rows(file)
+        header = next(rows)
+        indices = [header.index(column) for column in ("id", "run") if column in header]
+        for cells in rows:
+            yield PostKey(*(unescape_formula(cells[index]) or None for index in indices))  # type: ignore[arg-type]
+
+
+def _text(path: Path, suffix: str, opened: Callable[..., Any] = pa.input_stream) -> TextIO:
+    """Open a text file. suffix: ".gz" or ".zst" if it is compressed."""
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(suffix.lower())
+    return TextIOWrapper(opened(str(path), compression=compression), encoding="utf-8", newline="")
+
+
+def _rows(file: TextIO) -> Iterator[list[str]]:
+    csv.field_size_limit(MAX_CELL)
+    return csv.reader(file, strict=True)
+
+
+def copy_rows(path: Path, target: Path, form: str, mask: Iterable[bool]) -> None:
+    """Copy the rows of a file for which the mask is true."""
+    mask = iter(mask)
+    if form == "parquet":
+        with pq.ParquetFile(path) as source, target.open("wb") as copy:
+            writer = ParquetWriter(copy, source.schema_arrow)
+            for batch in source.iter_batches(BATCH_ROWS):
+                writer.write(batch.filter(pa.array(islice(mask, batch.num_rows), pa.bool_())))
+            writer.close()
+        return
+    with _text(path, path.suffix) as file, _text(target, path.suffix, pa.output_stream) as text:
+        if form == "jsonl":
+            text.writelines(compress(file, mask))
+        else:
+            rows, lines = _rows(file), csv.writer(text)
+            lines.writerow(next(rows))
+            lines.writerows(compress(rows, mask))

@@ -13,17 +13,15 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, LiteralString, NamedTuple
+from typing import Any, LiteralString
 from urllib.parse import urlsplit
 
 import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg.conninfo import conninfo_to_dict
-from psycopg.pq import Conninfo
 from psycopg.sql import SQL, Composable, Identifier
 from psycopg.types.json import set_json_dumps
-from pydantic_core import from_json, to_json
 
 from feedmill.export.batches import STORED_AT, TIME, schema_of
 from feedmill.export.columns import COLUMNS, ExportFilter, check_options
@@ -81,37 +79,30 @@ ARROW_TYPES: dict[pa.DataType, LiteralString] = {
 #: Column -> type.
 TYPES = {field.name: ARROW_TYPES[field.type] for field in SCHEMA}
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-#: What PostgreSQL cannot store in text, and what it stores instead.
+#: What PostgreSQL cannot store in text, and what it stores instead; and NUL in JSON, after any escaped backslashes.
 NUL, REPLACEMENT = "\0", "\ufffd"
+NUL_IN_JSON = re.compile(r"((?<!\\)(?:\\\\)*)\\u0000")
 #: Rows of one transaction of which, if all are refused, the table refuses the export; and refused rows to name.
 MIN_ALL_REFUSED, MAX_REFUSED_NAMED = 100, 20
 
 
-class Address(NamedTuple):
-    """A database's address: options for psycopg, which may include a password, and a name for people."""
+def parse_address(url: str) -> dict[str, Any]:
+    """Return psycopg's options for a URL, which may include a password.
 
-    options: dict[str, Any]
-    name: str
-
-    @classmethod
-    def parse(cls, url: str) -> "Address":
-        """Parse a URL. Raises UserError, which never quotes the URL: a malformed one can hold a password anywhere."""
-        try:
-            parts = urlsplit(url)
-            given = conninfo_to_dict(url)
-        except (ValueError, psycopg.ProgrammingError):
-            given = None
-        is_port = given is not None and re.fullmatch(r"[\d,]*", str(given.get("port", "")))
-        if given is None or not is_port or url.count("@") > 1 or ("@" in url and "@" not in parts.netloc):
-            raise UserError(
-                "The address of the database must look like postgresql://user@host:5432/database. Percent-encode "
-                "@ : / # and ? in a password, or give it in PGPASSWORD or ~/.pgpass."
-            )
-        defaults = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
-        known = defaults | {name: str(value) for name, value in given.items()}
-        database = known.get("dbname") or known.get("user", "")
-        name = f"{known.get('host') or 'localhost'}:{known.get('port', 5432)}/{database}"
-        return cls(CONNECTION | given | {"client_encoding": "utf8"}, printable(name))
+    Raises UserError, which never quotes the URL: a malformed one can hold a password anywhere.
+    """
+    try:
+        parts = urlsplit(url)
+        given = conninfo_to_dict(url)
+    except (ValueError, psycopg.ProgrammingError):
+        given = None
+    is_port = given is not None and re.fullmatch(r"[\d,]*", str(given.get("port", "")))
+    if given is None or not is_port or url.count("@") > 1 or ("@" in url and "@" not in parts.netloc):
+        raise UserError(
+            "The address of the database must look like postgresql://user@host:5432/database. Percent-encode "
+            "@ : / # and ? in a password, or give it in PGPASSWORD or ~/.pgpass."
+        )
+    return CONNECTION | given | {"client_encoding": "utf8"}
 
 
 @contextmanager
@@ -121,7 +112,7 @@ def opened(url: str, table: str, selection: ExportFilter | None, reader: RowRead
     selection: None to only remove purged posts from an existing table, whatever its options. Raises UserError, and
     DatabaseUnavailable if PostgreSQL is unreachable or another export holds the lock.
     """
-    target = Table(Address.parse(url), table, selection, reader)
+    target = Table(parse_address(url), table, selection, reader)
     try:
         yield target
     finally:
@@ -146,7 +137,7 @@ class Table:
     can_resume = replaces_rows = True
     batch_rows, schema = BATCH_ROWS, SCHEMA
 
-    def __init__(self, address: Address, table: str, selection: ExportFilter | None, reader: RowReader) -> None:
+    def __init__(self, address: dict[str, Any], table: str, selection: ExportFilter | None, reader: RowReader) -> None:
         parts = TABLE_NAME.fullmatch(table)
         if parts is None or parts[2] == POSITIONS or max(map(len, table.encode().split(b"."))) > MAX_NAME_BYTES:
             raise UserError(
@@ -163,17 +154,17 @@ class Table:
         self._connect()
 
     def __str__(self) -> str:
-        return f"table {printable(self._given)} in PostgreSQL at {self._address.name}"
+        return f"table {printable(self._given)} in PostgreSQL"
 
     def _connect(self) -> None:
         """Connect, lock the table, and read the position from which to continue."""
         self.begun = time.monotonic()
         try:
-            self._connection = psycopg.connect(**self._address.options, autocommit=True)
+            self._connection = psycopg.connect(**self._address, autocommit=True)
         except psycopg.Error as error:
             raise DatabaseUnavailable(
-                f"PostgreSQL at {self._address.name} is unavailable ({_reason(error)}). Check the address, and the "
-                "password in PGPASSWORD or ~/.pgpass."
+                f"PostgreSQL is unavailable ({_reason(error)}). Check the address, and the password in PGPASSWORD or "
+                "~/.pgpass."
             ) from None
         try:
             with self._explaining():
@@ -185,34 +176,31 @@ class Table:
     def _prepare(self) -> None:
         connection = self._connection
         if connection.info.parameter_status("server_encoding") != "UTF8":
-            raise UserError(f"The database at {self._address.name} is not encoded in UTF-8. Create one that is.")
+            raise UserError("The database is not encoded in UTF-8. Create one that is.")
         set_json_dumps(str.encode, connection)
         for setting in SESSION.items():
             connection.execute("SELECT set_config(%s, %s, false)", setting)
         schema = self._schema or self._value("SELECT current_schema()")
         if schema is None:
-            raise UserError(f"The database at {self._address.name} has no current schema. Give --table SCHEMA.NAME.")
+            raise UserError("The database has no current schema. Give --table SCHEMA.NAME.")
         self._table, self._positions = Identifier(schema, self._name), Identifier(schema, POSITIONS)
         try:  # the lock is held until the connection ends
             self._value("SELECT pg_advisory_lock(hashtextextended(%s, 0))", f"feedmill {schema}.{self._name}")
         except psycopg.errors.LockNotAvailable:
             raise DatabaseUnavailable(f"Another export is writing to {self}. Wait for it, or stop it.") from None
         connection.execute("SET lock_timeout TO DEFAULT")
-        with connection.transaction():
-            # Two first exports at once would both create the table of positions.
-            self._value("SELECT pg_advisory_xact_lock(hashtextextended('feedmill', 0))")
-            self._create()
+        if self._options is not None:
+            with connection.transaction():
+                # Two first exports at once would both create the table of positions.
+                self._value("SELECT pg_advisory_xact_lock(hashtextextended('feedmill', 0))")
+                self._create()
         columns = SQL(", ").join(map(_definition, TYPES))
         connection.execute(SQL("CREATE TEMPORARY TABLE feedmill_staging ({}) ON COMMIT DELETE ROWS").format(columns))
         self._read_position()
 
     def _create(self) -> None:
-        """Create the missing tables, and check the columns of an existing one."""
+        """Create the missing tables."""
         positions, name = (each.as_string(self._connection) for each in (self._positions, self._table))
-        if self._options is None and None in (
-            self._value("SELECT to_regclass(%s)", each) for each in (positions, name)
-        ):
-            raise UserError(f"There is no {self}. Give the --table of an earlier export.")
         if self._value("SELECT to_regclass(%s)", positions) is None:
             self._connection.execute(
                 SQL(
@@ -225,10 +213,6 @@ class Table:
             self._connection.execute(SQL("CREATE TABLE {} ({})").format(self._table, SQL(", ").join(parts)))
             # The position of a table that was dropped.
             self._connection.execute(SQL("DELETE FROM {} WHERE table_name = %s").format(self._positions), [self._name])
-        else:
-            rows = self._connection.execute("SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(%s)", [name])
-            if missing := TYPES.keys() - {column for (column,) in rows}:
-                raise UserError(f"{self} has no column {min(missing)}. Give another --table.")
 
     def _read_position(self) -> None:
         found = self._connection.execute(
@@ -384,12 +368,10 @@ class Table:
             yield
         except psycopg.Error as error:
             if isinstance(error, TRANSIENT) and not _refuses_row(error):
-                raise DatabaseUnavailable(
-                    f"PostgreSQL at {self._address.name} is unavailable ({_reason(error)})."
-                ) from None
+                raise DatabaseUnavailable(f"PostgreSQL is unavailable ({_reason(error)}).") from None
             raise UserError(
-                f"PostgreSQL at {self._address.name} refuses the export ({_reason(error)}). See docs/export.md "
-                "for the privileges and the columns that an export needs."
+                f"PostgreSQL refuses the export ({_reason(error)}). See docs/export.md for the privileges and the "
+                "columns that an export needs."
             ) from None
 
 
@@ -420,21 +402,10 @@ def _values(column: pa.Array) -> list[Any]:
         times = column.cast(pa.int64()).to_pylist()
         return [None if time is None else EPOCH + timedelta(microseconds=time) for time in times]
     if column.type == JSON:
-        texts: list[Any] = column.storage.to_pylist()
-        return [
-            to_json(_without_nul(from_json(text))).decode() if text and "\\u0000" in text else text for text in texts
-        ]
+        return [text and NUL_IN_JSON.sub(r"\1\\ufffd", text) for text in column.storage.to_pylist()]
     if column.type == pa.string():
         column = pc.replace_substring(column, NUL, REPLACEMENT)
     return list(column.to_pylist())
-
-
-def _without_nul(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name.replace(NUL, REPLACEMENT): _without_nul(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return list(map(_without_nul, value))
-    return value.replace(NUL, REPLACEMENT) if isinstance(value, str) else value
 
 
 def _refuses_row(error: psycopg.Error) -> bool:

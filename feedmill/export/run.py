@@ -1,10 +1,7 @@
 """Run an export: read the stream, write rows to the target, reconnect, report progress and missed results."""
 
 import logging
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
@@ -16,7 +13,6 @@ from feedmill.reading.rows import Place, ResultRow, RowReader
 from feedmill.shared.errors import DatabaseUnavailable, UserError, clause
 from feedmill.shared.redis_errors import is_temporary
 from feedmill.shared.settings import PREFIX
-from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 
 if TYPE_CHECKING:
     from feedmill.export.files import File, Folder
@@ -33,23 +29,6 @@ LOST = (
 )
 #: Seconds before each attempt to reconnect; the last value repeats until Redis and the database answer.
 RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0)
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[list[int]]:
-    """Record the first SIGTERM, SIGHUP or Ctrl-C inside the block, so that the export can finish its current file.
-
-    A second signal has its usual effect. Yields the list of received signals.
-    """
-    received: list[int] = []
-    before = {number: signal.getsignal(number) for number in not_ignored(*EXIT_SIGNALS)}
-
-    def note(number: int, _: object) -> None:
-        received.append(number)
-        signal.signal(number, before[signal.Signals(number)])
-
-    with handle_signals(note, *before):
-        yield received
 
 
 class ExportRun:
@@ -75,9 +54,8 @@ class ExportRun:
         self._pending: list[ResultRow] = []
         #: Attempts to reconnect since Redis and the database last answered.
         self._failures = 0
-        #: Trimmed results, None if their number is unknown; and if there were any.
+        #: Trimmed results; None if their number is unknown.
         self._missed: int | None = 0
-        self._any_missed = False
         self._complete = False
         #: Rows exported, rows read, and rows to read, if known.
         self._rows = self._read = 0
@@ -178,7 +156,6 @@ class ExportRun:
 
     def _report_missed(self, count: int | None) -> None:
         """Count results that were trimmed before this export read them, at most `count`, and print a warning."""
-        self._any_missed = True
         self._missed = None if count is None or self._missed is None else self._missed + count
         how_many = "an unknown number of results" if count is None else f"up to {count:,} result{'s' * (count != 1)}"
         self._notes.print(
@@ -191,7 +168,7 @@ class ExportRun:
         target = self._target
         counts = {"rows": target.written, "removed": target.removed, "complete": self._complete}
         counts |= {"refused": target.refused} if target.refused else {}
-        return counts | {"missed": self._missed if self._any_missed else 0}
+        return counts | {"missed": self._missed}
 
     def described(self, out: str) -> str:
         """Return the counts as a sentence. out: what was exported to."""
@@ -212,4 +189,4 @@ class ExportRun:
         if not self._complete and self._stop:
             return 128 + self._stop[0]
         nothing = not (self._target.written or self._target.resumed or self._follow)
-        return int(nothing or self._any_missed or not self._complete or self._target.refused > 0)
+        return int(nothing or self._missed != 0 or not self._complete or self._target.refused > 0)

@@ -26,12 +26,21 @@ def handle_signals(handler: Callable[[int, Any], None], *numbers: signal.Signals
 
 
 @contextmanager
-def note_signals(*others: signal.Signals) -> Iterator[list[int]]:
+def note_signals(*others: signal.Signals, once: bool = False) -> Iterator[list[int]]:
     """Note EXIT_SIGNALS and others inside the block, and yield the list of their numbers so far.
+
+    once: a second signal has its usual effect.
 
     For code that starts processes. Python drops an exception that a handler raises during a fork, and at other moments
     such an exception can leave a lock of `subprocess` locked for good.
     """
     received: list[int] = []
-    with handle_signals(lambda number, _: received.append(number), *not_ignored(*EXIT_SIGNALS, *others)):
+    before = {number: signal.getsignal(number) for number in not_ignored(*EXIT_SIGNALS, *others)}
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        if once:
+            signal.signal(number, before[signal.Signals(number)])
+
+    with handle_signals(note, *before):
         yield received

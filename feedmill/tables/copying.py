@@ -12,7 +12,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from feedmill.producers.files import CsvTable, ParquetTable, Row, Source
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import Classification, is_missing
-from feedmill.tables.writing import JSON, CsvLayout, json_column, writer_to
+from feedmill.tables.writing import JSON, CsvLayout, compressed, json_column, writer_to
 
 #: Rows per batch.
 BATCH_ROWS = 1000
@@ -65,11 +65,11 @@ class LabelledCopy:
         )
         fields = [pa.field(name, NEW_TYPES[index > 0]) for index, name in enumerate(new)]
         self._schema = pa.schema([*self._given, *fields], self._given.metadata)
-        layout, escaped = None, [field.name for field in self._given if field.type in (JSON, pa.string())]
+        layout = None
         if isinstance(table, CsvTable):
-            layout = CsvLayout("\t" if form == "tsv" else table.delimiter, table.line_end, source.has_mark)
-            escaped = []
-        self._writer = writer_to(file, form, self._schema, escaped, out.suffix.lower(), layout)
+            delimiter = "\t" if form == "tsv" else table.delimiter
+            layout = CsvLayout(delimiter, table.line_end, source.has_mark, escapes=False)
+        self._writer = writer_to(file, form, self._schema, out.suffix.lower(), layout)
         self._rows: list[tuple[Row, Classification | None]] = []
 
     def add(self, row: Row, found: Classification | None) -> None:
@@ -116,8 +116,9 @@ class LabelledCopy:
 class JsonCopy:
     """Write JSON records with their labels as JSON lines, each as soon as it is added. Keys and values stay."""
 
-    def __init__(self, file: BinaryIO, new: Sequence[str], labels: Sequence[str]) -> None:
-        self._file, self._new, self._labels = file, new, labels
+    def __init__(self, file: BinaryIO, out: Path, new: Sequence[str], labels: Sequence[str]) -> None:
+        self._file, self._stream = file, compressed(file, out.suffix.lower())
+        self._new, self._labels = new, labels
 
     def add(self, row: Row, found: Classification | None) -> None:
         record: Any = row.values
@@ -129,9 +130,11 @@ class JsonCopy:
             line = to_json(record, inf_nan_mode="null")
         except PydanticSerializationError:  # lone surrogates
             line = json.dumps(record).encode()
-        self._file.write(line + b"\n")
+        self._stream.write(line + b"\n")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self._stream is not self._file:
+            self._stream.close()
 
 
 def _batch(row: Row) -> object:

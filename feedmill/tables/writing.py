@@ -5,15 +5,13 @@ string as it is and other values as JSON, JSONL gets the value itself.
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic_core import PydanticSerializationError, from_json, to_json
-
-from feedmill.producers.exported import escape_formula
 
 try:
     from isal.igzip import open as gzip_open  # four times as fast
@@ -22,7 +20,7 @@ except ImportError:  # isal has no wheel for this platform
 
 #: Type of a column whose values are JSON texts.
 JSON = pa.json_()
-#: A cell that a spreadsheet would run as a formula, plain or escaped. See producers/exported.py.
+#: A cell that a spreadsheet would run as a formula, plain or escaped. See producers/records.py.
 FORMULA = r"\A('*[=+\-@\t\r\n＝＋－＠])"
 #: Rows and bytes at which a row group of Parquet is closed. Readers skip or load whole row groups.
 GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
@@ -34,30 +32,38 @@ def writer_to(
     file: BinaryIO,
     form: str,
     schema: pa.Schema,
-    escaped: Collection[str] = (),
     compression: str = "",
     layout: "CsvLayout | None" = None,
 ) -> "Writer":
     """Return a writer of a format to an open file, which stays open. compression: ".gz", ".zst" or none."""
     if form == "parquet":
         return ParquetWriter(file, schema)
-    stream: Any = file
-    if compression == ".gz":
-        stream = gzip_open(file, "wb")  # type: ignore[no-untyped-call]  # noqa: SIM115 - its writer closes it
-    elif compression == ".zst":
-        stream = pa.CompressedOutputStream(open(file.fileno(), "wb", closefd=False), "zstd")  # noqa: SIM115
+    stream = compressed(file, compression)
     if form == "jsonl":
         return JsonlWriter(stream, schema, stream is not file)
-    delimiter = "\t" if form == "tsv" else ","
-    return CsvWriter(stream, schema, stream is not file, escaped, layout or CsvLayout(delimiter))
+    return CsvWriter(stream, schema, stream is not file, layout or CsvLayout("\t" if form == "tsv" else ","))
+
+
+def compressed(file: BinaryIO, compression: str) -> Any:
+    """Return a stream that compresses into an open file, which stays open; the file itself without compression."""
+    if compression == ".gz":
+        return gzip_open(file, "wb")  # type: ignore[no-untyped-call]
+    if compression == ".zst":
+        return pa.CompressedOutputStream(open(file.fileno(), "wb", closefd=False), "zstd")
+    return file
 
 
 class CsvLayout(NamedTuple):
-    """Layout of CSV. has_mark: begin with a byte order mark, by which Excel recognizes UTF-8."""
+    """Layout of CSV.
+
+    has_mark: begin with a byte order mark, by which Excel recognizes UTF-8. escapes: put an apostrophe before formulas
+    in the header and in columns of text.
+    """
 
     delimiter: str = ","
     line_end: str = "\r\n"
     has_mark: bool = False
+    escapes: bool = True
 
 
 class ParquetWriter:
@@ -124,30 +130,23 @@ class JsonlWriter(_TextWriter):
 
 
 class CsvWriter(_TextWriter):
-    """CSV with a header. Cells are quoted where needed; nested values are JSON; missing values are empty.
+    """CSV with a header. Cells are quoted where needed; nested values are JSON; missing values are empty."""
 
-    escaped: columns whose formulas get an apostrophe; and if there are some, the header.
-    """
-
-    def __init__(
-        self, file: BinaryIO, schema: pa.Schema, closes: bool, escaped: Collection[str], layout: CsvLayout
-    ) -> None:
+    def __init__(self, file: BinaryIO, schema: pa.Schema, closes: bool, layout: CsvLayout) -> None:
         super().__init__(file, closes, layout.line_end)
-        self._delimiter, self._quoted = layout.delimiter, f'[{layout.delimiter}"\r\n]'
+        self._delimiter, self._escapes = layout.delimiter, layout.escapes
+        self._quoted = f'[{layout.delimiter}"\r\n]'
         if layout.has_mark:
             file.write("\ufeff".encode())
-        self._escaped = [False] * len(schema)
-        header = [pa.array([escape_formula(name) if escaped else name]) for name in schema.names]
-        self.write(pa.RecordBatch.from_arrays(header, schema.names))
-        self._escaped = [name in escaped for name in schema.names]
+        self.write(pa.RecordBatch.from_arrays([pa.array([name]) for name in schema.names], schema.names))
 
     def _lines(self, batch: pa.RecordBatch) -> pa.Array:
-        cells = map(self._cells, batch.columns, self._escaped)
+        cells = map(self._cells, batch.columns)
         return pc.binary_join_element_wise(*cells, self._delimiter, null_handling="replace", null_replacement="")
 
-    def _cells(self, column: pa.Array, escaped: bool) -> pa.Array:
+    def _cells(self, column: pa.Array) -> pa.Array:
         texts = _text(column)
-        if escaped:
+        if self._escapes and column.type in (JSON, pa.string()):
             texts = pc.replace_substring_regex(texts, FORMULA, r"'\1", max_replacements=1)
         special = pc.match_substring_regex(texts, self._quoted)
         if not pc.any(special).as_py():

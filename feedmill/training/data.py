@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from feedmill.cli.options import FileFlags
-from feedmill.producers.exported import Labelled
 from feedmill.producers.files import FileReading
+from feedmill.producers.records import Labelled
 from feedmill.reading.rows import Place, RowReader
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.errors import InputError, RedisUnavailable, printable

@@ -8,8 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from feedmill.export.files import BATCH_ROWS, STATE_FILE, parts
-from feedmill.export.rewriting import post_keys
+from feedmill.export.files import BATCH_ROWS, STATE_FILE, parts, post_keys
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings

@@ -268,7 +268,7 @@ def test_removes_purged_posts_without_exporting(
     def remove() -> int:
         return postgres.purge(database.url, TABLE, RowReader(redis.client))
 
-    with pytest.raises(UserError, match=TABLE):
+    with pytest.raises(UserError, match="feedmill_exports"):
         remove()
     store.write([result(str(number)) for number in range(4)])
     export(redis, database, ExportFilter(label="food"))
@@ -299,12 +299,6 @@ def test_second_export_to_a_table_is_refused(
     assert (ids(database), ids(database, "another")) == ([], ["1"])
 
 
-def test_table_of_another_kind_is_refused(redis: RedisServer, database: PostgresServer) -> None:
-    database.rows("CREATE TABLE feedmill_results (id text)")
-    with pytest.raises(UserError, match=naming(TABLE, "body")):
-        export(redis, database)
-
-
 @pytest.mark.parametrize("name", ["", "a.b.c", "feedmill_exports", "é" * 32, 'a"b'])
 def test_name_of_a_table_is_checked(redis: RedisServer, name: str) -> None:
     with (
@@ -320,7 +314,7 @@ def test_name_of_a_table_is_checked(redis: RedisServer, name: str) -> None:
 )  # fmt: skip
 def test_malformed_address_is_not_quoted(address: str) -> None:
     with pytest.raises(UserError) as error:
-        postgres.Address.parse(f"postgresql://{address}")
+        postgres.parse_address(f"postgresql://{address}")
     assert not {"sec", "ret"} & {*str(error.value).split("'")}
     assert "secret" not in str(error.value)
     assert "host/db" not in str(error.value)

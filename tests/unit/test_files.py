@@ -108,9 +108,8 @@ def test_reads_every_format(tmp_path: Path, data: str, pack: Callable[[bytes], b
     assert [(post.id, post.title) for post in posts(tmp_path, packed)] == [("1", "one"), ("2", "zwei – два")]
 
 
-@pytest.mark.parametrize("pack", [bytes, *PACKED])
-def test_reads_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]) -> None:
-    packed = io.BytesIO(pack(b'{"id": 1, "title": "x"}'))
+def test_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = io.BytesIO(zstd(b'{"id": 1, "title": "x"}'))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(packed)))
     assert [item.id for item in Source("-").items() if isinstance(item, Post)] == ["1"]
 
@@ -118,33 +117,22 @@ def test_reads_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[b
 @pytest.mark.parametrize(
     ("record", "field", "value"),
     [
-        ({"selftext": "x"}, "body", "x"),
-        ({"description": "x"}, "body", "x"),
         ({"headline": "x"}, "title", "x"),
         ({"title": "x", "label": "food"}, "topic", "food"),
-        ({"title": "x", "ups": 3}, "score", 3),
         ({"title": "x", "score": "7"}, "score", 7),
         ({"title": "x", "permalink": "/r/x"}, "url", "/r/x"),
         ({"title": "x", "name": "t3_abc"}, "id", "t3_abc"),
         ({"title": "x", "url": "https://www.reddit.com/r/x/comments/1abc2/title/"}, "id", "t3_1abc2"),
         ({"title": "x", "permalink": "/r/x/comments/1abc2/t/", "url": "https://b.org/comments/9/"}, "id", "t3_1abc2"),
-        ({"title": "x", "id": "1abc2", "name": "t3_1abc2"}, "id", "t3_1abc2"),
         ({"title": "x", "id": "1abc2", "selftext": ""}, "id", "t3_1abc2"),
-        ({"title": "x", "id": "t3_1abc2", "selftext": ""}, "id", "t3_1abc2"),
         ({"title": "x", "id": "post-7", "selftext": ""}, "id", "post-7"),
-        ({"title": "x", "id": "1abc2", "name": "Jo"}, "id", "1abc2"),
         ({"title": "x", "post_id": 0, "fullname": "Jo Doe"}, "id", "0"),
         ({"title": "x", "permalink": "/r/x/comments/1/t/"}, "permalink", "https://www.reddit.com/r/x/comments/1/t/"),
-        ({"title": "x", "edited": False}, "edited_utc", None),
         ({"title": "x", "edited": "False"}, "edited_utc", None),
         ({"title": "x", "edited": 1700000000}, "edited_utc", 1700000000.0),
-        ({"title": "x", "over_18": True}, "nsfw", True),
         ({"title": "x", "over_18": "False"}, "nsfw", False),
-        ({"title": "x", "spoiler": 1}, "spoiler", True),
-        ({"title": "x", "created": 1700000000}, "created_utc", 1700000000.0),
         ({"title": "x", "created_utc": "1700000000.5"}, "created_utc", 1700000000.5),
         ({"title": "x", "timestamp": 1700000000000}, "created_utc", 1700000000.0),
-        ({"title": "x", "date": "2023-11-14 22:13:20"}, "created_utc", 1700000000.0),
         ({"title": "x", "date": "2023-11-14T23:13:20+01:00"}, "created_utc", 1700000000.0),
         ({"title": "x", "id": 1.0}, "id", "1"),
         ({"title": "x", "date": None, "subreddit": ""}, "subreddit", None),
@@ -153,19 +141,6 @@ def test_reads_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[b
 def test_maps_common_field_names(tmp_path: Path, record: dict[str, object], field: str, value: object) -> None:
     (post,) = posts(tmp_path, json.dumps(record))
     assert getattr(post, field) == value
-
-
-def test_derives_missing_ids_from_the_text(tmp_path: Path) -> None:
-    first, other, again = posts(tmp_path, 'title\n"one, two"\nthree\n"one, two"\n')
-    assert first.id == again.id != other.id
-    assert first.id.startswith("text-")
-
-
-def test_name_column_is_not_an_id(tmp_path: Path) -> None:
-    """A column `name` may name a person, so two posts with the same name have different ids."""
-    first, other = posts(tmp_path, "name,title\nJo,x\nJo,y\n")
-    assert first.id != other.id
-    assert first.id.startswith("text-")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +169,7 @@ def test_id_column_replaces_the_id(tmp_path: Path, data: str) -> None:
     [
         ("ticket,title\n1,x\n", ("channel", "ticket, title")),
         ('{"ticket": 1, "title": "x"}', ("channel", "ticket, title")),
-        ("Ticket No,title,Chanel \n1,x,y\n", ("Did you mean Chanel", "Ticket No, title, Chanel")),
+        ("Ticket No,title,Chanel \n1,x,y\n", ("Ticket No, title, Chanel",)),
         ('{"Ticket No": 1, "title": "x"}', ("Ticket No, title",)),
         ("id,label,scores,fingerprint,classified_at,title\n1,a,,,,x\n", ("export",)),
     ],
@@ -210,8 +185,6 @@ def test_rejects_an_unknown_id_column(tmp_path: Path, data: str, named: tuple[st
     ("header", "columns", "named"),
     [
         ("id,title,title", Columns(), "title"),
-        ("id,Text,text ", Columns(), "text"),
-        ("id,ID,title", Columns(), "id"),
         ("note,title,Note", Columns.of(body="note"), "note"),
         ("note,title,Note", Columns.of("note"), "note"),
         ("store,title,Store", Columns.of(keep=["store"]), "store"),
@@ -250,50 +223,72 @@ def test_knows_files_without_ids(tmp_path: Path, data: str, lacks_ids: bool) -> 
     assert source.lacks_ids == lacks_ids
 
 
-def test_reports_bad_lines_and_keeps_good_ones(tmp_path: Path) -> None:
-    data = '{"id": 1, "title": "x"}\nnope\n\n[1]\n{"id": 2}\n"text"\n{"id": 3, "body": "y"}\n'
-    good, bad = both(tmp_path, data, "posts.jsonl")
-    assert [post.id for post in good] == ["1", "3"]
-    assert [record.where.rsplit("/", 1)[1] for record in bad] == [f"posts.jsonl:{line}" for line in (2, 4, 5, 6)]
-    assert "JSON" in bad[0].reason
-    assert "object" in bad[1].reason
-    assert "title" in bad[2].reason
-    assert "body" in bad[2].reason
-    assert all(record.skipped for record in bad)
+@pytest.mark.parametrize(
+    "data",
+    [
+        'title\n"one, two"\nthree\n"one, two"\n',
+        "name,title\nJo,x\nJo,y\nJo,x",  # a column `name` may name a person
+        '[{"id": NaN, "title": "x"}, {"id": "", "post_id": null, "title": "y"}, {"title": "x"}]',
+    ],
+)
+def test_derives_missing_ids_from_the_text(tmp_path: Path, data: str) -> None:
+    first, other, again = posts(tmp_path, data)
+    assert first.id == again.id != other.id
+    assert first.id.startswith("text-")
+
+
+LONG = json.dumps({"id": 1, "title": "x" * (MAX_RECORD_SIZE + 10)})
+#: Content of a file, the ids of its posts, and the place of each bad record with a part of its reason.
+BAD_RECORDS: list[tuple[str, list[str], list[tuple[str, str]]]] = [
+    (
+        '{"id": 1, "title": "x"}\nnope\n\n[1]\n{"id": 2}\n"text"\n{"id": 3, "body": "y"}\n',
+        ["1", "3"],
+        [("2", "JSON"), ("4", "object"), ("5", "title or body"), ("6", "object")],
+    ),
+    (
+        '[{"id": 1, "title": "x"},\n 5,\n {"id": 2 "title": "y"}]',
+        ["1"],
+        [("element 2", "object"), ("element 3", r"array.*character 10\b")],
+    ),
+    ("id,title\n1,x\n2,y,z\n3\n4,w\n", ["1", "4"], [("3", r"\b3 fields.*\b2 columns"), ("4", "title")]),
+    (f'{LONG}\n{{"id": 2, "title": "y"}}\n{LONG}', ["2"], [("1", "longer"), ("3", "longer")]),
+    ('{"id": ' + "[" * 100_000 + '\n{"id": 2, "title": "y"}\n', ["2"], [("1", "JSON")]),
+    ('id,title\n1,"x\n2,"y"\n3,z\n', ["3"], [("2-3", "quot")]),
+    ('id,title\n1,"a "b" c"\n2,y\n', ["2"], [("2", "quot")]),
+    ('id,title\n1,"x\n2,y",z\n4,w\n', ["4"], [("2-3", "quot")]),
+    ('id,"Title\r\n(short)",Text,"a\nb"\r\n1,x,y,z\r\n2\r\n', ["1"], [("5", "title")]),
+    # Excel saves such bytes. Lines of plain ASCII are read; no encoding is guessed.
+    (
+        'id;title;size\r\n1;x;5\r\n2;K\udce4se;6\r\n3;"two\r\nna\udcefve lines";7\r\n4;y;8\r\n',
+        ["1", "4"],
+        [("3", NOT_UTF8), ("4-5", NOT_UTF8)],
+    ),
+    ('{"id": 1, "title": "x"}\n{"id": 2, "title": "K\udce4se"}\n', ["1"], [("2", NOT_UTF8)]),
+    ('[{"id": 1, "title": "x"},\n{"id": 2, "title": "K\udce4se"}]', ["1"], [("element 2", NOT_UTF8)]),
+]
+
+
+@pytest.mark.parametrize(("data", "ids", "bad"), BAD_RECORDS)
+def test_reports_bad_records_and_keeps_good_ones(
+    tmp_path: Path, data: str, ids: list[str], bad: list[tuple[str, str]]
+) -> None:
+    good, found = both(tmp_path, data.encode("utf-8", "surrogateescape"), "posts.jsonl")
+    assert [post.id for post in good] == ids
+    assert [record.where.rsplit("/", 1)[1] for record in found] == [f"posts.jsonl:{place}" for place, _ in bad]
+    assert all(re.search(reason, record.reason) for record, (_, reason) in zip(found, bad, strict=True))
+    assert all(record.skipped for record in found)
 
 
 def test_keeps_posts_with_invalid_score_or_date(tmp_path: Path) -> None:
-    good, bad = both(tmp_path, '{"id": 1, "title": "x", "score": "•", "date": "Tuesday", "extra": [1]}\n')
+    good, bad = both(tmp_path, '{"id": 1, "title": "x", "score": "•", "date": 1' + "0" * 400 + ', "extra": [1]}\n')
     assert [(post.id, post.score, post.created_utc, post.extra) for post in good] == [("1", None, None, None)]
     assert sorted(record.reason.split(":")[0] for record in bad) == ["created_utc", "extra", "score"]
     assert not any(record.skipped for record in bad)
 
 
-def test_reports_the_position_of_a_broken_array(tmp_path: Path) -> None:
-    good, bad = both(tmp_path, '[{"id": 1, "title": "x"},\n 5,\n {"id": 2 "title": "y"}]')
-    assert [post.id for post in good] == ["1"]
-    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["element 2", "element 3"]
-    assert re.search(r"array.*character 10\b", bad[1].reason)
-
-
 def test_reads_a_large_array(tmp_path: Path) -> None:
     many = [{"id": str(n), "title": "x", "body": "long " * (n % 3000)} for n in range(300)]
     assert [post.id for post in posts(tmp_path, json.dumps(many))] == [str(n) for n in range(300)]
-
-
-def test_reports_csv_rows_of_the_wrong_length(tmp_path: Path) -> None:
-    good, bad = both(tmp_path, "id,title\n1,x\n2,y,z\n3\n4,w\n")
-    assert [post.id for post in good] == ["1", "4"]
-    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["3", "4"]
-    assert re.search(r"\b3 fields.*\b2 columns", bad[0].reason)
-    assert "title" in bad[1].reason
-
-
-def test_skips_overlong_records(tmp_path: Path) -> None:
-    long = json.dumps({"id": 1, "title": "x" * (MAX_RECORD_SIZE + 10)})
-    good, bad = both(tmp_path, f'{long}\n{{"id": 2, "title": "y"}}\n{long}')
-    assert [post.id for post in good] == ["2"]
-    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["1", "3"]
 
 
 #: Code that reads a file and prints its posts' ids, the number of bad records and the growth of peak memory in MiB.
@@ -356,12 +351,6 @@ def test_reads_csv_as_spreadsheets_write_it(tmp_path: Path, data: str, place: in
     good, bad = both(tmp_path, data)
     assert [(post.id, post.title) for post in good] == [("1", "one")]
     assert [record.where.rsplit(":", 1)[1] for record in bad] == [str(place)]
-
-
-@pytest.mark.parametrize("data", ["id,title\n", "id,title", "\nid,title\r\n\r\n", "id;title\n;\n"])
-def test_rejects_a_header_without_rows(tmp_path: Path, data: str) -> None:
-    with pytest.raises(InputError, match=naming(tmp_path / "file", "header", "rows")):
-        items_of(tmp_path, data)
 
 
 @pytest.mark.parametrize(
@@ -436,75 +425,19 @@ NAN = '{"id": 1, "title": NaN, "body": "good", "score": NaN, "date": NaN, "topic
         NAN,
         f"[{NAN}]",
         NAN.replace("NaN", "null"),
-        "id,title,body,score,date,topic\n1,,good,nan,NaT,\n",
-        "id,title,body,score,date,topic\n1,,good,None,nan,\n",
-        '{"id": 1, "title": NaN, "body": "good", "score": "<NA>", "date": "NaT"}',
+        "id,title,body,score,date,topic\n1,,good,,,\n",
     ],
 )
 def test_missing_values_are_not_text(tmp_path: Path, data: str) -> None:
     assert posts(tmp_path, data) == [Post(id="1", body="good")]
 
 
-@pytest.mark.parametrize("data", ['{"id": NaN, "title": "x"}', '[{"id": NaN, "post_id": null, "title": "x"}]'])
-def test_missing_ids_are_derived_from_the_text(tmp_path: Path, data: str) -> None:
-    (post,) = posts(tmp_path, data)
-    assert post.id.startswith("text-")
-
-
-def test_deeply_nested_json_is_a_bad_record(tmp_path: Path) -> None:
-    good, bad = both(tmp_path, '{"id": ' + "[" * 100_000 + '\n{"id": 2, "title": "y"}\n')
-    assert [post.id for post in good] == ["2"]
-    assert len(bad) == 1
-
-
-@pytest.mark.parametrize(
-    ("data", "ids", "bad_lines"),
-    [
-        ('id;title;size\r\n1;x;5\r\n2;Käse;6\r\n3;"two\r\nnaïve lines";7\r\n4;y;8\r\n', ["1", "4"], ["3", "4-5"]),
-        ('{"id": 1, "title": "x"}\n{"id": 2, "title": "Käse"}\n{"id": 3, "größe": 5}\n', ["1"], ["2", "3"]),
-        (
-            '[{"id": 1, "title": "x"},\n{"id": 2, "title": "Käse"},\n{"id": 3, "title": "y"}]',
-            ["1", "3"],
-            ["element 2"],
-        ),
-    ],
-    ids=["csv", "lines", "array"],
-)
-def test_reports_lines_that_are_not_utf8(tmp_path: Path, data: str, ids: list[str], bad_lines: list[str]) -> None:
-    """Excel saves CSV files in such encodings. Lines of plain ASCII are read; no encoding is guessed."""
-    good, bad = both(tmp_path, data.encode("cp1252"))
-    assert [post.id for post in good] == ids
-    assert [record.where.rsplit(":", 1)[1] for record in bad] == bad_lines
-    assert {record.reason for record in bad} == {NOT_UTF8}
-    assert all(record.skipped for record in bad)
-
-
-@pytest.mark.parametrize(
-    ("rows", "ids", "lines"),
-    [
-        ('1,"x\n2,"y"\n3,z\n', ["3"], ["2-3"]),
-        ('1,"a "b" c"\n2,y\n', ["2"], ["2"]),
-        ('1,"x\n2,y",z\n4,w\n', ["4"], ["2-3"]),
-    ],
-    ids=["unclosed", "not doubled", "too many fields"],
-)
-def test_reports_lines_lost_to_a_stray_quote(tmp_path: Path, rows: str, ids: list[str], lines: list[str]) -> None:
-    good, bad = both(tmp_path, f"id,title\n{rows}")
-    assert [post.id for post in good] == ids
-    assert [record.where.rsplit(":", 1)[1] for record in bad] == lines
-    assert "quot" in bad[0].reason
-
-
-def test_reports_numbers_that_are_not_times(tmp_path: Path) -> None:
-    good, bad = both(tmp_path, f'{{"id": 1, "title": "x", "created_utc": 1{"0" * 400}}}\n{{"id": 2, "title": "y"}}')
-    assert [(post.id, post.created_utc) for post in good] == [("1", None), ("2", None)]
-    assert [record.skipped for record in bad] == [False]
-
-
 @pytest.mark.parametrize(
     ("data", "named"),
     [
         (b"", ("empty",)),
+        (b"id,title", ("rows",)),
+        (b"\nid;title\r\n\r\n;\n", ("rows",)),
         (b"foo,bar\n1,2\n", ("title", "body", "foo, bar")),
         (b"comment\nx\n", ("title", "body", "comment")),
         (b"PK\x03\x04", ("Excel", "CSV UTF-8")),
@@ -587,42 +520,8 @@ def test_zstd_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         items_of(tmp_path, zstd(b"x"), name="posts")
 
 
-#: A submission in Arctic Shift's format, without some ninety other fields.
-SUBMISSION = {
-    "_meta": {"is_edited": True, "retrieved_2nd_on": 1700129600},
-    "author": "somebody",
-    "created_utc": 1700000000,
-    "edited": 1700000500,
-    "id": "17vcabc",
-    "name": "t3_17vcabc",
-    "over_18": True,
-    "permalink": "/r/Python/comments/17vcabc/which_linter/",
-    "removed_by_category": None,
-    "score": 12,
-    "selftext": "And why?",
-    "spoiler": False,
-    "stickied": False,
-    "subreddit": "Python",
-    "title": "Which linter?",
-    "url": "https://www.reddit.com/r/Python/comments/17vcabc/which_linter/",
-}
-
-
-def test_reads_a_submission_of_a_dump(tmp_path: Path) -> None:
-    assert posts(tmp_path, jsonl(SUBMISSION)) == [
-        Post(
-            id="t3_17vcabc",
-            title="Which linter?",
-            body="And why?",
-            subreddit="Python",
-            score=12,
-            url="https://www.reddit.com/r/Python/comments/17vcabc/which_linter/",
-            permalink="https://www.reddit.com/r/Python/comments/17vcabc/which_linter/",
-            created_utc=1700000000,
-            edited_utc=1700000500,
-            nsfw=True,
-        )
-    ]
+#: A post as in a dump.
+SUBMISSION = {"id": "17vcabc", "name": "t3_17vcabc", "title": "Which linter?", "selftext": "And why?"}
 
 
 def test_skips_posts_removed_from_reddit(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def export(folder: Path, how: str) -> Path:
         file = path / "day=2026-11-21" / "part-1-0_3-0.jsonl"
     schema = schema_of(COLUMNS, how == "parquet")
     with file.open("wb") as opened:
-        writer = writer_to(opened, file.suffix[1:], schema, ["title"])
+        writer = writer_to(opened, file.suffix[1:], schema)
         writer.write(batch_of(rows(), schema))
         writer.close()
     return path
