@@ -20,7 +20,6 @@ from tqdm import tqdm
 from feedmill.api.items import Frame, Item, Labels, OneItem, Series, columns_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Failures, Request, prediction, read_options, warn
-from feedmill.producers.clear import messages_cleared
 from feedmill.producers.push import Pusher
 from feedmill.producers.records import id_of_text, normalize_keys, parse_post
 from feedmill.shared import runs
@@ -36,9 +35,8 @@ RESULTS_AT_ONCE = 64
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 #: Seconds for which all posts must be settled without a result of their message, before the message is sent again.
 EXPIRED_AFTER_S = 10.0
-#: Reasons for posts that were deleted with `feedmill purge`, or whose messages with `feedmill purge --queue`.
+#: Reason for posts that were deleted with `feedmill purge`.
 PURGED = "purged: the post was deleted, and is not sent again"
-CLEARED = "removed from the queue by `feedmill purge --queue`"
 
 
 class SubmittedProgress(NamedTuple):
@@ -64,8 +62,6 @@ class SubmittedRun:
         self.name = name
         self._request, self._settings, self._redis = request, settings, redis
         self._backend: Any = make_app(settings, current=False).backend
-        with user_errors(settings):
-            self._cleared = messages_cleared(redis, settings.queue)
         self._lock = threading.Lock()
         self._items: list[Item] = []
         #: Place of each post's item, by the post's id.
@@ -217,15 +213,11 @@ class SubmittedRun:
         return now - self._settled_at >= EXPIRED_AFTER_S
 
     def _send_again(self) -> None:
-        """Send the messages without a result again, unless the queue was cleared. The worker answers from the store."""
+        """Send the messages without a result again. The worker answers from the store what it has classified."""
         posts = [post for posts in self._pending.values() for post in posts]
         self._pending.clear()
         self._settled_at = None
-        if messages_cleared(self._redis, self._settings.queue) == self._cleared:
-            self._send(posts)
-            return
-        for post in posts:
-            self._settle(self._places[post.id], {"error": CLEARED})
+        self._send(posts)
 
 
 def _outcomes(state: Mapping[str, Any], posts: Sequence[Post]) -> Sequence[Mapping[str, Any]]:

@@ -13,7 +13,6 @@ import pytest
 import feedmill as api
 from feedmill import UserError
 from feedmill.api import submission
-from feedmill.producers.clear import clear
 from feedmill.producers.records import id_of_text
 from feedmill.shared import runs
 from feedmill.shared.broker import CLASSIFY_TASK, make_app
@@ -178,17 +177,6 @@ def test_refused_options_are_explained(redis_server: RedisServer) -> None:
     for _ in range(2):
         with pytest.raises(UserError, match=naming("refuses", "labels: the model has its own")):
             sent.wait(timeout=0)
-
-
-def test_cleared_queue_ends_the_run(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was cleared is not sent again."""
-    monkeypatch.setattr(submission, "EXPIRED_AFTER_S", 0)
-    sent = submit_unserved()
-    settings = Settings.model_validate({"redis_url": redis_server.url, "queue": "unserved"})
-    assert clear(redis_server.client, settings).posts >= 2
-    with pytest.warns(UserWarning, match=naming("2 of 2", "feedmill purge --queue")):
-        assert labels(sent.results(timeout=10)) == [None, None]
-    assert redis_server.client.llen("unserved") == 0
 
 
 @pytest.mark.parametrize(
