@@ -159,9 +159,11 @@ def newest(
     """
     first, limit = "-" if since is None else f"({id_before(since)}", count if wanted == NO_FILTER else None
     entries = newest_first(redis, RESULTS_STREAM, limit, first, until, NEWEST_AT_ONCE)
-    reader = RowReader(redis)
-    rows = (row for entry in entries for row in reader.parse(texts_of(*entry)) if wanted.has(row))
-    return [row.result for row in islice(rows, count)][::-1]
+    found: list[Result] = []
+    while len(found) < count and (page := [*islice(entries, NEWEST_AT_ONCE)]):
+        rows = RowReader(redis).parse([text for entry in page for text in texts_of(*entry)])
+        found += [row.result for row in rows if wanted.has(row)]
+    return found[:count][::-1]
 
 
 class GroupReader:
