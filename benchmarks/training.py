@@ -24,9 +24,10 @@ from rich.table import Table
 from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.report import draw
 from benchmarks.throughput import read_posts
+from feedmill.producers.records import Labelled
 from feedmill.shared.errors import UserError
 from feedmill.shared.settings import Settings, load
-from feedmill.training.data import Dataset, Example
+from feedmill.training.data import Dataset
 from feedmill.training.finetune import Training
 from feedmill.training.options import TrainOptions
 from feedmill.training.progress import Report
@@ -73,7 +74,7 @@ def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Tr
 
 def examples(path: str | None, count: int) -> Dataset:
     posts = read_posts(path, count)
-    found = [Example(post, LABELS[number % len(LABELS)]) for number, post in enumerate(posts)]
+    found = [Labelled(post, LABELS[number % len(LABELS)]) for number, post in enumerate(posts)]
     return Dataset(LABELS, found, [], [], {})
 
 

@@ -76,12 +76,12 @@ FORMULA_START = re.compile("'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]")
 
 
 class Labelled(NamedTuple):
-    """A post with the label and scores that a model assigned."""
+    """A post with the label and scores that a model assigned, or with its topic, which has no model."""
 
     post: Post
-    label: str
-    scores: dict[str, float]
-    model: str
+    label: str = ""
+    scores: dict[str, float] = {}  # noqa: RUF012 - never changed
+    model: str = ""
 
 
 class BadRecord(NamedTuple):

@@ -4,7 +4,7 @@ Purged posts are left out of every source, provided Redis answers. Does not impo
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha1
 from itertools import islice
 from pathlib import Path
@@ -28,17 +28,6 @@ MIN_POSTS, MIN_POSTS_OF_A_HEAD = 8, 2
 VALIDATION_SHARE = 0.1
 
 
-class Example(NamedTuple):
-    """A post and its label."""
-
-    post: Post
-    label: str
-    #: Score of every label, for soft labels.
-    scores: Mapping[str, float] | None = None
-    #: The model that gave the label; empty if it is a topic.
-    model: str = ""
-
-
 class Collected(NamedTuple):
     """Training examples, the examples of a separate test file (None without one), and counts of posts, without content.
 
@@ -46,8 +35,8 @@ class Collected(NamedTuple):
     labelled_by: posts per labelling model, empty if the labels are topics.
     """
 
-    examples: list[Example]
-    tested: list[Example] | None
+    examples: list[Labelled]
+    tested: list[Labelled] | None
     counts: dict[str, Any]
 
 
@@ -80,7 +69,7 @@ def collect(options: TrainOptions, file: FileFlags, settings: Settings, notes: C
     return Collected(examples, tested if options.test else None, counts)
 
 
-def _example(labelled: Labelled, targets: str, options: TrainOptions) -> Example | None:
+def _example(labelled: Labelled, targets: str, options: TrainOptions) -> Labelled | None:
     """Return the training example, or None without a label, with a score below `min_score`, or without text."""
     post, label, scores, model = labelled
     if targets == "topic":
@@ -89,7 +78,7 @@ def _example(labelled: Labelled, targets: str, options: TrainOptions) -> Example
         return None
     if not label or not post.text:  # the stream truncates bodies, possibly to nothing
         return None
-    return Example(post, label.strip(), scores if targets == "soft" else None, model)
+    return Labelled(post, label.strip(), scores, model)
 
 
 def _nothing(posts: int, options: TrainOptions) -> str:
@@ -128,7 +117,7 @@ def _of_path(path: str, flags: FileFlags, notes: Console) -> Iterator[Labelled]:
     for file in files:
         reading = FileReading(file, notes, columns=flags.columns(), encoding=flags.encoding)
         for post in reading.labelled():
-            yield Labelled(post, "", {}, "") if isinstance(post, Post) else post
+            yield Labelled(post) if isinstance(post, Post) else post
         reading.end()
 
 
@@ -146,9 +135,9 @@ class Dataset(NamedTuple):
     """The labels, and the examples for training, early stopping and testing."""
 
     labels: tuple[str, ...]
-    train: list[Example]
-    validation: list[Example]
-    test: list[Example]
+    train: list[Labelled]
+    validation: list[Labelled]
+    test: list[Labelled]
     #: Number of excluded examples by reason.
     left_out: dict[str, int]
 
@@ -158,7 +147,7 @@ class Dataset(NamedTuple):
         counted = Counter(example.label for example in self.train)
         return {label: counted[label] for label in self.labels}
 
-    def targets(self, examples: Sequence[Example], options: TrainOptions) -> list[list[float]]:
+    def targets(self, examples: Sequence[Labelled], options: TrainOptions) -> list[list[float]]:
         """Return the distribution over the labels to learn for each example: 1 for its label or, if soft, its scores.
 
         Scores are normalized to sum to 1, because models score on different scales. With `class_weights`, a label's
@@ -169,7 +158,7 @@ class Dataset(NamedTuple):
         weights = [share / max(count, 1) if options.class_weights else 1.0 for count in counts.values()]
         rows = []
         for example in examples:
-            found = (example.scores or {}) if options.targets == "soft" else {example.label: 1.0}
+            found = example.scores if options.targets == "soft" else {example.label: 1.0}
             scores = [max(found.get(label, 0.0), 0.0) for label in self.labels]
             total = sum(scores) or 1.0
             rows.append([weight * score / total for weight, score in zip(weights, scores, strict=True)])
@@ -190,7 +179,7 @@ class Dataset(NamedTuple):
             yield f"Left out: {', '.join(f'{count:,} {why}' for why, count in self.left_out.items())}"
 
 
-def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, options: TrainOptions) -> Dataset:
+def make_dataset(found: Iterable[Labelled], tested: Iterable[Labelled] | None, options: TrainOptions) -> Dataset:
     """Deduplicate the examples and split them according to `options`. tested: test examples from a separate file.
 
     Raises InputError if the examples are not enough to train or test on.
@@ -214,7 +203,7 @@ def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, opt
             f"No post is left to test on; {len(train):,} are training posts. Provide more posts, another --split, or "
             "--test FILE; --split none trains without a test."
         )
-    validation: list[Example] = []
+    validation: list[Labelled] = []
     if options.patience:
         # A different seed than the test split's: with the same seed, no training post would hash below the share.
         train, validation = split(train, "random", VALIDATION_SHARE, options.seed + 1)
@@ -223,7 +212,7 @@ def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, opt
     return Dataset(labels, train, validation, known, {why: count for why, count in left_out.items() if count})
 
 
-def split(examples: Sequence[Example], how: str, share: float, seed: int) -> tuple[list[Example], list[Example]]:
+def split(examples: Sequence[Labelled], how: str, share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:
     """Return (train, test). share: approximate share of test examples. Raises InputError if posts lack a field."""
     if how == "none":
         return list(examples), []
@@ -234,7 +223,7 @@ def split(examples: Sequence[Example], how: str, share: float, seed: int) -> tup
         dated = sorted(examples, key=lambda example: example.post.created_utc or 0.0)
         border = len(dated) - round(len(dated) * share)
         return dated[:border], dated[border:]
-    sides: tuple[list[Example], list[Example]] = ([], [])
+    sides: tuple[list[Labelled], list[Labelled]] = ([], [])
     for example in examples:
         key = (example.post.subreddit or "").casefold() if how == "subreddit" else example.post.id
         sides[_fraction(key, seed) < share].append(example)
@@ -246,9 +235,9 @@ def _fraction(key: str, seed: int) -> float:
     return int.from_bytes(sha1(f"{seed} {key}".encode(), usedforsecurity=False).digest()[:8]) / 2**64
 
 
-def _deduplicate(examples: Iterable[Example], left_out: Counter[str], why: str) -> list[Example]:
+def _deduplicate(examples: Iterable[Labelled], left_out: Counter[str], why: str) -> list[Labelled]:
     """Keep the first post of each text: reposts would leak training posts into the test."""
-    seen: dict[str, Example] = {}
+    seen: dict[str, Labelled] = {}
     for example in examples:
         if seen.setdefault(_normalized(example.post.text), example) is not example:
             left_out[why] += 1
@@ -259,23 +248,23 @@ def _normalized(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _keep_common_label_set(examples: Sequence[Example], left_out: Counter[str]) -> list[Example]:
+def _keep_common_label_set(examples: Sequence[Labelled], left_out: Counter[str]) -> list[Labelled]:
     """Keep the examples scored with the most common label set."""
-    sets = [frozenset(example.scores or ()) for example in examples]
+    sets = [frozenset(example.scores) for example in examples]
     usual = Counter(sets).most_common(1)
     kept = [example for example, found in zip(examples, sets, strict=True) if found == usual[0][0]]
     left_out["scores of other labels"] += len(examples) - len(kept)
     return kept
 
 
-def _labels(train: Sequence[Example], options: TrainOptions) -> tuple[str, ...]:
+def _labels(train: Sequence[Labelled], options: TrainOptions) -> tuple[str, ...]:
     """Return the labels in alphabetical order. Raises InputError for too few labels, or too few posts per label."""
     if not train:
         raise InputError("No post is left to train on. Add labelled posts, or lower --test-share.")
     counts = Counter(example.label for example in train)
     if options.targets == "soft":
         # Soft labels come from all scores, including labels that are never the best.
-        return tuple(sorted(train[0].scores or ()))
+        return tuple(sorted(train[0].scores))
     if len(counts) < 2:
         raise InputError(f"All posts have the label {printable(next(iter(counts)))!r}. Add posts of another label.")
     least = options.min_posts or (MIN_POSTS_OF_A_HEAD if options.head else MIN_POSTS)

@@ -32,8 +32,9 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 
+from feedmill.producers.records import Labelled
 from feedmill.shared.settings import Settings
-from feedmill.training.data import Dataset, Example
+from feedmill.training.data import Dataset
 from feedmill.training.head import fit_logistic, loss_of_rows
 from feedmill.training.options import CHECKPOINTS, TrainOptions
 from feedmill.training.progress import Report
@@ -96,16 +97,9 @@ class Training:
             self._tokenizer, pad_to_multiple_of=8 if self._device.torch.type == "cuda" else None
         )
 
+    @device_errors()
     def run(self) -> Trained:
         """Train the model. Raises UserError, DeviceFull or DeviceLost."""
-        with device_errors():
-            trained = self._run()
-        if torch.distributed.is_initialized():
-            gc.collect()  # the wrapped model hangs if it outlives the process group
-            torch.distributed.destroy_process_group()
-        return trained
-
-    def _run(self) -> Trained:
         seed, data = self._options.seed, self._dataset
         self._report.phase(f"tokenizing {len(data.train) + len(data.validation):,} posts")
         train, validation = self._rows(data.train), self._rows(data.validation)
@@ -144,9 +138,14 @@ class Training:
             "peak_mb": peak.mb(),
             "curve": [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry],
         }
-        return Trained(trainer.accelerator.unwrap_model(trainer.model), self._tokenizer, record)
+        trained = Trained(trainer.accelerator.unwrap_model(trainer.model), self._tokenizer, record)
+        if torch.distributed.is_initialized():
+            del trainer
+            gc.collect()  # the wrapped model hangs if it outlives the process group
+            torch.distributed.destroy_process_group()
+        return trained
 
-    def _rows(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+    def _rows(self, examples: Sequence[Labelled]) -> list[dict[str, Any]]:
         if not examples:
             return []
         columns = dict(self._tokenizer([example.post.text for example in examples], truncation=True))

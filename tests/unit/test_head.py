@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from feedmill.cli.main import app
 from feedmill.cli.train import show_trained
+from feedmill.producers.records import Labelled
 from feedmill.shared import logs
 from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
-from feedmill.training.data import Dataset, Example
+from feedmill.training.data import Dataset
 from feedmill.training.head import PENALTIES, HeadModel, fit, train_head
 from feedmill.training.options import TrainOptions
 from feedmill.training.progress import Report
@@ -32,13 +33,13 @@ WORDS = {"food": "bread crust sourdough baked", "sports": "match keeper penalty 
 TEXTS = ["bread the bread", "match the match", "baked bread " * 60, "🙃"]
 
 
-def examples(count: int) -> list[Example]:
+def examples(count: int) -> list[Labelled]:
     found = []
     for number in range(count):
         label = LABELS[number % 2]
         words = WORDS[label].split()
         found.append(
-            Example(Post(id=f"p{number}", title=f"{words[number % 4]} the {words[number % 3]} {number}"), label)
+            Labelled(Post(id=f"p{number}", title=f"{words[number % 4]} the {words[number % 3]} {number}"), label)
         )
     return found
 

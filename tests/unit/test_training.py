@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from feedmill.producers.records import Labelled
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
-from feedmill.training.data import Dataset, Example
+from feedmill.training.data import Dataset
 from feedmill.training.finetune import Order, Trained, Training
 from feedmill.training.options import TrainOptions
 from feedmill.training.progress import Report
@@ -22,13 +23,13 @@ LABELS = ("food", "sports", "travel")
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
 
 
-def examples(count: int) -> list[Example]:
+def examples(count: int) -> list[Labelled]:
     source = random.Random(7)
     found = []
     for number in range(count):
         label = LABELS[number % 3]
         words = source.choices([*WORDS[label].split(), "the", "a", "of", "and"], k=source.randrange(2, 30))
-        found.append(Example(Post(id=f"p{number}", title=" ".join([*words, str(number)])), label))
+        found.append(Labelled(Post(id=f"p{number}", title=" ".join([*words, str(number)])), label))
     return found
 
 

@@ -16,13 +16,14 @@ from feedmill.cli.main import app
 from feedmill.cli.options import FileFlags
 from feedmill.export.batches import batch_of, schema_of
 from feedmill.export.columns import COLUMNS
+from feedmill.producers.records import Labelled
 from feedmill.reading.rows import ResultRow
 from feedmill.shared import logs
 from feedmill.shared.errors import InputError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.tables.writing import writer_to
-from feedmill.training.data import Collected, Example, collect, make_dataset, split
+from feedmill.training.data import Collected, collect, make_dataset, split
 from feedmill.training.model_card import command
 from feedmill.training.options import TrainOptions
 from tests.support import naming
@@ -35,11 +36,11 @@ def options_of(**options: Any) -> TrainOptions:
     return TrainOptions(**given)
 
 
-def example(number: int, label: str = "a", text: str = "", **fields: Any) -> Example:
-    return Example(Post(id=f"p{number}", title=text or f"text {number}", **fields), label)
+def example(number: int, label: str = "a", text: str = "", **fields: Any) -> Labelled:
+    return Labelled(Post(id=f"p{number}", title=text or f"text {number}", **fields), label)
 
 
-def many(count: int) -> list[Example]:
+def many(count: int) -> list[Labelled]:
     subreddits = [f"s{number % 7}" for number in range(count)]
     return [
         example(number, "ab"[number % 2], subreddit=subreddits[number], created_utc=float(count - number))
@@ -47,7 +48,7 @@ def many(count: int) -> list[Example]:
     ]
 
 
-def ids(examples: list[Example]) -> set[str]:
+def ids(examples: list[Labelled]) -> set[str]:
     return {each.post.id for each in examples}
 
 
@@ -97,7 +98,7 @@ def test_splits_by_time_or_subreddit() -> None:
         ([example(1), example(2, "b")], {"patience": 1}, "few|patience|validation"),
     ],
 )
-def test_rejects_unsuitable_training_data(examples: list[Example], options: dict[str, Any], named: str) -> None:
+def test_rejects_unsuitable_training_data(examples: list[Labelled], options: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         make_dataset(examples, None, options_of(**options))
 
@@ -169,9 +170,9 @@ def collected(path: Path, **options: Any) -> Collected:
 @pytest.mark.parametrize("how", ["csv", "jsonl", "parquet", "folder"])
 def test_reads_labels_of_an_export(tmp_path: Path, how: str) -> None:
     found = collected(export(tmp_path, how), targets="zero-shot")
-    assert [(each.post.id, each.post.title, each.label, each.scores) for each in found.examples] == [
-        ("p1", "=text 1", "food", None),
-        ("p3", "=text 3", "sports", None),
+    assert [(each.post.id, each.post.title, each.label) for each in found.examples] == [
+        ("p1", "=text 1", "food"),
+        ("p3", "=text 3", "sports"),
     ]
     counts = {"read": 3, "unlabelled": 1, "purged": None, "labelled_by": {"m": 3 - 1}}
     assert found.counts == counts | {"source": str(tmp_path / path_of(how))}
