@@ -34,9 +34,9 @@ class TrainOptions:
     ]
     out: Annotated[str, Option(help="Folder for the trained model; must be new or empty.")]
     #: The default model is small and available offline.
-    base: Annotated[str, Option(help="Model: a folder or a Hugging Face Hub name; the default is bundled.")] = (
-        "sentence-transformers/all-MiniLM-L6-v2"
-    )
+    base: Annotated[
+        str, Option(help="Model: a folder or a Hugging Face Hub name.", show_default="the bundled all-MiniLM-L6-v2")
+    ] = "sentence-transformers/all-MiniLM-L6-v2"
     #: The base must be a sentence-transformers model. Its weights stay as they are.
     head: Annotated[
         bool,
