@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,16 @@ from feedmill.cli.options import AsJson, FileFlags
 from feedmill.cli.terminal import make_folder
 from feedmill.console import notes_console, output_console, span
 from feedmill.local_model import load_model
-from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, UserError, clause, json_line, printable
+from feedmill.shared.errors import (
+    DeviceFull,
+    DeviceLost,
+    ModelError,
+    UserError,
+    clause,
+    explain_missing,
+    json_line,
+    printable,
+)
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import DESCRIBED_TOPICS
 from feedmill.training.options import BEGUN, CHECKPOINTS, OF_FINE_TUNING, TrainOptions
@@ -27,10 +35,6 @@ if TYPE_CHECKING:
     from feedmill.training.data import Dataset
 
 app = typer.Typer()
-
-#: Packages that a training imports, and the extras that bring them: of a head, and of all weights.
-PACKAGES_OF_A_HEAD = (("torch", "transformers"), "worker")
-PACKAGES = (("torch", "transformers", "accelerate"), "worker,train")
 
 
 @app.command()
@@ -47,10 +51,6 @@ def train(
     Switch running workers to the trained model with `feedmill deploy OUT`, or start one with `feedmill worker --model
     OUT`. See docs/training.md.
     """
-    packages, extras = PACKAGES_OF_A_HEAD if options.head else PACKAGES
-    for package in packages:
-        if find_spec(package) is None:
-            raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[{extras}]'`.")
     folder = Path(options.out).expanduser().absolute()
     try:
         record = _train(replace(options, out=str(folder)), file, settings)
@@ -75,8 +75,16 @@ def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[s
     if first:
         check_folder(folder, options.resume)
     # Imported late: needs torch, which only workers have and which loads slowly.
-    from feedmill.training import model_card  # noqa: PLC0415
-    from feedmill.training.data import collect, make_dataset  # noqa: PLC0415
+    with explain_missing("Training", "worker" if options.head else "worker,train"):
+        from feedmill.training import model_card  # noqa: PLC0415
+        from feedmill.training.data import collect, make_dataset  # noqa: PLC0415
+
+        if options.head:
+            from feedmill.training.head import train_head  # noqa: PLC0415
+        else:
+            import accelerate  # noqa: F401, PLC0415 - the Trainer needs it
+
+            from feedmill.training.finetune import Training  # noqa: PLC0415
 
     collected = collect(options, file, settings, notes)
     dataset = make_dataset(collected.examples, collected.tested, options)
@@ -85,12 +93,8 @@ def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[s
         report.print(line)
     try:
         if options.head:
-            from feedmill.training.head import train_head  # noqa: PLC0415
-
             trained: Any = train_head(dataset, options, settings, report)
         else:
-            from feedmill.training.finetune import Training  # noqa: PLC0415
-
             training = Training(dataset, options, settings, report)
             if first:
                 record_start(folder, options, dataset)
