@@ -114,19 +114,7 @@ class Training:
             self._fit_head(model, train)
         precision = f"{str(self._precision).removeprefix('torch.')}: {self._why_precision}"
         plan: dict[str, Any] = {"precision": precision, "device": self._device.name}
-        trainer = _Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=train,
-            eval_dataset=validation or None,
-            data_collator=self._collate,
-            compute_loss_func=self._loss_of_step,
-            optimizers=(self._optimizer(model), None),
-            callbacks=[_Progress(self._report, plan)],
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        if self._options.patience:
-            trainer.add_callback(transformers.EarlyStoppingCallback(self._options.patience))
+        trainer = self._trainer(model, arguments, train, validation, _Progress(self._report, plan))
         peak = Peak(self._device.torch, "torch")
         transformers.set_seed(seed)  # fitting the head may have drawn random numbers
         seconds = trainer.train(resume_from_checkpoint=last).metrics["train_runtime"]
@@ -144,6 +132,24 @@ class Training:
             gc.collect()  # the wrapped model hangs if it outlives the process group
             torch.distributed.destroy_process_group()
         return trained
+
+    def _trainer(
+        self, model: Any, arguments: TrainingArguments, train: Any, validation: Any, progress: TrainerCallback
+    ) -> Trainer:
+        trainer = _Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=train,
+            eval_dataset=validation or None,
+            data_collator=self._collate,
+            compute_loss_func=self._loss_of_step,
+            optimizers=(self._optimizer(model), None),
+            callbacks=[progress],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        if self._options.patience:
+            trainer.add_callback(transformers.EarlyStoppingCallback(self._options.patience))
+        return trainer
 
     def _rows(self, examples: Sequence[Labelled]) -> list[dict[str, Any]]:
         if not examples:
