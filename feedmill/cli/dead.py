@@ -49,15 +49,12 @@ def list_(
     dead = DeadLetters(redis)
     if run is not None:
         check_run(redis, run)
-    letters, missing = _named(dead, ids) if ids else (dead.newest(count, run), [])
     show, is_empty = _as_json if as_json else _described if ids else _line, True
-    for each in letters:
+    for each in _named(dead, ids) if ids else dead.newest(count, run):
         is_empty = False
         typer.echo(show(each))
-    if is_empty and not ids:
+    if is_empty:
         typer.echo("no dead letters", err=True)
-    _report_missing(missing)
-    raise typer.Exit(1 if missing else 0)
 
 
 @app.command()
@@ -65,15 +62,13 @@ def list_(
 def retry(settings: Settings, ids: DeadLetterIds = None, every: All = False) -> None:
     """Send the posts of dead letters to their queues again, with their original options.
 
-    A dead letter is removed once its post is in the queue. Exits 1 if a dead letter was not found or could not be
-    retried.
+    A dead letter is removed once its post is in the queue. Exits 1 if one could not be retried.
     """
     redis = connect(settings)
     dead = DeadLetters(redis)
     app_of = cache(lambda queue: make_app(settings.model_copy(update={"queue": queue or settings.queue})))
     sent = refused = 0
-    chosen, missing = _chosen(dead, ids, every)
-    for each in chosen:
+    for each in _chosen(dead, ids, every):
         try:
             letter, post, options = _read(each)
             dead.expect_again(letter)
@@ -84,9 +79,8 @@ def retry(settings: Settings, ids: DeadLetterIds = None, every: All = False) -> 
         else:
             dead.remove_retried(each)
             sent += 1
-    _report_missing(missing)
     typer.echo(f"{sent:,} retried" + (f", {refused:,} not retried and kept" if refused else ""))
-    raise typer.Exit(1 if refused or missing else 0)
+    raise typer.Exit(1 if refused else 0)
 
 
 @app.command()
@@ -95,45 +89,36 @@ def drop(settings: Settings, ids: DeadLetterIds = None, every: All = False, yes:
     """Delete dead letters permanently. Asks first with --all."""
     redis = connect(settings)
     dead = DeadLetters(redis)
-    chosen, missing = _chosen(dead, ids, every)
+    chosen = _chosen(dead, ids, every)
     confirm(f"Drop {redis.xlen(DEAD_LETTERS):,} dead letters permanently", yes or not every)
     dropped = 0
     for each in chosen:
         dead.remove(each)
         dropped += 1
-    _report_missing(missing)
     typer.echo(f"{dropped:,} dropped")
-    raise typer.Exit(1 if missing else 0)
 
 
-def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> tuple[Iterator[DeadLetterEntry], list[str]]:
-    """Return the selected dead letters, and the ids without one. Raises UserError without ids and --all."""
+def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> Iterator[DeadLetterEntry]:
+    """Return the selected dead letters. Raises UserError without ids and --all, and as `_named` does."""
     if bool(ids) == every:
         raise UserError("Select dead letters: give ids, as `feedmill dead list` shows them, or --all.")
-    return (dead.all(), []) if every else _named(dead, ids or [])
+    return dead.all() if every else _named(dead, ids or [])
 
 
-def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[DeadLetterEntry], list[str]]:
-    """Return the dead letter for each id, read lazily, and the ids without one.
-
-    Raises UserError if several dead letters match one id.
-    """
+def _named(dead: DeadLetters, ids: Sequence[str]) -> Iterator[DeadLetterEntry]:
+    """Return the dead letter for each id, read lazily. Raises UserError if none or several match an id."""
     found = dead.find(ids)
     for name, several in found.items():
+        if not several:
+            raise UserError(f"No dead letter matches {printable(name)}. List them with `feedmill dead list`.")
         if len(several) > 1:
-            names = ", ".join(several[:MAX_QUOTED_IDS]) + (", …" if len(several) > MAX_QUOTED_IDS else "")
+            quoted = ", ".join(several[:MAX_QUOTED_IDS]) + (", …" if len(several) > MAX_QUOTED_IDS else "")
             raise UserError(
                 f"{len(several):,} dead letters match {printable(name)}, so nothing was changed. Give the id of one: "
-                f"{names}."
+                f"{quoted}."
             )
-    chosen = dict.fromkeys(each for several in found.values() for each in several)
-    letters = (letter for each in chosen if (letter := dead.get(each)))
-    return letters, [name for name, several in found.items() if not several]
-
-
-def _report_missing(ids: Sequence[str]) -> None:
-    for name in ids:
-        typer.echo(f"feedmill: no dead letter matches {printable(name)}; list them with `feedmill dead list`", err=True)
+    names = dict.fromkeys(name for (name,) in found.values())
+    return (letter for name in names if (letter := dead.get(name)))
 
 
 def _read(each: DeadLetterEntry) -> tuple[DeadLetter, Post, ClassifyOptions]:
