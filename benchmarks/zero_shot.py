@@ -139,7 +139,9 @@ class DirectForward:
 
     @torch.inference_mode()
     def _classify(self, posts: Sequence[Post], batch_size: int) -> list[str]:
-        pairs = self._tokenizer.encode([(post.text, f"This example is {topic}.") for post in posts for topic in TOPICS])
+        topics = self._tokenizer.parts([f"This example is {topic}." for topic in TOPICS])
+        parts = self._tokenizer.parts([post.text for post in posts])
+        pairs = [self._tokenizer.pair(part, topic) for part in parts for topic in topics]
         order = sorted(range(len(pairs)), key=lambda at: len(pairs[at].ids)) if self._by_length else range(len(pairs))
         entailment = torch.empty(len(pairs))
         for at in range(0, len(pairs), batch_size):

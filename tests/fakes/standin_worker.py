@@ -81,8 +81,6 @@ class StandIn:
         self._labels = LabelSet(tuple(SCORES), False, model)
         self.weights = Weights(model, None, None, sha256)  # type: ignore[arg-type]
 
-    def warm_up(self) -> None: ...
-
     def label_set(self, _: Any) -> Any:
         return self._labels
 

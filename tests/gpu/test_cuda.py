@@ -78,7 +78,6 @@ def test_models_run_in_the_precision_that_they_need(tmp_path: Path) -> None:
 
 def test_forward_does_not_synchronise(folder: Path) -> None:
     gpu = classifier(folder, select_device("cuda"))
-    gpu.warm_up()
     mixed = rows_of(gpu, 5, 9) + rows_of(gpu, 12, 30, labels="word7,word8,word9,word10")
     for batch in (rows_of(gpu, 8, 8, 8), rows_of(gpu, 4, 60, 200), mixed):
         gpu.forward(batch).wait()  # the first batch embeds the label sets

@@ -185,11 +185,3 @@ def test_refuses_labels_that_leave_no_room_for_posts(folder: Path) -> None:
         classifier.label_set(ClassifyOptions.parse({"labels": ["a label of very many words " * 4]}))
     with pytest.raises(RequestRefused, match=r"^labels: .*\b2\b"):
         classifier.label_set(ClassifyOptions.parse({"labels": {"food": ["bread", "soup"], "b": "c"}}))
-
-
-def test_joined_tokens_equal_tokenized_pairs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    classifier = loaded(folder)
-    joined = classifier.prepare(TEXTS, classifier.label_set(ClassifyOptions.parse({"labels": LABELS})))
-    monkeypatch.setattr(classifier._tokenizer, "frame", None)
-    tokenized = classifier.prepare(TEXTS, classifier.label_set(ClassifyOptions.parse({"labels": LABELS})))
-    assert [[row.tokens for row in rows] for rows in joined] == [[row.tokens for row in rows] for rows in tokenized]

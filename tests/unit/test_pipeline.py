@@ -61,8 +61,6 @@ class StandIn:
         #: Rows that fit in the device's memory.
         self.memory = 10_000
 
-    def warm_up(self) -> None: ...
-
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         if options.labels == {"unservable": ("unservable",)}:
             raise RequestRefused("labels: this model cannot serve them")

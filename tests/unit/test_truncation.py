@@ -8,7 +8,6 @@ from hypothesis import strategies as some
 from tokenizers import Tokenizer
 
 from feedmill.workers.models.tokenizer import Tokenizer as ModelTokenizer
-from feedmill.workers.models.tokenizer import encode_starts
 from feedmill.workers.models.weights import Weights
 from tests.fakes.models import make_model
 
@@ -22,25 +21,12 @@ PIECES = [
 TEXTS = some.lists(some.sampled_from(PIECES) | some.text(max_size=3), min_size=1, max_size=30).map("".join)
 
 
-def test_reads_whole_texts_with_few_tokens() -> None:
-    texts = ["a" * 3000, "word " * 1000, " " * 900 + "word word " * 200, "short", "ab " + " " * 5000]
-    read: list[list[str]] = []
-
-    def encode(starts: list[str]) -> list[list[str]]:
-        read.append(starts)
-        return [start.split()[:20] for start in starts]
-
-    assert encode_starts(texts, 20, encode) == [text.split()[:20] for text in texts]
-    assert len(read[0][0]) == 400  # no space to cut at
-    assert max(map(len, read[0][1:])) == 199
-    assert not read[0][1].endswith("wor")
-    assert read[1] == [texts[0], texts[2], texts[4]]
-
-
 @pytest.mark.parametrize("architecture", ["bert", "bart", "deberta-v2"])
 @settings(max_examples=20)
 @given(text=TEXTS)
 @example(text="x" * 190)
+@example(text="ab" + " " * 190)
+@example(text="x" * 300 + "match " * 20)
 def test_rows_equal_those_of_whole_texts(
     tokenizers: dict[str, tuple[ModelTokenizer, Tokenizer]], architecture: str, text: str
 ) -> None:
@@ -48,12 +34,7 @@ def test_rows_equal_those_of_whole_texts(
     long = f"{text} " * 20
     library.enable_truncation(16, strategy="only_first")
     assert ours.encode([long])[0].ids == library.encode(long).ids
-    assert ours.encode([(long, "food")])[0].ids == library.encode(long, "food").ids
-    library.no_truncation()
-    whole = library.encode(long, add_special_tokens=False).ids
-    (part,) = ours.parts([long], 10)
-    assert ours.cut(part, 10) == whole[:10]
-    assert ours.parts([long]) == [whole]
+    assert ours.pair(*ours.parts([long, "food"])).ids == library.encode(long, "food").ids
 
 
 @pytest.fixture(scope="module")
@@ -74,4 +55,5 @@ def test_left_truncation_reads_whole_texts(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace("{", '{"truncation_side": "left",', 1))
     ours = ModelTokenizer(Weights("m", folder, None, "00"), 8)
     text = "match " * 500 + "keeper laptop"
-    assert ours.encode([text])[0].ids[1:-1] == ours.parts(["match match match match keeper laptop"])[0]
+    assert ours.encode([text]) == ours.encode(["match match match match keeper laptop"])
+    assert ours.pair(*ours.parts([text, "food"])) == ours.pair(*ours.parts(["match match keeper laptop", "food"]))

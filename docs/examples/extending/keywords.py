@@ -36,9 +36,6 @@ class Keywords:
         labels = settings.labels or DESCRIBED_TOPICS
         self._label_sets = LabelSets(self.kind, "version 1", labels, "{}", self._words)
 
-    def warm_up(self) -> None:
-        """Do nothing: there is no device state to set up."""
-
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         return self._label_sets.of(options)
 

@@ -49,6 +49,11 @@ class LabelSet:
     #: The classifier's device-side data. The first batch fills it, on the device thread.
     on_device: Any = field(default=None, repr=False)
 
+    @property
+    def independent(self) -> bool:
+        """True if each label is scored by itself, so that a post's scores do not sum to 1."""
+        return self.multi_label or len(self.labels) == 1
+
 
 @dataclass(eq=False, slots=True)
 class Row:
@@ -135,10 +140,6 @@ class Classifier(Protocol):
     #: True if the engine computes nothing for padding.
     packed: bool
 
-    def warm_up(self) -> None:
-        """Prepare for the first forward pass, if it needs more than loading the model."""
-        return
-
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         """Return the message's label set, cached. Raises RequestRefused if the model cannot serve it."""
 
@@ -162,6 +163,8 @@ class ModelClassifier(Classifier):
     """A classifier with an engine. Subclasses set `_label_sets`, and compute `_outputs`."""
 
     _label_sets: LabelSets
+    #: Device of the outputs.
+    _home: torch.device
 
     def __init__(
         self, weights: Weights, device: Device, settings: Settings, reads: Sequence[str] | Path, max_tokens: int
@@ -169,7 +172,7 @@ class ModelClassifier(Classifier):
         """Load the engine and the tokenizer: see `create_engine`."""
         self.weights, self.device = weights, device
         self._engine, self._tokenizer = create_engine(weights, device, settings, reads, max_tokens)
-        self.packed = self._engine.packed
+        self.packed, self._home = self._engine.packed, self._engine.home
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         return self._label_sets.of(options)
@@ -177,7 +180,7 @@ class ModelClassifier(Classifier):
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
         with device_errors():
-            began = begin(self._engine.home)
+            began = begin(self._home)
             return TensorOutputs(self._outputs(rows), began)
 
     def _outputs(self, rows: Sequence[Row]) -> torch.Tensor:

@@ -120,7 +120,7 @@ class Head(FixedLabels, Similarity):
         labels, weight, bias = read_head(weights)
         check_labels(labels, f"{LABELS_KEY!r} in the metadata of {HEAD_FILE}", weights, settings)
         super().__init__(weights, device, settings)
-        self._weight, self._bias = weight.to(self._engine.home), bias.to(self._engine.home)
+        self._weight, self._bias = weight.to(self._home), bias.to(self._home)
         # The digest of the weights includes HEAD_FILE.
         recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._layout.digest, *labels)
         self._serve(LabelSet(labels, False, recipe), gives_one_label=True)

@@ -13,18 +13,17 @@ checkpoints run rows of equal length together.
 
 import json
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
 
 from feedmill.shared.errors import ModelError, RequestRefused, SettingsError
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.shared.topics import TOPICS
-from feedmill.workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores, single_texts
+from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row, single_texts
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import TensorOutputs, begin, device_errors, rounded, to_device
+from feedmill.workers.models.engines import to_device
 from feedmill.workers.models.engines.network import max_row_tokens
 from feedmill.workers.models.engines.torch_engine import (
     REORDERED_TYPES,
@@ -32,7 +31,7 @@ from feedmill.workers.models.engines.torch_engine import (
     reorder_linear_layers,
     use_attention_without_plans,
 )
-from feedmill.workers.models.tokenizer import PROBE_TEXTS, Tokenizer, Tokens, padded
+from feedmill.workers.models.tokenizer import Tokenizer, Tokens, padded
 from feedmill.workers.models.weights import Weights, loading, read_config_file
 
 #: Markers before each label, and after the last one.
@@ -45,7 +44,7 @@ MIN_POST_TOKENS = 16
 MASKED_POOLINGS, SCORERS_BY_COUNT = ("first", "pass"), ("hopfield",)
 
 
-class Gliclass(Classifier):
+class Gliclass(ModelClassifier):
     """Classify with a GLiClass uni-encoder. Raises ModelError if the folder does not hold one.
 
     Raises SettingsError for another engine than torch, or without the package.
@@ -55,53 +54,40 @@ class Gliclass(Classifier):
     packed = False
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
-        self.weights, self.device = weights, device
+        self.weights, self.device, self._home = weights, device, device.torch
         if settings.engine != "torch":
             raise SettingsError(
                 f"{PREFIX}ENGINE={settings.engine} does not run GLiClass models: set {PREFIX}ENGINE=torch."
             )
-        with device_errors():
-            self._model = _load(weights, device)
+        self._model = _load(weights, device)
         config = self._model.config
         self._by_length = config.pooling_strategy not in MASKED_POOLINGS or config.use_lstm
         self._by_count = config.scorer_type in SCORERS_BY_COUNT
         self._prompt_first = bool(config.prompt_first)
-        self._tokenizer = Tokenizer(weights, max_row_tokens(config.encoder_config) or MAX_ROW_TOKENS)
-        self._row_tokens = min(self._tokenizer.max_tokens, MAX_ROW_TOKENS)
-        self._markers = (config.class_token_index, config.text_token_index)
-        if (found := self._tokenizer.parts([LABEL, SEPARATOR])) != [[marker] for marker in self._markers]:
-            raise ModelError(
-                f"The tokenizer of {weights.name} reads {LABEL} and {SEPARATOR} as {found}, but config.json names the "
-                f"tokens {self._markers}. Use the tokenizer that belongs to the model."
-            )
+        positions = max_row_tokens(config.encoder_config) or MAX_ROW_TOKENS
+        self._tokenizer = Tokenizer(weights, min(positions, MAX_ROW_TOKENS))
+        self._markers = [config.class_token_index, config.text_token_index]
         self._before, self._after = self._special_tokens()
         self._post_tokens = settings.max_tokens - len(self._before) - len(self._after)
         written = json.dumps(read_config_file(weights), sort_keys=True)
         self._label_sets = LabelSets(
             self.kind,
-            json.dumps([weights.sha256, self._row_tokens, settings.max_tokens, written]),
+            json.dumps([weights.sha256, self._tokenizer.max_tokens, settings.max_tokens, written]),
             settings.labels or {topic: (topic,) for topic in TOPICS},
             settings.template or "{}",
             self._prompt,
         )
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """Return the tokens before and after a row. Raises ModelError if rows cannot be assembled from their parts."""
-        (part,), whole = self._tokenizer.parts(["a"]), self._tokenizer.encode(["a"])[0].ids
-        at = next((at for at in range(len(whole)) if whole[at : at + len(part)] == part), 0)
-        prompt = f"{LABEL}a b{LABEL}c{SEPARATOR}"
-        (ids,) = self._tokenizer.parts([prompt])
-        texts = [prompt + text if self._prompt_first else text + prompt for text in PROBE_TEXTS]
-        assembled = [ids + post if self._prompt_first else post + ids for post in self._posts(PROBE_TEXTS)]
-        if self._tokenizer.parts(texts) != assembled:
+        """Return the tokens before and after a row. Raises ModelError if the tokenizer has other markers."""
+        (row,) = self._tokenizer.encode([LABEL + SEPARATOR])
+        at = next((at for at in range(len(row.ids)) if row.ids[at : at + 2] == self._markers), None)
+        if at is None:
             raise ModelError(
-                f"The tokenizer of {self.weights.name} reads a post beside labels differently than alone, which is not "
-                "supported. Use another model."
+                f"The tokenizer of {self.weights.name} reads {LABEL}{SEPARATOR} as {row.ids}, but config.json names "
+                f"the tokens {self._markers}. Use the tokenizer that belongs to the model."
             )
-        return whole[:at], whole[at + len(part) :]
-
-    def label_set(self, options: ClassifyOptions) -> LabelSet:
-        return self._label_sets.of(options)
+        return row.ids[:at], row.ids[at + 2 :]
 
     def _prompt(self, described: Sequence[Sequence[str]]) -> list[int]:
         """Return the labels' tokens with their markers, the separator last.
@@ -109,24 +95,30 @@ class Gliclass(Classifier):
         Raises RequestRefused if they leave no room for a post, or a label has several texts.
         """
         texts = single_texts(described, self.kind)
-        (ids,) = self._tokenizer.parts(["".join(f"{LABEL}{text}" for text in texts) + SEPARATOR])
-        ends = [place for place, token in enumerate(ids) if token in self._markers][1:]
-        if len(ends) != len(texts):
+        labels = [part.ids[:-1] for part in self._tokenizer.parts([f"{LABEL}{text}{SEPARATOR}" for text in texts])]
+        if any(token in self._markers for ids in labels for token in ids[1:]):
             raise RequestRefused(f"labels: a label contains {LABEL} or {SEPARATOR}, which separate labels; remove it")
-        room = self._row_tokens - len(self._before) - len(self._after) - MIN_POST_TOKENS
-        if len(ids) > room:
+        ends = list(accumulate(map(len, labels)))
+        room = self._room(1) - MIN_POST_TOKENS
+        if ends[-1] > room:
             raise RequestRefused(
-                f"labels: {sum(end < room for end in ends)} of the {len(texts)} labels fit in the "
-                f"{self._row_tokens:,} tokens that the worker's model reads beside a post; send fewer or shorter labels"
+                f"labels: {sum(end <= room for end in ends)} of the {len(texts)} labels fit in the "
+                f"{self._tokenizer.max_tokens:,} tokens that the worker's model reads beside a post; send fewer or "
+                "shorter labels"
             )
-        return ids
+        return [*chain.from_iterable(labels), self._markers[1]]
+
+    def _room(self, prompt_tokens: int) -> int:
+        """Return how many tokens of a row are left beside the prompt."""
+        row_tokens: int = self._tokenizer.max_tokens
+        return row_tokens - len(self._before) - len(self._after) - prompt_tokens
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         prompt: list[int] = label_set.prepared
-        room = min(self._post_tokens, self._row_tokens - len(self._before) - len(prompt) - len(self._after))
+        room = min(self._post_tokens, self._room(len(prompt)))
         rows = []
         for tokens in self._posts(texts):
-            post = self._tokenizer.cut([token for token in tokens if token not in self._markers], room)
+            post = [token for token in tokens if token not in self._markers][:room]
             ids = [*self._before, *(prompt + post if self._prompt_first else post + prompt), *self._after]
             rows.append([Row(Tokens(ids), label_set)])
         return rows
@@ -134,37 +126,27 @@ class Gliclass(Classifier):
     def _posts(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize posts as in a row, where a tokenizer may treat a text beside a marker differently."""
         if self._prompt_first:
-            return [part[1:] for part in self._tokenizer.parts([SEPARATOR + text for text in texts])]
-        return [part[:-1] for part in self._tokenizer.parts([text + LABEL for text in texts])]
+            return [part.ids[1:] for part in self._tokenizer.parts([SEPARATOR + text for text in texts])]
+        return [part.ids[:-1] for part in self._tokenizer.parts([text + LABEL for text in texts])]
 
-    @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
-        """Return logits in float32: [rows, labels of the largest label set]."""
-        with device_errors():
-            began = begin(self.device.torch)
-            most = max(len(row.label_set.labels) for row in rows)
-            groups = groupby(rows, lambda row: (self._by_length and row.length, self._by_count and _count(row)))
-            logits = torch.cat([self._logits(list(members), most) for _, members in groups])
-            return TensorOutputs(logits, began)
+    def _outputs(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Return scores in float32: [rows, labels of the largest label set]."""
+        counts = torch.tensor([[_count(row)] for row in rows])
+        most = int(counts.max())
+        groups = groupby(rows, lambda row: (self._by_length and row.length, self._by_count and _count(row)))
+        logits = torch.cat([self._logits(list(members), most) for _, members in groups])
+        independent = to_device(torch.tensor([[row.label_set.independent] for row in rows]), self._home)
+        logits = logits.masked_fill(to_device(torch.arange(most) >= counts, self._home), float("-inf"))
+        return torch.where(independent, logits.sigmoid(), logits.softmax(-1))
 
     def _logits(self, rows: Sequence[Row], most: int) -> torch.Tensor:
         """Run rows that do not change each other's logits: [rows, most]."""
         longest, labels = max(row.length for row in rows), max(map(_count, rows))
         ids = padded([row.tokens.ids for row in rows], longest, self._tokenizer.pad_id)
         mask = torch.arange(longest) < torch.tensor([row.length for row in rows]).unsqueeze(1)
-        ids, mask = (to_device(tensor, self.device.torch) for tensor in (ids, mask.long()))
+        ids, mask = (to_device(tensor, self._home) for tensor in (ids, mask.long()))
         logits: torch.Tensor = self._model(input_ids=ids, attention_mask=mask, max_num_classes=labels).logits
         return torch.nn.functional.pad(logits, (0, most - labels))
-
-    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
-        finished: list[tuple[Row, Scores]] = []
-        for row, of_row in zip(rows, outputs.wait(), strict=True):
-            labels = row.label_set.labels
-            logits = of_row[: len(labels)]
-            independent = row.label_set.multi_label or len(labels) == 1
-            scores = logits.sigmoid() if independent else logits.softmax(0)
-            finished.append((row, dict(zip(labels, rounded(scores), strict=True))))
-        return finished
 
 
 def _count(row: Row) -> int:

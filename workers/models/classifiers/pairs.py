@@ -21,7 +21,7 @@ The post is the pair's first text (the query of a reranker). Logits equal those 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from feedmill.workers.models.classifiers.layout import read_text_settings
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import TensorOutputs, rounded
 from feedmill.workers.models.engines.network import LOGITS, read_config
-from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -47,13 +46,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 #: Label that transformers gives the only class of a model without named labels.
 UNNAMED_LABEL = "LABEL_0"
-
-
-class Sentence(NamedTuple):
-    """A label's sentence and its token ids, without special tokens."""
-
-    text: str
-    ids: list[int]
 
 
 @dataclass(eq=False, slots=True)
@@ -96,39 +88,28 @@ class PairClassifier(ModelClassifier):
             row_each=True,
         )
 
-    def _sentences(self, described: Sequence[Sequence[str]]) -> list[Sentence]:
+    def _sentences(self, described: Sequence[Sequence[str]]) -> list[Any]:
         """Tokenize the sentences. Raises RequestRefused if one leaves no room for a post, or a label has several."""
         texts = self._cased(single_texts(described, self.kind))
-        parts = self._tokenizer.parts(texts)
-        special = self._tokenizer.pair_size
-        for text, part in zip(texts, parts, strict=True):
-            if len(part) + special >= self._tokenizer.max_tokens:
+        sentences: list[Any] = self._tokenizer.parts(texts)
+        for text, sentence in zip(texts, sentences, strict=True):
+            if len(sentence) + self._tokenizer.pair_size >= self._tokenizer.max_tokens:
                 raise RequestRefused(
-                    f"labels: {text!r:.200} takes {len(part)} of {self._tokenizer.max_tokens} tokens, leaving no room "
-                    "for a post; shorten the label or the template"
+                    f"labels: {text!r:.200} takes {len(sentence)} of {self._tokenizer.max_tokens} tokens, leaving no "
+                    "room for a post; shorten the label or the template"
                 )
-        return [Sentence(text, part) for text, part in zip(texts, parts, strict=True)]
+        return sentences
 
     def _cased(self, texts: Sequence[str]) -> list[str]:
         return [text.lower() for text in texts] if self.lower_case else list(texts)
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         rows: list[list[Row]] = []
-        for tokens in self._pairs(self._cased([self.prompt + text for text in texts]), label_set.prepared):
+        for post in self._tokenizer.parts(self._cased([self.prompt + text for text in texts])):
+            tokens = [self._tokenizer.pair(post, sentence) for sentence in label_set.prepared]
             pairs = Pairs(np.empty((len(tokens), self.width), np.float32), len(tokens))
             rows.append([PairRow(pair, label_set, place=place, pairs=pairs) for place, pair in enumerate(tokens)])
         return rows
-
-    def _pairs(self, texts: Sequence[str], sentences: Sequence[Sentence]) -> list[list[Tokens]]:
-        """Pair each text with each sentence."""
-        tokenizer, frame = self._tokenizer, self._tokenizer.frame
-        if frame is None:
-            return [tokenizer.encode([(text, sentence.text) for sentence in sentences]) for text in texts]
-        room = tokenizer.max_tokens - tokenizer.pair_size
-        return [
-            [frame.pair(tokenizer.cut(post, room - len(ids)), ids) for _, ids in sentences]
-            for post in tokenizer.parts(texts, room)
-        ]
 
     def _outputs(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return the logits that `_scores` needs: [rows, width] in float32."""
@@ -142,10 +123,8 @@ class PairClassifier(ModelClassifier):
             row.pairs.logits[row.place] = logits
             row.pairs.missing -= 1
             if not row.pairs.missing:
-                labels = row.label_set.labels
-                independent = row.label_set.multi_label or len(labels) == 1
-                scores = self._scores(torch.from_numpy(row.pairs.logits), independent)
-                finished.append((row, dict(zip(labels, rounded(scores), strict=True))))
+                scores = self._scores(torch.from_numpy(row.pairs.logits), row.label_set.independent)
+                finished.append((row, dict(zip(row.label_set.labels, rounded(scores), strict=True))))
         return finished
 
     def _scores(self, logits: torch.Tensor, independent: bool) -> torch.Tensor:

@@ -6,13 +6,11 @@ overflow: the scores are then not finite, or the same for every post.
 
 import logging
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from feedmill.shared import linux
-from feedmill.shared.errors import DeviceFull, ModelError, RequestRefused, SettingsError
+from feedmill.shared.errors import ModelError, RequestRefused, SettingsError, UserError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.classifiers import Classifier, Scores
@@ -75,25 +73,24 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     make = load_plugin(CLASSIFIERS.get(kind, kind), f"{PREFIX}CLASSIFIER")
     if kind not in CLASSIFIERS:  # a plug-in: its results must not be mistaken for a built-in classifier's
         weights = weights._replace(name=kind)
-    classifier: Classifier = make(weights, device, settings)
     try:
-        classifier.warm_up()
+        classifier: Classifier = make(weights, device, settings)
         scores = check_scores(classifier)
-    except ModelError:
+    except UserError:
         raise
     except RequestRefused as refused:
         raise SettingsError(
             f"{weights.name} cannot serve the configured labels or template: {refused}. Change "
             "FEEDMILL_LABELS or FEEDMILL_TEMPLATE, or use another model."
         ) from None
-    except Exception as error:  # a first forward pass can fail in any way
+    except Exception as error:  # loading and a first forward pass can fail in any way
         first = str(error).partition("\n")[0]
         raise ModelError(
             f"{weights.name} does not run on {device.name} ({type(error).__name__}: {first:.300}). Use another model, "
             "FEEDMILL_DEVICE or FEEDMILL_DTYPE."
         ) from error
     if kind in CLASSIFIERS:  # a plug-in's scores may be the same by design
-        check_differences(scores, classifier, partial(_in_float32, make, weights, settings))
+        check_differences(scores, classifier)
     return classifier
 
 
@@ -111,13 +108,6 @@ def kind_of(settings: Settings) -> str:
 def unusable(settings: Settings) -> list[str]:
     """Return the settings that must be unset for the configured model's classifier. Raises ModelError."""
     return ["labels", "template"] if kind_of(settings) in WITH_FIXED_LABELS else []
-
-
-def _in_float32(make: Callable[..., Classifier], weights: Weights, settings: Settings) -> Classifier:
-    """Load the model a second time, in float32 and in the machine's memory, where there is more of it."""
-    device = Device(torch.device("cpu"), torch.float32, "for comparison")
-    check_size(weights, device)
-    return make(weights, device, settings)
 
 
 def classifier_kind(weights: Weights) -> str:
@@ -187,27 +177,18 @@ def check_scores(classifier: Classifier) -> list[Scores]:
     return found
 
 
-def check_differences(found: list[Scores], classifier: Classifier, in_float32: Callable[[], Classifier]) -> None:
-    """Raise ModelError if all posts have the same scores in half precision, but not in float32.
+def check_differences(found: list[Scores], classifier: Classifier) -> None:
+    """Raise ModelError if all posts have the same scores in half precision; in float32, log a warning.
 
-    A model may have the same scores for posts as different as these: one that was trained to find something rare, for
-    example. in_float32: load the model in float32; called only if all scores are the same.
+    In float32, a model may have the same scores for posts as different as these: one that was trained to find something
+    rare, for example.
     """
-    if not _all_alike(found):
+    if len({tuple(round(score, PLACES) for score in scores.values()) for scores in found}) > 1:
         return
     name, device = classifier.weights.name, classifier.device
     if device.dtype != torch.float32:
-        try:
-            precise = check_scores(in_float32())
-        except (ModelError, DeviceFull):  # for example without memory for it
-            precise = None
-        if precise is None or not _all_alike(precise):
-            raise ModelError(f"{name} gives all posts the same scores in {device.precision}. {_advice(device)}")
-    logger.warning("%s gives all test posts the same scores, in float32, too: evaluate it before you use it", name)
-
-
-def _all_alike(found: list[Scores]) -> bool:
-    return len({tuple(round(score, PLACES) for score in scores.values()) for scores in found}) == 1
+        raise ModelError(f"{name} gives all posts the same scores in {device.precision}. {_advice(device)}")
+    logger.warning("%s gives all test posts the same scores: evaluate it before you use it", name)
 
 
 def _advice(device: Device) -> str:

@@ -39,7 +39,7 @@ class Similarity(ModelClassifier):
         self._texts = self._layout.texts
         max_tokens = min(settings.max_tokens, self._texts.max_tokens or settings.max_tokens)
         super().__init__(weights, device, settings, self._layout.static or self._layout.pooling, max_tokens)
-        self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
+        self._dense = [layer.to(self._home) for layer in self._layout.dense]
         self._label_sets = LabelSets(
             self.kind,
             f"{weights.sha256} {self._tokenizer.max_tokens} {self._layout.digest}",
@@ -73,8 +73,7 @@ class Similarity(ModelClassifier):
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
         """Return the scores of rows that share one label set: [rows, labels]."""
         cosines = embeddings @ self.label_vectors(label_set).T
-        independent = label_set.multi_label or len(label_set.labels) == 1
-        return cosines if independent else (COSINE_SCALE * cosines).softmax(-1)
+        return cosines if label_set.independent else (COSINE_SCALE * cosines).softmax(-1)
 
     def label_vectors(self, label_set: LabelSet) -> torch.Tensor:
         """Return each label's unit vector, embedded at the first call: [labels, dimensions]. Device thread only."""

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from feedmill.shared.errors import DeviceFull, ModelError
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import Engine
@@ -28,27 +27,15 @@ def create_engine(
     if isinstance(reads, Path):
         return create_static_engine(weights, device, settings, reads, most)
     remote_code = settings.trust_remote_code
-    config = read_config(weights, remote_code)
-    tokenizer = Tokenizer(weights, min(most, max_row_tokens(config) or most), remote_code)
-    if config.model_type == "bart" and tokenizer.encode(["a"])[0].ids[-1] != config.eos_token_id:
-        raise ModelError(
-            f"The tokenizer of {weights.name} does not end rows with eos_token_id {config.eos_token_id}, which BART "
-            "needs to classify. Use the tokenizer that belongs to the model."
-        )
-    try:
-        if settings.engine == "onnx":
-            # Imported here because ONNX Runtime is optional.
-            from feedmill.workers.models.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
+    positions = max_row_tokens(read_config(weights, remote_code)) or most
+    tokenizer = Tokenizer(weights, min(most, positions), remote_code)
+    if settings.engine == "onnx":
+        # Imported here because ONNX Runtime is optional.
+        from feedmill.workers.models.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
 
-            engine: Engine = OnnxEngine(weights, device, reads, tokenizer.pad_id, settings)
-        elif settings.engine != "torch":
-            engine = load_plugin(settings.engine, f"{PREFIX}ENGINE")(weights, device, reads, tokenizer.pad_id, settings)
-        else:
-            engine = TorchEngine(
-                weights, device, reads, tokenizer.pad_id, tokenizer.max_tokens, remote_code=remote_code
-            )
-    except DeviceFull as full:
-        raise ModelError(
-            f"{weights.name} does not fit in the memory of {device.name} ({full}). Use a smaller model."
-        ) from None
+        return OnnxEngine(weights, device, reads, tokenizer.pad_id, settings), tokenizer
+    if settings.engine != "torch":
+        make = load_plugin(settings.engine, f"{PREFIX}ENGINE")
+        return make(weights, device, reads, tokenizer.pad_id, settings), tokenizer
+    engine = TorchEngine(weights, device, reads, tokenizer.pad_id, tokenizer.max_tokens, remote_code=remote_code)
     return engine, tokenizer

@@ -44,11 +44,11 @@ class StaticTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the token ids of each text, at most `max_tokens`, unknown ones included."""
-        encodings = encode_starts(
-            texts, self.max_tokens, lambda starts: self._rust.encode_batch_fast(starts, add_special_tokens=False)
-        )
-        found: list[list[int]] = [encoding.ids for encoding in encodings]
-        return [Tokens([token for token in ids if token != self._unknown] or [self._empty]) for ids in found]
+        encodings = encode_starts(self._rust, texts, self.max_tokens, special_tokens=False)
+        return [
+            Tokens([token for token in encoding.ids if token != self._unknown] or [self._empty])
+            for encoding in encodings
+        ]
 
 
 class StaticEngine:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from feedmill.workers.models.device import Device, onednn_has_bfloat16
-from feedmill.workers.models.engines import device_errors
+from feedmill.workers.models.engines import to_device
 from feedmill.workers.models.engines.network import PADDED, PADDED_TYPES, Network, first_position, read_config
 from feedmill.workers.models.engines.packing import PACKABLE_TYPES, PACKED, Run
 from feedmill.workers.models.shapes import Shapes
@@ -74,19 +74,16 @@ class TorchEngine:
         self.device = device
         self._shapes = shapes or device.shapes
         self.home = device.torch
-        self._cuda = device.torch.type == "cuda"
         use_attention_without_plans(device)
-        self._copies = torch.cuda.Stream(device.torch) if self._cuda else None  # type: ignore[no-untyped-call]
         config = read_config(weights, remote_code)
         # Remote code may claim a known model type and behave differently.
         own = not (remote_code and getattr(config, "auto_map", None))
         self.packed = packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES
         padded = PADDED if own and config.model_type in PADDED_TYPES else None
         self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else padded, remote_code)
-        with device_errors():
-            self.network.to(device.torch)
-            if reordered and own and config.model_type in REORDERED_TYPES and can_reorder(device):
-                reorder_linear_layers(self.network)
+        self.network.to(device.torch)
+        if reordered and own and config.model_type in REORDERED_TYPES and can_reorder(device):
+            reorder_linear_layers(self.network)
         self._token_step = TOKEN_STEP if device.dtype == torch.bfloat16 else 1
         self._first_position = first_position(config)
         self._pad_id = self.network.pad_id
@@ -134,30 +131,18 @@ class TorchEngine:
 
     def _padded_forward(self, given_rows: Sequence[Tokens]) -> torch.Tensor:
         rows = filled(given_rows, self._shapes.rows(len(given_rows)))
-        lengths = torch.tensor([len(row.ids) for row in rows], pin_memory=self._cuda)
+        lengths = torch.tensor([len(row.ids) for row in rows])
         longest = int(lengths.max())
         # Rows of equal length need no mask; where shapes are few, each has one, so that a shape is a single program.
         padding = bool(lengths.min() < longest) or self._shapes.few
         longest = max(longest, min(self._shapes.length(longest), self._most))
-        mask = torch.arange(longest, device=self.device.torch) < self.to_device(lengths).unsqueeze(1)
-        ids = self.to_device(padded([row.ids for row in rows], longest, self._pad_id, self._cuda))
+        mask = torch.arange(longest, device=self.device.torch) < to_device(lengths, self.device.torch).unsqueeze(1)
+        ids = to_device(padded([row.ids for row in rows], longest, self._pad_id), self.device.torch)
         types = None
         if any(row.types for row in rows):
-            types = self.to_device(padded([row.types or () for row in rows], longest, 0, self._cuda))
+            types = to_device(padded([row.types or () for row in rows], longest, 0), self.device.torch)
         read: torch.Tensor = self.network(ids, mask, types, mask.long() if padding else None)
         return read[: len(given_rows)]
-
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the tensor to the device; on a GPU, on a separate stream that overlaps with computation."""
-        if self._copies is None:
-            return tensor.to(self.device.torch)
-        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        with torch.cuda.stream(self._copies):
-            copy = pinned.to(self.device.torch, non_blocking=True)
-        computing = torch.cuda.current_stream(self.device.torch)
-        computing.wait_stream(self._copies)
-        copy.record_stream(computing)
-        return copy
 
 
 class ReorderedLinear(torch.nn.Module):
