@@ -8,13 +8,10 @@ files to download.
 import logging
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from huggingface_hub import constants, get_cached_repo_tree, is_offline_mode, snapshot_download
-from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
-from huggingface_hub.utils import tqdm, validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub import constants, is_offline_mode, snapshot_download
 
 from feedmill.shared.errors import ModelError, printable
 
@@ -29,50 +26,16 @@ OTHER_FOLDERS = "[!0-9]*/*"
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
-class _Relay(logging.Handler):
-    """Repeat each of the library's log records in one line, without secrets.
-
-    The library's own handler prints several lines per event, with signed URLs.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        logger.log(record.levelno, "%s", _without_secrets(record.getMessage()))
+# The library's warnings contain signed URLs, and its HTTP client logs every request.
+logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
-_library = logging.getLogger("huggingface_hub")
-_library.handlers = [_Relay()]
-_library.propagate = False
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # the library's HTTP client logs every request
-
-
-class _Bar(tqdm):
-    """A progress bar, on terminals only."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"disable": None})  # type: ignore[no-untyped-call]
-
-
-def is_name(model: str) -> bool:
-    """Return whether a hub model can have this name: owner/name, or a name alone for a few old models."""
-    try:
-        validate_repo_id(model)
-    except HFValidationError:
-        return False
-    return True
-
-
-class Download(NamedTuple):
-    """One commit of a repository: its folder in the cache, and the paths of all its files, downloaded or not."""
-
-    folder: Path
-    commit: str
-    names: Collection[str]
-
-
-def download(model: str, revision: str | None, patterns: Sequence[str]) -> Download:
+def download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Download the files of a model that match the patterns, and not those in other folders than modules'.
 
-    revision: branch, tag or commit; None is the main branch. Raises ModelError.
+    revision: branch, tag or commit; None is the main branch. Return the folder in the cache, whose name is the commit.
+    Raises ModelError.
     """
     offline = is_offline_mode()
     wanted = model if revision is None else f"{model} at revision {revision!r}"
@@ -82,34 +45,28 @@ def download(model: str, revision: str | None, patterns: Sequence[str]) -> Downl
     try:
         if revision is not None and ".." in revision:  # the cache uses it in a path
             raise ValueError("git has no such revisions")
-        folder = Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                local_files_only=offline,
-                allow_patterns=list(patterns),
-                ignore_patterns=[OTHER_FOLDERS],
-                tqdm_class=_Bar,
-            )
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            local_files_only=offline,
+            allow_patterns=list(patterns),
+            ignore_patterns=[OTHER_FOLDERS],
         )
     except Exception as error:  # the library does not wrap every error
         reason = _without_secrets(str(error.__cause__ or error)) or type(error).__name__
         advice = (
             "Start once without HF_HUB_OFFLINE, or copy the cache from another machine."
             if offline
-            else "Check FEEDMILL_MODEL (owner/name, such as facebook/bart-large-mnli), FEEDMILL_REVISION, the network, "
-            "HF_ENDPOINT, HF_TOKEN (for private and gated models) and the space in HF_HOME. HF_HUB_OFFLINE=1 uses "
-            "only the cache."
+            else "Check FEEDMILL_MODEL (a folder, or owner/name, such as facebook/bart-large-mnli), FEEDMILL_REVISION, "
+            "the network, HF_ENDPOINT, HF_TOKEN (for private and gated models) and the space in HF_HOME. "
+            "HF_HUB_OFFLINE=1 uses only the cache."
         )
         raise ModelError(
-            f"Cannot find the model {wanted} in {source}: {reason[:MAX_REASON].rstrip(' .')}. {advice}"
+            f"There is no model folder {model}, and {wanted} is not available from {source}: "
+            f"{reason[:MAX_REASON].rstrip(' .')}. {advice}"
         ) from None
-    logger.info("the model %s is at commit %s", wanted, folder.name)
-    try:
-        names = [file.path for file in get_cached_repo_tree(model, revision=folder.name)]
-    except CachedRepoTreeNotFoundError:  # other programs may have filled the cache without storing the list of files
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return Download(folder, folder.name, names)
+    logger.info("the model %s is at commit %s", wanted, Path(folder).name)
+    return Path(folder)
 
 
 def announced_sha256(file: Path) -> str | None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,10 +56,6 @@ TOKENIZERS = (
 FILE_PATTERNS = (
     "*.json", "*.txt", "*.model", "*.codes", WEIGHTS_FILE, "model-*.safetensors", f"[0-9]*_*/{WEIGHTS_FILE}",
 )  # fmt: skip
-MODEL_FORMS = (
-    f"Set FEEDMILL_MODEL to a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or to a model on the hub, such as "
-    "facebook/bart-large-mnli. Without safetensors, FEEDMILL_REVISION may name a revision with them, often refs/pr/N."
-)
 
 
 class Weights(NamedTuple):
@@ -95,17 +92,15 @@ def locate(model: str, revision: str | None = None, remote_code: bool = False) -
     with loading(f"the model {model}", "Check its files and their permissions."):
         if model == EMBEDDED_MODEL and revision is None:
             return _embedded()
-        folder = _on_this_machine(model)
-        if folder is None:
+        folder = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises if there is no such user
+        if not model.strip() or not folder.is_dir():
             return _from_hub(model, revision, remote_code)
         if revision is not None:
             raise ModelError(
                 f"FEEDMILL_REVISION is {revision}, but {model} is not a model on the hub and has no revisions. Unset "
                 "FEEDMILL_REVISION, or set FEEDMILL_MODEL to a model on the hub."
             )
-        paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
-        names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
-        return _verified(model, f"The model folder {folder}", folder, names, None)
+        return _verified(model, f"The model folder {folder}", folder, None)
 
 
 def parameters(weights: Weights) -> int:
@@ -148,22 +143,10 @@ def _embedded() -> Weights:
     return Weights(EMBEDDED_MODEL, folder, f"{EMBEDDED_PACKAGE} {package.version}", EMBEDDED_SHA256, (files[0],))
 
 
-def _on_this_machine(model: str) -> Path | None:
-    """Return the model's folder; None if `model` can only be a name on the hub."""
-    folder = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises if there is no such user
-    if model.strip() and folder.is_dir():
-        return folder
-    if not hub.is_name(model) or folder.is_file():
-        raise ModelError(f"There is no model folder {model!r}, and it is not a valid name on the hub. {MODEL_FORMS}")
-    return None
-
-
 def _from_hub(model: str, revision: str | None, remote_code: bool) -> Weights:
-    downloaded = hub.download(model, revision, _patterns(remote_code))
-    name = f"The model {model} at commit {downloaded.commit}"
-    if SETFIT_HEAD in downloaded.names and SETFIT_CONFIG not in downloaded.names:  # nothing else would show it
-        raise setfit_error(name)
-    weights = _verified(model, name, downloaded.folder, downloaded.names, downloaded.commit)
+    # The head of a SetFit model is never loaded, but identifies it.
+    folder = hub.download(model, revision, (*_patterns(remote_code), SETFIT_HEAD))
+    weights = _verified(model, f"The model {model} at commit {folder.name}", folder, folder.name)
     for file in weights.files:
         digest = weights.sha256 if len(weights.files) == 1 else _sha256(file)
         if hub.announced_sha256(file) not in (None, digest):
@@ -179,14 +162,19 @@ def _patterns(remote_code: bool) -> tuple[str, ...]:
     return (*FILE_PATTERNS, "*.py") if remote_code else FILE_PATTERNS
 
 
-def _verified(model: str, what: str, folder: Path, names: Collection[str], revision: str | None) -> Weights:
-    """Return the weights of a folder. what: the model in errors. names: all files of the model. Raises ModelError."""
+def _verified(model: str, what: str, folder: Path, revision: str | None) -> Weights:
+    """Return the weights of a folder. what: the model in errors. Raises ModelError."""
+    names = {path.relative_to(folder).as_posix() for path in _files(folder) if path.is_file()}
     shards = _static(folder, names)
     if not shards:
         indexed = INDEX_FILE in names and WEIGHTS_FILE not in names
         shards = _indexed(folder / INDEX_FILE) if indexed else (WEIGHTS_FILE,)
         if missing := [name for name in (CONFIG_FILE, *shards) if name not in names]:
-            raise ModelError(f"{what} has no {missing[0]}, and pickled weights are not loaded. {MODEL_FORMS}")
+            raise ModelError(
+                f"{what} has no {missing[0]}, and pickled weights are not loaded. Set FEEDMILL_MODEL to a folder with "
+                f"{CONFIG_FILE} and {WEIGHTS_FILE}, or to a model on the hub, such as facebook/bart-large-mnli. "
+                "Without safetensors, FEEDMILL_REVISION may name a revision with them, often refs/pr/N."
+            )
         if not any(files <= set(names) for files in TOKENIZERS):
             raise ModelError(
                 f"{what} has no tokenizer.json and no files to build a tokenizer from, such as vocab.txt. Write them "
@@ -198,12 +186,9 @@ def _verified(model: str, what: str, folder: Path, names: Collection[str], revis
     return Weights(model, folder, revision, _sha256(*files), files)
 
 
-def setfit_error(model: str) -> ModelError:
-    """Return the error for a SetFit model. model: its name in the message."""
-    return ModelError(
-        f"{model} is a SetFit model, whose head is a pickle ({SETFIT_HEAD}), which can run any code when loaded. Train "
-        "a head on the same examples with `feedmill train --head --from EXAMPLES --base FOLDER`."
-    )
+def _files(folder: Path) -> Iterator[Path]:
+    """Return the paths in a model's folder and in the folders of its modules."""
+    return chain(folder.iterdir(), folder.glob("[0-9]*_*/*"))
 
 
 def copy_model(weights: Weights, folder: Path, remote_code: bool = False) -> None:
@@ -211,9 +196,8 @@ def copy_model(weights: Weights, folder: Path, remote_code: bool = False) -> Non
 
     remote_code: also copy Python files. Raises OSError.
     """
-    paths = (*weights.folder.iterdir(), *weights.folder.glob("[0-9]*_*/*"))
     patterns = _patterns(remote_code)
-    for path in sorted(paths, key=lambda path: path.name in (CONFIG_FILE, MODULES_FILE)):
+    for path in sorted(_files(weights.folder), key=lambda path: path.name in (CONFIG_FILE, MODULES_FILE)):
         name = path.relative_to(weights.folder).as_posix()
         is_part = path in weights.files or any(fnmatch(name, pattern) for pattern in patterns)
         if is_part and path.is_file() and not (folder / name).exists():

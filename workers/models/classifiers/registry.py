@@ -29,7 +29,6 @@ from feedmill.workers.models.weights import (
     locate,
     parameters,
     read_config_file,
-    setfit_error,
 )
 
 #: Memory that a forward pass needs in addition, as a share of the weights' memory (a lower bound).
@@ -116,7 +115,10 @@ def classifier_kind(weights: Weights) -> str:
     if (weights.folder / HEAD_FILE).is_file():
         return "head"
     if any((weights.folder / name).is_file() for name in (SETFIT_HEAD, SETFIT_CONFIG)):
-        raise setfit_error(weights.name)
+        raise ModelError(
+            f"{weights.name} is a SetFit model, whose head is a pickle ({SETFIT_HEAD}), which can run any code when "
+            "loaded. Train a head on the same examples with `feedmill train --head --from EXAMPLES --base FOLDER`."
+        )
     with loading(weights.folder / CONFIG_FILE):
         names = [str(name) for name in config.get("architectures") or ()]
         labels = {str(name): int(place) for name, place in (config.get("label2id") or {}).items()}

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from feedmill.shared.errors import ModelError
-from feedmill.workers.models.engines.packing import PACKED, Run, packed_head, packed_states, prepare
+from feedmill.workers.models.engines.packing import Group, packed_head
 from feedmill.workers.models.weights import Weights, loading
 
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
@@ -129,8 +129,6 @@ class Network(torch.nn.Module):
         if self.kind == "bart":
             for layer in self.model.base_model.encoder.layers:
                 layer.forward = MethodType(_bart_layer, layer)
-        if attention == PACKED:
-            prepare(self.model)
         self._extra: dict[str, Any] = {}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             self._extra["use_cache"] = False
@@ -167,20 +165,17 @@ class Network(torch.nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         token_type_ids: torch.Tensor | None,
-        runs: Sequence[Run],
+        groups: Sequence[Group],
     ) -> torch.Tensor:
-        """Return the outputs of `forward` for packed rows: inputs of shape [1, tokens], divided into rows by `runs`.
+        """Return the outputs of `forward` for packed rows: inputs of shape [1, tokens], divided into rows by `groups`.
 
         Supports only PACKABLE_TYPES.
         """
-        states = packed_states(self.model.base_model, input_ids, position_ids, token_type_ids, runs)
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        encoder = self.model.base_model
+        states = encoder(input_ids=input_ids, position_ids=position_ids, groups=groups, **types).last_hidden_state[0]
         ways = (getattr(self.config, "classifier_pooling", "cls"),) if self.classifies else self.reads
-        pooled = torch.cat(
-            [
-                pool(states[start : start + rows * length].view(rows, length, -1), None, ways)
-                for start, rows, length in runs
-            ]
-        )
+        pooled = torch.cat([pool(group.batch(states), group.real, ways) for group in groups])
         return packed_head(self.model, pooled.to(states.dtype)).float() if self.classifies else pooled
 
 

@@ -15,16 +15,14 @@ On x86 CPUs in bfloat16, linear layers have their weights in oneDNN's own layout
 
 import platform
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import chain
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from feedmill.workers.models.device import Device, onednn_has_bfloat16
 from feedmill.workers.models.engines import to_device
 from feedmill.workers.models.engines.network import PADDED, PADDED_TYPES, Network, first_position, read_config
-from feedmill.workers.models.engines.packing import PACKABLE_TYPES, PACKED, Run
+from feedmill.workers.models.engines.packing import LENGTH_STEP, PACKABLE_TYPES, PACKED, groups_of
 from feedmill.workers.models.shapes import Shapes
 from feedmill.workers.models.tokenizer import Tokens, filled, padded
 from feedmill.workers.models.weights import Weights
@@ -84,7 +82,8 @@ class TorchEngine:
         self.network.to(device.torch)
         if reordered and own and config.model_type in REORDERED_TYPES and can_reorder(device):
             reorder_linear_layers(self.network)
-        self._token_step = TOKEN_STEP if device.dtype == torch.bfloat16 else 1
+        half = device.dtype == torch.bfloat16
+        self._token_step, self._length_step = (TOKEN_STEP, LENGTH_STEP) if half else (1, 1)
         self._first_position = first_position(config)
         self._pad_id = self.network.pad_id
         self._most = most
@@ -98,36 +97,16 @@ class TorchEngine:
         return self._packed_forward(rows) if self.packed else self._padded_forward(rows)
 
     def _packed_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
-        runs, start = [], 0
-        for length, members in groupby(len(row.ids) for row in rows):
-            runs.append(Run(start, len(list(members)), length))
-            start += runs[-1].rows * length
-        rest = -start % self._token_step
-        padding = [self._pad_id] * rest
-        ids = np.fromiter(chain(*(row.ids for row in rows), padding), np.int64, start + rest)
-        positions = np.concatenate(
-            [*(self._positions(ids, run) for run in runs), np.full(rest, self._first_position, np.int64)]
-        )
+        lengths = [len(row.ids) for row in rows]
+        rest = -sum(lengths) % self._token_step
+        ids = torch.tensor([*chain.from_iterable(row.ids for row in rows), *[self._pad_id] * rest])
+        positions = torch.tensor([*chain.from_iterable(map(range, lengths)), *[0] * rest]) + self._first_position
         types = None
         if any(row.types for row in rows):
             each = (row.types or [0] * len(row.ids) for row in rows)
-            types = torch.from_numpy(np.fromiter(chain(*each, [0] * rest), np.int64, start + rest)).unsqueeze(0)
-        return self.network.packed(
-            torch.from_numpy(ids).unsqueeze(0), torch.from_numpy(positions).unsqueeze(0), types, runs
-        )
-
-    def _positions(self, ids: NDArray[np.int64], run: Run) -> NDArray[np.int64]:
-        """Return the position of each token of a run.
-
-        Models whose positions start after the padding token's id count only real tokens: a padding token that occurs in
-        a text gets its own id as its position.
-        """
-        if not self._first_position:
-            return np.tile(np.arange(run.length), run.rows)
-        padding = self._first_position - 1
-        real = ids[run.start : run.start + run.rows * run.length].reshape(run.rows, run.length) != padding
-        positions: NDArray[np.int64] = (real.cumsum(1) * real + padding).ravel()
-        return positions
+            types = torch.tensor([*chain.from_iterable(each), *[0] * rest]).unsqueeze(0)
+        groups = groups_of(lengths, self._length_step)
+        return self.network.packed(ids.unsqueeze(0), positions.unsqueeze(0), types, groups)
 
     def _padded_forward(self, given_rows: Sequence[Tokens]) -> torch.Tensor:
         rows = filled(given_rows, self._shapes.rows(len(given_rows)))
