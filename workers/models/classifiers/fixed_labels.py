@@ -126,11 +126,6 @@ class Head(FixedLabels, Similarity):
         self._serve(LabelSet(labels, False, recipe), gives_one_label=True)
 
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:  # noqa: ARG002 - has only one
-        if embeddings.shape[1] != self._weight.shape[1]:
-            raise ModelError(
-                f"{HEAD_FILE} of {self.weights.name} is for embeddings of {self._weight.shape[1]} dimensions, but the "
-                f"model's have {embeddings.shape[1]}. Train the head again."
-            )
         return torch.addmm(self._bias, embeddings, self._weight.T).softmax(-1)
 
 

@@ -28,8 +28,6 @@ TEXT_CONFIGS = tuple(
 SUPPORTED_MODULES = frozenset({"Transformer", "Pooling", "StaticEmbedding", "Dense", "Normalize"})
 #: Architecture in the config.json of model2vec, whose older versions wrote no modules.json.
 MODEL2VEC = "StaticModel"
-#: Supported activations of dense layers, as in torch.nn.
-ACTIVATIONS = frozenset({"Identity", "Tanh", "ReLU", "GELU"})
 #: Value of the prompt settings for no prompt.
 NO_PROMPT = "none"
 #: Values of the prompt settings that are names, not texts.
@@ -186,16 +184,22 @@ def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
     """Return the dense layer with its activation, and a digest of both."""
     file, config = folder / WEIGHTS_FILE, read_json(folder / CONFIG_FILE)
     ends = {config.get("module_input_name"), config.get("module_output_name")}
-    name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
-    if config.get("use_residual") or ends - {None, "sentence_embedding"} or name not in ACTIVATIONS:
-        what = f"use_residual, inputs other than sentence_embedding, or activation_function={name}"
-        raise unsupported(folder / CONFIG_FILE, what)
+    name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    if config.get("use_residual") or ends - {None, "sentence_embedding"}:
+        raise unsupported(folder / CONFIG_FILE, "use_residual, or inputs other than sentence_embedding")
     with loading(f"the dense layer in {file}"):
         linear = torch.nn.Linear(config["in_features"], config["out_features"], bool(config.get("bias", True)))
         tensors = load_file(file)
         linear.load_state_dict({key.removeprefix("linear."): value.float() for key, value in tensors.items()})
-        layer = torch.nn.Sequential(linear, getattr(torch.nn, name)()).eval()
+        layer = torch.nn.Sequential(linear, activation(name, folder)).eval()
         return layer, f"{sha256(file.read_bytes()).hexdigest()} {name}"
+
+
+def activation(path: str, folder: Path) -> torch.nn.Module:
+    """Return torch.nn's activation of a class path, such as torch.nn.modules.activation.GELU. Raises ModelError."""
+    with loading(f"the activation {path} of {folder}", "Use another model."):
+        module: torch.nn.Module = getattr(torch.nn, path.rpartition(".")[2])()
+        return module
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ The post is the pair's first text (the query of a reranker). Logits equal those 
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +30,13 @@ from feedmill.shared.errors import ModelError, RequestRefused
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import TOPICS
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row, Scores, single_texts
-from feedmill.workers.models.classifiers.layout import read_text_settings
+from feedmill.workers.models.classifiers.layout import activation, read_text_settings
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import TensorOutputs, rounded
 from feedmill.workers.models.engines.network import LOGITS, read_config
 from feedmill.workers.models.weights import Weights
 
 logger = logging.getLogger(__name__)
-#: Supported activations, by class name without the package.
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "Identity": lambda logits: logits,
-    "ReLU": torch.relu,
-    "Sigmoid": torch.sigmoid,
-    "Tanh": torch.tanh,
-}
 #: Label that transformers gives the only class of a model without named labels.
 UNNAMED_LABEL = "LABEL_0"
 
@@ -190,17 +183,13 @@ class Reranker(PairClassifier):
                 f"{weights.name} formats pairs with a chat template, which is not supported. Use another model."
             )
         self.prompt, self.lower_case = texts.post_prompt, texts.lower_case
-        name = _activation(texts.config, config.to_dict())
-        if name not in ACTIVATIONS:
-            raise ModelError(
-                f"{weights.name} has an unsupported activation_fn: {name}. Use a model with one of: "
-                f"{', '.join(ACTIVATIONS)}."
-            )
-        self._activate = ACTIVATIONS[name]
-        self._serve(settings, name, texts.lower_case, repr(texts.post_prompt))
+        path = _activation(texts.config, config.to_dict())
+        self._activate = activation(path, weights.folder)
+        self._serve(settings, path, texts.lower_case, repr(texts.post_prompt))
 
     def _scores(self, logits: torch.Tensor, independent: bool) -> torch.Tensor:
-        return self._activate(logits[:, 0]) if independent else logits[:, 0].softmax(0)
+        scores: torch.Tensor = self._activate(logits[:, 0]) if independent else logits[:, 0].softmax(0)
+        return scores
 
 
 def is_reranker(config: Mapping[str, Any], sentence_config: Mapping[str, Any]) -> bool:
@@ -219,11 +208,10 @@ def is_reranker(config: Mapping[str, Any], sentence_config: Mapping[str, Any]) -
 
 
 def _activation(sentence_config: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return the name of the activation's class, from the first place in which CrossEncoder would find one."""
-    path = (
+    """Return the path of the activation's class, from the first place in which CrossEncoder would find one."""
+    return str(
         sentence_config.get("activation_fn")
         or (config.get("sentence_transformers") or {}).get("activation_fn")
         or config.get("sbert_ce_default_activation_function")
-        or "Sigmoid"
+        or "torch.nn.modules.activation.Sigmoid"
     )
-    return str(path).rpartition(".")[2]
