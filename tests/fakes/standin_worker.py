@@ -131,7 +131,7 @@ def main(name: str) -> int:
         "torch",
         "transformers",
         "feedmill.workers.models.hub",
-        "feedmill.workers.models.engines.factory",
+        "feedmill.workers.models.engines.torch_engine",
         "feedmill.workers.models.classifiers.registry",
     ):
         sys.modules.setdefault(absent, MagicMock())

@@ -13,7 +13,7 @@ from feedmill.workers.models.classifiers import registry
 from feedmill.workers.models.classifiers.pairs import Entailment
 from feedmill.workers.models.classifiers.registry import check_size, classifier_kind, load_classifier
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import factory
+from feedmill.workers.models.engines import torch_engine
 from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
 from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
 from tests.support import naming
@@ -79,7 +79,7 @@ def test_first_forward_pass_failure_is_a_model_error(tmp_path: Path, monkeypatch
             patch.setattr(Entailment, "forward", Mock(side_effect=fault))
             with pytest.raises(ModelError, match=naming("cpu", type(fault).__name__)):
                 load_classifier(Settings(model=str(folder)), FP32)
-    monkeypatch.setattr(factory, "TorchEngine", Mock(side_effect=torch.OutOfMemoryError("no memory")))
+    monkeypatch.setattr(torch_engine, "TorchEngine", Mock(side_effect=torch.OutOfMemoryError("no memory")))
     with pytest.raises(ModelError, match=naming("cpu", "no memory")):
         load_classifier(Settings(model=str(folder)), FP32)
     monkeypatch.undo()

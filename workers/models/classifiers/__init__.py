@@ -22,7 +22,7 @@ from feedmill.shared.messages import ClassifyOptions, digest
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import TensorOutputs, begin, device_errors
-from feedmill.workers.models.engines.factory import create_engine
+from feedmill.workers.models.engines.torch_engine import create_engine
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
 

@@ -78,16 +78,13 @@ class Similarity(ModelClassifier):
     def label_vectors(self, label_set: LabelSet) -> torch.Tensor:
         """Return each label's unit vector, embedded at the first call: [labels, dimensions]. Device thread only."""
         if label_set.on_device is None:
-            sentences: list[list[Tokens]] | None = label_set.prepared  # by label
-            if sentences is None:  # another lane embedded them meanwhile
-                return self.label_vectors(label_set)
+            sentences: list[list[Tokens]] = label_set.prepared  # by label
             rows = list(chain.from_iterable(sentences))
             pieces = [
                 self.embed(rows[at : at + SENTENCE_BATCH_SIZE]) for at in range(0, len(rows), SENTENCE_BATCH_SIZE)
             ]
             per_label = torch.split(torch.cat(pieces), [len(described) for described in sentences])
             label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in per_label]), dim=-1)
-            label_set.prepared = None  # free the tokens: they are needed once and can be large
         vectors: torch.Tensor = label_set.on_device
         return vectors
 

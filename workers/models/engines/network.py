@@ -5,7 +5,6 @@ architectures belong here (attention masks and workarounds) and in packing.py. B
 Runtime in onnx_engine.py.
 """
 
-import inspect
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -124,14 +123,10 @@ class Network(torch.nn.Module):
         # Decoders use this token to find a row's last real token.
         self.pad_id = padding_token(self.config, pad_id)
         self.config.pad_token_id = self.config.get_text_config().pad_token_id = self.pad_id
-        if not self.classifies and self.kind != "squeezebert" and getattr(self.model, "pooler", None) is not None:
-            self.model.pooler = None  # saves a layer whose output is unused
         if self.kind == "bart":
             for layer in self.model.base_model.encoder.layers:
                 layer.forward = MethodType(_bart_layer, layer)
-        self._extra: dict[str, Any] = {}
-        if "use_cache" in inspect.signature(self.model.forward).parameters:
-            self._extra["use_cache"] = False
+        self.config.use_cache = self.config.get_text_config().use_cache = False
         self.eval()
 
     def forward(
@@ -146,7 +141,7 @@ class Network(torch.nn.Module):
         input_ids, token_type_ids: [rows, tokens]. mask: [rows, tokens], true for real tokens. attention_mask: the same
         as integers; None if no row is padded.
         """
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._extra}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
         if not self.classifies:

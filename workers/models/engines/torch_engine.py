@@ -1,4 +1,4 @@
-"""The torch engine: run a transformers model on micro-batches of token rows.
+"""The torch engine: run a transformers model on micro-batches of token rows. `create_engine` creates it or another.
 
 A micro-batch has one of two layouts:
 
@@ -16,15 +16,27 @@ On x86 CPUs in bfloat16, linear layers have their weights in oneDNN's own layout
 import platform
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.device import Device, onednn_has_bfloat16
-from feedmill.workers.models.engines import to_device
-from feedmill.workers.models.engines.network import PADDED, PADDED_TYPES, Network, first_position, read_config
+from feedmill.workers.models.engines import Engine, to_device
+from feedmill.workers.models.engines.network import (
+    PADDED,
+    PADDED_TYPES,
+    Network,
+    first_position,
+    max_row_tokens,
+    read_config,
+)
 from feedmill.workers.models.engines.packing import LENGTH_STEP, PACKABLE_TYPES, PACKED, groups_of
+from feedmill.workers.models.engines.static_engine import create_static_engine
+from feedmill.workers.models.plugins import load_plugin
 from feedmill.workers.models.shapes import Shapes
-from feedmill.workers.models.tokenizer import Tokens, filled, padded
+from feedmill.workers.models.tokenizer import Tokenizer, Tokens, filled, padded
 from feedmill.workers.models.weights import Weights
 
 #: In bfloat16, packed micro-batches are padded to a multiple of this many tokens: oneDNN prepares each linear layer for
@@ -155,3 +167,29 @@ def reorder_linear_layers(module: torch.nn.Module) -> None:
             setattr(module, name, ReorderedLinear(child))
         else:
             reorder_linear_layers(child)
+
+
+def create_engine(
+    weights: Weights, device: Device, settings: Settings, reads: Sequence[str] | Path, most: int
+) -> tuple[Engine, Any]:
+    """Load a model into the configured engine. Return the engine and the model's tokenizer.
+
+    reads: outputs to return, LOGITS or pooling modes (network.py); or the folder of static embeddings. most: maximum
+    tokens per row; the model's own limit applies if it is lower.
+    Raises ModelError, or SettingsError if the engine is not installed.
+    """
+    if isinstance(reads, Path):
+        return create_static_engine(weights, device, settings, reads, most)
+    remote_code = settings.trust_remote_code
+    positions = max_row_tokens(read_config(weights, remote_code)) or most
+    tokenizer = Tokenizer(weights, min(most, positions), remote_code)
+    if settings.engine == "onnx":
+        # Imported here because ONNX Runtime is optional.
+        from feedmill.workers.models.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
+
+        return OnnxEngine(weights, device, reads, tokenizer.pad_id, settings), tokenizer
+    if settings.engine != "torch":
+        make = load_plugin(settings.engine, f"{PREFIX}ENGINE")
+        return make(weights, device, reads, tokenizer.pad_id, settings), tokenizer
+    engine = TorchEngine(weights, device, reads, tokenizer.pad_id, tokenizer.max_tokens, remote_code=remote_code)
+    return engine, tokenizer
