@@ -3,7 +3,7 @@
     with Hub({"owner/name": folder}) as hub:
         ...  # with HF_ENDPOINT=hub.url
 
-It serves local folders, records every request, and can be set to deny, truncate or corrupt files.
+It serves local folders, records every request, and can be set to truncate or corrupt files.
 """
 
 import hashlib
@@ -39,12 +39,8 @@ class Hub:
             for name, folders in repositories.items()
         }
         self.requests: list[Request] = []
-        #: Repositories whose files are denied with status 403.
-        self.gated: set[str] = set()
         #: File name -> number of bytes after which each of its next downloads is cut.
         self.cuts: dict[str, list[int]] = {}
-        #: Files sent without their last bytes, although the response to HEAD counts them.
-        self.short: set[str] = set()
         #: Files sent with one byte changed.
         self.damaged: set[str] = set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -111,22 +107,18 @@ class _Handler(BaseHTTPRequestHandler):
         if folder is None:
             return self._refuse(404, "RevisionNotFound")
         if file:
-            return self._file(name, folder, unquote(file["file"]))
+            return self._file(folder, unquote(file["file"]))
         if match["what"] == "tree":
             return self._json([_entry(path, folder) for path in _files(folder)])
         return self._json({"id": name, "sha": _commit(folder), "private": False, "tags": [], "siblings": []})
 
-    def _file(self, name: str, folder: Path, file: str) -> None:
-        if name in self.serves.gated:
-            return self._refuse(403, "GatedRepo")
+    def _file(self, folder: Path, file: str) -> None:
         if not (folder / file).is_file():
             return self._refuse(404, "EntryNotFound")
         content = (folder / file).read_bytes()
         headers = {"X-Repo-Commit": _commit(folder), "ETag": f'"{_digest(folder / file)}"', "Accept-Ranges": "bytes"}
         if self.command == "GET" and file in self.serves.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        if self.command == "GET" and file in self.serves.short:
-            content = content[:-8]
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or ""):
             start = int(wanted[1])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"

@@ -67,12 +67,6 @@ def test_reordered_layer_equals_the_original(shape: tuple[int, ...], bias: bool)
         assert torch.allclose(plain(states), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "bart"])
-def test_float32_keeps_plain_layers(tmp_path: Path, architecture: str) -> None:
-    engine = engine_of(make_model(architecture, tmp_path, NLI), FP32)
-    assert not layers(engine, ReorderedLinear)
-
-
 @pytest.mark.parametrize(
     "device",
     [FP32, FP32._replace(dtype=torch.float16), BF16._replace(torch=torch.device("cuda"))],

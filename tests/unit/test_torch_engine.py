@@ -91,17 +91,6 @@ def test_padding_within_groups_does_not_change_outputs(
     assert torch.allclose(engine.forward(rows), alone(folder, rows), atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", sorted(PACKABLE_TYPES))
-def test_packed_bfloat16_outputs_match_padded_ones(tmp_path: Path, architecture: str) -> None:
-    source = weights(make_model(architecture, tmp_path / architecture))
-    half = FP32._replace(dtype=torch.bfloat16)
-    packed, padded = (TorchEngine(source, half, ("mean", "cls"), 1, 200, packed=layout) for layout in (True, False))
-    rows = rows_of(2, 3, 9, 20, 20, 30, 47, 64, 64)
-    exact = engine_of(source.folder).forward(rows)
-    error = (padded.forward(rows) - exact).abs().max()
-    assert (packed.forward(rows) - exact).abs().max() <= 2 * error + 1e-2
-
-
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 5, 5, 9, 40), (195,), (3, 3, 194, 195, 2)])
 def test_padding_to_few_shapes_does_not_change_outputs(folder: Path, lengths: tuple[int, ...]) -> None:
     limit = max_row_tokens(read_config(weights(folder))) or 200

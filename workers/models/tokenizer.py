@@ -8,9 +8,11 @@ each hypothesis is tokenized once, and the library joins the two: 26 times faste
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig
 
+from feedmill.workers.models.shapes import EXACT, Shapes
 from feedmill.workers.models.weights import GLICLASS, Weights, loading, read_config_file
 
 #: A model_max_length of at least this means that none was set.
@@ -27,23 +29,26 @@ class Tokens(NamedTuple):
     types: list[int] | None = None
 
 
-def padded(rows: Sequence[Sequence[int]], longest: int, padding_token: int) -> torch.Tensor:
-    """Pad token ids on the right to [rows, longest], on the host."""
-    tensor = torch.full((len(rows), longest), padding_token)
-    values = tensor.numpy()
-    for index, row in enumerate(rows):
-        values[index, : len(row)] = row
-    return tensor
+def padded(
+    rows: Sequence[Tokens], pad_id: int, max_tokens: int, shapes: Shapes = EXACT
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Pad rows on the right to a shape, on the host. Return ids, mask (true at real tokens), and types if any is not 0.
 
-
-def filled(rows: Sequence[Tokens], count: int) -> Sequence[Tokens]:
-    """Return `count` rows: the given ones, followed by copies of the shortest. The copies' outputs are to be dropped.
-
-    Copies, because a row of padding alone could give values that are not finite.
+    max_tokens: maximum tokens of a row that shapes may pad to. Added rows are copies of the shortest, because a row of
+    padding alone could give values that are not finite; their outputs are to be dropped.
     """
-    if len(rows) == count:
-        return rows
-    return [*rows, *[min(rows, key=lambda row: len(row.ids))] * (count - len(rows))]
+    shortest = min(rows, key=lambda row: len(row.ids))
+    filled = [*rows, *[shortest] * (shapes.rows(len(rows)) - len(rows))]
+    longest = max(len(row.ids) for row in rows)
+    ids = np.full((len(filled), max(longest, min(shapes.length(longest), max_tokens))), pad_id)
+    mask, types = np.zeros(ids.shape, bool), np.zeros(ids.shape, np.int64)
+    for index, row in enumerate(filled):
+        ids[index, : len(row.ids)] = row.ids
+        mask[index, : len(row.ids)] = True
+        if row.types:
+            types[index, : len(row.ids)] = row.types
+    given_types = torch.from_numpy(types) if types.any() else None
+    return torch.from_numpy(ids), torch.from_numpy(mask), given_types
 
 
 def encode_starts(rust: Any, texts: Sequence[str], max_tokens: int, special_tokens: bool) -> list[Any]:

@@ -141,9 +141,8 @@ class Gliclass(ModelClassifier):
 
     def _logits(self, rows: Sequence[Row], most: int) -> torch.Tensor:
         """Run rows that do not change each other's logits: [rows, most]."""
-        longest, labels = max(row.length for row in rows), max(map(_count, rows))
-        ids = padded([row.tokens.ids for row in rows], longest, self._tokenizer.pad_id)
-        mask = torch.arange(longest) < torch.tensor([row.length for row in rows]).unsqueeze(1)
+        labels = max(map(_count, rows))
+        ids, mask, _ = padded([row.tokens for row in rows], self._tokenizer.pad_id, self._tokenizer.max_tokens)
         ids, mask = (to_device(tensor, self._home) for tensor in (ids, mask.long()))
         logits: torch.Tensor = self._model(input_ids=ids, attention_mask=mask, max_num_classes=labels).logits
         return torch.nn.functional.pad(logits, (0, most - labels))

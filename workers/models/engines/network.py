@@ -54,30 +54,23 @@ def pool(states: torch.Tensor, mask: torch.Tensor | None, ways: Sequence[str]) -
     states: [rows, tokens, dimensions]. mask: [rows, tokens], true for real tokens; None if no row is padded. ways:
     pooling modes. For rows padded on the right, the result equals that of sentence-transformers' Pooling.
     """
-    pooled = [_pooled(states, mask, way) for way in ways]
-    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
+    real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if mask is None else mask
+    return torch.cat([_pooled(states, real, way) for way in ways], dim=-1)
 
 
-def _pooled(states: torch.Tensor, mask: torch.Tensor | None, way: str) -> torch.Tensor:
+def _pooled(states: torch.Tensor, real: torch.Tensor, way: str) -> torch.Tensor:
     if way == "cls":
         return states[:, 0].float()
     if way == "lasttoken":
-        return states[:, -1].float() if mask is None else last_tokens(states, mask).float()
+        return last_tokens(states, real).float()
     if way == "max":
-        hidden = states if mask is None else states.masked_fill(~mask.unsqueeze(-1), float("-inf"))
-        return hidden.amax(1).float()
+        return states.masked_fill(~real.unsqueeze(-1), float("-inf")).amax(1).float()
+    weights = real
     if way == "weightedmean":
-        weights = torch.arange(1, states.shape[1] + 1, device=states.device, dtype=torch.float32).expand(
-            states.shape[:2]
-        )
-        weights = weights if mask is None else weights * mask
-        return (states * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True)
-    real = states if mask is None else states * mask.unsqueeze(-1)
-    sums = real.sum(1, dtype=torch.float32)
-    if mask is None:
-        return sums / (states.shape[1] if way == "mean" else states.shape[1] ** 0.5)
-    counts = mask.sum(1, keepdim=True)
-    return sums / (counts if way == "mean" else counts.sqrt())
+        weights = real * torch.arange(1, states.shape[1] + 1, device=states.device, dtype=torch.float32)
+    sums = (states * weights.unsqueeze(-1)).sum(1, dtype=torch.float32)
+    total = weights.sum(1, keepdim=True)
+    return sums / (total.sqrt() if way == "mean_sqrt_len_tokens" else total)
 
 
 def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

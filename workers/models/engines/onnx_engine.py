@@ -6,6 +6,7 @@ Micro-batches are padded.
 """
 
 import logging
+import sys
 import tempfile
 import time
 import warnings
@@ -22,7 +23,7 @@ from feedmill.shared.messages import digest
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import TORCH_THREADS, Device
 from feedmill.workers.models.engines.network import Network, max_row_tokens, padding_token, read_config
-from feedmill.workers.models.tokenizer import Tokens, filled, padded
+from feedmill.workers.models.tokenizer import Tokens, padded
 from feedmill.workers.models.weights import Weights, loading
 
 try:
@@ -41,8 +42,7 @@ logger = logging.getLogger(__name__)
 OPSET = 18
 #: Increase this whenever the export changes: cached graphs of another version are ignored.
 GRAPH_VERSION = 1
-#: Providers by device type, best first.
-PROVIDERS = {"cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"), "cpu": ("CPUExecutionProvider",)}
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 #: File name of the graph. Weights of more than 2 GB are in a separate file beside it.
 GRAPH_FILE = "model.onnx"
 
@@ -57,18 +57,19 @@ class OnnxEngine:
         self.device = device
         config = read_config(weights, settings.trust_remote_code)
         self._pad_id = padding_token(config, pad_id)
-        self._most = max_row_tokens(config)
+        self._most = max_row_tokens(config) or sys.maxsize
         graph = exported(weights, device.dtype, reads, pad_id, settings)
         options = onnxruntime.SessionOptions()
         # Lanes run in parallel and share the cores.
         options.intra_op_num_threads = max(1, TORCH_THREADS // device.lanes)
         options.log_severity_level = 3
-        wanted = [name for name in PROVIDERS[device.torch.type] if name in onnxruntime.get_available_providers()]
-        numbered = [(name, {"device_id": str(device.torch.index or 0)} if "CUDA" in name else {}) for name in wanted]
+        providers: list[Any] = [CPU]
+        if device.torch.type == "cuda" and CUDA in onnxruntime.get_available_providers():
+            providers = [(CUDA, {"device_id": str(device.torch.index or 0)}), CPU]
         with loading(f"the graph {graph}", f"Delete the folder {graph.parent} to export the model again."):
-            self._session: Any = onnxruntime.InferenceSession(str(graph), options, providers=numbered)
+            self._session: Any = onnxruntime.InferenceSession(str(graph), options, providers=providers)
         self.provider: str = self._session.get_providers()[0]
-        if device.torch.type == "cuda" and self.provider == "CPUExecutionProvider":
+        if device.torch.type == "cuda" and self.provider == CPU:
             raise ModelError(
                 f"ONNX Runtime has no working provider for {device.name}, only for the CPU. Replace onnxruntime by "
                 "onnxruntime-gpu for your CUDA version, or set FEEDMILL_DEVICE=cpu or FEEDMILL_ENGINE=torch."
@@ -76,23 +77,17 @@ class OnnxEngine:
         self._takes_types = any(given.name == "token_type_ids" for given in self._session.get_inputs())
         logger.info("using ONNX Runtime %s with %s", onnxruntime.__version__, self.provider)
 
-    def forward(self, given_rows: Sequence[Tokens]) -> torch.Tensor:
-        rows = filled(given_rows, self.device.shapes.rows(len(given_rows)))
-        longest = max(len(row.ids) for row in rows)
-        length = self.device.shapes.length(longest)
-        longest = max(longest, min(length, self._most or length))
-        feed = {
-            "input_ids": padded([row.ids for row in rows], longest, self._pad_id),
-            "mask": padded([[1] * len(row.ids) for row in rows], longest, 0),
-        }
+    def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
+        ids, mask, types = padded(rows, self._pad_id, self._most, self.device.shapes)
+        feed = {"input_ids": ids, "mask": mask.long()}
         if self._takes_types:
-            feed["token_type_ids"] = padded([row.types or () for row in rows], longest, 0)
+            feed["token_type_ids"] = torch.zeros_like(ids) if types is None else types
         try:
             (read,) = self._session.run(None, {name: tensor.numpy() for name, tensor in feed.items()})
         except Exception as error:
             # ONNX Runtime raises its own types; `device_errors` classifies RuntimeErrors by their text.
             raise RuntimeError(str(error)) from error
-        return torch.from_numpy(read)[: len(given_rows)]
+        return torch.from_numpy(read)[: len(rows)]
 
 
 class _Graph(torch.nn.Module):

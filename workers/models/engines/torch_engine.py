@@ -36,7 +36,7 @@ from feedmill.workers.models.engines.packing import LENGTH_STEP, PACKABLE_TYPES,
 from feedmill.workers.models.engines.static_engine import create_static_engine
 from feedmill.workers.models.plugins import load_plugin
 from feedmill.workers.models.shapes import Shapes
-from feedmill.workers.models.tokenizer import Tokenizer, Tokens, filled, padded
+from feedmill.workers.models.tokenizer import Tokenizer, Tokens, padded
 from feedmill.workers.models.weights import Weights
 
 #: In bfloat16, packed micro-batches are padded to a multiple of this many tokens: oneDNN prepares each linear layer for
@@ -120,20 +120,14 @@ class TorchEngine:
         groups = groups_of(lengths, self._length_step)
         return self.network.packed(ids.unsqueeze(0), positions.unsqueeze(0), types, groups)
 
-    def _padded_forward(self, given_rows: Sequence[Tokens]) -> torch.Tensor:
-        rows = filled(given_rows, self._shapes.rows(len(given_rows)))
-        lengths = torch.tensor([len(row.ids) for row in rows])
-        longest = int(lengths.max())
+    def _padded_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
+        ids, mask, types = padded(rows, self._pad_id, self._most, self._shapes)
         # Rows of equal length need no mask; where shapes are few, each has one, so that a shape is a single program.
-        padding = bool(lengths.min() < longest) or self._shapes.few
-        longest = max(longest, min(self._shapes.length(longest), self._most))
-        mask = torch.arange(longest, device=self.device.torch) < to_device(lengths, self.device.torch).unsqueeze(1)
-        ids = to_device(padded([row.ids for row in rows], longest, self._pad_id), self.device.torch)
-        types = None
-        if any(row.types for row in rows):
-            types = to_device(padded([row.types or () for row in rows], longest, 0), self.device.torch)
-        read: torch.Tensor = self.network(ids, mask, types, mask.long() if padding else None)
-        return read[: len(given_rows)]
+        masked = self._shapes.few or not mask.all()
+        ids, mask = to_device(ids, self.device.torch), to_device(mask, self.device.torch)
+        types = None if types is None else to_device(types, self.device.torch)
+        read: torch.Tensor = self.network(ids, mask, types, mask.long() if masked else None)
+        return read[: len(rows)]
 
 
 class ReorderedLinear(torch.nn.Module):
