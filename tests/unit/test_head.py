@@ -137,7 +137,7 @@ def test_rejects_a_broken_head(model: Path, tmp_path: Path) -> None:
     original = (model / HEAD_FILE).read_bytes()
     try:
         write_head(model / HEAD_FILE, LABELS, torch.zeros(2, 23), torch.zeros(2))
-        with pytest.raises(ModelError, match=naming("23", "24")):
+        with pytest.raises(ModelError, match="24 and 23"):
             load_classifier(settings, FP32)
     finally:
         (model / HEAD_FILE).write_bytes(original)

@@ -8,10 +8,12 @@ files to download.
 import logging
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import constants, is_offline_mode, snapshot_download
+from huggingface_hub.utils import disable_progress_bars
 
 from feedmill.shared.errors import ModelError, printable
 
@@ -29,6 +31,8 @@ SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 # The library's warnings contain signed URLs, and its HTTP client logs every request.
 logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
 logging.getLogger("httpx2").setLevel(logging.WARNING)
+if not sys.stderr.isatty():
+    disable_progress_bars()
 
 
 def download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
