@@ -3,12 +3,11 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import pipeline
 
 from feedmill.shared.errors import RequestRefused
 from feedmill.shared.messages import ClassifyOptions
@@ -49,15 +48,9 @@ def ours(classifier: PairClassifier, texts: Sequence[str], **options: Any) -> li
     return [found[text] for text in range(len(texts))]
 
 
-def theirs(
-    folder: Path, texts: Sequence[str], dtype: torch.dtype = torch.float32, **options: Any
-) -> list[dict[str, float]]:
+def theirs(folder: Path, texts: Sequence[str], **options: Any) -> list[dict[str, float]]:
     """Return the scores of transformers' pipeline, computed row by row."""
-    zero_shot = pipeline(
-        "zero-shot-classification",
-        model=AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype),
-        tokenizer=AutoTokenizer.from_pretrained(folder),
-    )
+    zero_shot = pipeline("zero-shot-classification", model=str(folder))
     return [dict(zip(found["labels"], found["scores"], strict=True)) for found in zero_shot(list(texts), **options)]
 
 
@@ -71,17 +64,13 @@ def assert_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]], t
                 assert order.index(better) < order.index(worse)
 
 
-def errors(found: list[dict[str, float]], exact: list[dict[str, float]]) -> list[float]:
-    return [abs(mine[label] - right[label]) for mine, right in zip(found, exact, strict=True) for label in right]
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(request.param, tmp_path_factory.mktemp(request.param), NLI)
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Entailment:
-    return Entailment(Weights(folder.name, folder, None, "00"), fp(dtype), Settings(**settings))
+def loaded(folder: Path, **settings: Any) -> Entailment:
+    return Entailment(Weights(folder.name, folder, None, "00"), fp(), Settings(**settings))
 
 
 def test_single_label_scores_match(folder: Path) -> None:
@@ -110,33 +99,6 @@ def test_template_scores_match(folder: Path, template: str) -> None:
     found = ours(loaded(folder), TEXTS[:3], labels=LABELS, template=template)
     one_place = template.replace("{}", "{0}")  # the pipeline uses str.format; ours replaces each {}
     assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=LABELS, hypothesis_template=one_place), 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "width"),
-    [("bart", {"init_std": 0.05}), ("bert", {"initializer_range": 0.12}), ("deberta-v2", {"initializer_range": 0.18})],
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_scores_match(
-    tmp_path: Path, architecture: str, width: dict[str, Any], dtype: torch.dtype
-) -> None:
-    """The scores are as near to the exact ones as transformers' in the same precision, which rounds elsewhere.
-
-    The weights are narrow enough that rounding does not dominate.
-    """
-    folder = make_model(architecture, tmp_path, NLI, **width)
-    spread = 0.0
-    for multi_label in (False, True):
-        found = ours(loaded(folder, dtype), TEXTS, labels=LABELS, multi_label=multi_label)
-        exact, rounded = (
-            theirs(folder, TEXTS, precision, candidate_labels=LABELS, multi_label=multi_label)
-            for precision in (torch.float32, dtype)
-        )
-        allowed = errors(rounded, exact)
-        assert_equal(found, exact, 1.25 * max(allowed) + 1e-3)
-        assert mean(errors(found, exact)) <= 1.25 * mean(allowed) + 2e-4
-        spread = max(spread, *(max(scores.values()) - min(scores.values()) for scores in found))
-    assert spread > 0.05, "scores differ enough to compare"
 
 
 def test_reads_models_with_entailment_first(tmp_path: Path) -> None:

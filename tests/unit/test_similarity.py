@@ -89,7 +89,7 @@ def test_caches_a_bounded_number_of_label_sets(classifier: Similarity) -> None:
     assert len(recipes) == 4
     for number in range(MAX_LABEL_SETS + 5):
         classifier.label_set(ClassifyOptions.parse({"labels": f"label {number}"}))
-    assert len(classifier._label_sets._known) == MAX_LABEL_SETS
+    assert classifier.label_set(ClassifyOptions.parse({"labels": "a"})) is not first
 
 
 def test_truncates_texts_at_the_models_limit(classifier: Similarity) -> None:

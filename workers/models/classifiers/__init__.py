@@ -9,9 +9,9 @@ depend on messages, Celery or Redis.
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from feedmill.shared.errors import RequestRefused
 from feedmill.shared.messages import ClassifyOptions, digest
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import TensorOutputs, begin, device_errors
+from feedmill.workers.models.engines import TensorOutputs, begin, device_errors, rounded
 from feedmill.workers.models.engines.torch_engine import create_engine
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
@@ -89,7 +89,7 @@ class LabelSets:
         self._labels, self._template = labels, template
         self._prepare = prepare
         self._row_each = row_each
-        self._known: OrderedDict[str, LabelSet] = OrderedDict()
+        self._cached = lru_cache(MAX_LABEL_SETS)(self._make)
 
     def of(self, options: ClassifyOptions) -> LabelSet:
         """Return the label set for these options, preparing it if needed.
@@ -98,16 +98,14 @@ class LabelSets:
         """
         labels: LabelDescriptions = options.labels or self._labels
         template = options.template or self._template
-        key = json.dumps([list(labels.items()), template, options.multi_label])
-        if key not in self._known:
-            sentences = [[template.replace("{}", text) for text in described] for described in labels.values()]
-            recipe = digest(self._kind, self._model, key)
-            rows = len(labels) if self._row_each else 1
-            self._known[key] = LabelSet(tuple(labels), options.multi_label, recipe, rows, self._prepare(sentences))
-            if len(self._known) > MAX_LABEL_SETS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
+        return self._cached(json.dumps([list(labels.items()), template, options.multi_label]))
+
+    def _make(self, key: str) -> LabelSet:
+        labels, template, multi_label = json.loads(key)
+        prepared = self._prepare([[template.replace("{}", text) for text in described] for _, described in labels])
+        recipe = digest(self._kind, self._model, key)
+        rows = len(labels) if self._row_each else 1
+        return LabelSet(tuple(name for name, _ in labels), multi_label, recipe, rows, prepared)
 
 
 def single_texts(described: Sequence[Sequence[str]], kind: str) -> list[str]:
@@ -191,5 +189,5 @@ class ModelClassifier(Classifier):
         """Return scores. This implementation takes outputs for scores, beyond a row's own labels without meaning."""
         return [
             (row, dict(zip(row.label_set.labels, scores, strict=False)))
-            for row, scores in zip(rows, outputs.scores(), strict=True)
+            for row, scores in zip(rows, rounded(outputs.wait()), strict=True)
         ]

@@ -71,11 +71,6 @@ class TensorOutputs:
                 self._done.synchronize()
         return self._tensor
 
-    def scores(self) -> list[list[float]]:
-        """Wait for the outputs and return them as rounded scores."""
-        scores: list[list[float]] = rounded(self.wait())
-        return scores
-
     @property
     def seconds(self) -> float:
         """Seconds of device time. Valid after `wait`."""
