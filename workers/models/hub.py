@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import constants, is_offline_mode, snapshot_download
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from feedmill.shared.errors import ModelError, printable
 
