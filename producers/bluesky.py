@@ -126,17 +126,21 @@ class BlueskySource(Source):
 
 def _link(record: Mapping[str, Any]) -> str | None:
     """Return the URL of the post's link card."""
-    embed = record.get("embed")
-    external = embed.get("external") if isinstance(embed, dict) else None
-    uri = external.get("uri") if isinstance(external, dict) else None
+    uri = _part(record, "embed", "external", "uri")
     return uri if isinstance(uri, str) and len(uri) <= MAX_URL else None
 
 
 def _labels(record: Mapping[str, Any]) -> set[str]:
     """Return the labels that the author gave to the post."""
-    labels = record.get("labels")
-    values = labels.get("values") if isinstance(labels, dict) else None
-    return {str(each.get("val")) for each in values if isinstance(each, dict)} if isinstance(values, list) else set()
+    values = _part(record, "labels", "values")
+    return {str(_part(value, "val")) for value in values} if isinstance(values, list) else set()
+
+
+def _part(value: Any, *names: str) -> Any:
+    """Return a part of nested objects; None if there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _seconds(text: object) -> float | None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from redis.backoff import EqualJitterBackoff
@@ -21,7 +20,7 @@ MAX_WAIT_S = 3600.0
 MIN_RESET_TIME = 1e9
 #: Tolerance for rounding in the token count, without which a nearly full token causes ever smaller waits.
 TOKEN_TOLERANCE = 1e-6
-#: Pauses in seconds after failures in a row. Integers: floats would overflow after 1,024 failures.
+#: Pauses in seconds after failures in a row.
 BACKOFF = EqualJitterBackoff(cap=600, base=5)
 #: Attempts before a failure is final, if something waits for the answer.
 MAX_ATTEMPTS = 4
@@ -97,20 +96,6 @@ def number(text: str | None) -> float | None:
     return value if math.isfinite(value) and value >= 0 else None
 
 
-@dataclass
-class Retry:
-    """Failures in a row, and the time of the next attempt (monotonic seconds)."""
-
-    due: float = -math.inf
-    failures: int = 0
-
-    def fail(self, now: float) -> float:
-        """Count a failure; return the seconds until the next attempt."""
-        pause = float(BACKOFF.compute(self.failures))
-        self.failures, self.due = self.failures + 1, now + pause
-        return pause
-
-
 def with_retries(
     ask: Callable[[], Answer],
     clock: Clock,
@@ -122,13 +107,12 @@ def with_retries(
 
     note: called with each failure but the last.
     """
-    retry = Retry()
-    while True:
+    for attempt in range(attempts - 1):
         try:
             return ask()
         except failure as fault:
-            pause = retry.fail(clock.monotonic())
-            if fault.is_final or retry.failures == attempts:
+            if fault.is_final:
                 raise
             note(fault)
-            clock.wait(max(pause, fault.retry_after))
+            clock.wait(max(float(BACKOFF.compute(attempt)), fault.retry_after))
+    return ask()

@@ -9,14 +9,14 @@ that they are, and items outside the bounds are dropped.
 
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from random import choice
 from typing import Any, NamedTuple
 
 import requests
 from redis import Redis
 
-from feedmill.producers.live.budget import RequestBudget, Retry
+from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.http import HttpClient
 from feedmill.producers.live.source import RequestFailed, SourceFailed
@@ -163,9 +163,8 @@ class GapFiller:
         self._redis = redis
         self._gaps = Gaps(redis)
         self._clock = clock
-        #: Time of the next step (monotonic seconds), and the failures of gaps.
+        #: Time of the next step (monotonic seconds).
         self._due = clock.monotonic()
-        self._retries: defaultdict[str, Retry] = defaultdict(Retry)
         #: Filled gaps since the start.
         self.filled = 0
 
@@ -176,22 +175,23 @@ class GapFiller:
     def step(self) -> Generator[Any]:
         """Read the next part of a gap and yield its posts, if it is time. Raises redis.exceptions.RedisError."""
         gaps = [gap for gap in self._gaps.open("reddit") if gap.reached < gap.until]
-        gap = min(gaps, key=lambda gap: self._retries[gap.field].due, default=None)
-        now = self._clock.monotonic()
-        due = self._retries[gap.field].due if gap else math.inf
-        self._due = min(max(due, now), now + POLL_INTERVAL_S)
-        if gap is None or due > now:
+        self._due = self._clock.monotonic() + POLL_INTERVAL_S
+        if not gaps:
             return
+        # Gaps that failed come last, in any order, so that none holds up the others.
+        gap = choice([gap for gap in gaps if gap.problem in ("", CROWDED)] or gaps)
         try:
             span = self._archive.since(gap.subreddit, gap.reached or gap.since, gap.until)
             problem = "" if span.more or self._reaches(gap) else BEHIND
         except SourceFailed as fault:
             self._archive.budget.pause(fault.retry_after)
             problem = str(fault)
-        if problem:
-            self._fail(gap, problem)
-        else:
+        if not problem:
             yield from self._send(gap, span)
+            self._due = self._clock.monotonic()
+        elif gap.problem not in (problem, CROWDED):  # posts of a crowded second stay missing
+            logger.warning("cannot fill the gap in r/%s: %s; retrying each minute", gap.subreddit, problem)
+            self._gaps.record(gap._replace(problem=problem))
 
     def _send(self, gap: Gap, span: Span) -> Generator[Any]:
         """Yield the posts of a part of a gap, and store the progress."""
@@ -206,7 +206,6 @@ class GapFiller:
             found=gap.found + sum(not item.gone for item in items),
             problem=CROWDED if gap.problem == CROWDED or span.crowded is not None else "",
         )
-        self._retries.pop(gap.field)
         if not span.more and not gap.problem:
             gap = gap._replace(filled=self._clock.time())
             self.filled += 1
@@ -218,11 +217,3 @@ class GapFiller:
         if self._clock.time() - gap.until > COMPLETE_AFTER_S:
             return True
         return bool(self._archive.since(gap.subreddit, gap.until - 1).items)
-
-    def _fail(self, gap: Gap, reason: str) -> None:
-        """Store the reason why a gap remains open. A crowded second stays the reason: other posts of it are missing."""
-        pause = self._retries[gap.field].fail(self._clock.monotonic())
-        if gap.problem != reason:
-            logger.warning("cannot fill the gap in r/%s: %s; retrying in %.0f s", gap.subreddit, reason, pause)
-        if gap.problem != CROWDED:
-            self._gaps.record(gap._replace(problem=reason))

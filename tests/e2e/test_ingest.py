@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from feedmill.producers.live.state import Gap, Gaps
 from feedmill.shared.broker import queue_depth
 from tests.fakes import constants
 from tests.fakes.arctic_shift import ArcticShift
@@ -132,16 +131,6 @@ def test_praw_ini_supplies_only_credentials(reddit: Reddit, tmp_path: Path, envi
     assert {request.user_agent.split(" prawcore")[0] for request in reddit.ledger.requests} == {
         "linux:mine:1 (by /u/me)"
     }
-
-
-def test_gaps_are_listed_and_cleared(redis: RedisServer, tmp_path: Path, environment: dict[str, str]) -> None:
-    assert len(feedmill("ingest", "gaps", cwd=tmp_path, **environment).stdout.splitlines()) == 1
-    Gaps(redis.client).record(Gap("reddit", "cooking", 1_800_000_000.0, 1_800_003_600.0, 1_800_007_200.0))
-    said = feedmill("ingest", "gaps", "--clear", cwd=tmp_path, **environment)
-    times = ("2027-01-15 08:00:00+00:00", "2027-01-15 09:00:00+00:00", "2027-01-15 10:00:00+00:00")
-    assert said.stdout.startswith("r/cooking")
-    assert re.findall(r"[\d-]+ [\d:]+\+00:00", said.stdout) == [*times]
-    assert feedmill("ingest", "gaps", "--json", cwd=tmp_path, **environment).stdout == ""
 
 
 def test_the_archive_needs_no_credentials(

@@ -17,7 +17,6 @@ from requests.structures import CaseInsensitiveDict
 from urllib3 import HTTPResponse
 
 from feedmill.producers.live.budget import RequestBudget
-from feedmill.producers.live.source import RequestFailed
 from feedmill.producers.reddit.client import RedditClient
 from feedmill.producers.reddit.listing import SubredditUnreadable
 from feedmill.shared.settings import Settings
@@ -120,11 +119,6 @@ if RECORDINGS.is_dir():
         assert sum(item.stickied for item in page.items) == 2
         assert {item.post.topic for item in page.items if item.post} == {"questions"}
 
-    def test_reads_the_rate_limit_budget() -> None:
-        replay = Replay("TestSubmission.test_hide_multiple_in_batches")
-        replay.reddit.page(["popular"], "hot")
-        assert replay.budget.remaining == 997
-
     @pytest.mark.parametrize(
         ("name", "why"),
         [("TestSubreddit.test_sticky__not_set", "missing"), ("TestSubredditQuarantine.test_opt_in", "private")],
@@ -133,15 +127,3 @@ if RECORDINGS.is_dir():
         with pytest.raises(SubredditUnreadable) as refused:
             Replay(name).reddit.page(["one"])
         assert refused.value.why == why
-
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "TestReddit.test_bad_request_without_json_text_html_response",
-            "TestAuthImplicit.test_implicit__with_invalid_token",
-        ],
-    )
-    def test_unclear_errors_do_not_mark_a_subreddit_unreadable(name: str) -> None:
-        with pytest.raises(RequestFailed) as fault:
-            Replay(name).reddit.page(["one"])
-        assert not isinstance(fault.value, SubredditUnreadable)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from feedmill.producers.live.budget import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget, Retry
+from feedmill.producers.live.budget import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
 from feedmill.producers.live.clock import Stopped
 from tests.fakes.clock import SimulatedClock
 
@@ -66,11 +66,3 @@ def test_stop_interrupts_a_wait() -> None:
     with pytest.raises(Stopped):
         budget.take()
     assert clock.monotonic() == 30
-
-
-def test_pauses_after_failures_grow_from_seconds_to_ten_minutes() -> None:
-    retry = Retry()
-    pauses = [retry.fail(now=1000.0) for _ in range(20)]
-    assert 2.5 <= pauses[0] <= 5 < pauses[3]
-    assert 300 <= pauses[-1] <= 600
-    assert retry.due == 1000.0 + pauses[-1]

@@ -127,15 +127,6 @@ def test_faults_lose_and_repeat_nothing(house: House, archived: Archived, archiv
     assert len(house.ids()) == len(set(house.ids()))
 
 
-def test_waits_for_the_archives_rate_limit(house: House, loopback: LoopbackReddit) -> None:
-    with ArcticShift(loopback, window=60.0, budget=8) as archive:
-        daemon = Archived(house, archive).daemon()
-        posts = fresh(house, "cooking", 5)
-        house.run(daemon, 20 * MINUTE)
-        assert set(posts) <= set(house.ids())
-        assert archive.ledger.over_budget <= 1
-
-
 def test_finds_posts_that_are_archived_late(house: House, loopback: LoopbackReddit) -> None:
     with ArcticShift(loopback, lag=20.0, late=0.3, latest=4 * HOUR) as archive:
         daemon = Archived(house, archive).daemon(reddit_poll_interval=600.0)

@@ -1,7 +1,5 @@
 """Rechecks of a post: its score, its text, and whether it still exists."""
 
-import pytest
-
 from feedmill.producers.live.rechecks import MISSING_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_PAUSES_S, WAITING_RETRY_S
 from feedmill.producers.reddit.source import RedditSource
 from feedmill.shared.keys import MARKS, tombstone_key
@@ -66,21 +64,6 @@ def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:
     assert daemon.status()["rechecked"] >= 50
 
 
-@pytest.mark.parametrize("kind", ["banned", "private"])
-def test_a_closed_subreddit_does_not_hold_up_the_others(house: House, kind: str) -> None:
-    """More posts than fit into a request are unknown to Reddit, and come before a deleted post of another subreddit."""
-    daemon = house.daemon(reddit_poll_interval=SELDOM)
-    closed = house.publish("cooking", 250)
-    house.run(daemon, 5 * MINUTE)
-    (deleted,) = house.publish("tennis")
-    house.run(house.daemon(reddit_poll_interval=SELDOM), 5 * MINUTE)
-    house.loopback.set_kind("cooking", kind)
-    house.loopback.delete(deleted)
-    house.run(house.daemon(reddit_poll_interval=SELDOM), 3 * HOUR)
-    assert house.redis.client.exists(tombstone_key(deleted))
-    assert house.redis.client.exists(*map(tombstone_key, closed)) == 0
-
-
 def test_failed_requests_do_not_hold_up_later_rechecks(house: House) -> None:
     daemon = house.daemon(reddit_poll_interval=SELDOM)
     first = house.publish("cooking", 100)
@@ -91,18 +74,6 @@ def test_failed_requests_do_not_hold_up_later_rechecks(house: House) -> None:
     house.loopback.faults.always("html_400", where=f"/api/info.*{first[50]}")
     house.run(house.daemon(reddit_poll_interval=SELDOM), 3 * HOUR)
     assert house.redis.client.exists(tombstone_key(deleted))
-
-
-def test_a_subreddit_that_is_private_for_two_days_loses_nothing(house: House) -> None:
-    daemon = house.daemon(reddit_poll_interval=SELDOM)
-    posts = house.publish("cooking", 5)
-    house.run(daemon, 5 * MINUTE)
-    house.loopback.set_kind("cooking", "private")
-    house.run(daemon, 2 * DAY)
-    house.loopback.set_kind("cooking", "public")
-    house.run(daemon, DAY)
-    assert house.redis.client.exists(*map(tombstone_key, posts)) == 0
-    assert [house.ids().count(post) for post in posts] == [1] * 5
 
 
 def test_posts_of_a_subreddit_that_stays_private_are_purged_and_come_back_with_it(house: House) -> None:

@@ -8,7 +8,6 @@ from feedmill.producers.records import parse_post
 from feedmill.producers.reddit import listing
 from feedmill.producers.reddit.client import RedditClient
 from feedmill.producers.reddit.listing import ListingPage
-from feedmill.producers.reddit.source import RedditSource
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.keys import reddit_track_key
 from feedmill.shared.messages import Post
@@ -184,32 +183,6 @@ def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monke
     house.run(daemon, 5 * MINUTE)
     assert set(later) <= set(house.ids())
     assert float(str(house.redis.client.hget(reddit_track_key("cooking"), "watermark"))) <= house.clock.time()
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"created_utc": 1e300}, {"name": "t3_\ud800"}, {"selftext": 5}, {"subreddit": None},
-    ],
-)  # fmt: skip
-def test_an_invalid_post_affects_no_other(
-    house: House, broken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    daemon = house.daemon()
-    house.run(daemon, 2 * MINUTE)
-    others = house.publish("cooking", 3)
-    (odd,) = house.publish("cooking")
-    real = listing.parse_item
-    monkeypatch.setattr(
-        listing, "parse_item", lambda said, topics: real({**said, **broken} if said["name"] == odd else said, topics)
-    )
-    house.run(daemon, 5 * MINUTE)
-    assert set(others) <= set(house.ids())
-    assert daemon.status()["failing"] == []
-    later = house.publish("baking")
-    house.run(daemon, 2 * RedditSource.recheck_delays[0])
-    assert later[0] in house.ids()
-    assert daemon.status()["rechecked"] >= 3
 
 
 def test_sends_unusual_posts_and_counts_empty_ones_as_refused(house: House) -> None:

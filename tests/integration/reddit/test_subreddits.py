@@ -53,16 +53,6 @@ def test_retries_a_topic_without_readable_subreddits_soon(house: House) -> None:
     assert "cooking" in {post["subreddit"] for post in house.queued()}
 
 
-@pytest.mark.parametrize("kind", ["banned", "gated"])
-def test_replaces_a_subreddit_that_closes_while_being_read(house: House, kind: str) -> None:
-    daemon = house.daemon(reddit_poll_interval=HOUR)
-    house.run(daemon, 5 * MINUTE)
-    house.loopback.set_kind("cooking", kind)
-    house.run(daemon, DAY + HOUR)
-    entry = house.replaced()["cooking"]
-    assert (entry.reason, entry.by) == (kind, "recipes")
-
-
 @short_listings
 def test_reads_posts_made_while_the_subreddit_was_closed(house: House) -> None:
     """A listing of several subreddits leaves out closed ones, so reading it must not advance their positions."""
