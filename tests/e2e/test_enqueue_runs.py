@@ -85,11 +85,6 @@ def test_no_run_skips_what_a_daemon_sent(redis: RedisServer, tmp_path: Path, set
     assert "--no-run" in refused.stderr
 
 
-def test_names_a_pipe_by_its_time(redis: RedisServer, csv: Path) -> None:
-    assert enqueue(redis, "-", stdin=csv.read_text()).returncode == 0
-    assert all(re.fullmatch(r"stdin-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", post["run"]) for post in sent(redis))
-
-
 def test_default_names_are_valid(tmp_path: Path) -> None:
     odd = tmp_path / f"{'x' * 190}\n.csv"
     odd.write_text("id,title\n")
@@ -97,6 +92,7 @@ def test_default_names_are_valid(tmp_path: Path) -> None:
     assert Post(id="1", title="x", run=default_run(str(odd))).run == default_run(str(odd))
     assert default_run(str(tmp_path / "missing.csv"))
     assert default_run("/dev/fd/63").startswith("pipe-")
+    assert re.fullmatch(r"stdin-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", default_run("-"))
     blank = tmp_path / "my posts.csv"
     blank.write_text("id,title\n")
     assert default_run(str(blank)).startswith("my_posts.csv-")
