@@ -231,8 +231,6 @@ def test_results_status_and_dead_letters_of_a_run(redis: RedisServer, csv: Path)
     redis.client.delete(run_key("c"))
     typo = ask("results", "--run", "c")
     assert all(word in typo.stderr for word in ("'c'", "b, a"))
-    typo = ask("results", "--label", "fod")
-    assert "'fod'" in typo.stderr
 
 
 def test_clearing_the_queue_forgets_that_its_posts_were_sent(redis: RedisServer, csv: Path) -> None:
