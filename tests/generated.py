@@ -6,26 +6,31 @@ Schema files are generated as a whole. tests/unit/test_generated.py fails when a
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le
-from pydantic import AfterValidator, BeforeValidator, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, TypeAdapter
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 from typer.main import get_command
 
 from feedmill.cli.main import app
 from feedmill.producers.live import metrics as live_metrics
-from feedmill.shared import errors, keys, schema
+from feedmill.shared import errors
+from feedmill.shared.messages import MAX_POSTS_PER_MESSAGE, MESSAGE_VERSION, ClassifyOptions, Outcome, Post
 from feedmill.shared.metrics import REDIS_METRICS, Metric
 from feedmill.shared.settings import DAY_S, PREFIX, Settings
 from feedmill.workers.runtime import metrics as worker_metrics
 
 ROOT = Path(__file__).parent.parent
+SCHEMAS = ROOT / "shared/schema"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 BEGIN, END = "<!-- Written by `make docs`. -->\n\n", "\n<!-- End of the generated part. -->\n"
 #: The README's folders. A package's line is the first sentence of its docstring; other folders have theirs here.
 FOLDERS = {
@@ -155,38 +160,6 @@ def metric(declared: Metric) -> tuple[str, str, str]:
     return f"`{declared.name}{labels}`", declared.kind, declared.help
 
 
-def redis_keys() -> str:
-    """Return each key in Redis, described by its comment or by the docstring of the function that makes it."""
-    holds = {getattr(keys, name): comment for _, name, comment in commented(keys)}
-    holds |= {make("*"): described_key(make) for name, make in vars(keys).items() if name.endswith("_key")}
-    rows = []
-    for key in keys.TABLE:
-        writer, _, rest = key.writer.partition(", ")
-        pattern = repr(key.pattern)[1:-1]
-        content = holds.get(key.pattern, rest)
-        others = "" if writer == "producers" or writer.endswith(".py") else f"{writer}: "
-        rows.append((f"`{pattern}`", key.type, f"{others}{content}", limit(key.bound, writer)))
-    return table(("key", "type", "content", "bound"), rows)
-
-
-def described_key(make: Callable[[str], str]) -> str:
-    """Return the docstring of a function that makes a key, with `*` in place of its parameter's name."""
-    (parameter,) = inspect.signature(make).parameters
-    return re.sub(rf"(?<=\. ){parameter}: ", "`*`: ", inspect.getdoc(make) or "")
-
-
-def limit(bound: str, writer: str) -> str:
-    """Return a key's bound, with settings replaced by their variables and the writer's constants by their values."""
-    path = writer.removesuffix(".py").removeprefix("feedmill/").replace("/", ".")
-    module = import_module(f"feedmill.{path}") if writer.endswith(".py") else None
-    bound = re.sub(r"\b[A-Z_]{4,}\b", lambda name: f"{getattr(module, name[0]):,}", bound)
-    return re.sub(
-        r"\b[a-z]+(_[a-z]+)+\b",
-        lambda name: f"`{PREFIX}{name[0].upper()}`" if name[0] in Settings.model_fields else name[0],
-        bound,
-    )
-
-
 def error_classes() -> str:
     """Return each error class with its meaning and effect: the first and the other paragraphs of its docstring."""
     rows = []
@@ -239,11 +212,66 @@ def plain(text: str) -> str:
     return re.sub("(`[^`]*`)|<", lambda found: found[1] or "&lt;", text)
 
 
+class Request(ClassifyOptions):
+    """The arguments of the Celery task `feedmill.classify`, by name.
+
+    Positional order: posts, labels, template, multi_label, strict, top_k. An invalid option fails the whole message. An
+    invalid post fails alone, and its outcome gives the reason. Not expressed here: names of labels must differ after
+    trimming, and text that consists only of whitespace or HTML entities for it counts as empty.
+    """
+
+    posts: Annotated[list[Post], Field(min_length=1, max_length=MAX_POSTS_PER_MESSAGE)]
+
+
+Result = Annotated[
+    list[Outcome],
+    Field(
+        min_length=1,
+        max_length=MAX_POSTS_PER_MESSAGE,
+        title="Result",
+        description="The result of the Celery task `feedmill.classify`: one outcome per post, in the message's order. "
+        "New fields do not change the message version.",
+    ),
+]
+
+
+class _Described(GenerateJsonSchema):
+    """Take the `#:` comments above fields as their descriptions. pydantic would read docstrings at each import."""
+
+    def model_schema(self, schema: Any) -> dict[str, Any]:
+        written = super().model_schema(schema)
+        bases = [base for base in schema["cls"].__mro__ if base.__module__ == ClassifyOptions.__module__]
+        for _, field, comment in chain.from_iterable(map(commented, bases)):
+            if field in written["properties"]:
+                written["properties"][field]["description"] = comment
+        return written
+
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002 - pydantic's signature
+        return False
+
+
+def schemas() -> dict[str, str]:
+    """Return the JSON Schema of the message format, for other applications, by file name.
+
+    It describes what senders should use. Workers accept more, such as numbers in strings and null for optional fields.
+    """
+    made = {
+        "request": Request.model_json_schema(schema_generator=_Described),
+        "result": TypeAdapter(Result).json_schema(schema_generator=_Described, mode="serialization"),
+    }
+    return {
+        f"{name}.json": json.dumps(
+            {"$schema": DIALECT, "$id": f"urn:feedmill:classify:{MESSAGE_VERSION}:{name}"} | schema, indent=2
+        )
+        + "\n"
+        for name, schema in made.items()
+    }
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "README.md": tree,
     "docs/reference/commands.md": commands,
     "docs/reference/errors.md": error_classes,
-    "docs/reference/keys.md": redis_keys,
     "docs/reference/metrics.md": metrics,
     "docs/reference/settings.md": settings,
 }
@@ -254,8 +282,8 @@ def files() -> Iterator[tuple[Path, str]]:
     for page, part in PARTS.items():
         before, _, rest = (ROOT / page).read_text().partition(BEGIN)
         yield ROOT / page, before + BEGIN + part() + END + rest.partition(END)[2]
-    for name, text in schema.written().items():
-        yield schema.FOLDER / name, text
+    for name, text in schemas().items():
+        yield SCHEMAS / name, text
 
 
 if __name__ == "__main__":

@@ -19,18 +19,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from functools import cache
 from hashlib import sha1
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from celery import Celery
 from redis import Redis
 from redis.client import NEVER_DECODE
 from trustme import CA
 
+from feedmill.reading.dead_letters import DeadLetters
+from feedmill.reading.readers import newest
 from feedmill.shared.keys import MARKS
-from feedmill.shared.messages import Classification, Post, digest
+from feedmill.shared.messages import Classification, DeadLetter, Post, digest
+from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.scripts import queue as queue_scripts
 from feedmill.shared.scripts.queue import BUCKET_BYTES, ID_BYTES, MARK_BYTES
@@ -53,6 +57,22 @@ SERVER = "PYTEST_REDIS"
 REAL_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
+class Key(NamedTuple):
+    """A row of docs/reference/keys.md."""
+
+    pattern: str
+    type: str
+    content: str
+    bound: str
+
+
+def find(name: str) -> Key | None:
+    """Return the first row of docs/reference/keys.md that matches a key."""
+    page = (Path(__file__).parent.parent / "docs/reference/keys.md").read_text()
+    rows = (Key(*row) for row in re.findall(r"^\| `(.+?)` \| (\w+) \| (.*) \| (.*) \|$", page, re.MULTILINE))
+    return next((key for key in rows if fnmatchcase(name, key.pattern.encode().decode("unicode_escape"))), None)
+
+
 @contextmanager
 def announced(folder: Path, text: str) -> Iterator[Path]:
     """Simulate a running `feedmill up` in the folder: hold its lock and write `text` to its file."""
@@ -61,6 +81,16 @@ def announced(folder: Path, text: str) -> Iterator[Path]:
     with (folder / LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder / STACK_FILE
+
+
+def latest(store: ResultsStore, count: int) -> list[Result]:
+    """Return the newest results of the stream, oldest first."""
+    return newest(store._redis, count)
+
+
+def dead_letters(store: ResultsStore, count: int) -> list[DeadLetter]:
+    """Return the newest dead letters, oldest first."""
+    return [entry.letter for entry in DeadLetters(store._redis).newest(count)]
 
 
 def sent_count(client: Redis) -> int:

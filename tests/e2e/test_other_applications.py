@@ -14,9 +14,9 @@ from jsonschema import Draft202012Validator
 
 from feedmill.shared.broker import connect, make_app, publish
 from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions
-from feedmill.shared.schema import FOLDER
 from feedmill.shared.settings import Settings
 from feedmill.stack.processes import Child
+from tests.generated import SCHEMAS as FOLDER
 from tests.support import RedisServer, body_of, make_posts, wait_until
 
 # The first test installs packages, which may take minutes.

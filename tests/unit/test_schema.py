@@ -19,8 +19,9 @@ from pydantic import ValidationError
 
 from feedmill.shared.errors import PostRefused
 from feedmill.shared.messages import MESSAGE_VERSION, Classification, ClassifyOptions, Post, PostError
-from feedmill.shared.schema import FOLDER, Request
 from feedmill.workers.pipeline.message import Message
+from tests.generated import SCHEMAS as FOLDER
+from tests.generated import Request
 
 SCHEMAS = {path.name: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
 REQUEST, RESULT = (Draft202012Validator(SCHEMAS[name]) for name in ("request.json", "result.json"))
