@@ -7,7 +7,7 @@ Feedmill never reads or writes pickle.
 import re
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from feedmill.shared import encoding
 from feedmill.shared.errors import RedisUnavailable, clause, printable
 from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from feedmill.shared.redis_errors import cannot_save, exception_chain, is_denied, is_full, is_replica, is_wrong_type
-from feedmill.shared.replay import Connections
 from feedmill.shared.settings import PREFIX, Settings
 
 #: Name of the classification task. Producers send it by name; only workers contain its code.
@@ -129,7 +128,6 @@ def connect(settings: Settings) -> Redis:
         "socket_connect_timeout": 5,
         "socket_timeout": 30,
         "health_check_interval": 30,
-        "redis_connect_func": Connections(),
     }
     found = settings.redis
     if found.scheme != "sentinel":
@@ -181,21 +179,22 @@ def user_message(fault: BaseException, settings: Settings) -> str | None:
 
 
 def _why(fault: BaseException, settings: Settings) -> str | None:
-    if is_wrong_type(fault):
+    causes: dict[type, Any] = {type(cause): cause for cause in exception_chain(fault)}
+    refusals = _refusals(fault, causes, settings)
+    if reason := next((text for applies, text in refusals if applies(fault)), None):
+        return reason
+    if broken := next((cause for cause in causes.values() if isinstance(cause, ssl.SSLError)), None):
         return (
-            f"holds another application's data under one of Feedmill's keys ({clause(fault)}). Set another database in "
-            f"{PREFIX}REDIS_URL, for example redis://host:6379/1."
+            f"failed the TLS handshake ({getattr(broken, 'verify_message', '') or broken.reason or broken.strerror}). "
+            f"Check that the port is its TLS port, and that its certificate is valid for {settings.redis.hosts[0][0]} "
+            f"and signed by an authority in {PREFIX}REDIS_CA_FILE. If it requires certificates, set {_CERTIFICATES}."
         )
-    causes = {type(cause): cause for cause in exception_chain(fault)}
-    message = _refusal(fault, causes, settings) or _tls_failure(causes, settings)
-    if message or isinstance(fault, ResponseError):
-        return message
+    if isinstance(fault, ResponseError):
+        return None
     if lost := causes.get(MasterNotFoundError):  # its own text would show redis-py's client objects
         if re.search("AuthenticationError|NOAUTH|WRONGPASS", str(lost)):
             return f"cannot be found: its Sentinels require a password. Set {PREFIX}REDIS_SENTINEL_PASSWORD."
         return f"cannot be found: no reachable Sentinel knows this master. Set {PREFIX}REDIS_MASTER to its name."
-    if InvalidResponse in causes:
-        return f"answers, but not with Redis' protocol ({clause(fault)}). Check the port in {PREFIX}REDIS_URL."
     hint = f"Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
     if settings.redis.scheme == "rediss":
         # In TLS 1.3, a server rejects a client without a certificate after the handshake, and the reason can get lost.
@@ -208,50 +207,35 @@ def _why(fault: BaseException, settings: Settings) -> str | None:
 _CERTIFICATES = f"{PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE"
 
 
-def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Settings) -> str | None:
-    """Return the reason if Redis answered with a refusal, else None."""
-    found = settings.redis
-    if is_full(fault):
-        return "has reached its memory limit and rejects writes. Raise its `maxmemory`."
-    if is_denied(fault):
-        return _denial(clause(causes.get(NoPermissionError) or fault), found.user or "default")
-    if is_replica(fault):
-        return f"is a read-only replica. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
-    if cannot_save(fault):
-        return f"cannot save its data and rejects writes ({clause(fault)}). Check its disk and its replicas."
-    if AuthenticationError in causes:
-        return (
-            f"{'rejects the password' if found.password else 'requires a password, and none is set'}. "
-            f"Set {PREFIX}REDIS_URL to {found.scheme}://:password@host:6379/0."
-        )
-    return None
-
-
-def _denial(denied: str, user: str) -> str:
-    """Return the reason if the user's permissions exclude a command or a key."""
-    if "function|load" in denied:
-        return (
-            f"does not have the functions of this version of Feedmill, and user {user} may not load them. "
-            "Start a worker of this version first."
-        )
-    return f"does not let user {user} do this ({denied}). See docs/redis.md for the permissions of each user."
-
-
-def _tls_failure(causes: Mapping[type, Any], settings: Settings) -> str | None:
-    """Return the reason if the TLS handshake failed, else None."""
-    if untrusted := causes.get(ssl.SSLCertVerificationError):
-        return (
-            f"presents an untrusted certificate ({untrusted.verify_message.rstrip('.')}); nothing was sent to it. The "
-            f"certificate must be valid for {settings.redis.hosts[0][0]} and signed by an authority in "
-            f"{PREFIX}REDIS_CA_FILE."
-        )
-    broken = next((cause for kind, cause in causes.items() if issubclass(kind, ssl.SSLError)), None)
-    if broken:
-        return (
-            f"failed the TLS handshake ({broken.reason or broken.strerror}). Check that this is its TLS port; if it "
-            f"requires a client certificate, set {_CERTIFICATES}."
-        )
-    return None
+def _refusals(
+    fault: BaseException, causes: Mapping[type, Any], settings: Settings
+) -> Iterator[tuple[Callable[[BaseException], bool], str]]:
+    """Yield what tells a refusal of Redis, and the reason."""
+    found, said, denied = settings.redis, clause(fault), clause(causes.get(NoPermissionError, fault))
+    user = found.user or "default"
+    yield (
+        is_wrong_type,
+        f"holds another application's data under one of Feedmill's keys ({said}). Set another database in "
+        f"{PREFIX}REDIS_URL, for example redis://host:6379/1.",
+    )
+    yield is_full, "has reached its memory limit and rejects writes. Raise its `maxmemory`."
+    yield (
+        lambda _: "function|load" in denied,
+        f"does not have the functions of this version of Feedmill, and user {user} may not load them. Start a worker "
+        "of this version first.",
+    )
+    yield is_denied, f"does not let user {user} do this ({denied}). See docs/redis.md for the permissions of each user."
+    yield is_replica, f"is a read-only replica. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
+    yield (
+        lambda _: InvalidResponse in causes,
+        f"answers, but not with Redis' protocol ({said}). Check the port in {PREFIX}REDIS_URL.",
+    )
+    yield cannot_save, f"cannot save its data and rejects writes ({said}). Check its disk and its replicas."
+    yield (
+        lambda _: AuthenticationError in causes,
+        f"{'rejects the password' if found.password else 'requires a password, and none is set'}. Set "
+        f"{PREFIX}REDIS_URL to {found.scheme}://:password@host:6379/0.",
+    )
 
 
 def publish(

@@ -19,7 +19,7 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from redis.exceptions import ResponseError
 
-from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, STORED, labels_key
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, STORED, labels_key
 from feedmill.shared.messages import Classification, DeadLetter, Post, digest
 from feedmill.shared.redis_errors import is_full
 from feedmill.shared.replay import Replay
@@ -62,21 +62,15 @@ class Result(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """Numbers of posts since the store was created."""
+    """Numbers since the store was created. shared/metrics.py describes each."""
 
     stored: int = 0
-    #: Classified although the result was already stored, for example after a redelivery.
     repeated: int = 0
     failed: int = 0
-    #: Classified or failed after they were purged. Nothing was stored.
     gone: int = 0
-    #: Answered with the stored result.
     answered: int = 0
-    #: Results trimmed from the stream. Readers that missed them are notified (feedmill/reading/readers.py).
     trimmed: int = 0
-    #: Dead letters trimmed from their stream, and lost.
     dead_trimmed: int = 0
-    #: Results and records of sent posts that were dropped before they expired, because they exceeded their memory.
     dropped: int = 0
     sent_dropped: int = 0
 
@@ -95,24 +89,23 @@ class Score(NamedTuple):
 class ResultsStore:
     """The store of results and dead letters in Redis. Thread-safe.
 
-    With a client of `shared.broker.connect`, writes of the last seconds are repeated when Redis may have lost them
-    (shared/replay.py).
+    Writes of the last seconds are repeated when Redis may have lost them (shared/replay.py).
     """
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis = redis
         self._settings = settings
-        self._replay = Replay(redis)
+        self._replay = Replay(lambda: str(call(redis, "identity")))
         self._contexts = Contexts()
 
     def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
         """Return the stored result of each (post id, fingerprint), or None. Raises redis.exceptions.RedisError."""
         if not wanted:
             return []
-        self._replay.start()  # before the results are found, so that they can be kept
         ids = json.dumps([post_id for post_id, _ in wanted])
         keys = b"".join([fingerprint_key(fingerprint) for _, fingerprint in wanted])
-        records: list[bytes] = call(self._redis, "find", ids, keys, raw=True)
+        server, *records = call(self._redis, "find", ids, keys, raw=True)
+        self._replay.note(server.decode())
         return [
             unpack(post_id, next(split(record)), self._context) if record else None
             for (post_id, _), record in zip(wanted, records, strict=True)
@@ -169,10 +162,10 @@ class ResultsStore:
 
     def _write_call(
         self, results: Sequence[Result], dead: Sequence[DeadLetter]
-    ) -> tuple[Callable[[], tuple[int, int]], int]:
+    ) -> tuple[Callable[[], tuple[str, tuple[int, int]]], int]:
         """Return a function that writes and may be called again, and the number of bytes that it sends.
 
-        It returns the numbers of new results and of trimmed dead letters.
+        It returns the server's identity, and the numbers of new results and of trimmed dead letters.
         """
         records: list[bytes] = []
         texts: list[bytes] = []
@@ -226,7 +219,9 @@ class ResultsStore:
         entries: Any = self._redis.xrange(RESULTS_STREAM, start, count=ENTRIES_SEARCHED)
         for _, fields in entries:
             if fields.get("id") == found.id and found.fingerprint in fields.get("classification", ""):
-                return read_entry(fields).post
+                return Post.model_construct(
+                    **json.loads(fields["post"])
+                )  # not valid if its body was truncated to nothing
         return None
 
     def refresh_scores(self, scores: Mapping[str, int], at: float) -> int:
@@ -246,15 +241,6 @@ class ResultsStore:
         """Return the latest score of a post with results; None if `refresh_scores` never stored one."""
         texts = [record.content for record in split(self._records(post_id)) if record.kind == SCORE]
         return Score(**json.loads(texts[0])) if texts else None
-
-    def latest(self, count: int) -> list[Result]:
-        """Return the newest `count` results of the stream, oldest first."""
-        return [read_entry(fields) for _, fields in newest_first(self._redis, RESULTS_STREAM, count)][::-1]
-
-    def dead_letters(self, count: int) -> list[DeadLetter]:
-        """Return the newest `count` dead letters, oldest first."""
-        found = newest_first(self._redis, DEAD_LETTERS, count)
-        return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in found][::-1]
 
     def labels(self, hours: int) -> dict[int, dict[str, int]]:
         """Return the number of new results by label, for each of the last hours with any: hours since 1970 -> label."""
@@ -315,9 +301,3 @@ def dead_letter_digest(letter: DeadLetter) -> str:
         return digest(letter.id, letter.payload, letter.message)
     elsewhere = (letter.queue,) if letter.queue not in (None, DEFAULT_QUEUE) else ()
     return digest(letter.id, letter.post, letter.options, *elsewhere)
-
-
-def read_entry(fields: dict[str, str]) -> Result:
-    """Parse a stream entry. The post is not validated again, because its body may be truncated."""
-    post = Post.model_construct(**json.loads(fields["post"]))
-    return Result(post, Classification.model_validate_json(fields["classification"]))

@@ -31,7 +31,7 @@ from feedmill.reading.rows import (
     texts_of,
 )
 from feedmill.shared.errors import UserError, clause, printable
-from feedmill.shared.keys import GROUPS, RESULTS_STREAM
+from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.redis_errors import is_temporary, rejects_writes
 from feedmill.shared.results import Result, newest_first
 from feedmill.shared.scripts import call
@@ -204,12 +204,12 @@ class GroupReader:
         if time.monotonic() >= self._claim_at:
             self._missed += self._claim_entries()
         self._read_at = time.monotonic()
-        pending, found, cursor, number = self._call("fetch_group", GIVEN_AT_ONCE, self._group, self._consumer)
+        pending, found, *place = self._call("fetch_group", GIVEN_AT_ONCE, self._group, self._consumer)
         entries = [(entry_id, flat and dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in found]
         if pending:
             self._missed += self._lost([entry_id for entry_id, fields in entries if fields is None])
         else:
-            before = self._place = Place(cursor, _number(number))
+            before = self._place = Place(*place)
             if entries:
                 (first, fields), (last, latest) = entries[0], entries[-1]
                 missed = missed_between(self._redis, before, first, _number(fields.get("number")))
@@ -274,19 +274,13 @@ class GroupReader:
         return call(self._redis, name, *args)
 
     def _create_group(self, place: Place) -> None:
-        """Create the group, which reads the entries after a place, and forget the places of deleted groups."""
+        """Create the group, which reads the entries after a place."""
+        start: dict[str, Any] = {"id": place.cursor, "entries_read": place.number}
         try:
-            self._redis.xgroup_create(RESULTS_STREAM, self._group, id=place.cursor, mkstream=True)
+            self._redis.xgroup_create(RESULTS_STREAM, self._group, mkstream=True, **start)
         except ResponseError as fault:
-            if "BUSYGROUP" in str(fault):  # another member created it first
-                return
-            raise
-        groups: Any = self._redis.xinfo_groups(RESULTS_STREAM)
-        known: Any = self._redis.hkeys(GROUPS)
-        if stale := set(known) - {info["name"] for info in groups}:
-            self._redis.hdel(GROUPS, *stale)
-        if place.number is not None:
-            self._redis.hset(GROUPS, self._group, f"{place.cursor} {place.number}")
+            if "BUSYGROUP" not in str(fault):  # another member created it first
+                raise
 
 
 def end_of(redis: Redis) -> Place:

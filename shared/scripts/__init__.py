@@ -25,7 +25,7 @@ FILES = ("tables", "results", "queue", "purge", "stream", "leases", "poison")
 NAMES = {
     "RESULTS_STREAM": keys.RESULTS_STREAM, "DEAD_LETTERS": keys.DEAD_LETTERS, "COUNTERS": keys.COUNTERS,
     "MARKS": keys.MARKS, "STORED": keys.STORED, "RUNS": keys.RUNS, "CLEARS": keys.CLEARS, "PURGES": keys.PURGES,
-    "GROUPS": keys.GROUPS, "PASSES": keys.PASSES, "RUN": keys.run_key(""), "POISON": keys.poison_key(""),
+    "PASSES": keys.PASSES, "RUN": keys.run_key(""), "POISON": keys.poison_key(""),
     "LABELS": keys.labels_key(""), "TOMBSTONE": keys.tombstone_key(""), "DEAD_LETTER": keys.dead_letter_key(""),
 }  # fmt: skip
 _CODE = "".join(f"local {name} = '{key}'\n" for name, key in NAMES.items()) + "".join(

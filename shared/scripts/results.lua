@@ -86,15 +86,24 @@ local function count_labels(labels)
   redis.call('EXPIRE', hour, LABEL_COUNTS_TTL_S)
 end
 
+-- Return what identifies this server and its data (shared/replay.py). A server keeps its run_id until it exits.
+local run_id
+local function identity()
+  run_id = run_id or string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+  return run_id .. string.match(redis.call('INFO', 'replication'), 'master_replid:(%w+)')
+end
+
+register('identity', READS, identity)
+
 --   ARGV[1]  the arguments of `_write_call` (shared/results.py), as JSON
 --   ARGV[2]  the results' records, then those of their contexts
 --   ARGV[3+] classification and post of each result; then the letter of each dead letter
 --
 -- Sets each result if absent, and appends new ones to the stream; skips purged posts, which a worker may have held.
--- Writes a dead letter unless the stream has one with its digest. Returns the numbers of new results and of trimmed dead
--- letters.
+-- Writes a dead letter unless the stream has one with its digest. Returns the server's identity, and the numbers of new
+-- results and of trimmed dead letters.
 register('write', WRITES, function(ARGV)
-  local given, blob, at = cjson.decode(ARGV[1]), ARGV[2], 1
+  local given, blob, at, server = cjson.decode(ARGV[1]), ARGV[2], 1, identity()
   local ids, changed, fields, labels, runs = given.ids, {}, {}, {}, {}
   local counts = {stored = 0, repeated = 0, failed = 0, gone = 0}
   local function count(run, what)
@@ -160,7 +169,7 @@ register('write', WRITES, function(ARGV)
   for name, number in pairs(counts) do
     if number > 0 then redis.call('HINCRBY', COUNTERS, name, number) end
   end
-  return {counts.stored, counts.dead_trimmed}
+  return {server, {counts.stored, counts.dead_trimmed}}
 end)
 
 --   ARGV[1]  see bound_memory, as JSON
@@ -186,12 +195,12 @@ end)
 
 --   ARGV[1]  ids, as JSON    ARGV[2]  key of the fingerprint of each
 --
--- Returns each post's record, "" if there is none.
+-- Returns the server's identity, then each post's record, "" if there is none.
 register('find', SHRINKS, function(ARGV)
-  local found, count = {}, 0
+  local found, count = {identity()}, 0
   for i, records in ipairs(records_of(STORED, cjson.decode(ARGV[1]))) do
     local at, length = find_record(records, string.sub(ARGV[2], 16 * i - 15, 16 * i))
-    found[i] = at and string.sub(records, at, at + length - 1) or ''
+    found[i + 1] = at and string.sub(records, at, at + length - 1) or ''
     if at then count = count + 1 end
   end
   -- pcall: a full Redis refuses it.

@@ -3,24 +3,22 @@
 --   ARGV[1]  maximum entries    ARGV[2]  the group    ARGV[3]  its member
 --
 -- A member first receives its pending entries: delivered to it, but not acknowledged. Returns 1 for these, else 0; the
--- entries; the id of the group's latest entry before them, and its number, "" if unknown. A group's place is never
--- ahead: Redis loses both together.
+-- entries; the id of the group's latest entry before them, and its number, nothing if unknown.
 register('fetch_group', SHRINKS, function(ARGV)
-  local stream, group, before = RESULTS_STREAM, ARGV[2], ''
+  local stream, group, before = RESULTS_STREAM, ARGV[2], {}
   local own = redis.call('XREADGROUP', 'GROUP', group, ARGV[3], 'COUNT', ARGV[1], 'STREAMS', stream, '0')
-  if own and #own[1][2] > 0 then return {1, own[1][2], '', ''} end
+  if own and #own[1][2] > 0 then return {1, own[1][2]} end
   for _, info in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
     local known = by_name(info)
-    if known['name'] == group then before = known['last-delivered-id'] end
+    if known['name'] == group then before = known end
   end
-  local id, number = string.match(redis.call('HGET', GROUPS, group) or '', '^(%S+) (%d+)$')
   local new = redis.call('XREADGROUP', 'GROUP', group, ARGV[3], 'COUNT', ARGV[1], 'STREAMS', stream, '>')
   local entries = new and new[1][2] or {}
-  if #entries > 0 then
+  if #entries > 0 then -- Redis' own count leaves out trimmed entries
     local last = entries[#entries]
-    redis.pcall('HSET', GROUPS, group, last[1] .. ' ' .. number_of(last)) -- pcall: a full Redis refuses it
+    redis.call('XGROUP', 'SETID', stream, group, last[1], 'ENTRIESREAD', number_of(last))
   end
-  return {0, entries, before, id == before and number or ''}
+  return {0, entries, before['last-delivered-id'], before['entries-read']}
 end)
 
 --   ARGV[1]  the group           ARGV[2]  the member that takes over

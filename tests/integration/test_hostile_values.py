@@ -1,7 +1,7 @@
-"""Values that the least privileged users may write never make a function loop, or fail for good.
+"""Values that producers may write never make a function loop, or fail for good.
 
-A producer may write feedmill:sent-marks, its generations, feedmill:run:*, feedmill:runs and feedmill:position:*; a
-reader feedmill:groups. Whatever stands there, posts are sent and stored, and other users' commands work.
+They may write feedmill:sent-marks, its generations, feedmill:run:*, feedmill:runs and feedmill:position:*. Whatever
+stands there, posts are sent and stored, and other users' commands work.
 """
 
 import pytest
@@ -9,12 +9,12 @@ from redis import Redis
 
 from feedmill.cli.enqueue import load_position
 from feedmill.shared import runs
-from feedmill.shared.keys import GROUPS, MARKS, RUNS, run_key
+from feedmill.shared.keys import MARKS, RUNS, run_key
 from feedmill.shared.messages import digest
 from feedmill.shared.purge import forget
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.runs import Progress
-from feedmill.shared.scripts import call, queue
+from feedmill.shared.scripts import queue
 from feedmill.shared.scripts.queue import SENT, Mark
 from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
@@ -95,11 +95,3 @@ def test_any_fields_of_a_run(server: RedisServer, client: Redis, number: str) ->
 def test_any_position_in_a_file(server: RedisServer, number: str) -> None:
     server.client.set("feedmill:position:x", number)
     assert load_position(server.client, "feedmill:position:x") in (0, 17, 99999999999)
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_any_position_of_a_group(server: RedisServer, client: Redis, number: str) -> None:
-    ResultsStore(client, Settings()).write([result("1")])
-    client.xgroup_create("feedmill:results", "g", id="0")
-    server.client.hset(GROUPS, "g", number)
-    assert len(call(client, "fetch_group", 10, "g", "m")[1]) == 1

@@ -29,7 +29,7 @@ from feedmill.reading.readers import (
 )
 from feedmill.reading.rows import Missed
 from feedmill.shared.errors import UserError
-from feedmill.shared.keys import COUNTERS, GROUPS, RESULTS_STREAM, find
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM
 from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
@@ -262,8 +262,7 @@ def test_missed_count_includes_purged_results(store: ResultsStore, server: Redis
     names += write(store, *range(110, 1000))
     found = read_all(reader)
     (missed,) = missed_of(found)
-    # Redis no longer knows which of the missed posts were purged.
-    assert missed.count == len(names) - len(ids_of(found))
+    assert missed.count == len(names) - len(ids_of(found))  # which of them were purged is no longer known
 
 
 def test_missed_count_is_unknown_without_a_stored_cursor(store: ResultsStore, server: RedisServer) -> None:
@@ -272,18 +271,6 @@ def test_missed_count_is_unknown_without_a_stored_cursor(store: ResultsStore, se
     found = read_all(Follower(server.client, since=1.0))
     assert missed_of(found) == [Missed(None, 0.999, written(entry_ids(server)[0]))]
     assert missed_of(read_all(Follower(server.client, since=0.0))) == []  # 0.0: the oldest existing entry
-
-
-def test_a_group_reports_missed_results_once_after_a_pause(store: ResultsStore, server: RedisServer) -> None:
-    first = GroupReader(server.client, "g", "first")
-    assert first.read() is None
-    names = write(store, *range(30))
-    assert ids_of(read_all(first)) == names
-    names = write(store, *range(30, 1000))
-    second, third = (read_all(GroupReader(server.client, "g", name)) for name in ("second", "third"))
-    (missed,) = missed_of(second)
-    assert missed.count == len(names) - len(ids_of(second)) > 0
-    assert third == []
 
 
 # Groups.
@@ -390,18 +377,6 @@ def test_reading_survives_deletion_of_the_group_or_stream(store: ResultsStore, s
     write(store, 3)
     found = read_all(reader)
     assert (ids_of(found), missed_of(found)) == (["3"], [])
-
-
-def test_cursors_of_deleted_groups_are_removed(store: ResultsStore, server: RedisServer) -> None:
-    write(store, 1)
-    for number in range(5):
-        read_all(GroupReader(server.client, f"g{number}", "me"))
-        if number:
-            server.client.xgroup_destroy(RESULTS_STREAM, f"g{number}")
-    read_all(GroupReader(server.client, "last", "me"))
-    assert set(server.client.hgetall(GROUPS)) == {"g0", "last"}
-    names: Any = server.client.keys("*")
-    assert all(find(name) for name in names)
 
 
 def test_reads_while_redis_is_at_its_memory_limit(store: ResultsStore, server: RedisServer, reader: Reader) -> None:

@@ -13,7 +13,7 @@ from feedmill.shared.purge import forget
 from feedmill.shared.result_records import CONTEXT_NAME
 from feedmill.shared.results import Counters, Result, ResultsStore, Score
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, age, has_results, make_classification, wait_until
+from tests.support import RedisServer, age, dead_letters, has_results, latest, make_classification, wait_until
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def letter(post_id: str | None, reason: str = "no text") -> DeadLetter:
 def test_dead_letters_are_trimmed_with_a_warning(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     store = ResultsStore(server.client, Settings.model_validate({"dead_letters_length": 100}))
     assert store.write([result("1")], [letter("2", "odd \ud800"), letter(None)]) == 1
-    assert [(found.id, found.reason) for found in store.dead_letters(5)] == [("2", "odd ?"), (None, "no text")]
-    assert store.dead_letters(1)[0].id is None
-    assert store.dead_letters(0) == []
+    assert [(found.id, found.reason) for found in dead_letters(store, 5)] == [("2", "odd ?"), (None, "no text")]
+    assert dead_letters(store, 1)[0].id is None
+    assert dead_letters(store, 0) == []
     for start in range(0, 1000, 100):
         store.write([], [letter(f"{number}") for number in range(start, start + 100)])
     kept = server.client.xlen(DEAD_LETTERS)
@@ -82,12 +82,12 @@ def test_a_dead_letter_is_stored_once_until_it_is_removed(store: ResultsStore, s
     )
     store.write([], [letter("1"), letter("2"), letter("1")])
     store.write([], [again])
-    assert [(found.id, found.reason) for found in store.dead_letters(9)] == [("1", "no text"), ("2", "no text")]
+    assert [(found.id, found.reason) for found in dead_letters(store, 9)] == [("1", "no text"), ("2", "no text")]
     store.write([], [letter("1").model_copy(update={"options": '{"top_k": 1}'})])
     assert store.counters().failed == 3
     server.client.delete(DEAD_LETTERS)
     store.write([], [again])
-    assert [found.reason for found in store.dead_letters(9)] == ["another reason"]
+    assert [found.reason for found in dead_letters(store, 9)] == ["another reason"]
 
 
 def test_a_retried_dead_letter_may_fail_before_its_removal(store: ResultsStore, server: RedisServer) -> None:
@@ -97,19 +97,19 @@ def test_a_retried_dead_letter_may_fail_before_its_removal(store: ResultsStore, 
     dead.expect_again(entry.letter)
     store.write([], [letter("1", "another reason")])
     dead.remove(entry)
-    assert [found.reason for found in store.dead_letters(9)] == ["another reason"]
+    assert [found.reason for found in dead_letters(store, 9)] == ["another reason"]
 
 
 def test_dead_letters_without_a_post_differ_by_message(store: ResultsStore) -> None:
     too_long = [letter(None).model_copy(update={"post": None, "message": message}) for message in ("m", "n", "m")]
     store.write([], too_long)
-    assert [found.message for found in store.dead_letters(9)] == ["m", "n"]
+    assert [found.message for found in dead_letters(store, 9)] == ["m", "n"]
 
 
 def test_a_result_is_stored_once(store: ResultsStore, server: RedisServer) -> None:
     assert store.write([result("1"), result("2")]) == 2
     assert store.write([result("1", at=2.0), result("3")]) == 1
-    assert [found.post.id for found in store.latest(10)] == ["1", "2", "3"]
+    assert [found.post.id for found in latest(store, 10)] == ["1", "2", "3"]
     assert [found.classified_at for found in store.get("1")] == [1.0]
     assert store.counters() == Counters(stored=3, repeated=1, failed=0)
     assert server.client.xlen(RESULTS_STREAM) == 3
@@ -117,7 +117,7 @@ def test_a_result_is_stored_once(store: ResultsStore, server: RedisServer) -> No
 
 def test_stream_entries_carry_the_post_with_a_shortened_body(store: ResultsStore) -> None:
     store.write([result("1")])
-    (found,) = store.latest(1)
+    (found,) = latest(store, 1)
     assert (found.post.title, found.post.body) == ("a title", "a body tha")
     assert found.classification == result("1").classification
 
@@ -137,8 +137,8 @@ def test_stores_nothing_about_purged_posts(store: ResultsStore, server: RedisSer
         server.client.set(tombstone_key(post_id), 1)
     results = [result("1"), result("2"), result("3"), result("2", "another"), result("1")]
     assert store.write(results, [letter("4"), letter("5"), letter(None), letter("6"), letter("7")]) == 2
-    assert [found.post.id for found in store.latest(10)] == ["1", "3"]
-    assert [found.id for found in store.dead_letters(10)] == ["4", None, "6"]
+    assert [found.post.id for found in latest(store, 10)] == ["1", "3"]
+    assert [found.id for found in dead_letters(store, 10)] == ["4", None, "6"]
     assert store.counters() == Counters(stored=2, repeated=1, failed=3, gone=4)
     assert not has_results(server.client, "2")
 
