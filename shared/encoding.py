@@ -6,12 +6,9 @@ size: one megabyte of gzip can expand to a gigabyte. kombu's JSON reader is also
 for kombu's own types.
 """
 
-import bz2
 import json
-import lzma
 import zlib
 from base64 import b64decode
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,15 +38,6 @@ MIN_COMPRESSED_CHARACTERS = 1000
 #: Compression level, valid in isal (0 to 3) and zlib (0 to 9). Output is 10% larger than at the best level, in 1/7 of
 #: its time.
 COMPRESSION_LEVEL = 2
-#: Bytes of memory that the lzma decoder may use. Data packed at the highest preset needs half of this; a hostile header
-#: can request gigabytes.
-LZMA_MEMORY_BYTES = 2**27
-#: Decompressor factories by content type.
-UNPACKERS: dict[str, Callable[[], Any]] = {
-    GZIP: zlib.decompressobj,
-    "application/x-bz2": bz2.BZ2Decompressor,
-    "application/x-lzma": partial(lzma.LZMADecompressor, memlimit=LZMA_MEMORY_BYTES),
-}
 #: Maximum bytes of one message, in its list and decompressed: enough for a thousand of the longest posts that Reddit
 #: allows.
 MAX_MESSAGE = 64 * 2**20
@@ -109,22 +97,20 @@ def pack(data: bytes) -> bytes:
 def limit_bodies(limit: int = MAX_MESSAGE) -> None:
     """Replace kombu's decoders, in the whole process, with decoders that reject bodies too large to decode safely.
 
-    limit: maximum bytes of a decompressed body. Content types and compressions whose size cannot be limited are
-    rejected as well.
+    limit: maximum bytes of a decompressed body. Other content types than JSON, and compressions other than gzip, are
+    rejected as well: a purge could not find posts in them.
     """
     for kind in serialization.TRUSTED_CONTENT:  # kombu decodes these without `accept_content`, by any Python codec
         serialization.register(f"refused {kind}", _refuse_kind, _refuse_kind, kind, "binary")
     serialization.register("json", dumps, read, *JSON)
     for kind in compression.encoders():
         packs, _ = compression.get_encoder(kind)
-        compression.register(packs, partial(unpack, kind, limit) if kind in UNPACKERS else _refuse, kind)
+        compression.register(packs, partial(unpack, limit) if kind == GZIP else _refuse, kind)
 
 
-def unpack(kind: str, limit: int, packed: bytes) -> bytes:
-    """Decompress a body. Raises ValueError if it is longer than `limit` or truncated, and the decompressor's own error
-    if it is damaged.
-    """
-    unpacker = UNPACKERS[kind]()
+def unpack(limit: int, packed: bytes) -> bytes:
+    """Decompress a body. Raises ValueError if it is truncated or exceeds `limit` bytes, and zlib.error if damaged."""
+    unpacker = zlib.decompressobj()
     unpacked: bytes = unpacker.decompress(packed, limit)
     if not unpacker.eof:
         raise ValueError(f"the compressed body is truncated, or expands to more than {limit:,} bytes")
@@ -144,11 +130,11 @@ def stored_body(message: dict[str, Any]) -> Any:
     """
     data = b64decode(message["body"]) if is_base64(message) else message["body"].encode()
     packed = message["headers"].get("compression") == GZIP
-    return json.loads(unpack(GZIP, MAX_MESSAGE, data) if packed else data)
+    return json.loads(unpack(MAX_MESSAGE, data) if packed else data)
 
 
 def _refuse(_: bytes) -> bytes:
-    raise ValueError("the body's compression is not gzip, bzip2 or lzma")
+    raise ValueError("the body's compression is not gzip")
 
 
 def _refuse_kind(_: Any) -> Any:

@@ -169,31 +169,10 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # pydantic appends "[key]" to the path if a mapping's key is invalid.
     field = ".".join(truncate(str(part)) for part in problem["loc"][:LONGEST_PATH] if part != "[key]") or "the object"
-    reason = plain_reason(problem["msg"])
+    reason = (
+        "unknown argument" if problem["type"] == "extra_forbidden" else problem["msg"].removeprefix("Value error, ")
+    )
     return field, truncate(reason[0].lower() + reason[1:], LONGEST_REASON)
-
-
-#: Words of pydantic's messages, and plain ones for them.
-_PLAIN_WORDS = (
-    (r"^((?:Invalid value for [^:]*: )?)Value error, ", r"\1"),
-    (r"\b(?:Input|Value|String|List|Tuple|Dictionary) should (be|have|not|match)\b", r"must \1"),
-    (r"\ba valid integer\b(, unable to .*|, got .*)?", "a whole number"),
-    (r"\ba valid number\b(, unable to .*)?", "a number"),
-    (r"\ba valid boolean\b(, unable to .*)?", "true or false"),
-    (r"\ba valid string\b", "text"),
-    (r"\ba valid dictionary\b", "an object"),
-    (r"\ba valid (list|tuple)\b", "a list"),
-    (r"\bgreater than or equal to\b", "at least"),
-    (r"\bless than or equal to\b", "at most"),
-    (r"\bExtra inputs are not permitted\b", "unknown argument"),
-)
-
-
-def plain_reason(text: str) -> str:
-    """Return a validator's message in plain words."""
-    for pattern, words in _PLAIN_WORDS:
-        text = re.sub(pattern, words, text)
-    return text
 
 
 def sentence(text: str) -> str:

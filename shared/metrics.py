@@ -22,22 +22,22 @@ from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from feedmill.shared.broker import SENT_AT, connect, queue_depth, queue_lists
-from feedmill.shared.errors import UserError, clause
+from feedmill.shared.errors import UserError, clause, explain_missing
 from feedmill.shared.model_routing import queues
 from feedmill.shared.redis_errors import is_denied
-from feedmill.shared.results import ResultsStore
-from feedmill.shared.retention import Kept, measure, needs
+from feedmill.shared.results import ResultsStore, memory_limits
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import PREFIX, Settings
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
-    from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric as Family
 
 logger = logging.getLogger(__name__)
 
+#: A generation's share of a bound: dropping one leaves less than the bound by this (shared/scripts/tables.lua).
+DROPPED_SHARE = 1 / 8
 #: Timeout of a Redis command during a scrape or health check, in seconds. Prometheus waits 10 seconds in total.
 REDIS_TIMEOUT_S = 1.0
 #: Seconds before an idle HTTP connection is closed.
@@ -69,6 +69,79 @@ def declare(**kinds: Mapping[str, str]) -> tuple[Metric, ...]:
         Metric(kind, name, text, tuple(labels.rstrip("}").split(",")) if labels else ())
         for kind, texts in kinds.items()
         for (name, _, labels), text in ((declared.partition("{"), text) for declared, text in texts.items())
+    )
+
+
+# Memory. Results are the table of records with their contexts, and the results stream. Sent records take memory in
+# addition. The function that writes a micro-batch drops what exceeds the bounds (shared/scripts/results.lua).
+
+
+class Kept(NamedTuple):
+    """Estimated size of what is kept of posts, and its bounds. All in bytes, except the three numbers."""
+
+    #: Results: their records with contexts, and entries of the stream.
+    results_bytes: float
+    results_limit: int
+    results: int
+    result_bytes: float
+    stream_bytes: float
+    stream_entries: int
+    stream_entry_bytes: float
+    #: Records of sent posts.
+    sent_bytes: float
+    sent_limit: int
+    sent: int
+    sent_record_bytes: float
+
+
+class Needs(NamedTuple):
+    """Bytes needed at a rate until the times to live are met, and the minimum seconds for which records are kept.
+
+    The seconds are None where the bound suffices for the time to live.
+    """
+
+    results: float
+    sent: float
+    results_kept_s: float | None
+    sent_kept_s: float | None
+
+    def of_redis(self, kept: Kept, used: int) -> float:
+        """Return the bytes that Redis will need in all, within the bounds. used: bytes it uses now."""
+        others = max(0.0, used - kept.results_bytes - kept.sent_bytes)
+        return others + min(self.results, kept.results_limit) + min(self.sent, kept.sent_limit)
+
+
+def measure(redis: Redis, settings: Settings) -> Kept:
+    """Estimate what is kept of posts, in less than a millisecond. Raises redis.exceptions.RedisError."""
+    records_bytes, results, stream_bytes, entries, sent_bytes, sent = call(redis, "measure")
+    return Kept(
+        records_bytes + stream_bytes,
+        settings.results_memory,
+        results,
+        records_bytes / results if results else 0.0,
+        stream_bytes,
+        entries,
+        stream_bytes / entries if entries else 0.0,
+        sent_bytes,
+        settings.sent_memory,
+        sent,
+        sent_bytes / sent if sent else 0.0,
+    )
+
+
+def needs(kept: Kept, settings: Settings, posts_per_second: float) -> Needs:
+    """Return the memory that a rate needs until the times to live are met."""
+    stream = min(kept.stream_entry_bytes * settings.results_stream_length, memory_limits(settings)["stream"])
+    kept_s = 1 + DROPPED_SHARE
+    per_second, sent_per_second = posts_per_second * kept.result_bytes, posts_per_second * kept.sent_record_bytes
+    results = stream + per_second * settings.results_ttl * kept_s if posts_per_second else kept.results_bytes
+    sent = sent_per_second * settings.sent_ttl * kept_s if posts_per_second else kept.sent_bytes
+    left = 1 - DROPPED_SHARE
+    return Needs(
+        results,
+        sent,
+        left * (kept.results_limit - stream) / per_second if per_second and results > kept.results_limit else None,
+        left * kept.sent_limit / sent_per_second if sent_per_second and sent > kept.sent_limit else None,
     )
 
 
@@ -211,12 +284,8 @@ def serve(settings: Settings, sources: Sequence[Source], health: HealthCheck, re
 
     It runs on daemon threads. Raises UserError if prometheus-client is missing or the port is in use.
     """
-    try:
-        from prometheus_client import make_wsgi_app  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError:
-        raise UserError(
-            "Serving metrics requires the package prometheus-client: run `pip install 'feedmill[monitor]'`."
-        ) from None
+    with explain_missing("Serving metrics", "monitor"):
+        from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app  # noqa: PLC0415 - an extra
     address, port = settings.metrics_address, settings.metrics_port or 0
     try:
         server = MetricsServer(address, port)
@@ -225,21 +294,13 @@ def serve(settings: Settings, sources: Sequence[Source], health: HealthCheck, re
             f"Cannot serve metrics on {address}:{port}: {error.strerror}. Set another {PREFIX}METRICS_PORT or "
             f"{PREFIX}METRICS_ADDRESS; each process needs its own port."
         ) from None
-    metrics = make_wsgi_app(registry(sources))
-    server.set_app(partial(_answer, {"/healthz": health, "/readyz": ready}, metrics))
+    registry: Any = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(_Collector(sources))
+    server.set_app(partial(_answer, {"/healthz": health, "/readyz": ready}, make_wsgi_app(registry)))
     Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     logger.info("serving metrics at http://%s:%d/metrics", address, server.server_port)
     return server
-
-
-def registry(sources: Sequence[Source]) -> "CollectorRegistry":
-    """Return a registry that reads its metrics from these sources, and adds those of this process."""
-    from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
-
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    registry.register(_Collector(sources))
-    return registry
 
 
 class _Collector:

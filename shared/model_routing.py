@@ -1,14 +1,14 @@
 """Registry of queues and workers: the model that serves each queue, the model requested for it, and live workers.
 
-The registry consists of three hashes. feedmill:models contains the workers' announcements; producers use it to find a
-model's queue. Announcements outlive the workers, so that messages waiting for a stopped model stay visible.
-feedmill:wanted contains the requests of `feedmill deploy` to a queue's workers. Neither shows whether a worker runs.
-feedmill:workers contains the workers that should answer, until they deregister.
+The registry consists of three hashes. feedmill:models contains the workers' announcements. They outlive the workers, so
+that messages waiting for a stopped model stay visible. feedmill:wanted contains the requests of `feedmill deploy` to a
+queue's workers. Neither shows whether a worker runs. feedmill:workers contains the workers that should answer, until
+they deregister.
 """
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -202,30 +202,14 @@ def request_model(redis: Redis, queue: str, asked: RequestedModel | None) -> Non
     redis.hset(REQUESTED_MODELS, queue, json.dumps(asdict(asked)))
 
 
-def queue_for_model(redis: Redis, model: str) -> str:
-    """Return the queue of a model. model: its name as in results, or the last part of that name.
-
-    Raises UserError if no queue or several queues match, and redis.exceptions.RedisError.
-    """
-    served = known_queues(redis)
-    exact = [queue for queue, each in served.items() if each.model == model]
-    found = exact or [queue for queue, each in served.items() if each.model.rstrip("/").rpartition("/")[2] == model]
-    if not found:
-        raise UserError(f"--model: no worker serves {model!r:.200}. {_known_models(served)}")
-    if len(found) > 1:
-        raise UserError(
-            f"--model: {model!r:.200} matches several queues. Choose one with --queue: {_listed(served, found)}."
-        )
-    return found[0]
-
-
 def check_queue(redis: Redis, queue: str) -> None:
     """Raise UserError for an unknown queue other than the default one. Raises redis.exceptions.RedisError."""
     served = known_queues(redis)
     if queue != DEFAULT_QUEUE and queue not in served:
+        known = ", ".join(f"{printable(name)} (model {printable(found.model)})" for name, found in served.items())
         raise UserError(
             f"--queue: no worker has served {queue!r} yet, so the name may be misspelt. Set {PREFIX}QUEUE to use it "
-            f"anyway. {_known_models(served)}"
+            f"anyway. Known queues: {known or 'none; workers announce theirs after loading their model'}."
         )
 
 
@@ -266,16 +250,5 @@ def check_options(redis: Redis, queue: str, options: ClassifyOptions) -> None:
         how = "gives each post one of its labels" if served.one_label else "has labels of its own"
         raise UserError(
             f"Queue {queue} is served by {printable(served.model)}, which {how} ({named}{more}) and would refuse every "
-            f"post. Leave out {flag}, or send to another queue with --model or --queue."
+            f"post. Leave out {flag}, or send to another queue with --queue."
         )
-
-
-def _known_models(served: dict[str, ServedModel]) -> str:
-    """Return a sentence that lists the known queues and their models."""
-    if not served:
-        return "No queue is known yet: workers announce theirs after loading their model."
-    return f"Known models: {_listed(served, served)}."
-
-
-def _listed(served: dict[str, ServedModel], queues: Iterable[str]) -> str:
-    return ", ".join(f"{printable(served[queue].model)} (queue {printable(queue)})" for queue in queues)

@@ -8,10 +8,9 @@ above 1, is stored as JSON.
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from hashlib import blake2b, sha1
 from math import isnan, nan
-from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from feedmill.shared.messages import Classification
@@ -35,22 +34,18 @@ ZERO: Final = 2**16 - 1 - STEPS
 MAX_CONTEXTS = 1000
 
 
-class Context:
+class Context(NamedTuple):
     """What many results share: labels, and model, revision, weights, worker and device."""
 
-    def __init__(self, labels: tuple[str, ...], others: tuple[Any, ...]) -> None:
-        self.labels, self.others = labels, others
-        content = json.dumps([labels, *others]).encode()
-        self.id = blake2b(content, digest_size=8).digest()
-        self.name = f"{CONTEXT_NAME}{self.id.hex()}"
-        self.record = _record(CONTEXT, bytes(KEY_BYTES), content)
-        self.numbers = {label: number for number, label in enumerate(labels)}
-        self.scores = struct.Struct(f">{len(labels)}H")
-        #: Returns the values of a mapping from labels, in the order of `labels`. With a single one, itemgetter would
-        #: not return a tuple.
-        self.in_order: Callable[[Mapping[str, float]], Sequence[float]] = (
-            itemgetter(*labels) if len(labels) > 1 else lambda scores: [scores[each] for each in labels]
-        )
+    labels: tuple[str, ...]
+    others: tuple[Any, ...]
+    id: bytes
+    record: bytes
+
+    @property
+    def name(self) -> str:
+        """The name under which it is stored."""
+        return f"{CONTEXT_NAME}{self.id.hex()}"
 
 
 class Contexts:
@@ -59,20 +54,12 @@ class Contexts:
     def __init__(self) -> None:
         self._by_content: dict[tuple[Any, ...], Context] = {}
         self._by_id: dict[bytes, Context] = {}
-        self._latest: Context | None = None
 
-    def of(self, found: Classification) -> tuple[Context, Sequence[float]]:
-        """Return the context of a result, and its scores in the order of the context's labels."""
-        latest, scores = self._latest, found.scores
+    def of(self, found: Classification) -> Context:
+        """Return the context of a result."""
+        labels = tuple(sorted(found.scores))
         others = (found.model, found.revision, found.weights, found.worker, found.device)
-        if latest and latest.others == others and len(latest.labels) == len(scores):
-            try:
-                return latest, latest.in_order(scores)
-            except KeyError:
-                pass
-        labels = tuple(sorted(scores))
-        known = self._latest = self._by_content.get((labels, others)) or self._add(labels, others)
-        return known, known.in_order(scores)
+        return self._by_content.get((labels, others)) or self._add(labels, others)
 
     def get(self, identity: bytes) -> Context | None:
         return self._by_id.get(identity)
@@ -83,7 +70,9 @@ class Contexts:
         return self._add(tuple(labels), tuple(others))
 
     def _add(self, labels: tuple[str, ...], others: tuple[Any, ...]) -> Context:
-        context = Context(labels, others)
+        content = json.dumps([labels, *others]).encode()
+        identity = blake2b(content, digest_size=8).digest()
+        context = Context(labels, others, identity, _record(CONTEXT, bytes(KEY_BYTES), content))
         if len(self._by_id) >= MAX_CONTEXTS:
             self._by_id, self._by_content = {}, {}
         self._by_id[context.id] = self._by_content[labels, others] = context
@@ -101,19 +90,19 @@ def fingerprint_key(fingerprint: str) -> bytes:
 
 def pack(found: Classification, contexts: Contexts) -> tuple[bytes, Context | None]:
     """Return a result as a record, and the context that it refers to; None if none."""
-    known, scores = contexts.of(found)
+    known = contexts.of(found)
     try:
-        steps = [int(score * STEPS + (ZERO + 0.5)) for score in scores]
+        steps = [int(found.scores[label] * STEPS + (ZERO + 0.5)) for label in known.labels]
         # Maybe less: `int` rounds towards 0. Other values that do not fit raise struct.error.
         if 0 in steps:
             raise ValueError("a score is below -0.31")
         queued = nan if found.queued_seconds is None else found.queued_seconds
-        body = BODY.pack(known.id, found.classified_at, queued, known.numbers[found.label])
-        body += known.scores.pack(*steps)
+        body = BODY.pack(known.id, found.classified_at, queued, known.labels.index(found.label))
+        body += struct.pack(f">{len(steps)}H", *steps)
         key = bytes.fromhex(found.fingerprint)
         if key.hex() == found.fingerprint and len(key) == KEY_BYTES:
             return _record(PACKED, key, body), known
-    except (struct.error, KeyError, ValueError, OverflowError):
+    except (struct.error, ValueError, OverflowError):
         pass
     return _record(JSON, fingerprint_key(found.fingerprint), found.model_dump_json().encode()), None
 
@@ -152,12 +141,12 @@ def unpack(post_id: str, record: Record, context_of: Callable[[bytes], Context |
     if (known := context_of(identity)) is None:
         return None
     labels, (model, revision, weights, worker, device) = known.labels, known.others
-    steps = known.scores.unpack_from(record.content, BODY.size)
+    steps = struct.unpack_from(f">{len(labels)}H", record.content, BODY.size)
     order = sorted(range(len(labels)), key=steps.__getitem__, reverse=True)
     if order[0] != best:  # several labels have this score
         order.remove(best)
         order.insert(0, best)
-    return Classification.trusted(
+    return Classification.model_construct(
         id=post_id,
         label=labels[best],
         scores={labels[number]: (steps[number] - ZERO) / STEPS for number in order},

@@ -17,8 +17,6 @@ from feedmill.shared.keys import RUNS, run_key
 MAX_RUNS = 1000
 #: Seconds without activity after which a run with pending posts counts as waiting for a worker.
 WAITING_AFTER_S = 60.0
-#: Most milliseconds between two activities of a run that count as time in use (shared/scripts/results.lua).
-MAX_PAUSE_MS = 60_000
 
 
 class Progress(NamedTuple):

@@ -301,13 +301,11 @@ class Settings(BaseSettings):
                 context.load_verify_locations(value)
             elif certificate:
                 context.load_cert_chain(certificate, value, password="")
-        except ssl.SSLError as error:
-            raise ValueError(
-                f"{value} cannot be used ({error.reason}): expected PEM without a passphrase, and a key that matches "
-                "its certificate"
-            ) from None
         except OSError as error:
-            raise ValueError(f"{value} cannot be read: {error.strerror}; set a file that this user may read") from None
+            raise ValueError(
+                f"{value} cannot be used ({getattr(error, 'reason', error.strerror)}): expected a PEM file that this "
+                "user may read, without a passphrase, and a key that matches its certificate"
+            ) from None
         return value
 
     @field_validator("redis_master", "redis_sentinel_password")

@@ -110,7 +110,7 @@ def enqueue(
     notes = notes_console()
     name = None if no_run else run or default_run(file)
     redis = connect(settings)
-    settings = flags.select_queue(settings, redis)
+    flags.check_queue(redis)
     check_options(redis, settings.queue, options)
     celery = make_app(settings)
     pusher = Pusher(celery, redis, settings, options, again, wait_for_memory=True, run=name)

@@ -151,7 +151,7 @@ def _connected(
         try:
             redis = connect(settings)
             redis.ping()  # fail before the first request to the source
-            settings = flags.select_queue(settings, redis)
+            flags.check_queue(redis)
             yield settings, redis, Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
         except SourceFailed as fault:
             raise UserError(f"{fault}. Posts sent so far are in the queue; run the command again later.") from fault

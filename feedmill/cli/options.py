@@ -15,7 +15,7 @@ from feedmill.producers.records import Columns, seconds_of_date
 from feedmill.shared import logs
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions, parse_run
-from feedmill.shared.model_routing import check_queue, queue_for_model
+from feedmill.shared.model_routing import check_queue
 from feedmill.shared.settings import CLASSIFIER_CHOICES, Settings, load, unknown_variables
 
 logger = logging.getLogger(__name__)
@@ -139,10 +139,6 @@ class MessageFlags:
     labels: str | None = None
     template: str | None = None
     multi_label: MultiLabelOption = False
-    to_model: Annotated[
-        str | None,
-        Option("--model", help="Send to the queue of this model; the last part of the model's name is enough."),
-    ] = None
     queue: str | None = None
 
     def options(self, settings: Settings) -> ClassifyOptions:
@@ -153,18 +149,10 @@ class MessageFlags:
         labels = None if self.labels is None else settings.labels
         return ClassifyOptions(labels=labels, template=self.template, multi_label=self.multi_label)
 
-    def select_queue(self, settings: Settings, redis: Redis) -> Settings:
-        """Return the settings with the queue that `--model` or `--queue` selects.
+    def check_queue(self, redis: Redis) -> None:
+        """Check the queue that `--queue` selects. Raises UserError if it is unknown, and redis.exceptions.RedisError.
 
-        FEEDMILL_MODEL does not select a queue: it names the model that a worker loads. FEEDMILL_QUEUE is not checked
-        against the known queues, because producers may start before the first worker.
-
-        Raises UserError if both options are given or no known queue matches, and redis.exceptions.RedisError.
+        FEEDMILL_QUEUE is not checked against the known queues, because producers may start before the first worker.
         """
-        if self.to_model is not None and self.queue is not None:
-            raise UserError("--model and --queue both select a queue. Give one of them.")
         if self.queue is not None:
             check_queue(redis, self.queue)
-        if self.to_model is None:
-            return settings
-        return settings.model_copy(update={"queue": queue_for_model(redis, self.to_model)})

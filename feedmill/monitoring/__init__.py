@@ -1,1 +1,1 @@
-"""Show the state of the system: status and health, capacity, Flower."""
+"""Show the state of the system: status and health, Flower."""

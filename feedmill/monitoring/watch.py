@@ -18,11 +18,10 @@ from feedmill.producers.live.state import Gaps, LiveStatus, statuses
 from feedmill.shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
 from feedmill.shared.errors import RedisUnavailable
 from feedmill.shared.keys import DEAD_LETTERS
-from feedmill.shared.metrics import RedisMemory, connect_for_monitoring, oldest_seconds, read_memory
+from feedmill.shared.metrics import Needs, RedisMemory, connect_for_monitoring, needs, oldest_seconds, read_memory
 from feedmill.shared.model_routing import expected_workers, known_queues
 from feedmill.shared.redis_errors import rejects_writes
 from feedmill.shared.results import Counters, ResultsStore
-from feedmill.shared.retention import Needs, needs
 from feedmill.shared.runs import Progress, recent
 from feedmill.shared.settings import PREFIX, Settings
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from feedmill.console import LiveBar, notes_console, output_console
 from feedmill.producers.push import Pusher
+from feedmill.reading.readers import newest
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import printable
 from feedmill.shared.messages import ClassifyOptions, Post
@@ -79,7 +80,7 @@ def _classify(stack: Stack, posts: Sequence[Post], notes: Console) -> float:
 def _report(stack: Stack, posts: Sequence[Post], seconds: float, show_all: bool) -> None:
     """Print the labels, how many are right, and what to run next."""
     console = output_console()
-    results = ResultsStore(connect(stack.settings), stack.settings).latest(len(posts))
+    results = newest(connect(stack.settings), len(posts))
     results = sorted(results, key=lambda result: result.post.id)
     shown = results if show_all else random_sample(results)
     console.print(_table(shown))

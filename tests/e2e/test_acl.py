@@ -163,8 +163,8 @@ def test_producer_user_may_send_to_any_queue(guarded: Guarded, tmp_path: Path) -
     posts = as_jsonl([post.model_copy(update={"id": f"other-{post.id}"}) for post in make_posts(2)])
     url = {"FEEDMILL_REDIS_URL": guarded.as_user("producer")}
     for flags, said in (
-        (["--model", "all-MiniLM-L6-v2"], "2 "),
-        (["--model", "nobody"], ""),
+        (["--queue", "feedmill"], "2 "),
+        (["--queue", "nobody"], ""),
         (["--priority", "9"], "0 "),
     ):
         sent = feedmill("enqueue", "-", "--run", "a", *flags, cwd=tmp_path, stdin=posts, **url)

@@ -21,6 +21,7 @@ from tests.support import (
     as_jsonl,
     body_of,
     feedmill,
+    latest,
     make_classification,
     make_posts,
     running,
@@ -242,7 +243,7 @@ def test_purge_removes_posts_and_lift_readmits_them(redis: RedisServer, tmp_path
         "posts": 3, "sent": 0, "results": 2, "entries": 2, "dead_letters": 0, "celery_results": 0,
         "messages": 0,
     }  # fmt: skip
-    assert store.latest(5) == []
+    assert latest(store, 5) == []
     lifted = feedmill("purge", "--lift", "a1", "b\x1b[31m", cwd=tmp_path, **url)
     assert (lifted.returncode, counts(lifted.stdout)) == (0, [2, 1])
     odd = feedmill("purge", "--lift", "b\x1b[31m", cwd=tmp_path, **url)

@@ -17,7 +17,7 @@ from feedmill.shared.messages import DeadLetter
 from feedmill.shared.purge import purge
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer
+from tests.support import RedisServer, dead_letters
 
 GOOD = json.dumps({"id": "good", "title": "A title"})
 
@@ -65,7 +65,7 @@ def test_list_and_show(house: House) -> None:
         f"{second:<18} -            1970-01-01 00:00:00+00:00  no",
     ]
     _, said, _ = house.run("list", "--count", "1", "--json")
-    assert json.loads(said) == {"entry": second, **house.store.dead_letters(1)[0].model_dump()}
+    assert json.loads(said) == {"entry": second, **dead_letters(house.store, 1)[0].model_dump()}
     status, said, _ = house.run("list", second)
     assert status == 0
     assert "attempts   3\n" in said

@@ -14,7 +14,7 @@ from feedmill.shared.broker import make_app, queue_depth
 from feedmill.shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import Feedmill, RedisServer, wait_until, working
+from tests.support import Feedmill, RedisServer, dead_letters, wait_until, working
 
 SECRET = "what somebody wrote"
 POST: dict[str, Any] = {"id": "x", "title": SECRET, "author": "someone"}
@@ -64,8 +64,8 @@ def message(body: object = ([[POST]], {}, {}), **changes: Any) -> dict[str, Any]
 def letters(redis: RedisServer, count: int = 1) -> list[DeadLetter]:
     """Return the dead letters once there are at least `count`."""
     store = ResultsStore(redis.client, Settings())
-    wait_until(lambda: len(store.dead_letters(100)) >= count, f"{count} dead letters")
-    return store.dead_letters(100)
+    wait_until(lambda: len(dead_letters(store, 100)) >= count, f"{count} dead letters")
+    return dead_letters(store, 100)
 
 
 #: Headers of Celery's message protocol 2, which name the task.

@@ -25,6 +25,7 @@ from tests.support import (
     body_of,
     feedmill,
     free_port,
+    latest,
     make_posts,
     running,
     wait_until,
@@ -136,7 +137,7 @@ def test_failover_under_load_loses_only_unreplicated_posts(watched: Watched, tmp
         wait_until(lambda: stored(new) >= known, "every post known to the new master is stored")
         assert worker.process.poll() is None
         assert worker.end() == 0
-    ids = [result.post.id for result in ResultsStore(new, settings).latest(len(posts) + 1)]
+    ids = [result.post.id for result in latest(ResultsStore(new, settings), len(posts) + 1)]
     assert len(ids) == len(set(ids))
     # Posts acknowledged by the old master but not yet replicated are lost, and only those.
     lost = {post.id for post in posts} - set(ids)

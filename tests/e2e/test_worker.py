@@ -14,11 +14,11 @@ from celery import Celery
 
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app, queue_depth
-from feedmill.shared.keys import RESULTS_STREAM, find
+from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, run, wait_until, working
+from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, find, latest, make_posts, run, wait_until, working
 from tests.unit.test_canary import overflowing
 
 POSTS: list[dict[str, Any]] = [
@@ -64,7 +64,7 @@ def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer
     wait_until(lambda: not sum(queue_depth(served.client, "feedmill")), "all messages are finished")
     for name in map(str, served.client.scan_iter()):
         key = find(name)
-        assert key, f"{name!r} is not in shared/keys.py"
+        assert key, f"{name!r} is not in docs/reference/keys.md"
         both: Any = served.client.pipeline()
         both.type(name)
         both.ttl(name)
@@ -88,7 +88,7 @@ def test_a_new_worker_finishes_after_sigterm(redis: RedisServer, settings: Setti
     with working(redis, tmp_path, "second"):
         wait_until(lambda: store.counters().stored >= len(posts), "all results are stored")
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
-    entries = [entry.post.id for entry in store.latest(2000)]
+    entries = [entry.post.id for entry in latest(store, 2000)]
     assert sorted(entries) == sorted(post.id for post in posts)
     assert redis.client.xlen(RESULTS_STREAM) == len(posts)
 

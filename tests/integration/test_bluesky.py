@@ -15,14 +15,14 @@ from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.state import Gaps, LiveState
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, find, live_authors_key, live_deleted_key, tombstone_key
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, live_authors_key, live_deleted_key, tombstone_key
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.purge import tombstones
 from feedmill.shared.results import ResultsStore, stored_ids
 from feedmill.shared.settings import Settings
 from tests.fakes.jetstream import FAULTS, Jetstream
 from tests.integration.test_results import letter, result
-from tests.support import RedisServer, body_of, wait_until
+from tests.support import RedisServer, body_of, find, wait_until
 
 Make = Callable[..., LiveDaemon]
 

@@ -3,9 +3,8 @@
 from typing import Any
 
 from feedmill.monitoring import watch
-from feedmill.shared.metrics import read_memory
+from feedmill.shared.metrics import needs, read_memory
 from feedmill.shared.results import HOUR_S, ResultsStore
-from feedmill.shared.retention import needs
 from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer, mark_sent

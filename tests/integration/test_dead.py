@@ -15,7 +15,7 @@ from feedmill.shared.keys import DEAD_LETTERS
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer
+from tests.support import RedisServer, dead_letters
 
 COUNT, BYTES = 400, 100_000
 #: Maximum memory in bytes: a few pages of dead letters, as text and as objects. All dead letters take 40 MB.
@@ -86,5 +86,5 @@ def test_newest_returns_at_most_count_in_order(redis: RedisServer) -> None:
     for count in (1, 20, 21, 45, COUNT + 1):
         newest = [each.name for each in DeadLetters(redis.client).newest(count)]
         assert newest == names[max(0, COUNT - count) :]
-    letters = ResultsStore(redis.client, Settings()).dead_letters(45)
+    letters = dead_letters(ResultsStore(redis.client, Settings()), 45)
     assert [letter.message for letter in letters] == [str(number) for number in range(COUNT - 45, COUNT)]

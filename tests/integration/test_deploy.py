@@ -15,7 +15,7 @@ import torch
 from feedmill.cli import deploy as deploy_commands
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import DeviceFull, ModelError
-from feedmill.shared.keys import REQUESTED_MODELS, find
+from feedmill.shared.keys import REQUESTED_MODELS
 from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.model_routing import DeploymentReport, RequestedModel, Stage, request_model, requested_model
 from feedmill.shared.settings import Settings
@@ -24,7 +24,7 @@ from feedmill.workers.models.weights import locate
 from feedmill.workers.runtime import hot_swap
 from feedmill.workers.runtime.hot_swap import Deployer, load_wanted
 from tests.fakes.models import make_model
-from tests.support import RedisServer, wait_until
+from tests.support import RedisServer, find, wait_until
 from tests.unit.test_pipeline import Owner
 from tests.unit.test_replacing import Model
 

@@ -67,7 +67,6 @@ COMMANDS = [
     ["deploy", "--show", "--json"],
     ["enqueue", "posts.jsonl"],
     ["enqueue", "posts.csv"],
-    ["enqueue", "posts.jsonl", "--model", "HOSTILE"],
     ["enqueue", "posts.jsonl", "--queue", "HOSTILE"],
     ["purge", "HOSTILE"],
     ["purge", "--lift", "HOSTILE"],

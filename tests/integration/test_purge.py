@@ -22,7 +22,7 @@ from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter
 from feedmill.shared.purge import TOMBSTONE_TTL_S, PurgeCounts, lift_tombstones, purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, has_results, make_classification, mark_sent, sent_marks
+from tests.support import RedisServer, dead_letters, has_results, latest, make_classification, mark_sent, sent_marks
 
 # A warning of Celery's backend, which stores results in this process.
 pytestmark = [
@@ -96,8 +96,8 @@ def test_removes_everything_about_a_post_and_keeps_the_others(
     assert purge(client, settings, [posts[0], posts[2]]) == PurgeCounts(
         sent=2, results=2, entries=4, dead_letters=2, celery_results=2
     )
-    assert [found.post.id for found in store.latest(10)] == ["kept"] * 2
-    assert [found.id for found in store.dead_letters(10)] == ["kept", None]
+    assert [found.post.id for found in latest(store, 10)] == ["kept"] * 2
+    assert [found.id for found in dead_letters(store, 10)] == ["kept", None]
     assert len(store.get("kept")) == 2
     assert (sent_marks(client, "kept"), client.exists("another:key")) == (1, 1)
     assert app.AsyncResult("of-kept").get() == [classification("kept").model_dump()]
@@ -169,7 +169,7 @@ def test_sweeps_streams_in_bounded_parts(
     store.write([result(str(number)) for number in range(100)])
     gone = [0, 8, 9, 10, 11, 19, 20, *range(40, 60), 99]
     assert purge(client, settings, map(str, gone)).entries == len(gone)
-    assert [found.post.id for found in store.latest(100)] == [str(n) for n in range(100) if n not in gone]
+    assert [found.post.id for found in latest(store, 100)] == [str(n) for n in range(100) if n not in gone]
 
 
 def test_purged_celery_results_keep_their_format(client: Redis, settings: Settings, app: Any) -> None:
@@ -286,27 +286,11 @@ def test_rereads_results_changed_by_a_concurrent_purge(
     assert ["error" in outcome for outcome in app.AsyncResult("m").get()] == [True, True, False]
 
 
-def test_does_not_restore_a_result_that_expires_during_a_purge(
-    client: Redis, settings: Settings, app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app.backend.mark_as_done("m", [classification("gone").model_dump()])
-    fetch = purging._fetch
-
-    def late(redis: Redis, keys: list[str]) -> list[bytes | None]:
-        texts = fetch(redis, keys)
-        redis.delete(*keys)
-        return texts
-
-    monkeypatch.setattr(purging, "_fetch", late)
-    assert purge(client, settings, ["gone"]).celery_results == 0
-    assert client.exists("celery-task-meta-m") == 0
-
-
 def test_lift_allows_a_post_again(client: Redis, settings: Settings, store: ResultsStore) -> None:
     purge(client, settings, ["a", "b"])
     assert lift_tombstones(client, ["a", "never purged"]) == 1
     store.write([result("a"), result("b")])
-    assert [found.post.id for found in store.latest(10)] == ["a"]
+    assert [found.post.id for found in latest(store, 10)] == ["a"]
 
 
 @pytest.mark.parametrize("post_id", ["", " ", "x" * 129])

@@ -16,14 +16,14 @@ from feedmill.producers import push
 from feedmill.producers.push import Pusher
 from feedmill.shared import broker
 from feedmill.shared.broker import connect, make_app, queue_depth
-from feedmill.shared.keys import MARKS, REQUESTED_MODELS, find, tombstone_key
+from feedmill.shared.keys import MARKS, REQUESTED_MODELS, tombstone_key
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import forget
 from feedmill.shared.scripts import load_functions
 from feedmill.shared.scripts import queue as scripts
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, body_of, make_posts, sent_count, sent_marks
+from tests.support import RedisServer, body_of, find, make_posts, sent_count, sent_marks
 
 pytestmark = pytest.mark.each_redis
 
@@ -76,7 +76,7 @@ def test_each_queue_has_its_own_gate_and_marks(settings: Settings, redis: RedisS
         assert pushing.sent == sent
     assert [queue_depth(redis.client, name).waiting for name in ("feedmill", "feedmill-other")] == [2, 2]
     assert pusher(other).room() == 1
-    assert all(find(str(key)) for key in redis.client.scan_iter()), "all keys are in shared/keys.py"
+    assert all(find(str(key)) for key in redis.client.scan_iter()), "all keys are in docs/reference/keys.md"
 
 
 def test_a_newly_deployed_model_gets_posts_that_were_sent_before(settings: Settings, redis: RedisServer) -> None:

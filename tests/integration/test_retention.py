@@ -1,4 +1,4 @@
-"""Bounded memory of results and sent records (shared/retention.py) on every redis-server of this machine."""
+"""Bounded memory of results and sent records (shared/metrics.py) on every redis-server of this machine."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ from redis.exceptions import RedisError
 
 from feedmill.reading.readers import Follower
 from feedmill.reading.rows import Missed
-from feedmill.shared.keys import MARKS, RESULTS_STREAM, STORED, find
+from feedmill.shared.keys import MARKS, RESULTS_STREAM, STORED
 from feedmill.shared.messages import digest
+from feedmill.shared.metrics import measure
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore, memory_limits, stored_ids
-from feedmill.shared.retention import measure
 from feedmill.shared.scripts import queue
 from feedmill.shared.scripts.queue import SENT, Mark, lookup
 from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
-from tests.support import RedisServer, age, sent_count
+from tests.support import RedisServer, age, find, sent_count
 
 HOUR_S = 3600
 #: Bytes. Settings accept ten megabytes or more, which would take the tests seconds to fill.

@@ -11,7 +11,7 @@ from feedmill.reading.dead_letters import DeadLetters
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
 from feedmill.shared.errors import UserError
-from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUNS, find, run_key
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUNS, run_key
 from feedmill.shared.messages import (
     MAX_RUN,
     ClassifyOptions,
@@ -25,7 +25,7 @@ from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, has_results, make_classification, sent_count, sent_marks
+from tests.support import RedisServer, find, has_results, latest, make_classification, sent_count, sent_marks
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def counts(server: RedisServer, run: str) -> tuple[int, int, int]:
 
 def test_equal_ids_of_two_runs_have_their_own_results(store: ResultsStore) -> None:
     assert store.write([result(post("0", "a")), result(post("0", "b")), result(post("0"))]) == 3
-    assert [found.post.run for found in store.latest(9)] == ["a", "b", None]
+    assert [found.post.run for found in latest(store, 9)] == ["a", "b", None]
     assert len({found.fingerprint for found in store.get("0")}) == 3
 
 
@@ -146,7 +146,7 @@ def test_a_purge_finds_a_post_in_every_run(server: RedisServer, settings: Settin
     assert (found.entries, found.dead_letters, found.messages) == (2, 2, 2)
     assert not has_results(server.client, "0")
     assert not sent_marks(server.client, "0")
-    assert {found.post.id for found in store.latest(9)} == {"1"}
+    assert {found.post.id for found in latest(store, 9)} == {"1"}
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[31m", "x" * (MAX_RUN + 1), "a\u202eb"])
@@ -189,7 +189,7 @@ def test_purging_a_run_keeps_the_posts_of_other_runs(
     store.write([result(post("0"))])
     found = purge_run(server.client, settings, "a")
     assert found == RunPurged(results=30, dead_letters=3, messages=2, waiting=40, outside=0)
-    assert {each.post.run for each in store.latest(99)} == {"b", None}
+    assert {each.post.run for each in latest(store, 99)} == {"b", None}
     assert len(store.get("0")) == 2
     assert len(store.get("1")) == 1
     dead = DeadLetters(server.client)

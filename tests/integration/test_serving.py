@@ -1,4 +1,4 @@
-"""shared/model_routing.py on a real Redis: models announced by workers, and the choice of a queue by model."""
+"""shared/model_routing.py on a real Redis: models announced by workers, and registered workers."""
 
 import json
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 
 from feedmill.shared.errors import UserError
-from feedmill.shared.keys import MODELS, WORKERS, find
+from feedmill.shared.keys import MODELS, WORKERS
 from feedmill.shared.model_routing import (
     ANNOUNCE_INTERVAL_S,
     EXPECTED_S,
@@ -15,16 +15,15 @@ from feedmill.shared.model_routing import (
     check_queue,
     expected_workers,
     known_queues,
-    queue_for_model,
     queues,
     register,
 )
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer
+from tests.support import RedisServer, find
 
 pytestmark = pytest.mark.each_redis
 
-BART, TUNED = "facebook/bart-large-mnli", "/srv/models/bart-large-mnli"
+BART = "facebook/bart-large-mnli"
 
 
 def said(redis: RedisServer, queue: str, model: str, ago: float) -> None:
@@ -32,44 +31,17 @@ def said(redis: RedisServer, queue: str, model: str, ago: float) -> None:
     redis.client.hset(MODELS, queue, json.dumps({"model": model, "seen": time.time() - ago}))
 
 
-def test_finds_a_queue_by_its_models_full_or_short_name(redis: RedisServer) -> None:
-    announce(redis.client, "feedmill-bart", BART)
-    announce(redis.client, "feedmill", "sentence-transformers/all-MiniLM-L6-v2")
-    assert queue_for_model(redis.client, BART) == queue_for_model(redis.client, "bart-large-mnli") == "feedmill-bart"
-    assert known_queues(redis.client)["feedmill-bart"].model == BART
-    key = find(MODELS)
-    assert key
-    assert key.pattern == MODELS
-
-
-@pytest.mark.parametrize("name", ["bart", "facebook", "", "x\x1b[2J"])
-def test_rejects_unknown_models_and_lists_the_known_ones(redis: RedisServer, name: str) -> None:
-    announce(redis.client, "feedmill-bart", BART)
-    announce(redis.client, "feedmill", "other\x1b[2J")
-    with pytest.raises(UserError) as refused:
-        queue_for_model(redis.client, name)
-    assert f"other\\x1b[2J (queue feedmill), {BART} (queue feedmill-bart)" in str(refused.value)
-    assert "\x1b" not in str(refused.value)
-
-
-def test_rejects_ambiguous_models_and_lists_their_queues(redis: RedisServer) -> None:
-    announce(redis.client, "one", BART)
-    announce(redis.client, "two", TUNED)
-    with pytest.raises(UserError, match="--queue") as refused:
-        queue_for_model(redis.client, "bart-large-mnli")
-    assert f"{BART} (queue one), {TUNED} (queue two)" in str(refused.value)
-    assert queue_for_model(redis.client, BART) == "one"
-    announce(redis.client, "three", BART)
-    with pytest.raises(UserError, match=r"\(queue one\).*\(queue three\)|\(queue three\).*\(queue one\)"):
-        queue_for_model(redis.client, BART)
-
-
 def test_rejects_queues_never_served_except_the_default(redis: RedisServer) -> None:
     check_queue(redis.client, "feedmill")
     announce(redis.client, "feedmill-bart", BART)
+    announce(redis.client, "odd", "\x1b[2J")
     check_queue(redis.client, "feedmill-bart")
-    with pytest.raises(UserError, match=r"'feedmill-brat'.* FEEDMILL_QUEUE .*feedmill-bart\)"):
+    with pytest.raises(
+        UserError, match=r"'feedmill-brat'.* FEEDMILL_QUEUE .*feedmill-bart .*odd \(model \\x1b"
+    ) as refused:
         check_queue(redis.client, "feedmill-brat")
+    assert "\x1b" not in str(refused.value)
+    assert find(MODELS)
 
 
 def test_forgets_stale_queues_unless_messages_wait_there(redis: RedisServer) -> None:

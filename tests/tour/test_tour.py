@@ -30,7 +30,7 @@ from feedmill.workers.pipeline.pipeline import Pipeline
 from feedmill.workers.pipeline.window import Window
 from feedmill.workers.runtime.task import arguments_by_name
 from feedmill.workers.transport.redis_transport import use_leases
-from tests.support import RedisServer, wait_until
+from tests.support import RedisServer, latest, wait_until
 
 LINE = '{"id": "t3_kettle", "title": "Which kettle for tea &amp; coffee?", "selftext": "Mine leaks.", "author": "x"}\n'
 
@@ -69,7 +69,7 @@ class Owner(context.Owner):
         self.recorded_messages: list[Message] = []
 
     def finished(self, message: Message) -> None:  # noqa: ARG002 - the store is what counts
-        self.stored_when_finished.append(self._store.latest(1))
+        self.stored_when_finished.append(latest(self._store, 1))
 
     def recorded(self, message: Message) -> None:
         self.recorded_messages.append(message)

@@ -1,8 +1,6 @@
 """shared/encoding.py: JSON that any Celery client reads, and bounded decompression of message bodies."""
 
-import bz2
 import json
-import lzma
 import random
 import zlib
 from collections.abc import Callable
@@ -34,7 +32,7 @@ def _kombu_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("pack", "name"),
-    [(zlib.compress, "zlib"), (zlib.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "lzma")],
+    [(zlib.compress, "zlib"), (zlib.compress, "gzip")],
 )
 def test_decompresses_up_to_the_limit(pack: Callable[[bytes], bytes], name: str) -> None:
     encoding.limit_bodies(LIMIT)
@@ -47,7 +45,7 @@ def test_decompresses_up_to_the_limit(pack: Callable[[bytes], bytes], name: str)
 def test_refuses_unbounded_compression_types() -> None:
     kombu.register(lambda body: body, lambda body: body, "application/x-odd", ["odd"])
     encoding.limit_bodies(LIMIT)
-    with pytest.raises(ValueError, match=r"gzip, bzip2 or lzma"):
+    with pytest.raises(ValueError, match="not gzip"):
         kombu.decompress(b"x", "application/x-odd")
 
 

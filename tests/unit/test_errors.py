@@ -9,14 +9,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from redis.exceptions import ResponseError
 
 from feedmill.shared.errors import (
-    PostRefused,
     RequestRefused,
     UserError,
     clause,
     explain_missing,
-    sentence,
 )
-from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.messages import ClassifyOptions
 
 
 def test_errors_of_pipelines_are_shown_without_the_command() -> None:
@@ -36,22 +34,6 @@ def test_missing_packages_are_explained_in_every_thread() -> None:
         pool.submit(load).result()
 
 
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        ({"score": "many"}, "score: must be a whole number"),
-        ({"score": 1.5}, "score: must be a whole number"),
-        ({"body": {"0": "x"}}, "body: must be text"),
-        ({"topic": "x" * 201}, "topic: must have at most 200 characters"),
-        ({"nsfw": "perhaps"}, "nsfw: must be true or false"),
-        ({"created_utc": -1}, "created_utc: must be at least 0"),
-    ],
-)
-def test_reasons_are_plain(raw: dict[str, object], reason: str) -> None:
-    with pytest.raises(PostRefused, match=f"^{reason}$"):
-        Post.parse({"id": "1", "title": "x"} | raw)
-
-
 def test_unknown_arguments_name_a_similar_one() -> None:
     with pytest.raises(RequestRefused, match=r"^label: unknown argument; did you mean labels\?$"):
         ClassifyOptions.parse({"label": ["a"]})
@@ -66,8 +48,3 @@ def test_notebooks_show_the_sentence_alone(
     shell.user_ns["error"] = UserError("There is no such column.")
     shell.run_cell("raise error")
     assert capsys.readouterr().out.strip() == "UserError: There is no such column."
-
-
-def test_a_sentence_ends_with_one_mark() -> None:
-    assert sentence("labels: expected a list") == "labels: expected a list."
-    assert sentence("unknown argument; did you mean labels?") == "unknown argument; did you mean labels?"

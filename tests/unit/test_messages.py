@@ -126,12 +126,6 @@ def test_reads_labels_from_text_or_list(given_labels: object) -> None:
     assert ClassifyOptions.parse({"labels": given_labels}).labels == {"a": ("a",), "b": ("b",), "c": ("c",)}
 
 
-def test_reads_labels_with_descriptions() -> None:
-    labels = {"film": "movies and television", "sea": ["the sea", "a beach"]}
-    read = {"film": ("movies and television",), "sea": ("the sea", "a beach")}
-    assert ClassifyOptions.parse({"labels": labels}).labels == read
-
-
 @pytest.mark.parametrize(
     ("options", "field", "named"),
     [

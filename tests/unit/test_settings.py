@@ -20,7 +20,7 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("name", "value", "named"),
     [
-        ("FEEDMILL_TOKEN_BUDGET", "many", ("whole number",)),
+        ("FEEDMILL_TOKEN_BUDGET", "many", ("integer",)),
         ("FEEDMILL_DTYPE", "fp8", ("'auto', 'float32', 'bfloat16', 'float16' or 'int8'",)),
         ("FEEDMILL_DEVICE", "gpu", ("cuda:N", "'gpu'")),
         ("FEEDMILL_LABELS", "a,a", ("'a'",)),

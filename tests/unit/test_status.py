@@ -9,8 +9,8 @@ import pytest
 from feedmill.cli import status
 from feedmill.cli.status import progress_line as line
 from feedmill.monitoring.watch import FEEDMILL_POOL, worker_statistics
+from feedmill.shared.metrics import Kept, Needs
 from feedmill.shared.results import Counters
-from feedmill.shared.retention import Kept, Needs
 from feedmill.shared.runs import Progress
 
 #: An estimate of 1,340 where 1,300 results were stored.

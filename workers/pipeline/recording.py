@@ -177,7 +177,7 @@ class Recording:
         best_first = dict(sorted(scores.items(), key=itemgetter(1), reverse=True))
         now = time.time()
         # Scores of plug-ins can be of other types.
-        create = Classification.trusted if FLOAT.issuperset(map(type, scores.values())) else Classification
+        create = Classification.model_construct if FLOAT.issuperset(map(type, scores.values())) else Classification
         return create(
             id=work.post.id,
             label=next(iter(best_first)),

@@ -7,7 +7,7 @@ from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge
 from feedmill.shared.results import ResultsStore
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, result
-from tests.support import has_results, sent_marks
+from tests.support import has_results, latest, sent_marks
 
 RECHECK_DELAYS_S = RedditSource.recheck_delays
 #: Seconds between polls in tests of days.
@@ -47,7 +47,7 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
         assert not has_results(house.redis.client, gone)
         assert not sent_marks(house.redis.client, gone)
         assert house.redis.client.exists(tombstone_key(gone))
-    assert {entry.post.id for entry in store.latest(100)} == {kept, edited}
+    assert {entry.post.id for entry in latest(store, 100)} == {kept, edited}
 
 
 def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:

@@ -12,6 +12,7 @@ from feedmill.shared.messages import Post
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.scripts import queue as queue_scripts
 from tests.integration.reddit.house import HOUR, MINUTE, House, result, short_listings
+from tests.support import latest
 
 
 def test_waits_for_a_full_queue_and_loses_nothing(house: House) -> None:
@@ -88,7 +89,7 @@ def test_a_kill_at_any_step_loses_and_repeats_nothing(
     store = ResultsStore(house.redis.client, house.settings)
     for post in house.queued():
         store.write([result(Post.parse(post))])
-    stored = [entry.post.id for entry in store.latest(10_000)]
+    stored = [entry.post.id for entry in latest(store, 10_000)]
     assert set(expected) <= set(stored)
     assert len(stored) == len(set(stored))
     assert not set(out_of_reach) & set(stored)
