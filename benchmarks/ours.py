@@ -20,6 +20,7 @@ from feedmill.shared.settings import Settings
 from feedmill.stack.embedded import WORKER_NODE, Stack
 from feedmill.workers.models.classifiers import Classifier, LabelSet, Row
 from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import keep_freed_memory
 from feedmill.workers.models.shapes import EXACT, Shapes
 
 #: Token budgets that the ideal tries on a CPU and on other devices.
@@ -48,6 +49,7 @@ class Ideal:
         self._labels: list[str] = []
 
     def start(self) -> None:
+        keep_freed_memory(self._job.device.torch)
         self._classifier = load_classifier(self._job.settings, self._job.device)
 
     def stop(self) -> None:

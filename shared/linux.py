@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,13 @@ def peak_memory() -> int | None:
     """Return this process' peak memory in bytes; None if unknown."""
     peak = _field("self/status", "VmHWM:")
     return int(peak.split()[0]) * 1024 if peak else None
+
+
+def set_malloc_options(options: Mapping[int, int]) -> None:
+    """Set options of glibc's allocator. Does nothing with another C library."""
+    with suppress(AttributeError):
+        for option, value in options.items():
+            LIBC.mallopt(option, value)
 
 
 def _field(file: str, name: str) -> str | None:

@@ -34,4 +34,5 @@ def test_falls_back_elsewhere() -> None:
     assert not linux.reset_peak_memory()
     assert linux.peak_memory() is None
     linux.run_on({0})
+    linux.set_malloc_options({-1: 1})
     linux.die_with(os.getppid())

@@ -19,6 +19,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 #: Model types that overflow in float16 whatever their configuration says: gte-Qwen2 and EmbeddingGemma are stored in
 #: float32, but their base models were trained in bfloat16. vLLM refuses all of these but qwen2 in float16.
 BFLOAT16_TYPES = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2", "qwen2"})
+#: Options of glibc's `mallopt` (malloc.h) and their values: return memory at the end of the heap to the system only
+#: beyond 2 GiB, take up to 1 GiB from the heap, and use one heap for all threads, from which little is returned.
+MALLOC_OPTIONS = {-1: 2**31 - 1, -3: 2**30, -8: 1}
 #: Precisions that ONNX Runtime supports, by device type; the default first.
 ONNX_DTYPES = {"cpu": ("float32", "int8"), "cuda": ("float16", "float32")}
 
@@ -167,6 +170,18 @@ def limit_memory(device: torch.device, share: float) -> None:
     """Let this process use at most a share of the GPU's memory. Beyond it, torch raises OutOfMemoryError."""
     if device.type == "cuda" and share < 1:
         torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Let this process keep memory that a micro-batch on a CPU has freed, for the next one.
+
+    glibc returns the largest blocks to the system, which clears each page when it is used again: 6% of the time with
+    all-MiniLM-L6-v2 in bfloat16. Does nothing with another C library, or if the environment sets glibc's options.
+    """
+    is_set = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
+    if device.type != "cpu" or is_set:
+        return
+    linux.set_malloc_options(MALLOC_OPTIONS)
 
 
 def _default_precision(device: torch.device, engine: str) -> tuple[torch.dtype, str]:

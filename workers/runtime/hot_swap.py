@@ -74,6 +74,7 @@ def load(settings: Settings, redis: Redis) -> LoadedModel:
             f"{PREFIX}ENGINE=torch."
         )
     devices.limit_memory(selected.torch, settings.device_memory)
+    devices.keep_freed_memory(selected.torch)
     began = time.monotonic()
     asked = None
     with suppress(RedisError):  # a later check finds it
