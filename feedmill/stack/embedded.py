@@ -230,14 +230,14 @@ class Stack:
             service.child.check()
 
     def stay(self, say: Callable[[str], None]) -> None:
-        """Run until a signal, restarting processes that exit. say: prints a line. Raises StackError."""
+        """Run until a signal, restarting processes that exit. say: prints a line. Raises UserError."""
         while not self._signals:
             self.supervise(say)
             time.sleep(POLL_INTERVAL_S)
         say("stopping …")
 
     def supervise(self, say: Callable[[str], None]) -> None:
-        """Restart processes that have exited. Raises StackError if one of them keeps failing."""
+        """Restart processes that have exited. Raises UserError if one of them has exited because of a user error."""
         for service in reversed(self._services):  # Redis first: the others need it
             service.supervise(say)
 
