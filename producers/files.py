@@ -138,8 +138,6 @@ class Source:
         #: True if a copy for Excel must begin with a byte order mark: the file does, or has another encoding than
         #: UTF-8. Set after the first record.
         self.has_mark = False
-        #: Place of the record whose items were yielded last.
-        self.place: Place = 0
         self._file: CountedFile | None = None
         #: Size of the file in bytes; None if unknown.
         self.size = Path(path).stat().st_size if is_file(path) else None
@@ -160,7 +158,6 @@ class Source:
         Raises InputError if the file cannot be read, UserError if a required package is not installed.
         """
         for place, record, cells in self._records():
-            self.place = place
             if record is None:
                 yield LeftOut.BY_FILTERS if cells is None else LeftOut.BLANK
             elif isinstance(record, str):

@@ -1,8 +1,7 @@
 """The `feedmill classify` command: classify a text or a file in this process, without Redis or a worker."""
 
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain, islice
@@ -20,7 +19,7 @@ from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOpti
 from feedmill.cli.terminal import ID_WIDTH, with_title
 from feedmill.console import notes_console, output_console
 from feedmill.local_model import explain_refusals, load_calibrated
-from feedmill.producers.files import FileReading, Place, Source
+from feedmill.producers.files import FileReading, Source
 from feedmill.producers.records import cut
 from feedmill.shared.errors import InputError, PostRefused, UserError, json_line, printable
 from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
@@ -105,18 +104,16 @@ def _label_file(
 def _classify_file(path: str, file: FileFlags, limit: int | None, load: Load, as_json: bool) -> bool:
     """Print the labels of the file's posts. Return whether a post or a record failed."""
     reading = FileReading(
-        path, notes_console(), columns=file.columns(), encoding=file.encoding, shows_ids=as_json, text_only=True
+        path, notes_console(), columns=file.columns(), encoding=file.encoding, shows_ids=True, text_only=True
     )
-    #: Lines of the posts that were read and not shown yet, in order, if the file has no ids.
-    places: deque[Place] = deque()
-    posts = islice(_noting_places(reading, places), limit)
+    posts = islice(reading.posts(), limit)
     # Read a post before loading the model, which takes seconds: the file may have none.
     first = list(islice(posts, 1))
     failed = 0
     if first:
         # Closed after any error: threads of a running model would abort the process at its exit.
         with closing(load()[1](chain(first, posts))) as outcomes:
-            failed = _show_posts(outcomes, as_json, places if reading.lacks_ids else None, reading.unit)
+            failed = _show_posts(outcomes, as_json)
     reading.end()
     return failed > 0 or reading.skipped > reading.without_text
 
@@ -162,32 +159,18 @@ def _as_json(post: Post, outcome: Outcome) -> str:
     return json_line(found)
 
 
-def _noting_places(reading: FileReading, places: deque[Place]) -> Iterator[Post]:
-    """Yield the posts, and append the place of each to `places` if the file has no ids."""
-    for post in reading.posts():
-        if reading.lacks_ids:
-            places.append(reading.place)
-        yield post
-
-
-def _show_posts(
-    outcomes: Iterable[tuple[Post, Outcome]], as_json: bool, places: deque[Place] | None = None, unit: str = "line"
-) -> int:
-    """Print posts as they are classified; return how many failed.
-
-    places: the posts' places in the file, shown instead of ids. unit: the word for a place.
-    """
+def _show_posts(outcomes: Iterable[tuple[Post, Outcome]], as_json: bool) -> int:
+    """Print posts as they are classified; return how many failed."""
     failed = 0
     for post, outcome in outcomes:
         failed += isinstance(outcome, PostError)
-        name = post.id if places is None else f"{unit} {places.popleft()}"
         if as_json:
             typer.echo(_as_json(post, outcome))
         elif isinstance(outcome, Classification):
             best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:POST_LABELS])
-            typer.echo(with_title(printable(f"{name:<{ID_WIDTH}} {best:<48} "), post))
+            typer.echo(with_title(printable(f"{post.id:<{ID_WIDTH}} {best:<48} "), post))
         else:
-            typer.echo(printable(f"{name:<{ID_WIDTH}} failed: {outcome.error}"))
+            typer.echo(printable(f"{post.id:<{ID_WIDTH}} failed: {outcome.error}"))
     return failed
 
 
