@@ -14,7 +14,7 @@ from feedmill.cli.option_groups import excludes, needs, with_settings
 from feedmill.cli.options import AsJson, RunName, Since, utc
 from feedmill.cli.terminal import ID_WIDTH, with_title
 from feedmill.console import counted
-from feedmill.reading.readers import CLAIM_AFTER_S, NO_FILTER, Read, Reader, ResultFilter, batches, newest, open_reader
+from feedmill.reading.readers import CLAIM_AFTER_S, NO_FILTER, Reader, ResultFilter, batches, newest, open_reader
 from feedmill.reading.rows import Missed, check_run, unknown_run
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import json_line, printable
@@ -119,20 +119,12 @@ def _list(redis: Redis, filters: ResultFilter, limit: int | None, as_json: bool,
 def _show(reader: Reader, follow: bool, as_json: bool) -> None:
     """Show batch by batch; acknowledge each batch after it is written and flushed."""
     for batch in batches(reader, follow):
-        _show_batch(batch, as_json)
+        for missed in [item for item, _ in batch if isinstance(item, Missed)]:
+            typer.echo(_missed(missed, as_json), err=True)
+        _print(_lines([item for item, _ in batch if isinstance(item, Result)], as_json))
         reader.acknowledge([entry_id for _, ids in batch for entry_id in ids])
         if not batch and _is_pipe_closed():
             return
-
-
-def _show_batch(batch: Sequence[Read], as_json: bool) -> None:
-    results = []
-    for item, _ in batch:
-        if isinstance(item, Missed):
-            typer.echo(_missed(item, as_json), err=True)
-        else:
-            results.append(item)
-    _print(_lines(results, as_json))
 
 
 def _print(lines: Sequence[str]) -> None:
