@@ -121,6 +121,13 @@ def test_only_cuda_has_few_shapes_and_no_cudnn_attention() -> None:
         torch_cuda.enable_cudnn_sdp(before)
 
 
+@pytest.mark.parametrize("architecture", ["mpnet", "roberta", "xlm-roberta"])
+def test_reads_padding_tokens_within_texts(tmp_path: Path, architecture: str) -> None:
+    folder = make_model(architecture, tmp_path / architecture)
+    rows = [Tokens([0, 9, 1, 9, 8, 2]), Tokens([0, 7, 6, 1, 1, 2])]  # 1 is "<pad>"
+    assert torch.allclose(engine_of(folder).forward(rows), alone(folder, rows), atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("architecture", "config"),
     [*((kind, {}) for kind in sorted(PACKABLE_TYPES)), ("modernbert", {"classifier_pooling": "mean"})],

@@ -14,8 +14,8 @@ On x86 CPUs in bfloat16, linear layers have their weights in oneDNN's own layout
 """
 
 import platform
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,27 @@ class TorchEngine:
         lengths = [len(row.ids) for row in rows]
         rest = -sum(lengths) % self._token_step
         ids = torch.tensor([*chain.from_iterable(row.ids for row in rows), *[self._pad_id] * rest])
-        positions = torch.tensor([*chain.from_iterable(map(range, lengths)), *[0] * rest]) + self._first_position
+        positions = torch.tensor(
+            [*chain.from_iterable(self._positions(row.ids) for row in rows), *[self._first_position] * rest]
+        )
         types = None
         if any(row.types for row in rows):
             each = (row.types or [0] * len(row.ids) for row in rows)
             types = torch.tensor([*chain.from_iterable(each), *[0] * rest]).unsqueeze(0)
         groups = groups_of(lengths, self._length_step)
         return self.network.packed(ids.unsqueeze(0), positions.unsqueeze(0), types, groups)
+
+    def _positions(self, ids: Sequence[int]) -> Iterable[int]:
+        """Return the position of each token of a row.
+
+        Models whose positions start after the padding token's id count only real tokens: a padding token that occurs in
+        a text gets its own id as its position.
+        """
+        padding = self._first_position - 1
+        if padding not in ids:
+            return range(self._first_position, self._first_position + len(ids))
+        real = [token != padding for token in ids]
+        return [padding + number * is_real for number, is_real in zip(accumulate(real), real, strict=True)]
 
     def _padded_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         ids, mask, types = padded(rows, self._pad_id, self._most, self._shapes)
