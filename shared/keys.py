@@ -19,8 +19,6 @@ RUNS = "feedmill:runs"
 CLEARS = "feedmill:clears"
 #: Recent purges, newest last: the posts' ids or the run, and the time up to which their results are gone.
 PURGES = "feedmill:purges"
-#: Worker process and lane -> the posts in its current forward pass, as JSON.
-PASSES = "feedmill:passes"
 #: Queue -> the model that its workers serve, and when a worker last announced it, as JSON.
 MODELS = "feedmill:models"
 #: Worker's node name -> when it last registered, by Redis' clock.
@@ -67,11 +65,6 @@ def live_authors_key(source: str) -> str:
 def run_key(run: str) -> str:
     """Progress of a run: `sent`, `stored`, `failed`; `began`, `latest`, `used` (ms); kept `columns`. run: its name."""
     return f"feedmill:run:{run}"
-
-
-def poison_key(message: str) -> str:
-    """Index of a post -> number of forward passes in which its worker vanished. message: digest of the message's id."""
-    return f"feedmill:suspect:{message}"
 
 
 def labels_key(hour: int | str) -> str:

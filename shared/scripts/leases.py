@@ -1,4 +1,4 @@
-"""Functions on leases: reserve, return and replace messages, and renew leases."""
+"""Functions on leases: reserve and return messages, and renew leases."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -49,11 +49,6 @@ class Reservation(NamedTuple):
 
     def reserve(self, redis: Redis) -> list[Taken]:
         return self.taken(call(redis, "reserve", *self._arguments()))
-
-
-def list_of(tag: str) -> str:
-    """Return the list that a message was taken from."""
-    return tag.partition(" ")[2]
 
 
 class LeaseScripts:

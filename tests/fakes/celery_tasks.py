@@ -16,9 +16,8 @@ from celery import chain, current_app, group, shared_task, signals
 from redis import Redis
 
 from feedmill.shared.errors import MessageFailed
-from feedmill.workers.models.classifiers import Outputs, Row
-from feedmill.workers.pipeline.backlog import Loaded
-from feedmill.workers.pipeline.batch_loop import BatchLoop
+from feedmill.workers.models.classifiers import Row
+from feedmill.workers.pipeline.backlog import BatchLoop, Loaded, Part
 from feedmill.workers.runtime.task import ClassifyTask
 
 Posts = list[dict[str, Any]]
@@ -33,17 +32,17 @@ def wait_while(key: str) -> None:
         time.sleep(0.01)
 
 
-compute = BatchLoop._compute
+compute = BatchLoop._forward
 
 
-def compute_slowly(self: BatchLoop, loaded: Loaded, rows: Sequence[Row], lane: int) -> Outputs:
+def compute_slowly(self: BatchLoop, loaded: Loaded, rows: Sequence[Row]) -> list[Part]:
     for row in rows:
         if row.owner.post.title.startswith("slow "):
             wait_while(row.owner.post.title.removeprefix("slow "))
-    return compute(self, loaded, rows, lane)
+    return compute(self, loaded, rows)
 
 
-BatchLoop._compute = compute_slowly  # type: ignore[method-assign]
+BatchLoop._forward = compute_slowly  # type: ignore[method-assign]
 
 
 def write_down(name: str) -> Any:

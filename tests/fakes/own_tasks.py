@@ -14,13 +14,12 @@ from celery import Task, current_app, shared_task
 from redis import Redis
 
 import feedmill
-from feedmill.workers.models.classifiers import Outputs, Row
-from feedmill.workers.pipeline.backlog import Loaded
-from feedmill.workers.pipeline.batch_loop import BatchLoop
+from feedmill.workers.models.classifiers import Row
+from feedmill.workers.pipeline.backlog import BatchLoop, Loaded, Part
 from feedmill.workers.runtime.task import ClassifyTask
 
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
-compute = BatchLoop._compute
+compute = BatchLoop._forward
 if "FAKE_VISIBILITY_TIMEOUT" in os.environ:  # shorter than the setting's minimum
     current_app.conf.broker_transport_options |= {
         "visibility_timeout": float(os.environ["FAKE_VISIBILITY_TIMEOUT"]),
@@ -37,12 +36,12 @@ def written_down(what: object) -> Iterator[None]:
     redis.rpush("ran", f"end {what}")
 
 
-def compute_and_tell(self: BatchLoop, loaded: Loaded, rows: Sequence[Row], lane: int) -> Outputs:
+def compute_and_tell(self: BatchLoop, loaded: Loaded, rows: Sequence[Row]) -> list[Part]:
     redis.rpush("ran", *(f"post {row.owner.post.id}" for row in rows))
-    return compute(self, loaded, rows, lane)
+    return compute(self, loaded, rows)
 
 
-BatchLoop._compute = compute_and_tell  # type: ignore[method-assign]
+BatchLoop._forward = compute_and_tell  # type: ignore[method-assign]
 
 
 @shared_task(name="own.hold")

@@ -60,9 +60,6 @@ class Done:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def ready(self) -> bool:
-        return True
-
 
 class StandIn:
     """A classifier without a model: one row per post, one token per four characters, the same scores for every post."""
@@ -95,7 +92,7 @@ class StandIn:
     def forward(self, rows: Sequence[Any]) -> Done:
         from feedmill.shared.errors import DeviceFull  # noqa: PLC0415
 
-        titles = [row.owner.post.title for row in rows if row.owner]
+        titles = [row.owner.post.title for row in rows]
         if self.hangs:
             Event().wait()
         if self.full and len(rows) > 1:

@@ -89,7 +89,6 @@ def test_forward_does_not_synchronise(folder: Path) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert outputs.wait().isfinite().all()
-        assert outputs.ready()
         assert 0 < outputs.seconds < 10
 
 

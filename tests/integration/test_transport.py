@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
-from kombu import Connection, Consumer, Exchange, Message, Producer, Queue
+from kombu import Connection, Consumer, Exchange, Producer, Queue
 from kombu.exceptions import ContentDisallowed
 from redis import Redis, RedisError
 
@@ -24,7 +25,7 @@ from feedmill.shared import encoding
 from feedmill.shared.scripts.leases import LeaseScripts, Reservation
 from feedmill.stack.processes import Child
 from feedmill.workers.transport import leases, redis_transport
-from feedmill.workers.transport.leases import admit, claim, count_delivery, end_isolation, postpone, unclaim
+from feedmill.workers.transport.leases import WHOLE, LeasedMessage, count_delivery, deaths_in
 from tests.support import PASSWORD, RedisServer, free_port, wait_until
 
 pytestmark = pytest.mark.each_redis
@@ -45,22 +46,23 @@ class Consuming:
         channel: Any = connection.channel()
         channel.basic_qos(0, prefetch, False)
         self.channel = channel
-        self.got: list[Message] = []
+        self.got: list[LeasedMessage] = []
         self.claiming = False
         #: Messages that may not be handled yet.
-        self.refused: list[Message] = []
+        self.refused: list[LeasedMessage] = []
+        take: Any = self._take
         self.consumer = Consumer(
-            self.channel, queues, on_message=self._take, accept=["json"], no_ack=no_ack, auto_declare=True
+            self.channel, queues, on_message=take, accept=["json"], no_ack=no_ack, auto_declare=True
         )
         self.consumer.consume()
 
-    def _take(self, message: Message) -> None:
-        if self.claiming and not claim(message):
+    def _take(self, message: LeasedMessage) -> None:
+        if self.claiming and not message.claim():
             self.refused.append(message)
         else:
             self.got.append(message)
 
-    def until(self, count: int) -> list[Message]:
+    def until(self, count: int) -> list[LeasedMessage]:
         """Drain events until `count` messages have been received in total."""
         wait_until(lambda: self.drain() and len(self.got) >= count, f"{count} messages are received")
         return self.got
@@ -108,7 +110,7 @@ def publish(server: RedisServer, *bodies: Any, through: str = STOCK, queue: Queu
             )
 
 
-def bodies(messages: list[Message]) -> list[Any]:
+def bodies(messages: list[LeasedMessage]) -> list[Any]:
     return [message.payload for message in messages]
 
 
@@ -146,13 +148,6 @@ def test_reserves_stock_clients_messages_by_priority(server: RedisServer) -> Non
         assert got[0].delivery_info["routing_key"] == "posts"
         consumer.acknowledge()
         assert held(server) == (0, 0)
-
-
-def test_stock_consumer_reads_published_messages(redis: RedisServer) -> None:
-    publish(redis, {"a": "\u00e4"}, through=OURS, priority=3)
-    with consuming(redis, through=STOCK) as consumer:
-        assert bodies(consumer.until(1)) == [{"a": "\u00e4"}]
-        consumer.acknowledge()
 
 
 def test_every_queue_and_priority_wakes_a_waiting_consumer(server: RedisServer) -> None:
@@ -200,23 +195,6 @@ def test_reserves_no_more_bytes_than_the_consumer_has_room_for(redis: RedisServe
         assert len(consumer.until(2)) == 2
         assert waiting(redis) == 8
         consumer.acknowledge()
-
-
-def test_reservation_stops_at_the_byte_budget(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_transport, "RESERVE_BYTES", 2000)
-    publish(redis, *["x" * 1000] * 5)
-    with consuming(redis) as consumer:
-        consumer.until(1)
-        assert len(consumer.got) == 2
-        assert len(consumer.until(5)) == 5
-        consumer.acknowledge()
-
-
-def test_no_ack_messages_are_acknowledged_at_once(redis: RedisServer) -> None:
-    publish(redis, 1, 2)
-    with consuming(redis, no_ack=True) as consumer:
-        assert bodies(consumer.until(2)) == [1, 2]
-        assert held(redis) == (0, 0)
 
 
 def test_basic_get_needs_no_acknowledgement(redis: RedisServer) -> None:
@@ -301,7 +279,7 @@ def test_reserves_no_more_while_claimed_messages_fill_the_memory_limit(
         consumer.acknowledge()
         consumer.until(2)
         for message in consumer.got:
-            unclaim(message)
+            message.unclaim()
     assert (waiting(redis), held(redis)) == (8, (0, 0))
     with consuming(redis) as consumer:
         again = [message.delivery_info.get("delivery_count", 0) for message in consumer.until(8)]
@@ -330,18 +308,6 @@ def test_a_dead_workers_messages_return_to_their_place(server: RedisServer) -> N
         again = {message.payload: message.delivery_info.get("redelivered") for message in got}
         assert {name for name, redelivered in again.items() if redelivered} >= {"b", "c", "d", "low"}
         assert got[1].delivery_info["delivery_count"] == 1
-        consumer.acknowledge()
-
-
-def test_counts_deliveries(redis: RedisServer) -> None:
-    publish(redis, 1)
-    with consuming(redis, options=SHORT) as consumer:
-        for number in range(1, 4):
-            message = consumer.until(1).pop()
-            assert message.delivery_info.get("delivery_count", 0) == number - 1
-            consumer.channel.basic_recover(requeue=True)
-        consumer.until(1)
-        assert consumer.got[0].headers["redelivered"]
         consumer.acknowledge()
 
 
@@ -407,16 +373,26 @@ def test_messages_with_lost_workers_are_handled_in_isolation(redis: RedisServer)
 def test_counts_workers_lost_with_an_isolated_message(redis: RedisServer) -> None:
     publish(redis, "a")
     lapse(redis, 2)
-    with consuming(redis, options=SHORT) as consumer:
+    with consuming(redis) as consumer:
         consumer.claiming = True
         tag = consumer.until(1)[0].delivery_tag or ""
-        noted = str(redis.client.hget("reserved", tag))
-        info = json.loads(count_delivery(noted.encode(), lapse=True))["properties"]["delivery_info"]
-        assert (info["lapse_count"], info["alone_lapse_count"]) == (3, 1)
-        end_isolation(consumer.got[0])
-        proved = str(redis.client.hget("reserved", tag))
-        info = json.loads(count_delivery(proved.encode(), lapse=True))["properties"]["delivery_info"]
-        assert (info["lapse_count"], info.get("alone_lapse_count")) == (3, None)
+
+        def counted(lapse: bool = True) -> dict[str, Any]:
+            noted = str(redis.client.hget("reserved", tag))
+            info: dict[str, Any] = json.loads(count_delivery(noted.encode(), lapse=lapse))["properties"][
+                "delivery_info"
+            ]
+            return info
+
+        assert (counted()["lapse_count"], deaths_in(counted())) == (3, {WHOLE: 1})
+        assert not deaths_in(counted(lapse=False))
+        consumer.got[0].suspect(())
+        assert (counted()["lapse_count"], deaths_in(counted())) == (3, {})
+        consumer.got[0].suspect((3, 5))
+        consumer.got[0].return_lapsed()
+        consumer.until(2)[1].suspect((5,))
+        tag = consumer.got[1].delivery_tag or ""
+        assert (counted()["lapse_count"], deaths_in(counted())) == (4, {3: 1, 5: 2})
         consumer.acknowledge()
 
 
@@ -428,16 +404,16 @@ def test_postponed_message_is_isolated_once_it_starts(redis: RedisServer) -> Non
 
         def is_alone() -> bool:
             noted = json.loads(str(redis.client.hget("reserved", later.delivery_tag or "")))
-            return bool(noted["properties"]["delivery_info"].get("alone"))
+            return bool(noted["properties"]["delivery_info"].get("suspects"))
 
-        assert admit(later)
+        assert later.admit()
         assert is_alone()
-        postpone(later)
+        later.postpone()
         assert not is_alone()
-        assert claim(other), "it may start while the first one is postponed"
-        assert not claim(later)
+        assert other.claim(), "it may start while the first one is postponed"
+        assert not later.claim()
         other.ack()
-        assert claim(later)
+        assert later.claim()
         assert is_alone()
         later.ack()
 
@@ -457,7 +433,7 @@ def test_late_acknowledgement_does_not_remove_a_redelivery(redis: RedisServer) -
     publish(redis, 1)
     with consuming(redis) as consumer:
         late = consumer.until(1).pop()
-        consumer.channel.qos.restore_by_tag(late.delivery_tag)
+        late.return_lapsed()
         again = consumer.until(1).pop()
         late.ack()
         assert held(redis) == (1, 1)
@@ -469,7 +445,7 @@ def test_closing_returns_unclaimed_messages(redis: RedisServer) -> None:
     publish(redis, *range(4))
     with consuming(redis) as consumer:
         kept = consumer.until(4)[1]
-        claim(kept)
+        kept.claim()
     assert (waiting(redis), held(redis)) == (3, (1, 1))
     kept.ack()  # the channel is closed: the next connection or the lease thread sends the acknowledgement
     wait_until(lambda: held(redis) == (0, 0), "the acknowledgement arrives")
@@ -508,7 +484,7 @@ def test_returns_unclaimed_messages_after_a_lost_connection(redis: RedisServer) 
     publish(redis, "for later", "begun")
     with consuming(redis, options=SHORT) as consumer:
         later, begun = consumer.until(2)
-        claim(begun)
+        begun.claim()
         gc.freeze()
         try:
             redis.client.client_kill_filter(_type="normal", skipme=True)
@@ -525,17 +501,12 @@ def test_returns_unclaimed_messages_once_redis_is_back(redis: RedisServer, monke
     publish(redis, 1)
     with consuming(redis, options=SHORT) as consumer:
         consumer.until(1)
-        leases, refusals = consumer.channel.leases, [RedisError("away")]
-        put_back = leases._restore
-
-        def refuse_once(*args: Any) -> None:
-            if args[0] and refusals:
-                raise refusals.pop()
-            put_back(*args)
-
-        monkeypatch.setattr(leases, "_restore", refuse_once)
-    wait_until(lambda: (waiting(redis), held(redis)) == (1, (0, 0)), "the message is back in the queue")
-    assert not refusals
+        monkeypatch.setattr(consumer.channel.leases.scripts, "restore", Mock(side_effect=RedisError("away")))
+    assert held(redis) == (1, 1)
+    monkeypatch.undo()
+    with consuming(redis, options=SHORT) as consumer:
+        assert bodies(consumer.until(1)) == [1]
+        consumer.acknowledge()
 
 
 @pytest.fixture

@@ -43,16 +43,14 @@ class Pipeline:
     failure: BaseException | None = None
 
     def __init__(self) -> None:
-        self.statistics = Statistics(60.0, 0.0)
+        self.statistics = Statistics(0.0)
         weights = SimpleNamespace(name=Settings().model)
         self.classifier = SimpleNamespace(kind="nli", device=None, weights=weights)
         self.budget = SimpleNamespace(tokens=2048)
+        self.backlog = SimpleNamespace(oldest_age=lambda: 0.5)
 
     def waiting(self) -> int:
         return 12
-
-    def oldest_age(self) -> float:
-        return 0.5
 
 
 class Clock:

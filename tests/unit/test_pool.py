@@ -1,4 +1,4 @@
-"""workers/runtime/pool.py: the prefetch limits. tests/e2e covers message handling with whole workers."""
+"""Edges of workers/runtime/ that whole workers (tests/e2e) do not reach."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,24 +11,13 @@ from redis.exceptions import RedisError
 
 from feedmill.workers.runtime.consumer import Consumer
 from feedmill.workers.runtime.in_flight import InFlight, PendingTask
-from feedmill.workers.runtime.pool import FIRST_POST_BYTES, DevicePool
+from feedmill.workers.runtime.pool import DevicePool
 
 
-@pytest.fixture
-def pool() -> DevicePool:
-    """A pool before its first message, with room for 64 of 256 rows."""
-    made = DevicePool.__new__(DevicePool)
-    made._post_bytes = FIRST_POST_BYTES
-    made.pipeline = SimpleNamespace(  # type: ignore[assignment]
-        max_waiting=lambda: 256, waiting=lambda: 192, rows_per_post=lambda: 1
-    )
-    return made
-
-
-def test_new_connection_first_rewrites_results(pool: DevicePool) -> None:
-    request = SimpleNamespace(eventer=None)
-    pool._in_flight = InFlight(Celery(), (None, None))  # type: ignore[arg-type]
-    pool._in_flight._held = {PendingTask(request)}
+def test_new_connection_first_rewrites_results() -> None:
+    request, pool = SimpleNamespace(eventer=None), DevicePool.__new__(DevicePool)
+    pool.in_flight = InFlight(Celery(), (None, None))  # type: ignore[arg-type]
+    pool.in_flight._held = {PendingTask(request)}
     pool._store = SimpleNamespace(catch_up=Mock(side_effect=RedisError("unreachable")))  # type: ignore[assignment]
     with pytest.raises(RedisError, match="unreachable"):
         pool.adopt("its events")

@@ -1,4 +1,4 @@
-"""workers/pipeline/statistics.py: rates per interval, rates before the first interval ends, and histograms."""
+"""workers/pipeline/statistics.py: recent rates, and histograms."""
 
 import math
 from typing import NamedTuple
@@ -29,25 +29,25 @@ def test_rates_between_two_totals() -> None:
 
 def test_recent_rates_are_of_the_last_ten_seconds() -> None:
     """They agree with the progress of a run: not those of an interval before it began."""
-    statistics = Statistics(interval=60.0, now=0.0)
+    statistics = Statistics(now=0.0)
     assert statistics.recent(now=0.0).posts_per_second == 0.0
     statistics.totals.posts = 12
     assert statistics.recent(now=4.0).posts_per_second == 3.0
     for now in range(5, 125):
         statistics.totals.posts += 20 * (now > 62)
-        statistics.next_interval(float(now))
+        statistics.mark(float(now))
         found = statistics.recent(now + 0.5)
         if now == 64:
             assert found.posts == 40
         if now > 72:
             assert (found.posts, found.seconds) == (200, 10.5)
     for now in range(125, 136):
-        statistics.next_interval(float(now))
+        statistics.mark(float(now))
     assert statistics.recent(136.0).posts == 0
 
 
 def test_counts_all_padding_of_the_device() -> None:
-    statistics = Statistics(60.0, 0.0, FEW)
+    statistics = Statistics(0.0, FEW)
     statistics.count([Row(9)] * 5, seconds=1.0, share=1.0)
     assert (statistics.totals.tokens, statistics.totals.padded_tokens) == (45, 6 * 16)
 
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 def test_counts_micro_batches_in_buckets() -> None:
-    statistics = Statistics(interval=60.0, now=0.0)
+    statistics = Statistics(now=0.0)
     statistics.count([Row(10), Row(6)], seconds=0.02, share=0.5)
     statistics.count([Row(100)] * 64, seconds=0.2, share=1.0)
     totals = statistics.totals

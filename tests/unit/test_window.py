@@ -3,10 +3,11 @@
 import random
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from feedmill.workers.models.shapes import FEW
+from feedmill.workers.models.shapes import EXACT, FEW, Shapes
 from feedmill.workers.pipeline.window import Window
 
 
@@ -46,25 +47,16 @@ def test_takes_every_row_once(lengths: list[int], budget: int, limit: int) -> No
     assert len(window) == 0
 
 
+@pytest.mark.parametrize("shapes", [EXACT, FEW])
 @given(lengths, budgets, limits)
-def test_keeps_the_budget_unless_one_row_exceeds_it(lengths: list[int], budget: int, limit: int) -> None:
-    window, _ = filled(lengths)
-    while batch := window.take(budget, limit):
-        assert len(batch) <= limit
-        assert len(batch) == 1 or len(batch) * max(row.length for row in batch) <= budget
-
-
-@given(lengths, budgets, limits)
-def test_keeps_the_budget_with_all_padding(lengths: list[int], budget: int, limit: int) -> None:
-    window: Window[Row] = Window(Clock(), FEW)
+def test_keeps_the_budget_with_all_padding(shapes: Shapes, lengths: list[int], budget: int, limit: int) -> None:
+    window: Window[Row] = Window(Clock(), shapes)
     for length in lengths:
         window.add(Row(length))
-    taken = 0
     while batch := window.take(budget, limit):
-        taken += len(batch)
+        tokens, longest = shapes.tokens(len(batch), batch[-1].length), batch[-1].length
         assert len(batch) <= limit
-        assert len(batch) == 1 or FEW.tokens(len(batch), batch[-1].length) <= max(budget, FEW.length(batch[-1].length))
-    assert taken == len(lengths)
+        assert len(batch) == 1 or tokens <= max(budget, shapes.length(longest))
 
 
 @given(lengths.filter(bool), budgets, limits, st.data())

@@ -1,32 +1,34 @@
-"""The backlog: rows that wait for the device, per model. One lock guards all of it.
+"""The backlog, rows that wait for the device; and the batch loop, which computes them.
 
-Micro-batches never mix rows of two models. Suspected poison posts (poison.py) run in isolation, while every
-other lane is idle, and so does the first micro-batch of a new model. A lane checks whether a message is still wanted as
-late as possible: when it takes the message's first row. Jobs, which are not micro-batches, run between two
-micro-batches.
-
-Thread-safe. Computes nothing and never talks to Redis.
+The loop runs on the device threads, called lanes, which must never wait: all other work runs on other threads. A lane
+checks whether a message is still wanted as late as possible: when it takes the message's first row. Jobs, which are not
+micro-batches, run between two micro-batches.
 """
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from feedmill.shared.errors import DeviceFull, DeviceLost, printable
 from feedmill.shared.messages import ClassifyOptions
-from feedmill.workers.models.classifiers import Classifier, Row
+from feedmill.workers.models.classifiers import Classifier, Outputs, Row
+from feedmill.workers.models.device import Device
 from feedmill.workers.pipeline.calibration import TokenBudget
 from feedmill.workers.pipeline.context import Context
-from feedmill.workers.pipeline.message import Message, State
+from feedmill.workers.pipeline.message import Message, State, traceback_of
 from feedmill.workers.pipeline.window import Window
+
+logger = logging.getLogger(__name__)
 
 #: Rows added per acquisition of the lock. Lanes that wait for the lock run in between.
 ROWS_PER_LOCK = 256
 
 
 class Loaded:
-    """A loaded model: its classifier, its token budget, and the rows that wait for it."""
+    """A loaded model: its classifier and its token budget."""
 
     def __init__(
         self, classifier: Classifier, budget: TokenBudget, on_active: Callable[[], None] = lambda: None
@@ -35,28 +37,8 @@ class Loaded:
         self.budget = budget
         #: Called on the writer thread once all results of the previous model are stored.
         self.on_active = on_active
-        self.window: Window[Row] = Window(time.monotonic, classifier.device.shapes)
-        #: The rows of each suspected poison post that waits, sorted by length.
-        self.isolated: deque[Sequence[Row]] = deque()
-        label_set = classifier.label_set(ClassifyOptions())
-        #: A row that belongs to no message. Computing it shows that the device works.
-        self.proof = classifier.prepare(["A first post."], label_set)[0]
         #: Rows per post with the configured labels.
-        self.rows_each = label_set.rows
-
-    def __len__(self) -> int:
-        """Return the number of waiting rows; a suspected poison post counts as one."""
-        return len(self.window) + len(self.isolated)
-
-    def take(self, batch_rows: int) -> Sequence[Row]:
-        """Take the next micro-batch, which is part of a single post while suspected poison posts wait."""
-        if not self.isolated:
-            return self.window.take(self.budget.tokens, batch_rows)
-        rows = self.isolated.popleft()
-        fit = self.classifier.device.shapes.fit(rows[-1].length, self.budget.tokens, batch_rows)
-        if rows[fit:]:
-            self.isolated.appendleft(rows[fit:])
-        return rows[:fit]
+        self.rows_each = classifier.label_set(ClassifyOptions()).rows
 
 
 class Batch(NamedTuple):
@@ -67,8 +49,6 @@ class Batch(NamedTuple):
     rows: Sequence[Row]
     #: Number of micro-batches that share the device, including this one.
     passes: int
-    #: True if it consists of suspected poison posts, which run in isolation.
-    isolated: bool
 
 
 class Backlog:
@@ -76,76 +56,48 @@ class Backlog:
 
     lanes: number of lanes of the device.
     batch_rows: maximum rows of a micro-batch.
-    on_replaced: called with a new model once no rows wait for the previous one; called with the lock held.
     """
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        lanes: int,
-        batch_rows: int,
-        context: Context,
-        on_replaced: Callable[[Loaded], None],
-    ) -> None:
-        #: The active model, followed by its successors in order. Always replaced as a whole. The first one changes only
-        #: while no lane has a micro-batch.
-        self._models: tuple[Loaded, ...] = (loaded,)
+    def __init__(self, loaded: Loaded, lanes: int, batch_rows: int, context: Context) -> None:
+        #: The model that computes the rows. The tokenizer thread replaces it while the backlog is idle.
+        self.loaded = loaded
+        self._window: Window[Row] = Window(time.monotonic, loaded.classifier.device.shapes)
         self._lanes = lanes
         self._batch_rows = batch_rows
         self._owner = context.owner
-        self._on_replaced = on_replaced
         #: Guards this object and the state of every message.
         self._ready = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
         #: Number of lanes that have a micro-batch.
         self._busy = 0
-        #: True while suspected poison posts are on the device; nothing else may run then.
-        self._isolating = False
         self._closed = False
 
     def __len__(self) -> int:
         """Return the number of waiting rows."""
-        return sum(map(len, self._models))
+        return len(self._window)
 
-    @property
-    def active(self) -> Loaded:
-        """The active model, whose rows the lanes compute."""
-        return self._models[0]
-
-    @property
-    def latest(self) -> Loaded:
-        """The model that was loaded last. New rows wait for it."""
-        return self._models[-1]
+    def is_idle(self) -> bool:
+        """Return whether no row waits and no lane has a micro-batch."""
+        with self._ready:
+            return not self._busy and not self._window
 
     def oldest_age(self) -> float:
         """Return how long the oldest row has waited, in seconds."""
         with self._ready:
-            return max(loaded.window.oldest_age() for loaded in self._models)
+            return self._window.oldest_age()
 
     # Adding work.
 
-    def load(self, loaded: Loaded) -> None:
-        """Append a model. It becomes active once no rows wait for its predecessors."""
-        with self._ready:
-            self._models += (loaded,)
-            self._ready.notify_all()
-
-    def add(self, loaded: Loaded, rows: Sequence[Row], priority: int) -> None:
-        """Add rows that wait for a model."""
+    def add(self, rows: Sequence[Row], priority: int) -> None:
+        """Add rows of the loaded model."""
         for at in range(0, len(rows), ROWS_PER_LOCK):
             with self._ready:
                 for row in rows[at : at + ROWS_PER_LOCK]:
-                    loaded.window.add(row, priority)
+                    self._window.add(row, priority)
                 self._ready.notify_all()
 
-    def add_isolated(self, loaded: Loaded, rows: Sequence[Row]) -> None:
-        """Add the rows of one suspected poison post. They wait until every lane is idle."""
-        with self._ready:
-            loaded.isolated.append(sorted(rows, key=lambda row: row.length))
-            self._ready.notify_all()
-
     def run(self, job: Callable[[], None]) -> None:
-        """Queue a job for the first lane, which alternates between jobs and micro-batches."""
+        """Queue a job for the first lane, which alternates between jobs and micro-batches. Its time is not watched."""
         with self._ready:
             self._jobs.append(job)
             self._ready.notify_all()
@@ -167,15 +119,14 @@ class Backlog:
             if not lane:
                 self._run_job()
             with self._ready:
-                self._ready.wait_for(lambda: (not lane and self._jobs) or self._is_due() or self._closed)
-                rows = self._take() if self._is_due() and not self._closed else []
+                self._ready.wait_for(lambda: (not lane and self._jobs) or self._window or self._closed)
+                rows = [] if self._closed else self._window.take(self.loaded.budget.tokens, self._batch_rows)
                 messages = {id(row.owner.message): row.owner.message for row in rows}
                 starting = [message for message in messages.values() if self._starts(message)]
                 rows = [row for row in rows if row.owner.message.state is State.STARTED]
-                alone = not self._busy and not self.active.window
-                self._isolating = isolated = self._isolating and bool(rows)
+                alone = not self._busy and not self._window
                 self._busy += bool(rows)
-                batch = Batch(self.active, rows, 1 if alone or isolated else self._lanes, isolated) if rows else None
+                batch = Batch(self.loaded, rows, 1 if alone else self._lanes) if rows else None
             for message in starting:
                 self._owner.started(message)
             if batch:
@@ -186,7 +137,6 @@ class Backlog:
         """Mark a micro-batch as finished, once its outputs are handed over."""
         with self._ready:
             self._busy -= 1
-            self._isolating = False
             self._ready.notify_all()
 
     def _run_job(self) -> None:
@@ -195,31 +145,8 @@ class Backlog:
         if job:
             job()
 
-    # Called with the lock held.
-
-    def _is_due(self) -> bool:
-        """Return whether a lane may take a micro-batch.
-
-        Suspected poison posts and a new model wait until all lanes are idle.
-        """
-        if self.active.isolated or self._is_replaced():
-            return not self._busy
-        return bool(self.active.window) and not self._isolating
-
-    def _is_replaced(self) -> bool:
-        """Return whether the active model has a successor and no rows left."""
-        return len(self._models) > 1 and not self.active
-
-    def _take(self) -> Sequence[Row]:
-        """Return the rows of the next micro-batch. Suspected poison posts go first."""
-        while self._is_replaced():
-            self._models = self._models[1:]
-            self._on_replaced(self.active)
-        self._isolating = bool(self.active.isolated)
-        return self.active.take(self._batch_rows)
-
     def _starts(self, message: Message) -> bool:
-        """Start a message if it is still wanted, else drop it. Return True if this call started it."""
+        """Start a message if it is still wanted, else drop it. Return True if this call started it. Needs the lock."""
         if message.state is not State.WAITING:
             return False
         admitted = self._owner.admit(message)
@@ -242,3 +169,69 @@ class Backlog:
         if starting:
             self._owner.started(message)
         return True
+
+
+#: Rows with their outputs, or with the error that they raised.
+Part: TypeAlias = tuple[Sequence[Row], Outputs | Exception]
+
+
+class Computed(NamedTuple):
+    """Part of a micro-batch, and the `share` of the device that computed it."""
+
+    loaded: Loaded
+    rows: Sequence[Row]
+    outputs: Outputs | Exception
+    share: float
+
+
+class BatchLoop:
+    """Compute micro-batches, in one loop per lane of the device. hand_over: called with each part; may block.
+
+    A GPU has one lane and gets its next micro-batch while the previous one still runs; if that one hangs, so does its
+    scoring. A CPU has one lane per core, at most four. The lanes' forward passes run in parallel, and a micro-batch
+    that finds all other lanes idle gets all cores.
+    """
+
+    def __init__(
+        self, backlog: Backlog, device: Device, context: Context, hand_over: Callable[[Computed], None]
+    ) -> None:
+        self._backlog = backlog
+        self._device = device
+        self._context = context
+        self._hand_over = hand_over
+
+    def loop(self, lane: int) -> None:
+        """Compute the lane's micro-batches until the backlog closes."""
+        while batch := self._backlog.next_batch(lane):
+            self._device.take_share(batch.passes)
+            for rows, outputs in self._forward(batch.loaded, batch.rows):
+                self._hand_over(Computed(batch.loaded, rows, outputs, 1 / batch.passes))
+            self._backlog.done()
+            del batch  # drop the reference before waiting, so that a replaced model can be freed
+
+    def _forward(self, loaded: Loaded, rows: Sequence[Row]) -> list[Part]:
+        """Return the rows' outputs. If the pass raises, split the rows until only failing rows have an error."""
+        try:
+            with self._context.watch.step("a forward pass"):
+                return [(rows, loaded.classifier.forward(rows))]
+        except DeviceLost:
+            raise
+        except DeviceFull as error:
+            # A new error: the frames of the caught one keep the tensors of the failed pass in memory.
+            fault: Exception = DeviceFull(str(error))
+        except Exception as error:
+            fault = error
+        full = isinstance(fault, DeviceFull)
+        if full and len(rows) == 1:
+            # The post is not at fault: any other row would fail as well.
+            raise DeviceLost(
+                "the device has too little memory for a single row: free memory on the device, or use a smaller model"
+            ) from fault
+        if len(rows) == 1:
+            logger.error("cannot classify post %s:\n%s", printable(rows[0].owner.post.id), traceback_of(fault))
+            return [(rows, fault)]
+        middle = len(rows) // 2
+        halves = self._forward(loaded, rows[:middle]) + self._forward(loaded, rows[middle:])
+        if full:  # but both halves fit
+            loaded.budget.lower(len(rows) * max(row.length for row in rows) // 2)
+        return halves

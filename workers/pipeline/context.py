@@ -1,4 +1,4 @@
-"""Objects that the pipeline's parts share, and the interfaces to its owner and to the results store."""
+"""Objects that the pipeline's parts share, and the interface to its owner."""
 
 import queue
 import threading
@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
-from feedmill.shared.messages import Classification, DeadLetter
-from feedmill.shared.results import Result
+from feedmill.shared.results import ResultsStore
 from feedmill.workers.pipeline.message import Message
-from feedmill.workers.pipeline.poison import PoisonTracker
 from feedmill.workers.pipeline.statistics import Statistics
 
 T = TypeVar("T")
@@ -27,6 +25,9 @@ class Owner:
     def started(self, message: Message) -> None:
         """Handle the start of a message: its first row enters a forward pass, or it needs none."""
 
+    def computing(self, message: Message, posts: Sequence[int]) -> None:
+        """Record which posts of a message handled in isolation, by index, are being computed now."""
+
     def finished(self, message: Message) -> None:
         """Handle a finished message: all of its posts have an outcome, and all results are stored."""
 
@@ -37,57 +38,20 @@ class Owner:
         """Handle a thread that died or hangs, because of a defect or a broken device."""
 
 
-class Store(Protocol):
-    """The results store, as the pipeline uses it."""
-
-    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> object:
-        """Store the results and dead letters of a micro-batch. Raises redis' errors."""
-
-    def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[Classification | None]:
-        """Return the classification stored under each (post id, fingerprint), or None. Raises redis' errors."""
-
-    def keep(self, found: Sequence[Result]) -> None:
-        """Remember found results, so that `catch_up` writes them again if Redis loses them."""
-
-    def catch_up(self) -> None:
-        """Rewrite recent results that Redis may have lost. Raises redis' errors."""
-
-
-class Inbox(Generic[T]):
-    """A queue between two threads, whose reader takes several small items at a time. Any thread may put items.
+def take(items: "queue.SimpleQueue[T]", limit: int, size: Callable[[T], int], timeout: float | None = None) -> list[T]:
+    """Wait for an item, and return it with those behind it, until their sizes add up to `limit` or none is left.
 
     A round trip to Redis costs more CPU time than the posts of a small message. So a thread that has fallen behind
     handles what has arrived together. It never waits for more items.
 
-    size: returns an item's size, or None for an item that is always taken alone.
+    timeout: seconds to wait for the first item. Raises queue.Empty.
     """
-
-    def __init__(self, size: Callable[[T], int | None]) -> None:
-        self._size = size
-        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
-        #: The item that ended the latest group, if any.
-        self._next: list[T] = []
-
-    def put(self, item: T) -> None:
-        """Append an item."""
-        self._items.put(item)
-
-    def take(self, limit: int, timeout: float | None = None) -> list[T]:
-        """Wait for an item, and return it with those behind it, as long as their sizes add up to at most `limit`.
-
-        timeout: seconds to wait for the first item. Raises queue.Empty.
-        """
-        first = self._next.pop() if self._next else self._items.get(timeout=timeout)
-        taken, total = [first], self._size(first)
-        while total is not None and total < limit and not self._items.empty():
-            item = self._items.get()
-            size = self._size(item)
-            if size is None or total + size > limit:
-                self._next.append(item)
-                break
-            taken.append(item)
-            total += size
-        return taken
+    taken = [items.get(timeout=timeout)]
+    total = size(taken[0])
+    while total < limit and not items.empty():
+        taken.append(items.get())
+        total += size(taken[-1])
+    return taken
 
 
 class Step(NamedTuple):
@@ -126,9 +90,7 @@ class Context:
     """Objects that the pipeline's parts share."""
 
     owner: Owner
-    store: Store
-    #: None if a crash need not be attributed to posts, because messages are never redelivered.
-    poison: PoisonTracker | None
+    store: ResultsStore
     statistics: Statistics
     watch: Watch
     #: Set when the pipeline stops. Ends every wait.

@@ -33,6 +33,8 @@ from feedmill.shared.messages import (
 
 #: Seconds since 1970, in the year 5138. Later times in a header are invalid and ignored.
 MAX_TIMESTAMP_S = 1e11
+#: Deaths of workers in isolation after which a post, or a message that is not on the device yet, is a dead letter.
+MAX_DEATHS = 3
 #: Innermost frames per error that a dead letter keeps, and errors per chain of causes.
 MAX_FRAMES, MAX_CHAINED_ERRORS = 20, 4
 
@@ -58,6 +60,8 @@ class Message:
     pending: anything that the owner needs to reply to the message.
     attempts: number of deliveries, including this one.
     queue: the queue that the message was taken from, if any.
+    deaths: number of workers that died in isolation while a post was on the device, by the post's index; None if the
+        message is not handled in isolation (workers/transport/leases.py).
     """
 
     def __init__(
@@ -69,17 +73,17 @@ class Message:
         pending: Any = None,
         attempts: int = 1,
         queue: str | None = None,
+        deaths: Mapping[int, int] | None = None,
     ) -> None:
         self.arguments = dict(arguments)
         #: Time of sending in seconds since 1970; None if unknown.
         self.sent_at = float(sent_at) if isinstance(sent_at, int | float) and 0 < sent_at < MAX_TIMESTAMP_S else None
         self.task_id = task_id
         self.priority = priority
-        #: Number of workers that died in a forward pass with a post, by the post's index (workers/pipeline/poison.py).
-        self.deaths: Mapping[int, int] = {}
         self.pending = pending
         self.attempts = attempts
         self.queue = queue
+        self.deaths = deaths
         self._given = self.arguments.pop("posts", None)
         self.raw_posts: list[object] = self._given if isinstance(self._given, list) else []
         self.outcomes: list[Outcome | None] = [None] * len(self.raw_posts)

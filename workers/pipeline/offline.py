@@ -12,13 +12,16 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 
-from feedmill.shared.errors import ModelError
-from feedmill.shared.messages import ClassifyOptions, DeadLetter, Outcome, Post, PostError
-from feedmill.shared.results import Result
+from feedmill.shared.broker import connect
+from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, clause
+from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Outcome, Post, PostError
+from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
-from feedmill.workers.pipeline.calibration import TokenBudget
-from feedmill.workers.pipeline.context import Owner, Store
+from feedmill.workers.models.classifiers.registry import load_classifier
+from feedmill.workers.models.device import select_device
+from feedmill.workers.pipeline.calibration import TokenBudget, calibrate
+from feedmill.workers.pipeline.context import Owner
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.pipeline import Pipeline
 
@@ -53,13 +56,16 @@ class Callers(Owner):
             call.finished.put(None)
 
 
-class NullStore:
+class NullStore(ResultsStore):
     """A results store that stores nothing. The outcomes are in the messages."""
 
-    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> None: ...
+    def __init__(self) -> None: ...
+    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:  # noqa: ARG002
+        return 0
+
     def keep(self, found: Sequence[Result]) -> None: ...
     def catch_up(self) -> None: ...
-    def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[None]:
+    def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
         return [None] * len(wanted)
 
 
@@ -71,7 +77,7 @@ class OfflinePipeline:
         classifier: Classifier,
         settings: Settings,
         budget: TokenBudget,
-        store: Store | None = None,
+        store: ResultsStore | None = None,
         worker: str = "offline",
     ) -> None:
         self._settings = settings
@@ -169,6 +175,42 @@ def classify(
         yield from pipeline.classify(posts, options)
     finally:
         pipeline.stop()
+
+
+#: The latest pipeline of `run`, and the process, settings and worker that it was made for. A replaced one ends with its
+#: last call.
+_latest: tuple[tuple[int, Settings, str | None], OfflinePipeline] | None = None
+_lock = threading.Lock()
+
+
+def run(message: Message, settings: Settings, worker: str | None) -> None:
+    """Load the model at the first call, and block until the message has its outcomes.
+
+    Raises UserError, or ModelError if the device fails permanently. worker: name recorded in stored results; None
+    stores no results.
+    """
+    global _latest  # noqa: PLW0603 - one model per process
+    made_for = os.getpid(), settings, worker
+    with _lock:
+        if _latest is None or _latest[0] != made_for:
+            _latest = None  # frees the old model first, unless another thread uses it
+            _latest = made_for, _make(settings, worker)
+        pipeline = _latest[1]
+    pipeline.run(message)
+
+
+def _make(settings: Settings, worker: str | None) -> OfflinePipeline:
+    try:
+        classifier = load_classifier(settings, select_device(settings.device, settings.dtype, settings.engine))
+        budget = calibrate(classifier, settings)
+    except (DeviceFull, DeviceLost) as error:
+        raise ModelError(
+            f"The device failed: {clause(error)}. Try again; if the device is out of memory, lower "
+            "FEEDMILL_TOKEN_BUDGET."
+        ) from None
+    if worker is None:
+        return OfflinePipeline(classifier, settings, budget)
+    return OfflinePipeline(classifier, settings, budget, ResultsStore(connect(settings), settings), worker)
 
 
 def _stop(pipeline: Pipeline, process: int) -> None:

@@ -1,7 +1,7 @@
 """The pipeline: from message to stored result, on tokenizer, device and writer threads that overlap.
 
     submit → [tokenizer] preparation.py: post → rows ─▶ backlog.py: rows wait, sorted by length
-           → [device]    batch_loop.py:  next batch, forward, hand over
+           → [device]    backlog.py:     next batch, forward, hand over
            → [writer]    recording.py:   outputs → outcomes → stored → finished → recorded
 
 This module connects the parts and monitors them. The worker ends if a step, such as a forward pass, hangs (`Watch`) or
@@ -17,14 +17,13 @@ from collections.abc import Callable
 from functools import partial
 
 from feedmill.shared.errors import ForwardTimeout, RedisUnavailable
+from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
-from feedmill.workers.pipeline.backlog import Backlog, Loaded
-from feedmill.workers.pipeline.batch_loop import BatchLoop
+from feedmill.workers.pipeline.backlog import Backlog, BatchLoop, Loaded
 from feedmill.workers.pipeline.calibration import TokenBudget
-from feedmill.workers.pipeline.context import Context, Owner, Store, Watch
+from feedmill.workers.pipeline.context import Context, Owner, Watch
 from feedmill.workers.pipeline.message import Message
-from feedmill.workers.pipeline.poison import PoisonTracker
 from feedmill.workers.pipeline.preparation import Preparation
 from feedmill.workers.pipeline.recording import Recording
 from feedmill.workers.pipeline.statistics import Statistics
@@ -46,14 +45,12 @@ class Pipeline:
     def __init__(
         self,
         classifier: Classifier,
-        store: Store,
+        store: ResultsStore,
         settings: Settings,
         budget: TokenBudget,
         worker: str,
         owner: Owner,
-        poison: PoisonTracker | None = None,
     ) -> None:
-        self._poison = poison
         self._owner = owner
         self._window_rows = settings.window_rows
         self._forward_timeout = settings.forward_timeout
@@ -62,20 +59,18 @@ class Pipeline:
         self._watch_interval = min(1.0, self._forward_timeout / 4)
         self._watch = Watch()
         self.failure: BaseException | None = None
-        self.statistics = Statistics(STATISTICS_INTERVAL_S, time.monotonic(), classifier.device.shapes)
-        context = Context(owner, store, poison, self.statistics, self._watch, self._stopping, worker)
-        self._backlog = Backlog(
-            Loaded(classifier, budget), self._lanes, settings.batch_rows, context, self._on_replaced
-        )
-        self._recording = Recording(self._backlog, context)
-        self._preparation = Preparation(self._backlog, context, self._recording.hand_over)
-        self._batch_loop = BatchLoop(self._backlog, classifier.device, context, self._recording.hand_over)
+        self.statistics = Statistics(time.monotonic(), classifier.device.shapes)
+        context = Context(owner, store, self.statistics, self._watch, self._stopping, worker)
+        self.backlog = Backlog(Loaded(classifier, budget), self._lanes, settings.batch_rows, context)
+        self.recording = Recording(self.backlog, context)
+        self._preparation = Preparation(self.backlog, context, self.recording)
+        self._batch_loop = BatchLoop(self.backlog, classifier.device, context, self.recording.hand_over)
         self._threads = {
             name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
             for name, loop in (
                 ("tokenizer", self._preparation.loop),
                 *((_lane_name(lane), partial(self._batch_loop.loop, lane)) for lane in range(self._lanes)),
-                ("writer", self._recording.loop),
+                ("writer", self.recording.loop),
                 ("watcher", self._watcher_loop),
             )
         }
@@ -94,14 +89,6 @@ class Pipeline:
             self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
         self._preparation.submit(message)
 
-    def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
-        """Fail a whole message now. Return False if it is already finished or dropped.
-
-        The message's waiting rows are not computed, and it ends like other messages, with `fault` as its outcome. Posts
-        without an outcome fail with `reason`. Other messages in the same micro-batch are not affected.
-        """
-        return self._recording.give_up(message, fault, reason)
-
     def replace(self, classifier: Classifier, budget: TokenBudget, on_replaced: Callable[[], None]) -> None:
         """Use another model on the same device for messages submitted from now on.
 
@@ -110,49 +97,35 @@ class Pipeline:
         """
         self._preparation.load(Loaded(classifier, budget, on_replaced))
 
-    def run_on_device_thread(self, job: Callable[[], None]) -> None:
-        """Run a job on the device thread between two micro-batches. How long it takes is not watched."""
-        self._backlog.run(job)
-
     def fail_as_hung(self, what: str) -> None:
         """Fail the pipeline, because a job on the device thread hangs. what: the reason, for the log."""
         self._fail_as_hanging(self._threads[_lane_name(0)].ident, what)
-
-    def run_on_writer_thread(self, job: Callable[[], None]) -> None:
-        """Run a job that uses Redis on the writer thread, before later work. On the writer thread, run it at once."""
-        self._recording.run(job)
-
-    def retry_write(self, write: Callable[[], object]) -> bool:
-        """Retry a write to Redis until it succeeds; see Recording.retry_write."""
-        return self._recording.retry_write(write)
 
     def stop(self, seconds: float = 5.0) -> None:
         """End the threads without finishing their work. Wait at most `seconds` for each."""
         self._stopping.set()
         self._preparation.end()
-        self._backlog.close()
-        self._recording.run(lambda: None)  # wakes the writer thread
+        self.backlog.close()
+        self.recording.run(lambda: None)  # wakes the writer thread
         for thread in self._threads.values():
             if thread.is_alive():
                 thread.join(seconds)
-        if self._poison and not self.failure:
-            self._poison.release(self._lanes)
 
     # Status.
 
     @property
     def classifier(self) -> Classifier:
         """The classifier of the active model."""
-        return self._backlog.active.classifier
+        return self.backlog.loaded.classifier
 
     @property
     def budget(self) -> TokenBudget:
         """The token budget of the active model."""
-        return self._backlog.active.budget
+        return self.backlog.loaded.budget
 
     def waiting(self) -> int:
         """Return the number of waiting rows. Posts that are not tokenized yet count with the configured labels."""
-        return len(self._backlog) + self._preparation.posts_waiting() * self._backlog.latest.rows_each
+        return len(self.backlog) + self._preparation.posts_waiting() * self.backlog.loaded.rows_each
 
     def max_waiting(self) -> int:
         """Return how many rows may wait: those that the device computes in PREFETCH_S at its recent speed.
@@ -161,14 +134,6 @@ class Pipeline:
         """
         speed = self.statistics.speed.rows_per_second
         return int(min(self._window_rows, FIRST_ROWS if speed is None else max(1, PREFETCH_S * speed)))
-
-    def rows_per_post(self) -> int:
-        """Return the rows of one post with the configured labels."""
-        return self._backlog.latest.rows_each
-
-    def oldest_age(self) -> float:
-        """Return how long the oldest row has waited for the device, in seconds."""
-        return self._backlog.oldest_age()
 
     # Threads.
 
@@ -189,9 +154,14 @@ class Pipeline:
 
     def _watcher_loop(self) -> None:
         """Log statistics periodically, and end the worker when a forward pass or another step hangs."""
+        logged = time.monotonic()
         while not self._stopping.wait(self._watch_interval):
-            if rates := self.statistics.next_interval(time.monotonic()):
-                logger.info("%s; oldest row waiting for %.1f s", rates, self.oldest_age())
+            now = time.monotonic()
+            self.statistics.mark(now)
+            if now - logged >= STATISTICS_INTERVAL_S:
+                logged, rates = now, self.statistics.recent(now)
+                if rates.posts:
+                    logger.info("%s; oldest row waiting for %.1f s", rates, self.backlog.oldest_age())
             for step in self._watch.longer_than(self._forward_timeout):
                 limit = f"{self._forward_timeout:.4g} s (FEEDMILL_FORWARD_TIMEOUT)"
                 self._fail_as_hanging(step.thread, f"{step.what} has hung for {limit}")
@@ -201,16 +171,6 @@ class Pipeline:
         frame = sys._current_frames().get(thread or 0)
         logger.critical("stack of the hung thread:\n%s", "".join(traceback.format_stack(frame)))
         self._fail(ForwardTimeout(what), what)
-
-    def _on_replaced(self, loaded: Loaded) -> None:
-        """Reset the speed and call `on_replaced`, once the writer thread has stored the old model's results."""
-
-        def switch() -> None:
-            self.statistics.forget_speed()
-            loaded.on_active()
-
-        # Runs after the results handed over so far are stored.
-        self._recording.run(switch)
 
 
 def _lane_name(lane: int) -> str:

@@ -6,9 +6,11 @@ through the results store.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 from redis.exceptions import RedisError
 
@@ -17,16 +19,21 @@ from feedmill.shared.messages import Post, PostError, fingerprint
 from feedmill.shared.results import Result
 from feedmill.workers.models.classifiers import Classifier, LabelSet, Row
 from feedmill.workers.pipeline.backlog import Backlog, Loaded
-from feedmill.workers.pipeline.context import Context, Inbox
-from feedmill.workers.pipeline.message import Message, PendingPost, traceback_of
-from feedmill.workers.pipeline.poison import MAX_DEATHS, PoisonTracker
+from feedmill.workers.pipeline.context import Context, take
+from feedmill.workers.pipeline.message import MAX_DEATHS, Message, PendingPost, State, traceback_of
+from feedmill.workers.pipeline.recording import Recording
 
 logger = logging.getLogger(__name__)
 
 #: Maximum rows of one message, because all of its rows are prepared and held in memory together.
 MAX_ROWS_PER_MESSAGE = 32_000
-#: Maximum posts of several messages that are prepared together. A larger message is prepared alone.
+#: Posts of several messages at which no more messages are prepared together.
 POSTS_TOGETHER = 64
+#: Seconds between two checks whether a group of isolated posts is computed.
+POLL_INTERVAL_S = 0.001
+
+#: A post with its rows.
+Prepared: TypeAlias = tuple[PendingPost, list[Row]]
 
 
 class Readable(NamedTuple):
@@ -38,14 +45,14 @@ class Readable(NamedTuple):
 
 
 class Preparation:
-    """Prepare messages in order of arrival. hand_over: called with each message that needs no forward pass."""
+    """Prepare messages in order of arrival."""
 
-    def __init__(self, backlog: Backlog, context: Context, hand_over: Callable[[Message], None]) -> None:
+    def __init__(self, backlog: Backlog, context: Context, recording: Recording) -> None:
         self._backlog = backlog
         self._context = context
-        self._hand_over = hand_over
+        self._recording = recording
         #: Messages, and models that apply to all later messages; None ends the thread.
-        self._arrived: Inbox[Message | Loaded | None] = Inbox(_posts_of)
+        self._arrived: queue.SimpleQueue[Message | Loaded | None] = queue.SimpleQueue()
         #: Number of posts submitted, and of posts prepared. Separate counters, because each has its own writing thread.
         self._posts_in = self._posts_prepared = 0
 
@@ -74,43 +81,73 @@ class Preparation:
     def loop(self) -> None:
         """Prepare messages until `end`."""
         while not self._context.stopping.is_set():
-            messages = []
-            for arrived in self._arrived.take(POSTS_TOGETHER):
-                if arrived is None:
-                    return
-                if isinstance(arrived, Loaded):
-                    self._backlog.load(arrived)
-                else:
-                    messages.append(arrived)
-            if messages:
-                self._take_in(messages)
+            self._handle(take(self._arrived, POSTS_TOGETHER, _posts_of))
+
+    def _handle(self, arrived: Sequence[Message | Loaded | None]) -> None:
+        for kind, group in groupby(arrived, type):
+            if kind is Message:
+                self._take_in(cast(list[Message], list(group)))
+            elif kind is Loaded:
+                for loaded in group:
+                    self._switch(cast(Loaded, loaded))
+
+    def _switch(self, loaded: Loaded) -> None:
+        """Use another model once the device has computed all rows of the previous one."""
+
+        def switched() -> None:
+            self._context.statistics.forget_speed()
+            loaded.on_active()
+
+        self._wait(self._backlog.is_idle)
+        self._backlog.loaded = loaded
+        self._recording.run(switched)  # after the results that were handed over so far
 
     def _take_in(self, messages: Sequence[Message]) -> None:
-        """Prepare messages for the latest model and add their rows to the backlog."""
-        loaded = self._backlog.latest
-        prepared: list[tuple[PendingPost, list[Row]]] = []
+        """Prepare messages and add their rows to the backlog."""
+        prepared: list[Prepared] = []
         try:
-            prepared = self._prepare(messages, loaded.classifier)
+            prepared = self._prepare(messages, self._backlog.loaded.classifier)
         except Exception as error:
             if len(messages) > 1:  # find the message that is the cause
                 for message in messages:
                     self._take_in([message])
                 return
             self._refuse(messages[0], error)
-        for priority, group in groupby(prepared, lambda each: each[0].message.priority):
-            self._add(loaded, list(group), priority)
+        for (priority, deaths), group in groupby(prepared, _way):
+            if deaths is None:
+                self._backlog.add([row for _, rows in group for row in rows], priority)
+            else:
+                self._compute_alone(list(group), deaths)
         computed = {id(work.message) for work, _ in prepared}
         for message in messages:
             if id(message) not in computed:
-                self._hand_over(message)
+                self._recording.hand_over(message)
             self._posts_prepared += len(message.raw_posts)
 
-    def _add(self, loaded: Loaded, prepared: Sequence[tuple[PendingPost, list[Row]]], priority: int) -> None:
-        unsuspected = [row for work, rows in prepared if work.index not in work.message.deaths for row in rows]
-        self._backlog.add(loaded, unsuspected, priority)
-        for work, rows in prepared:
-            if work.index in work.message.deaths:
-                self._backlog.add_isolated(loaded, rows)
+    def _compute_alone(self, prepared: Sequence[Prepared], deaths: Mapping[int, int]) -> None:
+        """Compute a message that is handled in isolation: each suspected post by itself, and the others in groups.
+
+        The owner knows which group is on the device. The device has no rows of other messages, which the worker does
+        not start meanwhile (workers/transport/leases.py).
+        """
+        others = [each for each in prepared if each[0].index not in deaths]
+        groups = [[each] for each in prepared if each[0].index in deaths]
+        groups += [others[at : at + POSTS_TOGETHER] for at in range(0, len(others), POSTS_TOGETHER)]
+        for group in groups:
+            self._compute_group(prepared[0][0].message, group)
+
+    def _compute_group(self, message: Message, group: Sequence[Prepared]) -> None:
+        posts, stored = [work.index for work, _ in group], threading.Event()
+        self._context.owner.computing(message, posts)
+        self._backlog.add([row for _, rows in group for row in rows], message.priority)
+        self._wait(lambda: message.state is State.ENDED or None not in [message.outcomes[post] for post in posts])
+        self._context.owner.computing(message, ())  # no post is to blame for a crash while results wait for Redis
+        self._recording.run(stored.set)
+        self._wait(stored.is_set)
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        while not holds() and not self._context.stopping.wait(POLL_INTERVAL_S):
+            pass
 
     def _refuse(self, message: Message, error: Exception) -> None:
         """Refuse a message whose preparation failed unexpectedly."""
@@ -121,7 +158,7 @@ class Preparation:
         message.refused = RequestRefused(f"the posts cannot be prepared: {error!r:.200}")
         message.tracebacks = dict.fromkeys(range(count), traceback_of(error))
 
-    def _prepare(self, messages: Sequence[Message], classifier: Classifier) -> list[tuple[PendingPost, list[Row]]]:
+    def _prepare(self, messages: Sequence[Message], classifier: Classifier) -> list[Prepared]:
         """Return the posts to compute with their rows, and set the outcomes of all other posts.
 
         May be repeated after an error: until the stored results are found, it changes nothing but refusals.
@@ -133,13 +170,7 @@ class Preparation:
             except RequestRefused as refused:
                 message.refused = refused
         readable = self._without_results(readable)
-        if poison := self._context.poison:
-            readable = [
-                each._replace(pending=self._without_poison(each.pending, each.message, poison))
-                if each.message.attempts > 1
-                else each
-                for each in readable
-            ]
+        readable = [each._replace(pending=_without_poison(each)) if each.message.deaths else each for each in readable]
         prepared = [
             pair
             for label_set, group in groupby(readable, lambda each: each.label_set)
@@ -187,26 +218,9 @@ class Preparation:
         self._context.store.keep(stored)
         return [each._replace(pending=_unanswered(each.pending)) for each in readable]
 
-    def _without_poison(self, pending: list[PendingPost], message: Message, poison: PoisonTracker) -> list[PendingPost]:
-        """Return the posts of a redelivered message that may still be computed, and fail the poison posts."""
-        message.deaths = poison.deaths(message.task_id)
-        allowed = []
-        for work in pending:
-            if (deaths := message.deaths.get(work.index, 0)) < MAX_DEATHS:
-                allowed.append(work)
-            else:
-                reason = (
-                    f"{deaths} workers died in a forward pass with this post, the last two while it ran in isolation"
-                )
-                message.set_outcome(work.index, PostError(id=work.post.id, error=reason))
-        if found := [work.post.id for work in allowed if work.index in message.deaths]:
-            named = ", ".join(map(printable, found[:10]))
-            logger.warning("computing posts in isolation, because a worker died in their forward pass: %s", named)
-        return allowed
-
     def _with_rows(
         self, pending: Sequence[PendingPost], label_set: LabelSet, classifier: Classifier
-    ) -> Iterator[tuple[PendingPost, list[Row]]]:
+    ) -> Iterator[Prepared]:
         return zip(pending, self._rows(pending, label_set, classifier), strict=True)
 
     def _rows(self, pending: Sequence[PendingPost], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
@@ -226,9 +240,28 @@ class Preparation:
             return [[]]
 
 
-def _posts_of(arrived: Message | Loaded | None) -> int | None:
-    """Return a message's size: its posts. Models, and the end, are handled alone."""
-    return max(1, len(arrived.raw_posts)) if isinstance(arrived, Message) else None
+def _posts_of(arrived: Message | Loaded | None) -> int:
+    return max(1, len(arrived.raw_posts)) if isinstance(arrived, Message) else 0
+
+
+def _way(prepared: Prepared) -> tuple[int, Mapping[int, int] | None]:
+    """Return what decides how a post is computed: its priority, and its message's deaths in isolation."""
+    return prepared[0].message.priority, prepared[0].message.deaths
+
+
+def _without_poison(readable: Readable) -> list[PendingPost]:
+    """Return the posts of an isolated message that may still be computed, and fail the poison posts."""
+    message, _, pending = readable
+    deaths = message.deaths or {}
+    poison = [work for work in pending if deaths.get(work.index, 0) >= MAX_DEATHS]
+    reason = f"{MAX_DEATHS} workers died in a forward pass with this post, while no other message was on the device"
+    for work in poison:
+        message.set_outcome(work.index, PostError(id=work.post.id, error=reason))
+    allowed = [work for work in pending if work not in poison]
+    if suspects := [work.post.id for work in allowed if work.index in deaths]:
+        named = ", ".join(map(printable, suspects[:10]))
+        logger.warning("computing posts in isolation, because a worker died in their forward pass: %s", named)
+    return allowed
 
 
 def _unanswered(pending: Iterable[PendingPost]) -> list[PendingPost]:

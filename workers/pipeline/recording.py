@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from operator import itemgetter
+from typing import cast
 
 from redis.exceptions import RedisError
 
@@ -23,17 +25,16 @@ from feedmill.shared.redis_errors import permanent_reason
 from feedmill.shared.results import Result
 from feedmill.workers.models.classifiers import Row, Scores
 from feedmill.workers.models.weights import Weights
-from feedmill.workers.pipeline.backlog import Backlog
-from feedmill.workers.pipeline.batch_loop import Computed
-from feedmill.workers.pipeline.context import Context, Inbox
+from feedmill.workers.pipeline.backlog import Backlog, Computed
+from feedmill.workers.pipeline.context import Context, take
 from feedmill.workers.pipeline.message import Message, PendingPost, traceback_of
 
 logger = logging.getLogger(__name__)
 
-#: Rows that may wait for the writer thread; beyond them, and one micro-batch more, the device waits too. Limits memory
-#: while Redis is unreachable, and covers slow writes easily.
-MAX_UNWRITTEN_ROWS = 1024
-#: Maximum posts of several micro-batches that one script stores. A larger micro-batch is stored alone.
+#: Micro-batches, and messages without one, that may wait for the writer thread; beyond them, the device waits too.
+#: Limits memory while Redis is unreachable, and covers slow writes easily.
+MAX_UNWRITTEN = 16
+#: Posts of several micro-batches at which no more are stored together.
 POSTS_TOGETHER = 256
 #: Seconds without work after which results that Redis may have lost are written again.
 IDLE_S = 1.0
@@ -50,24 +51,18 @@ class Recording:
         self._backlog = backlog
         self._context = context
         #: Work for the writer thread. A message appears by itself if it needed no forward pass.
-        self._finished: Inbox[Computed | Message | Callable[[], None]] = Inbox(_posts_of)
-        #: Rows of the micro-batches handed over and not taken by the writer thread, and posts of such messages.
-        self._unwritten = 0
-        #: Guards that count.
-        self._room = threading.Condition()
+        self._finished: queue.SimpleQueue[Computed | Message | Callable[[], None]] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MAX_UNWRITTEN)
         self._thread: threading.Thread | None = None
 
     # Called by other threads.
 
     def hand_over(self, finished: Computed | Message) -> None:
         """Queue work for the writer thread. Block while the queue is full."""
-        size = _posts_of(finished) or 0
-        with self._room:
-            while not self._context.stopping.is_set():
-                if self._room.wait_for(lambda: self._unwritten < MAX_UNWRITTEN_ROWS, timeout=1):
-                    self._unwritten += size
-                    self._finished.put(finished)
-                    return
+        while not self._context.stopping.is_set():
+            if self._room.acquire(timeout=1):
+                self._finished.put(finished)
+                return
 
     def run(self, job: Callable[[], None]) -> None:
         """Run a job that uses Redis before any work handed over later. On the writer thread, run it at once."""
@@ -77,7 +72,11 @@ class Recording:
             self._finished.put(job)
 
     def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
-        """Fail a whole message; see Pipeline.give_up."""
+        """Fail a whole message now. Return False if it is already finished or dropped.
+
+        The message's waiting rows are not computed, and it ends like other messages, with `fault` as its outcome. Posts
+        without an outcome fail with `reason`. Other messages in the same micro-batch are not affected.
+        """
         if not self._backlog.drop(message):
             return False
         self.run(partial(self._record_given_up, message, fault, reason))
@@ -90,27 +89,22 @@ class Recording:
         self._thread = threading.current_thread()
         while not self._context.stopping.is_set():
             try:
-                taken = self._finished.take(POSTS_TOGETHER, IDLE_S)
+                self._handle(take(self._finished, POSTS_TOGETHER, _posts_of, IDLE_S))
             except queue.Empty:
                 with suppress(RedisError):  # retried by the next iteration or write
                     self._context.store.catch_up()
-                continue
-            finished = [each for each in taken if isinstance(each, Computed | Message)]
-            if finished:
-                self._make_room(finished)
-                self._record_together(finished)
-            else:
-                for job in taken:
-                    if callable(job):
-                        job()
 
-    def _make_room(self, taken: Sequence[Computed | Message]) -> None:
-        with self._room:
-            self._unwritten -= sum(_posts_of(each) or 0 for each in taken)
-            self._room.notify_all()
+    def _handle(self, taken: Sequence[Computed | Message | Callable[[], None]]) -> None:
+        for is_job, group in groupby(taken, callable):
+            if is_job:
+                for job in group:
+                    cast(Callable[[], None], job)()
+            else:
+                self._record_together(cast(list[Computed | Message], list(group)))
 
     def _record_together(self, finished: Sequence[Computed | Message]) -> None:
         """Record micro-batches, and messages that needed no forward pass, with one write."""
+        self._room.release(len(finished))
         results: list[Result] = []
         complete: list[Message] = []
         for each in finished:
@@ -223,8 +217,6 @@ class Recording:
             first = printable(f"{dead[0].id}: {why}")
             logger.warning("%d posts failed; the first: %s", len(dead), first)
         for message in done:
-            if message.deaths and self._context.poison:
-                self._context.poison.clear(message.task_id)
             self._context.owner.recorded(message)
 
     def _write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> bool:
@@ -234,8 +226,7 @@ class Recording:
         return self.retry_write(lambda: self._context.store.write(results, dead))
 
 
-def _posts_of(finished: Computed | Message | Callable[[], None]) -> int | None:
-    """Return the size of a micro-batch or message. Jobs run alone, in order."""
+def _posts_of(finished: Computed | Message | Callable[[], None]) -> int:
     if isinstance(finished, Computed):
         return len(finished.rows)
-    return max(1, len(finished.raw_posts)) if isinstance(finished, Message) else None
+    return max(1, len(finished.raw_posts)) if isinstance(finished, Message) else 0

@@ -127,13 +127,12 @@ class Speed:
 
 
 class Statistics:
-    """A worker's totals, its rates per interval and in the last RECENT_S seconds, and histograms of its micro-batches.
+    """A worker's totals, its rates in the last RECENT_S seconds, and histograms of its micro-batches.
 
-    interval: in seconds. now (in all methods): seconds of a monotonic clock. shapes: what the device pads micro-batches
-    to.
+    now (in all methods): seconds of a monotonic clock. shapes: what the device pads micro-batches to.
     """
 
-    def __init__(self, interval: float, now: float, shapes: Shapes = EXACT) -> None:
+    def __init__(self, now: float, shapes: Shapes = EXACT) -> None:
         self._shapes = shapes
         self.totals = Totals()
         #: Histograms of micro-batches, written only by the writer thread: rows, padded tokens, share of padding, and
@@ -145,9 +144,6 @@ class Statistics:
         #: Seconds from sending a message until its last result was stored.
         self.lag = Histogram(LAG_BOUNDS_S)
         self.speed = Speed()
-        self._interval = interval
-        self._since = now
-        self._earlier = Totals()
         #: Totals at times of the last RECENT_S seconds, and at one time before. Replaced as a whole, for readers.
         self._marks: tuple[tuple[float, Totals], ...] = ((now, Totals()),)
 
@@ -170,21 +166,9 @@ class Statistics:
         """Reset the speed, because another model becomes active."""
         self.speed = Speed()
 
-    def next_interval(self, now: float) -> Rates | None:
-        """Start a new interval if the last one is over, and return its rates if posts were classified in it.
-
-        Call this about once a second, by one thread: `recent` is only as current.
-        """
-        totals = replace(self.totals)
-        self._mark(now, totals)
-        if now - self._since < self._interval:
-            return None
-        last = rates(self._earlier, totals, now - self._since)
-        self._earlier, self._since = totals, now
-        return last if last.posts else None
-
-    def _mark(self, now: float, totals: Totals) -> None:
-        marks = (*self._marks, (now, totals))
+    def mark(self, now: float) -> None:
+        """Remember the totals. Call this about once a second, by one thread: `recent` is only as current."""
+        marks = (*self._marks, (now, replace(self.totals)))
         while len(marks) > 1 and now - marks[1][0] >= RECENT_S:
             marks = marks[1:]
         self._marks = marks

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -32,8 +31,6 @@ BATCH_SIZE, TOKEN_BUDGET = "batch_size", "token_budget"
 BATCH_SIZES = tuple(range(5, 41, 5))
 #: Minimum batches for a token budget to be measured. With fewer, the unfilled last batch distorts the result.
 MIN_BATCHES = 4
-#: Linux: writing RESET_PEAK to CLEAR_REFS resets VmHWM in STATUS (man 5 proc_pid_clear_refs).
-CLEAR_REFS, STATUS, RESET_PEAK = Path("/proc/self/clear_refs"), Path("/proc/self/status"), "5"
 
 
 class Size(NamedTuple):

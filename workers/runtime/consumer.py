@@ -41,19 +41,11 @@ from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.redis_errors import is_denied
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import PREFIX
-from feedmill.workers.pipeline.message import Message, traceback_of
+from feedmill.workers.pipeline.message import MAX_DEATHS, Message, traceback_of
 from feedmill.workers.runtime.in_flight import BACKEND_ERRORS
 from feedmill.workers.runtime.pool import DevicePool
-from feedmill.workers.runtime.request import (
-    MAX_DELIVERIES,
-    check,
-    delivery_count,
-    isolated_death_count,
-    read_arguments,
-    read_task_id,
-    source_queue,
-)
-from feedmill.workers.transport.leases import EXPIRIES_BEFORE_ISOLATION, admit, claim, is_held, postpone, unclaim
+from feedmill.workers.runtime.request import check, read_arguments, read_task_id
+from feedmill.workers.transport.leases import WHOLE
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +120,9 @@ class Consumer(consumer.Consumer):
 
         A lost connection returns unclaimed requests (with an ETA, or held back by a rate limit) to the queue.
         """
-        if not is_held(request.message):
+        if not request.message.is_held:
             return  # the message returned to the queue while the request waited
-        if not claim(request.message):
+        if not request.message.claim():
             self.timer.call_after(self.ALONE_INTERVAL_S, self._hand_over, (on_task_request, request))
             return
         try:
@@ -144,12 +136,12 @@ class Consumer(consumer.Consumer):
         except MALFORMED_ERRORS as error:
             self.on_invalid_task(None, request.message, error)
         except BaseException:
-            unclaim(request.message)
+            request.message.unclaim()
             raise
 
     def _retry_later(self, what: str, fault: Exception, message: Any, again: Callable[[], None]) -> None:
         """Hold a revoked or expired message until Redis stores its result. again: the call to repeat."""
-        claim(message)
+        message.claim()
         logger.warning("cannot store the result of %s (%s); retrying in %.1f s", what, fault, self.MAX_RETRY_DELAY_S)
         self.timer.call_after(self.MAX_RETRY_DELAY_S, again)
 
@@ -160,16 +152,16 @@ class Consumer(consumer.Consumer):
         handle = super().create_task_handler(*args, **kwargs)
 
         def on_task_received(message: Any) -> Any:
-            if not is_held(message):
+            if not message.is_held:
                 return None  # the message returned to the queue while it waited to be admitted
-            if not admit(message):
+            if not message.admit():
                 return self.timer.call_after(self.ALONE_INTERVAL_S, on_task_received, (message,))
             try:
-                if EXPIRIES_BEFORE_ISOLATION + isolated_death_count(message) >= MAX_DELIVERIES:
+                if message.deaths[WHOLE] >= MAX_DEATHS:
                     return self._refuse_fatal(message)
                 check(message)
                 handle(message)
-                postpone(message)
+                message.postpone()
             except (InvalidTaskError, *MALFORMED_ERRORS) as error:
                 return self.on_invalid_task(None, message, error)
             except BACKEND_ERRORS as fault:
@@ -177,7 +169,7 @@ class Consumer(consumer.Consumer):
                 self._retry_later(named, fault, message, partial(take_again, message))
 
         def take_again(message: Any) -> None:
-            unclaim(message)
+            message.unclaim()
             on_task_received(message)
 
         return on_task_received
@@ -201,8 +193,8 @@ class Consumer(consumer.Consumer):
 
     def _refuse_fatal(self, message: Any) -> None:
         """Write a dead letter, without decoding the body, for a message that killed several workers."""
-        fatal = f"{isolated_death_count(message)} workers died while handling the message in isolation"
-        self._refuse(message, f"delivered {delivery_count(message) - 1} times; {fatal}", unread=True)
+        fatal = f"{MAX_DEATHS} workers died while handling the message in isolation"
+        self._refuse(message, f"delivered {message.deliveries - 1} times; {fatal}", unread=True)
 
     def _refuse(
         self,
@@ -266,7 +258,7 @@ def _letters(message: Any, what: str, error: Exception | None, worker: str, unre
     """
     reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
     traceback = traceback_of(error) if error else None
-    attempts, queue = delivery_count(message) - unread, source_queue(message)
+    attempts, queue = message.deliveries - unread, message.queue
     arguments = {} if unread else read_arguments(message)
     found = Message(arguments, None, read_task_id(message), attempts=attempts, queue=queue)
     if found.raw_posts and all(isinstance(raw, dict) for raw in found.raw_posts):
@@ -293,7 +285,7 @@ class ConsumerFit(bootsteps.StartStopStep):
     def start(self, parent: Any) -> None:
         if not isinstance(parent.pool, DevicePool):
             return  # the command line selects another pool
-        parent.task_consumer.channel.consumer_room = parent.pool.room
+        parent.task_consumer.channel.consumer_room = parent.pool.in_flight.room
         with suppress(ResponseError):  # Redis is full; after a lost connection, this step runs again
             parent._store.catch_up()
         with suppress(ResponseError):
@@ -310,7 +302,7 @@ class ConsumerFit(bootsteps.StartStopStep):
     def stop(self, parent: Any) -> None:
         """Flush buffered events to the dispatcher, which passes unsent events to its successor."""
         if isinstance(parent.pool, DevicePool):
-            parent.pool.flush_events()
+            parent.pool.in_flight.flush_events()
 
 
 @control_command()

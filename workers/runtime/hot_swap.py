@@ -124,7 +124,7 @@ class Deployer:
         on_replaced: Callable[[], None],
     ) -> None:  # fmt: skip
         self._pipeline, self._settings, self._redis = pipeline, settings, redis
-        self._active = self._tried = self._latest = active
+        self._active = self._tried = active
         self._on_replaced = on_replaced
         #: Status of the latest deployment; None if there was none.
         self.report = DeploymentReport(active.at, Stage.DONE, "loaded at startup") if active else None
@@ -160,14 +160,14 @@ class Deployer:
                 self._pipeline.budget.tokens = known_budget(self._pipeline.classifier, self._settings) or before
 
     def _read_wanted(self) -> RequestedModel | None:
-        """Return the wanted model. While Redis is unreachable, return the last known one."""
+        """Return the wanted model, or None if Redis is unreachable or there was no deployment."""
         try:
-            self._latest = requested_model(self._redis, self._settings.queue)
+            return requested_model(self._redis, self._settings.queue)
         except RedisError as fault:
             logger.debug("cannot read which model is wanted (%s)", fault)
         except UserError as error:
             logger.error("%s", error)
-        return self._latest
+        return None
 
     def _deploy(self, asked: RequestedModel, tokens: int) -> None:
         """Load a model and activate it. tokens: its token budget, unless one was configured or measured."""
@@ -178,7 +178,7 @@ class Deployer:
             self._report(asked, Stage.LOADING, f"{name} beside {before}")
             device.take_share(device.lanes)
             classifier = load_wanted(asked, self._settings, device)
-            if self._read_wanted() != asked:
+            if self._read_wanted() not in (asked, None):
                 self._wake.set()
                 raise UserError("another model was deployed meanwhile.")
             self._report(asked, Stage.SWITCHING, f"to {name}, once earlier messages are finished")

@@ -18,7 +18,7 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -35,18 +35,22 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import DataError, RedisError
 
 from feedmill.shared.broker import SENT_AT, Application
+from feedmill.shared.errors import RedisUnavailable
 from feedmill.shared.redis_errors import WRONG_TYPE, is_replica
 from feedmill.workers.pipeline.context import Owner
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.pipeline import Pipeline
-from feedmill.workers.runtime.request import MAX_DELIVERIES, announce_withdrawn, delivery_count, source_queue, withdrawn
+from feedmill.workers.runtime.request import MAX_DELIVERIES, announce_withdrawn, withdrawn
 from feedmill.workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
-from feedmill.workers.transport.leases import end_isolation, unclaim
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two attempts to finish a message whose result Redis does not accept.
 RETRY_INTERVAL_S = 5.0
+#: Assumed bytes per post before any message is seen. Low, so that the first reservation is small.
+FIRST_POST_BYTES = 300.0
+#: Number of posts after which the measured size replaces the assumed one.
+POSTS_TO_LEARN = 256
 #: Errors that the redis and rpc result backends raise after their own retries.
 BACKEND_ERRORS = (RedisError, OperationalError)
 
@@ -169,6 +173,8 @@ class InFlight(Owner):
         self.hub: Any = None
         #: Celery's sender of events, of the current connection.
         self._eventer: Any = None
+        #: Average bytes of a post in a compressed message, over recent messages. Used only on the consumer's thread.
+        self._post_bytes = FIRST_POST_BYTES
         #: Pending tasks: started and not finished. Used only on the consumer's thread.
         self._held: set[PendingTask] = set()
         #: Pending tasks whose ending failed on Redis, each with the call to retry. Used only on the consumer's thread.
@@ -184,30 +190,43 @@ class InFlight(Owner):
 
     # Called on the consumer's thread.
 
-    def run(self, request: Any) -> Message | None:
+    def run(self, request: Any) -> None:
         """Start a request: submit its posts to the pipeline, or queue a task that is not micro-batched as a job.
 
-        Returns the submitted message; None for a job. Raises an error for malformed fields that other threads read.
+        Raises an error for malformed fields that other threads read.
         """
         pending = PendingTask(request)
         withdrawn(request)
         list(pending.limits(*self._limits))
         self._held.add(pending)
         if not isinstance(request.task, ClassifyTask):
-            self.pipeline.run_on_device_thread(partial(self._run_whole, pending))
-            return None
-        priority = request.delivery_info["priority"]
+            self.pipeline.backlog.run(partial(self._run_whole, pending))
+            return
+        priority, leased = request.delivery_info["priority"], request.message
         pending.message = Message(
             arguments_by_name(request.args, request.kwargs),
             request.request_dict.get(SENT_AT),
             str(request.id)[:128],
             priority if isinstance(priority, int) else 0,
             pending,
-            delivery_count(request.message),
-            source_queue(request.message),
+            leased.deliveries,
+            leased.queue,
+            leased.deaths if leased.needs_isolation else None,
         )
         self.pipeline.submit(pending.message)
-        return pending.message
+        if (posts := len(pending.message.raw_posts)) and (size := leased.queued_size):
+            self._post_bytes += min(1.0, posts / POSTS_TO_LEARN) * (size / posts - self._post_bytes)
+
+    def room(self) -> tuple[int, int]:
+        """Return how many messages of one post to prefetch, and their bytes; 0 until a quarter of the maximum is free.
+
+        A message may hold many posts and is only decoded after it is fetched, so the bytes are a limit, too. The
+        transport may exceed it by one message.
+        """
+        most = self.pipeline.max_waiting()
+        free = most - self.pipeline.waiting()
+        posts = max(1, int(free / self.pipeline.backlog.loaded.rows_each)) if 4 * free >= most else 0
+        return posts, max(1, int(posts * self._post_bytes))
 
     def run_deliveries(self) -> None:
         """Run the callbacks that other threads queued for the consumer's thread."""
@@ -245,11 +264,18 @@ class InFlight(Owner):
         self.retry_unended()
 
     def return_to_queue(self) -> None:
-        """Unclaim the requests still in flight, so that they return to the queue when the connection closes."""
-        for pending in self._held:
-            unclaim(pending.request.message)
+        """Unclaim the requests still in flight, so that they return to the queue when the connection closes.
+
+        After a failure that one of them may have caused, such as a hung device, return them now, as lapsed.
+        """
         if self._held:
             logger.warning("returning %d unfinished messages to the queue", len(self._held))
+        suspected = self.pipeline.failure and not isinstance(self.pipeline.failure, RedisUnavailable)
+        for pending in sorted(self._held, key=lambda pending: pending.request.message.delivery_tag, reverse=True):
+            with suppress(RedisError):  # their leases expire
+                if suspected:
+                    pending.request.message.return_lapsed()
+            pending.request.message.unclaim()
 
     # Called by the pipeline, on its threads.
 
@@ -259,11 +285,12 @@ class InFlight(Owner):
 
     def started(self, message: Message) -> None:
         """Have Celery accept the request, which starts its time limits."""
-        pending: PendingTask = message.pending
-        if message.missing_outcomes:  # workers/pipeline/poison.py tracks the forward pass that follows
-            with suppress(RedisError):
-                end_isolation(pending.request.message)
-        self._deliver(partial(self._accept, pending, time.monotonic()))
+        self._deliver(partial(self._accept, message.pending, time.monotonic()))
+
+    def computing(self, message: Message, posts: Sequence[int]) -> None:
+        """Record the posts on the device in Redis, if the message is handled in isolation."""
+        with suppress(RedisError):
+            message.pending.request.message.suspect(posts)
 
     def finished(self, message: Message) -> None:
         """Have Celery's tracer finish the message: result backend, links, signals."""
@@ -281,7 +308,7 @@ class InFlight(Owner):
 
         token = CURRENT_MESSAGE.set(message)
         try:
-            self.pipeline.retry_write(trace)
+            self.pipeline.recording.retry_write(trace)
         finally:
             CURRENT_MESSAGE.reset(token)
 
@@ -356,7 +383,7 @@ class InFlight(Owner):
                 self.pipeline.fail_as_hung(f"{pending.request} has not ended within its time limit of {limit} s")
             return
         reason = f"{type(fault).__name__}: no result within the message's {'soft ' * soft}time limit of {limit} s"
-        if self.pipeline.give_up(pending.message, fault, reason) and soft:
+        if self.pipeline.recording.give_up(pending.message, fault, reason) and soft:
             pending.request.on_timeout(True, limit)  # logs the soft time limit
 
     def _finish(self, pending: PendingTask, ending: Callable[[], None]) -> None:
@@ -390,5 +417,5 @@ class InFlight(Owner):
         """
         if not request.acknowledged:
             message = request.message
-            (message.requeue if delivery_count(message) < MAX_DELIVERIES else message.ack)()
+            (message.requeue if message.deliveries < MAX_DELIVERIES else message.ack)()
             request.acknowledged = True

@@ -101,7 +101,7 @@ class WorkerMetrics:
             "feedmill_worker_token_budget_tokens": pipeline.budget.tokens,
             "feedmill_worker_messages_held": {queue: held()},
             "feedmill_worker_rows_waiting": pipeline.waiting(),
-            "feedmill_worker_oldest_row_seconds": pipeline.oldest_age(),
+            "feedmill_worker_oldest_row_seconds": pipeline.backlog.oldest_age(),
             "feedmill_worker_posts_total": {
                 "classified": totals.posts, "answered": totals.answered, "failed": totals.failed,
             },
@@ -148,7 +148,7 @@ def pipeline_status(pipeline: "Pipeline") -> dict[str, Any]:
         "padding_efficiency": totals.tokens / totals.padded_tokens if totals.padded_tokens else 0.0,
         "recent": asdict(pipeline.statistics.recent(time.monotonic())),
         "rows_waiting": pipeline.waiting(),
-        "oldest_row_seconds": pipeline.oldest_age(),
+        "oldest_row_seconds": pipeline.backlog.oldest_age(),
     }
 
 

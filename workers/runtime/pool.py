@@ -35,21 +35,15 @@ from feedmill.shared.model_routing import ANNOUNCE_INTERVAL_S, announce, deregis
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.pipeline.pipeline import Pipeline
-from feedmill.workers.pipeline.poison import PoisonTracker
 from feedmill.workers.runtime import hot_swap
 from feedmill.workers.runtime.hot_swap import Deployer, freeze_heap
 from feedmill.workers.runtime.in_flight import RETRY_INTERVAL_S, InFlight
 from feedmill.workers.runtime.metrics import TURN_INTERVAL_S, WorkerMetrics, pipeline_status
-from feedmill.workers.transport.leases import queued_size, unclaim
 
 logger = logging.getLogger(__name__)
 
 #: Net new objects between two garbage collections. Python's default of 700 is less than one message.
 GC_THRESHOLD = 20_000
-#: Assumed bytes per post before any message is seen. Low, so that the first reservation is small.
-FIRST_POST_BYTES = 300.0
-#: Number of posts after which the measured size replaces the assumed one.
-POSTS_TO_LEARN = 256
 
 
 class DevicePool(BasePool):
@@ -70,8 +64,6 @@ class DevicePool(BasePool):
         self._metrics: WorkerMetrics | None = None
         #: Periodic calls on the event loop, such as announcements and the metrics' heartbeat.
         self._timers: list[Any] = []
-        #: Average bytes of a post in a compressed message, over recent messages. Used only on the consumer's thread.
-        self._post_bytes = FIRST_POST_BYTES
         #: Rewrites dead letters that Redis may have lost. Set by workers/runtime/consumer.py.
         self.catch_up: Callable[[], None] = lambda: None
         #: Number of signals received that request a shutdown.
@@ -92,17 +84,16 @@ class DevicePool(BasePool):
         except (UserError, DeviceFull, DeviceLost) as error:
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
-        self._in_flight = InFlight(self.app, (self.options.get("soft_timeout"), self.options.get("timeout")))
+        self.in_flight = InFlight(self.app, (self.options.get("soft_timeout"), self.options.get("timeout")))
         self._store = ResultsStore(connect(self.settings), self.settings)
-        poison = PoisonTracker(connect_for_monitoring(self.settings))
-        self.pipeline = self._in_flight.pipeline = Pipeline(
-            model.classifier, self._store, self.settings, model.budget, self._node, self._in_flight, poison
+        self.pipeline = self.in_flight.pipeline = Pipeline(
+            model.classifier, self._store, self.settings, model.budget, self._node, self.in_flight
         )
         self.pipeline.start()
         self._deployer = Deployer(self.pipeline, self.settings, self._redis, model.asked, self._announce_soon)
         self._deployer.start()
         if self._metrics:
-            self._metrics.loaded(self.pipeline, held=self._in_flight.__len__)
+            self._metrics.loaded(self.pipeline, held=self.in_flight.__len__)
         freeze_heap(model.classifier.device)
         gc.set_threshold(GC_THRESHOLD)
 
@@ -110,21 +101,21 @@ class DevicePool(BasePool):
         """Schedule the periodic calls. Called at each connection; messages in flight survive a reconnect
         (workers/transport/leases.py).
         """
-        self._in_flight.hub = loop
-        loop.call_soon(self._in_flight.run_deliveries)
+        self.in_flight.hub = loop
+        loop.call_soon(self.in_flight.run_deliveries)
         for timer in self._timers:
             timer.cancel()
         self._announce_soon()
         self._timers = [
             loop.call_repeatedly(ANNOUNCE_INTERVAL_S, self._announce_soon),
-            loop.call_repeatedly(RETRY_INTERVAL_S, self._in_flight.retry_unended),
+            loop.call_repeatedly(RETRY_INTERVAL_S, self.in_flight.retry_unended),
             loop.call_repeatedly(RETRY_INTERVAL_S, self.catch_up),
         ]
         if self._metrics:
             self._timers.append(loop.call_repeatedly(TURN_INTERVAL_S, self._metrics.heartbeat))
 
     def _announce_soon(self) -> None:
-        self.pipeline.run_on_writer_thread(self._announce)
+        self.pipeline.recording.run(self._announce)
 
     def _announce(self) -> None:
         """Register the worker, and its model for each served queue (shared/model_routing.py). Retry a Redis error after
@@ -171,36 +162,17 @@ class DevicePool(BasePool):
     def run(self, request: Any) -> None:
         """Start a request that was neither revoked nor has expired."""
         if not self.active:
-            unclaim(request.message)  # fetched while closing; returns to the queue when the connection closes
-        elif message := self._in_flight.run(request):
-            self._learn_size(len(message.raw_posts), queued_size(request.message))
-
-    def _learn_size(self, posts: int, size: int) -> None:
-        if posts and size:
-            self._post_bytes += min(1.0, posts / POSTS_TO_LEARN) * (size / posts - self._post_bytes)
-
-    def room(self) -> tuple[int, int]:
-        """Return how many messages of one post to prefetch, and their bytes; 0 until a quarter of the maximum is free.
-
-        A message may hold many posts and is only decoded after it is fetched, so the bytes are a limit, too. The
-        transport may exceed it by one message.
-        """
-        most = self.pipeline.max_waiting()
-        free = most - self.pipeline.waiting()
-        posts = max(1, int(free / self.pipeline.rows_per_post())) if 4 * free >= most else 0
-        return posts, max(1, int(posts * self._post_bytes))
+            request.message.unclaim()  # fetched while closing; returns to the queue when the connection closes
+        else:
+            self.in_flight.run(request)
 
     def adopt(self, eventer: Any) -> None:
         """Move the requests in flight to a new connection.
 
         Rewrites results that Redis may have lost, before acknowledgements are sent. Raises redis' errors.
         """
-        self._in_flight.adopt(eventer)
+        self.in_flight.adopt(eventer)
         self._store.catch_up()
-
-    def flush_events(self) -> None:
-        """Send buffered events now: the event loop, which sends them, may have ended."""
-        self._in_flight.flush_events()
 
     def _on_shutting_down(self, **_: Any) -> None:
         self._shutdown_signals += 1
@@ -211,7 +183,7 @@ class DevicePool(BasePool):
         A further shutdown signal ends the drain; Celery itself ignores a second SIGTERM.
         """
         deadline, signals = time.monotonic() + self.settings.drain, min(1, self._shutdown_signals)
-        self._in_flight.drain(
+        self.in_flight.drain(
             lambda: (
                 not self.pipeline.failure
                 and time.monotonic() < deadline
@@ -219,8 +191,8 @@ class DevicePool(BasePool):
                 and self._shutdown_signals <= signals
             )
         )
-        self.flush_events()
-        self._in_flight.return_to_queue()
+        self.in_flight.flush_events()  # the event loop, which sends them, has ended
+        self.in_flight.return_to_queue()
         self.pipeline.stop()
         self._deployer.stop()
         if not self.pipeline.failure:
@@ -247,6 +219,6 @@ class DevicePool(BasePool):
         info: dict[str, Any] = super()._get_info()  # type: ignore[misc]  # not in the stub
         return (
             info
-            | {"queues": self._queues(), "deploy": self._reported(), "messages_held": len(self._in_flight)}
+            | {"queues": self._queues(), "deploy": self._reported(), "messages_held": len(self.in_flight)}
             | pipeline_status(self.pipeline)
         )

@@ -10,7 +10,7 @@ Relies on these internals of Celery 5.7 and kombu 5.7:
   with `send_event` (celery/worker/request.py, celery/worker/strategy.py).
 - `Request.revoked` both checks for a revocation and announces it. Here `withdrawn` only checks, by the same rules, and
   `announce_withdrawn` announces.
-- A message's `payload` decodes the body once and caches it, and `delivery_tag` comes from the transport.
+- A message's `payload` decodes the body once and caches it.
 - A message whose ETA cannot be converted to local time is deleted (celery/worker/strategy.py).
 """
 
@@ -24,12 +24,10 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery.worker import state
 from celery.worker.request import Request
 
-from feedmill.shared.broker import PRIORITY_MARK, format_arguments
+from feedmill.shared.broker import format_arguments
 from feedmill.workers.runtime.task import arguments_by_name
-from feedmill.workers.transport.leases import delivery_counter
 
-#: Deliveries after which a message becomes a dead letter, if its worker vanished each time. From the third delivery on,
-#: the message is delivered in isolation. Crashes during a forward pass are detected earlier (poison.py).
+#: Deliveries after which a message that Celery cannot finish is acknowledged.
 MAX_DELIVERIES = 5
 #: Prefix of Feedmill's own keys. A link must not use such a key as a queue.
 OWN_KEYS = "feedmill:"
@@ -77,21 +75,6 @@ def read_task_id(message: Any) -> str | None:
             if isinstance(found, dict) and isinstance(found.get(name), str):
                 return str(found[name])[:128]
     return None
-
-
-def delivery_count(message: Any) -> int:
-    """Return how often a kombu message was delivered, including this one, as counted by the transport (leases.py)."""
-    return 1 + delivery_counter(message.delivery_info, "delivery_count")
-
-
-def isolated_death_count(message: Any) -> int:
-    """Return how many workers died while they handled this message in isolation, as counted by the transport."""
-    return delivery_counter(message.delivery_info, "alone_lapse_count")
-
-
-def source_queue(message: Any) -> str | None:
-    """Return the queue that a message came from, or None. Read from the transport's tag, not from the sender's data."""
-    return str(message.delivery_tag).partition(" ")[2].partition(PRIORITY_MARK)[0] or None
 
 
 def withdrawn(request: Request) -> bool:

@@ -14,7 +14,7 @@ A custom task keeps all of Celery's task features. A worker loads it with the se
 import os
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 from celery import Task, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
@@ -76,10 +76,10 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         if conf.task_always_eager or conf.broker_url or conf.broker_write_url:
             return super().apply_async(args, kwargs, producer=producer, **options)
         settings = load()
-        sender = _sender(settings)
+        app, redis = _sender(settings)
         with user_errors(settings):
-            sender.redis.ping()  # Celery's result backend retries for 20 seconds, and raises a RuntimeError
-            return sender.app.send_task(self.name, args, kwargs, **options)
+            redis.ping()  # Celery's result backend retries for 20 seconds, and raises a RuntimeError
+            return app.send_task(self.name, args, kwargs, **options)
 
     def outcomes(self) -> list[dict[str, Any]]:
         """Return one outcome per post, in order.
@@ -106,7 +106,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         """Classify in this process. On a stock worker, also store the results, as a Feedmill worker does."""
         request = self.request
         try:
-            from feedmill.workers.runtime import in_process  # noqa: PLC0415 - torch is optional
+            from feedmill.workers.pipeline import offline  # noqa: PLC0415 - torch is optional
         except ImportError as missing:
             name = "feedmill.classify_task" if self.name == CLASSIFY_TASK else self.name
             raise UserError(
@@ -117,28 +117,21 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         by_worker = not (request.called_directly or request.is_eager)
         queue = settings.queue if by_worker else None
         message = Message(arguments, request.get(SENT_AT), task_id=request.id, queue=queue)
-        in_process.classify(message, settings, worker=request.hostname if by_worker else None)
+        offline.run(message, settings, worker=request.hostname if by_worker else None)
         return message
 
 
-class _Sender(NamedTuple):
-    """An application that sends tasks for callers without a broker, and a client of its Redis."""
-
-    process: int
-    settings: Settings
-    app: Application
-    redis: Redis
+#: The latest sender, and the process and settings that it was made for.
+_latest: tuple[tuple[int, Settings], tuple[Application, Redis]] | None = None
 
 
-_latest_sender: _Sender | None = None
-
-
-def _sender(settings: Settings) -> _Sender:
-    """Return this process's sender for these settings."""
-    global _latest_sender  # noqa: PLW0603 - one per process
-    if _latest_sender is None or _latest_sender[:2] != (os.getpid(), settings):
-        _latest_sender = _Sender(os.getpid(), settings, make_app(settings, current=False), connect(settings))
-    return _latest_sender
+def _sender(settings: Settings) -> tuple[Application, Redis]:
+    """Return an application that sends tasks for callers without a broker, and a client of its Redis."""
+    global _latest  # noqa: PLW0603 - one per process
+    made_for = os.getpid(), settings
+    if _latest is None or _latest[0] != made_for:
+        _latest = made_for, (make_app(settings, current=False), connect(settings))
+    return _latest[1]
 
 
 @shared_task(bind=True, base=ClassifyTask, name=CLASSIFY_TASK)  # type: ignore[arg-type]  # the stub wants no `*surplus`

@@ -14,8 +14,9 @@ except *claimed* ones: work on them continues, and their acknowledgements are se
 that claims a message must acknowledge it, reject it or drop the claim: garbage collection does none of these.
 
 A returned message is the next to be delivered from its list. Its `delivery_info` then contains `redelivered`, as in
-kombu; `delivery_count`, the number of earlier deliveries; `lapse_count`, the deliveries whose lease expired because the
-process vanished or stalled; and `alone_lapse_count`, the deliveries in isolation among those (`admit`).
+kombu; `delivery_count`, the number of earlier deliveries; and `lapse_count`, the deliveries whose lease expired because
+the process vanished or stalled. While a message is handled in isolation, `suspects` are the indexes of its posts that
+are on the device, or WHOLE before it starts. If its lease expires then, they are appended to `deaths`.
 
 Channels must provide the options listed in workers/transport/redis_transport.py.
 """
@@ -26,22 +27,22 @@ import logging
 import os
 import threading
 from base64 import b64encode
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 
+from kombu.transport.virtual import Message as VirtualMessage
 from kombu.utils.json import loads
 from redis import Redis
 from redis.exceptions import RedisError
 
 from feedmill.shared import encoding
-from feedmill.shared.broker import UNDECODABLE
+from feedmill.shared.broker import PRIORITY_MARK, UNDECODABLE
 from feedmill.shared.redis_errors import is_replica
 from feedmill.shared.scripts import call
 from feedmill.shared.scripts.leases import LeaseScripts
@@ -56,6 +57,8 @@ MAX_UNDECODABLE_BYTES = 2**16
 #: Expired leases after which a message is delivered in isolation. One proves nothing: a vanished worker held many
 #: messages.
 EXPIRIES_BEFORE_ISOLATION = 2
+#: Stands for the message itself among the indexes of its posts.
+WHOLE = -1
 #: Optional parts of a message, and the types that kombu assumes without checking.
 PART_TYPES = {"headers": dict, "content-type": str, "content-encoding": str}
 
@@ -89,11 +92,6 @@ def stand_in(message: bytes, reason: str) -> dict[str, Any]:
     return {"body": start, "content-type": UNDECODABLE, "content-encoding": reason, "properties": properties}
 
 
-def needs_isolation(delivery_info: Mapping[str, Any]) -> bool:
-    """Return whether a message must be delivered in isolation: workers that held it vanished repeatedly."""
-    return delivery_counter(delivery_info, "lapse_count") >= EXPIRIES_BEFORE_ISOLATION
-
-
 def count_delivery(message: bytes, *, lapse: bool = False) -> bytes | str:
     """Mark a message as redelivered and increment its counters. Undecodable messages are returned unchanged.
 
@@ -106,9 +104,11 @@ def count_delivery(message: bytes, *, lapse: bool = False) -> bytes | str:
         info["redelivered"] = True
         if isinstance(found.get("headers"), dict):
             found["headers"]["redelivered"] = True
-        alone = info.pop("alone", None) is True
-        counts = {"delivery_count": True, "lapse_count": lapse, "alone_lapse_count": lapse and alone}
-        info |= {name: delivery_counter(info, name) + 1 for name, applies in counts.items() if applies}
+        info["delivery_count"] = delivery_counter(info, "delivery_count") + 1
+        suspects = info.pop("suspects", None)
+        if lapse:
+            info["lapse_count"] = delivery_counter(info, "lapse_count") + 1
+            info["deaths"] = [*deaths_in(info).elements(), *(suspects if isinstance(suspects, list) else [])]
         return json.dumps(found)
     except Exception:  # malformed input can raise any error; raising would block the return of all other messages
         return message
@@ -120,15 +120,12 @@ def delivery_counter(delivery_info: Mapping[str, Any], name: str) -> int:
     return found if type(found) is int and 0 < found < 2**31 else 0
 
 
-@dataclass(slots=True)
-class Held:
-    """A message that this process holds."""
-
-    #: Bytes of the message in its list.
-    size: int
-    delivered: bool = False
-    #: True if the message stays held when its connection ends.
-    claimed: bool = False
+def deaths_in(delivery_info: Mapping[str, Any]) -> Counter[int]:
+    """Return how many workers died with a message in isolation: by the index of the posts that were on the device, or
+    as WHOLE, before any was. Ignores invalid values, which the sender set.
+    """
+    found = delivery_info.get("deaths")
+    return Counter(index for index in found if type(index) is int) if isinstance(found, list) else Counter()
 
 
 class Leases:
@@ -146,16 +143,14 @@ class Leases:
             pool.connection_kwargs[option] = self.timeout_s
         self.client: Redis = Redis(connection_pool=pool)
         self.scripts = LeaseScripts(self.client, self.reserved, self.index)
-        #: Messages by tag.
-        self.held: dict[str, Held] = {}
-        #: Bytes of claimed messages.
-        self.bytes_claimed = 0
-        #: The message handled in isolation: its tag; and in Redis, as received, and with a note of its isolation.
-        self._isolated: tuple[str, bytes, str] | None = None
+        #: Tags of the messages that this process holds, and of those that stay held when their connection ends; with
+        #: the bytes of the message in its list.
+        self.held: dict[str, int] = {}
+        self._claimed: dict[str, int] = {}
+        #: Tag of the message handled in isolation.
+        self._isolated: str | None = None
         #: Tags of delivered messages that wait for isolation. No other message is reserved meanwhile.
         self._waiting_for_isolation: set[str] = set()
-        #: Messages to return as soon as Redis answers: their tags, and the command that returns them.
-        self._pending_returns: deque[tuple[list[str], str]] = deque()
         #: Tags whose acknowledgements have not been sent yet.
         self.acknowledged: deque[str] = deque()
         self.channels: WeakSet[Any] = WeakSet()
@@ -180,37 +175,27 @@ class Leases:
     def hold(self, tag: str, message: bytes) -> None:
         """Start renewing the lease of a reserved message."""
         with self._lock:
-            self.held[tag] = Held(len(message))
-
-    def deliver(self, tag: str) -> None:
-        """Record the delivery of a message."""
-        with self._lock:
-            if message := self.held.get(tag):
-                message.delivered = True
+            self.held[tag] = len(message)
 
     def claim(self, tag: str) -> None:
-        """Hold a message until it is acknowledged or returned, even if its connection ends."""
         with self._lock:
-            if (message := self.held.get(tag)) and not message.claimed:
-                message.claimed = True
-                self.bytes_claimed += message.size
+            if tag in self.held:
+                self._claimed[tag] = self.held[tag]
 
     def unclaim(self, tag: str) -> None:
-        """Drop a claim: the message returns to its list when its connection ends."""
         with self._lock:
-            if message := self.held.get(tag):
-                self._drop_claim(message)
+            self._claimed.pop(tag, None)
 
-    def _drop_claim(self, message: Held) -> None:
-        if message.claimed:
-            message.claimed = False
-            self.bytes_claimed -= message.size
+    @property
+    def bytes_claimed(self) -> int:
+        with self._lock:
+            return sum(self._claimed.values())
 
     def _forget(self, tag: str) -> None:
         with self._lock:
-            if message := self.held.pop(tag, None):
-                self._drop_claim(message)
-            if self._isolated and self._isolated[0] == tag:
+            self.held.pop(tag, None)
+            self._claimed.pop(tag, None)
+            if self._isolated == tag:
                 self._isolated = None
             self._waiting_for_isolation.discard(tag)
 
@@ -221,45 +206,41 @@ class Leases:
 
         suspicious: handle it alone. Records that in Redis, so that a crash counts against it.
         """
-        if self._isolated and self._isolated[0] == tag:
+        if self._isolated == tag:
             return True
         if self._is_claimed_alone():
             return False
         if suspicious:
-            if self._are_claimed():
+            if self._claimed:
                 self._waiting_for_isolation.add(tag)
                 return False
             self._waiting_for_isolation.discard(tag)
-            message: Any = self.client.hget(self.reserved, tag)
-            if message:
-                noted = json.loads(message)
-                noted["properties"]["delivery_info"]["alone"] = True
-                self._isolated = tag, message, json.dumps(noted)
-                call(self.client, "replace", self.reserved, message, self._isolated[2], tag)
+            self._suspect(tag, [WHOLE])
+            self._isolated = tag
         return True
 
-    def end_isolation(self, tag: str) -> None:
-        """Remove the record of isolation: the message proved harmless, or its next step is tracked elsewhere.
+    def suspect(self, tag: str, posts: Sequence[int]) -> None:
+        if self._isolated == tag:
+            self._suspect(tag, posts)
 
-        It stays alone if it is claimed.
-        """
-        if self._isolated and self._isolated[0] == tag:
-            _, message, noted = self._isolated
-            call(self.client, "replace", self.reserved, noted, message, tag)
-            if not self._is_claimed_alone():
-                self._isolated = None
+    def _suspect(self, tag: str, posts: Sequence[int]) -> None:
+        message: Any = self.client.hget(self.reserved, tag)
+        if message:
+            noted = json.loads(message)
+            noted["properties"]["delivery_info"]["suspects"] = list(posts)
+            call(self.client, "replace", self.reserved, message, json.dumps(noted), tag)
+
+    def postpone(self, tag: str) -> None:
+        if self._isolated == tag and not self._is_claimed_alone():
+            self._suspect(tag, [])
+            self._isolated = None
 
     def is_isolating(self) -> bool:
         """Return whether a message is handled in isolation, or waits for that."""
         return bool(self._waiting_for_isolation) or self._is_claimed_alone()
 
     def _is_claimed_alone(self) -> bool:
-        message = self.held.get(self._isolated[0]) if self._isolated else None
-        return bool(message and message.claimed)
-
-    def _are_claimed(self) -> bool:
-        with self._lock:
-            return any(message.claimed for message in self.held.values())
+        return self._isolated in self._claimed
 
     # Acknowledging and returning messages.
 
@@ -288,38 +269,30 @@ class Leases:
         self.client.zrem(self.index, "")
         self.client.hdel(self.reserved, "")
 
-    def return_messages(self, tags: Sequence[str], command: str = "RPUSH") -> None:
-        """Return messages that this process holds to their lists. The last tag is the next message to be delivered."""
-        delivered = {tag: not (found := self.held.get(tag)) or found.delivered for tag in tags}
-        self._restore(tags, lambda tag, message: count_delivery(message) if delivered[tag] else message, None, command)
+    def return_messages(self, tags: Sequence[str], command: str = "RPUSH", lapse: bool = False) -> None:
+        """Return messages that this process holds to their lists. The last tag is the next message to be delivered.
+
+        lapse: as if their leases had expired.
+        """
+        self._restore(tags, lapse, None, command)
         for tag in tags:
             self._forget(tag)
 
     def return_unclaimed(self, tags: Iterable[str], command: str = "RPUSH") -> None:
-        """Return unclaimed messages, now or as soon as Redis answers. Their leases are renewed until then."""
-        free = [tag for tag in tags if (found := self.held.get(tag)) and not found.claimed]
-        self._pending_returns.append((free, command))
-        with suppress(RedisError, OSError):
-            self._return_pending()
+        """Return unclaimed messages now. If Redis is unreachable, they return when their leases expire."""
+        free = [tag for tag in tags if tag in self.held and tag not in self._claimed]
+        try:
+            self.return_messages(free, command)
+        except (RedisError, OSError):
+            for tag in free:
+                self._forget(tag)
 
-    def _return_pending(self) -> None:
-        while self._pending_returns:
-            with self._lock:
-                tags, command = self._pending_returns.popleft() if self._pending_returns else ([], "")
-            try:
-                self.return_messages([tag for tag in tags if tag in self.held], command)
-            except BaseException:
-                self._pending_returns.appendleft((tags, command))
-                raise
-
-    def _restore(
-        self, tags: Sequence[str], marked: Callable[[str, bytes], bytes | str], until: float | None, command: str
-    ) -> None:
-        """Put messages back into their lists, changed by `marked`. Skip messages whose leases end after `until`."""
+    def _restore(self, tags: Sequence[str], lapse: bool, until: float | None, command: str) -> None:
+        """Put messages back into their lists, with their counters. Skip messages whose leases end after `until`."""
         if tags:
             messages: list[Any] = self.client.hmget(self.reserved, tags)
-            restored = [(tag, marked(tag, message or b"")) for tag, message in zip(tags, messages, strict=True)]
-            self.scripts.restore(restored, until, command)
+            counted = (count_delivery(message or b"", lapse=lapse) for message in messages)
+            self.scripts.restore(list(zip(tags, counted, strict=True)), until, command)
 
     # The lease thread.
 
@@ -371,8 +344,7 @@ class Leases:
         self._contact = now
         if not self.evented:
             self.flush()
-        self._return_pending()
-        self._restore(ended, lambda _, message: count_delivery(message, lapse=True), now, "RPUSH")
+        self._restore(ended, True, now, "RPUSH")
         return more
 
     def _renew(self, tags: Sequence[str], limit: int) -> tuple[float, list[str], bool]:
@@ -405,53 +377,76 @@ def leases_of(channel: Any) -> Leases:
     return _LEASES[where]
 
 
-# The state of a delivered kombu message.
+class LeasedMessage(VirtualMessage):
+    """A message that was delivered under a lease. Methods raise redis-py's errors."""
 
+    channel: Any
+    delivery_tag: Any
 
-def admit(message: Any) -> bool:
-    """Return whether a delivered message may be handled now. If not, try again later: another one is isolated, or this
-    one needs isolation. Raises redis-py's errors.
-    """
-    leases: Leases = message.channel.leases
-    tag = message.delivery_tag
-    return tag not in leases.held or leases.admit(tag, needs_isolation(message.delivery_info))
+    @property
+    def leases(self) -> Leases:
+        leases: Leases = self.channel.leases
+        return leases
 
+    @property
+    def is_held(self) -> bool:
+        """True until the message is acknowledged or returned."""
+        return self.delivery_tag in self.leases.held
 
-def claim(message: Any) -> bool:
-    """Hold an admitted message until it is acknowledged, rejected or unclaimed, even if its connection ends.
+    @property
+    def queued_size(self) -> int:
+        """Bytes of the message in its list; 0 if it is no longer held."""
+        return self.leases.held.get(self.delivery_tag, 0)
 
-    Returns False, and does nothing, if `admit` does. Raises redis-py's errors.
-    """
-    admitted = admit(message)
-    if admitted:
-        message.channel.leases.claim(message.delivery_tag)
-    return admitted
+    @property
+    def deliveries(self) -> int:
+        """Number of deliveries, including this one."""
+        return 1 + delivery_counter(self.delivery_info, "delivery_count")
 
+    @property
+    def needs_isolation(self) -> bool:
+        """True if the message must be handled in isolation, because workers that held it vanished repeatedly."""
+        return delivery_counter(self.delivery_info, "lapse_count") >= EXPIRIES_BEFORE_ISOLATION
 
-def postpone(message: Any) -> None:
-    """End the isolation of a message that was admitted and not claimed: it starts later, and others may start now."""
-    held = message.channel.leases.held.get(message.delivery_tag)
-    if held and not held.claimed:
+    @property
+    def deaths(self) -> Counter[int]:
+        """Number of workers that died with the message in isolation; see `deaths_in`."""
+        return deaths_in(self.delivery_info)
+
+    @property
+    def queue(self) -> str | None:
+        """Queue that the message came from. Read from the tag, not from the sender's data."""
+        return str(self.delivery_tag).partition(" ")[2].partition(PRIORITY_MARK)[0] or None
+
+    def admit(self) -> bool:
+        """Return whether the message may be handled now. If not, try again later: another one is isolated, or this one
+        needs isolation.
+        """
+        return not self.is_held or self.leases.admit(self.delivery_tag, self.needs_isolation)
+
+    def claim(self) -> bool:
+        """Hold an admitted message until it is acknowledged, rejected or unclaimed, even if its connection ends.
+
+        Returns False, and does nothing, if `admit` does.
+        """
+        admitted = self.admit()
+        if admitted:
+            self.leases.claim(self.delivery_tag)
+        return admitted
+
+    def unclaim(self) -> None:
+        """Drop a claim: the message returns to its queue when its connection ends."""
+        self.leases.unclaim(self.delivery_tag)
+
+    def postpone(self) -> None:
+        """End the isolation of a message that was admitted and not claimed: it starts later, and others may start."""
         with suppress(RedisError):  # a crash meanwhile counts against the message, although it may not be the cause
-            end_isolation(message)
+            self.leases.postpone(self.delivery_tag)
 
+    def suspect(self, posts: Sequence[int]) -> None:
+        """Record which posts to blame if this process vanishes now, if the message is handled in isolation."""
+        self.leases.suspect(self.delivery_tag, posts)
 
-def unclaim(message: Any) -> None:
-    """Drop a claim: the message returns to its queue when its connection ends."""
-    message.channel.leases.unclaim(message.delivery_tag)
-
-
-def is_held(message: Any) -> bool:
-    """Return whether a message is still held: neither acknowledged nor returned."""
-    return message.delivery_tag in message.channel.leases.held
-
-
-def end_isolation(message: Any) -> None:
-    """Record that an isolated message proved harmless; do nothing for others. Raises redis-py's errors."""
-    message.channel.leases.end_isolation(message.delivery_tag)
-
-
-def queued_size(message: Any) -> int:
-    """Return the bytes of a held message in its list; 0 if unknown."""
-    held = message.channel.leases.held.get(message.delivery_tag)
-    return held.size if held else 0
+    def return_lapsed(self) -> None:
+        """Return the message to its list as if this process had vanished, because it may be to blame for a failure."""
+        self.leases.return_messages([self.delivery_tag], lapse=True)

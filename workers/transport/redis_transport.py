@@ -10,10 +10,11 @@ Acknowledgements are sent with the next reservation, in one packet per turn of t
 
 No more is reserved while claimed messages take HELD_BYTES. A message whose lease has expired twice because its worker
 vanished is handled in *isolation*: while no other message is claimed, and no other is started until it is finished. If
-that worker vanishes too, the message caused it. A consumer asks `admit` before it decodes a message, and claims
+that worker vanishes too, the message or its posts on the device are to blame. A consumer asks `admit` before it decodes
+a message, and claims
 (`claim`) each one that it keeps working on after its connection ends. Unclaimed messages return to their queue.
 
-Options in `broker_transport_options`: the names of the three keys (`reserved_key`, …); `visibility_timeout`, the length
+Options in `broker_transport_options`: the names of the two keys (`reserved_key`, …); `visibility_timeout`, the length
 of a lease in seconds; `unacked_restore_interval`, the seconds between searches for expired leases. Leases can be short,
 because a thread renews them even while the event loop is busy.
 
@@ -47,7 +48,7 @@ from feedmill.shared.encoding import limit_bodies
 from feedmill.shared.redis_errors import is_full
 from feedmill.shared.scripts import is_missing, load_functions
 from feedmill.shared.scripts.leases import Reservation, Taken
-from feedmill.workers.transport.leases import Leases, UndecodableError, decoded, leases_of, stand_in
+from feedmill.workers.transport.leases import LeasedMessage, Leases, UndecodableError, decoded, leases_of, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,6 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
         return free if free is None or free >= min(RESERVE_LIMIT, self.prefetch_count // 4) else 0
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        self.channel.leases.deliver(delivery_tag)
         VirtualQoS.append(self, message, delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
@@ -94,14 +94,6 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
             VirtualQoS.ack(self, delivery_tag)
         else:
             self.ack(delivery_tag)
-
-    def restore_unacked(self, *_: Any) -> None:
-        self._flush()
-        self.channel.leases.return_messages(list(reversed(self._delivered)))
-        self._delivered.clear()
-
-    def restore_by_tag(self, tag: str, _: Any = None, leftmost: bool = False) -> None:
-        self.channel.leases.return_messages([tag], command="LPUSH" if leftmost else "RPUSH")
 
     def restore_unacked_once(self, *_: Any) -> None:
         """Return unclaimed messages when the channel closes. Claimed ones are still being processed."""
@@ -120,7 +112,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
 
     # Options.
 
-    QoS = QoS
+    Message, QoS = LeasedMessage, QoS
 
     reserved_key = "reserved"
     reserved_index_key = "reserved_index"

@@ -120,9 +120,6 @@ def single_texts(described: Sequence[Sequence[str]], kind: str) -> list[str]:
 class Outputs(Protocol):
     """Result of a forward pass, possibly still being copied from the device."""
 
-    def ready(self) -> bool:
-        """Return true once the device has finished. Never blocks."""
-
     @property
     def seconds(self) -> float:
         """Seconds of device time. Valid once the device has finished."""

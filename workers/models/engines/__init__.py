@@ -60,10 +60,6 @@ class TensorOutputs:
             self._tensor = tensor.cpu()
             self._seconds = time.perf_counter() - began
 
-    def ready(self) -> bool:
-        """Return true once the device has finished."""
-        return self._done is None or bool(self._done.query())
-
     def wait(self) -> torch.Tensor:
         """Wait for the outputs and return them on the host. Raises DeviceLost."""
         if self._done is not None:
