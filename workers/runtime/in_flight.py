@@ -35,7 +35,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import DataError, RedisError
 
 from feedmill.shared.broker import SENT_AT, Application
-from feedmill.shared.errors import RedisUnavailable
+from feedmill.shared.errors import DeviceFull, RedisUnavailable
 from feedmill.shared.redis_errors import WRONG_TYPE, is_replica
 from feedmill.workers.pipeline.context import Owner
 from feedmill.workers.pipeline.message import Message
@@ -270,10 +270,11 @@ class InFlight(Owner):
         """
         if self._held:
             logger.warning("returning %d unfinished messages to the queue", len(self._held))
-        suspected = self.pipeline.failure and not isinstance(self.pipeline.failure, RedisUnavailable)
+        failure = self.pipeline.failure
+        innocent = not failure or isinstance(failure, RedisUnavailable) or isinstance(failure.__cause__, DeviceFull)
         for pending in sorted(self._held, key=lambda pending: pending.request.message.delivery_tag, reverse=True):
-            with suppress(RedisError):  # their leases expire
-                if suspected:
+            with suppress(RedisError):  # its lease expires
+                if not innocent:
                     pending.request.message.return_lapsed()
             pending.request.message.unclaim()
 

@@ -449,4 +449,5 @@ class LeasedMessage(VirtualMessage):
 
     def return_lapsed(self) -> None:
         """Return the message to its list as if this process had vanished, because it may be to blame for a failure."""
-        self.leases.return_messages([self.delivery_tag], lapse=True)
+        if self.is_held:
+            self.leases.return_messages([self.delivery_tag], lapse=True)
