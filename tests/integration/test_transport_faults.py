@@ -26,13 +26,12 @@ import os, time, uuid
 from celery import Celery
 from celery.worker.consumer import Consumer as StockConsumer
 from redis import Redis, RedisError
-from feedmill.workers.transport.leases import claim
 
 class Consumer(StockConsumer):
     def __init__(self, on_task_request, *args, **kwargs):
         def claimed(request):
             if "redis_transport" in os.environ["TRANSPORT"]:
-                claim(request.message)
+                request.message.claim()
             on_task_request(request)
         super().__init__(claimed, *args, **kwargs)
 
