@@ -242,7 +242,7 @@ class Training:
             return
         # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
         scale = features.std().clamp_min(1e-6)
-        weight, bias = fit_logistic(features / scale, wanted, (RIDGE_PENALTY, 0.0))
+        ((weight, bias),) = fit_logistic(features / scale, wanted, [RIDGE_PENALTY], bias_penalty=0.0)
         last.weight.copy_(weight / scale)
         if last.bias is not None:
             last.bias.copy_(bias)

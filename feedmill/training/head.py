@@ -6,7 +6,7 @@ as a worker embeds them.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,38 +154,29 @@ def fit(features: torch.Tensor, targets: torch.Tensor, seed: int) -> tuple[Fitte
     scale = (features - centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
     # In float64, the fit converges to the same result despite rounding.
     scaled = ((features - centre) / scale).double()
-
-    def fitted(places: torch.Tensor, penalty: float, start: Fitted | None = None) -> Fitted:
-        return fit_logistic(scaled[places], targets[places], (penalty, BIAS_PENALTY / len(places)), start)
-
+    chosen: dict[str, Any] = {"penalty": USUAL_PENALTY, "sharpness": 1.0, "accuracies": {}}
     with one_thread():
-        order = torch.randperm(len(scaled), generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
-        held_out = _held_out_logits(scaled, order, fitted) if len(order) >= FOLDS else {}
-        best = targets[order].argmax(1)
-        accuracies = {each: float((logits.argmax(1) == best).double().mean()) for each, logits in held_out.items()}
-        penalty = max(accuracies, key=accuracies.__getitem__, default=USUAL_PENALTY)
-        sharpness = 1.0
-        if held_out:
-            losses = {each: loss_of_rows(each * held_out[penalty], targets[order]).mean() for each in SHARPNESSES}
-            sharpness = min(losses, key=losses.__getitem__)
-        weight, bias = (sharpness * tensor for tensor in fitted(torch.arange(len(scaled)), penalty))
-    weight = weight / scale
-    head = weight.float(), (bias - weight @ centre.double()).float()
-    return head, {"penalty": penalty, "sharpness": sharpness, "accuracies": accuracies}
+        if len(scaled) >= FOLDS:
+            chosen = _cross_validate(scaled, targets, seed)
+        ((weight, bias),) = fit_logistic(scaled, targets, [chosen["penalty"]], BIAS_PENALTY / len(scaled))
+    weight, bias = weight * chosen["sharpness"] / scale, bias * chosen["sharpness"]
+    return (weight.float(), (bias - weight @ centre.double()).float()), chosen
 
 
-def _held_out_logits(
-    scaled: torch.Tensor, order: torch.Tensor, fitted: Callable[..., Fitted]
-) -> dict[float, torch.Tensor]:
-    """Return the logits of each example by a head that has not seen it, for each penalty: [examples, labels]."""
-    parts = order.tensor_split(FOLDS)
-    found: dict[float, list[torch.Tensor]] = {penalty: [] for penalty in PENALTIES}
+def _cross_validate(features: torch.Tensor, targets: torch.Tensor, seed: int) -> dict[str, Any]:
+    """Choose the penalty and the sharpness by the logits that heads give to examples which they have not seen."""
+    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
+    parts, logits = order.tensor_split(FOLDS), []
     for number, part in enumerate(parts):
-        last: Fitted | None = None
-        for penalty in PENALTIES:  # each fit starts at the previous one, which is near
-            last = fitted(torch.cat(parts[:number] + parts[number + 1 :]), penalty, last)
-            found[penalty].append(scaled[part] @ last[0].T + last[1])
-    return {penalty: torch.cat(logits) for penalty, logits in found.items()}
+        others = torch.cat(parts[:number] + parts[number + 1 :])
+        heads = fit_logistic(features[others], targets[others], PENALTIES, BIAS_PENALTY / len(others))
+        logits.append(torch.stack([features[part] @ weight.T + bias for weight, bias in heads]))
+    held_out = dict(zip(PENALTIES, torch.cat(logits, 1), strict=True))  # [examples, labels] by penalty
+    expected, best = targets[order], targets[order].argmax(1)
+    accuracies = {each: float((logits.argmax(1) == best).double().mean()) for each, logits in held_out.items()}
+    penalty = max(accuracies, key=accuracies.__getitem__)
+    losses = {each: loss_of_rows(each * held_out[penalty], expected).mean() for each in SHARPNESSES}
+    return {"penalty": penalty, "sharpness": min(losses, key=losses.__getitem__), "accuracies": accuracies}
 
 
 @contextmanager
@@ -205,33 +196,34 @@ def _write_json(path: Path, content: object) -> None:
 
 @torch.enable_grad()
 def fit_logistic(
-    features: torch.Tensor, targets: torch.Tensor, penalties: tuple[float, float], start: Fitted | None = None
-) -> Fitted:
-    """Fit a multinomial logistic regression.
+    features: torch.Tensor, targets: torch.Tensor, penalties: Sequence[float], bias_penalty: float
+) -> list[Fitted]:
+    """Fit a multinomial logistic regression for each L2 penalty of the weights.
 
-    features: [examples, dimensions], float64. targets: distributions [examples, labels]. penalties: L2, of the weight
-    and of the bias. start: default: 0.
+    features: [examples, dimensions], float64. targets: distributions [examples, labels].
     """
-    labels = targets.shape[1]
-    zeros = features.new_zeros(labels, features.shape[1]), features.new_zeros(labels)
-    weight, bias = (tensor.clone().requires_grad_() for tensor in start or zeros)
-    optimizer = torch.optim.LBFGS(
-        [weight, bias],
-        max_iter=MAX_ITERATIONS,
-        tolerance_grad=TOLERANCE,
-        tolerance_change=TOLERANCE * 1e-5,
-        line_search_fn="strong_wolfe",
-    )
+    weight = features.new_zeros(targets.shape[1], features.shape[1], requires_grad=True)
+    bias = features.new_zeros(targets.shape[1], requires_grad=True)
+    heads = []
+    for penalty in penalties:  # each fit starts at the previous one, which is near
+        optimizer = torch.optim.LBFGS(
+            [weight, bias],
+            max_iter=MAX_ITERATIONS,
+            tolerance_grad=TOLERANCE,
+            tolerance_change=TOLERANCE * 1e-5,
+            line_search_fn="strong_wolfe",
+        )
 
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of_rows(features @ weight.T + bias, targets).mean()
-        loss = loss + penalties[0] * weight.square().sum() + penalties[1] * bias.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
+        def step(optimizer: torch.optim.Optimizer = optimizer, penalty: float = penalty) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of_rows(features @ weight.T + bias, targets).mean()
+            loss = loss + penalty * weight.square().sum() + bias_penalty * bias.square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
 
-    optimizer.step(step)  # type: ignore[no-untyped-call]
-    return weight.detach(), bias.detach()
+        optimizer.step(step)  # type: ignore[no-untyped-call]
+        heads.append((weight.detach().clone(), bias.detach().clone()))
+    return heads
 
 
 def loss_of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
