@@ -56,7 +56,11 @@ def collect(options: TrainOptions, file: FileFlags, settings: Settings, notes: C
         raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
     examples = [example for each in kept if (example := _example(each, options.targets, options))]
     if not examples:
-        raise InputError(_nothing(len(kept), options))
+        raise InputError(
+            f"None of {len(kept):,} posts has a label for --targets {options.targets}. Topics are in a column topic, "
+            "label or category of the file; a model's labels are in results and exports, with scores of at least "
+            f"--min-score {options.min_score}."
+        )
     models = Counter(example.model for example in examples if example.model)
     if len(models) > 1:
         notes.print(
@@ -79,18 +83,6 @@ def _example(labelled: Labelled, targets: str, options: TrainOptions) -> Labelle
     if not label or not post.text:  # the stream truncates bodies, possibly to nothing
         return None
     return Labelled(post, label.strip(), scores, model)
-
-
-def _nothing(posts: int, options: TrainOptions) -> str:
-    if options.targets == "topic":
-        return (
-            f"None of {posts:,} posts has a topic to learn. Add topics to the file, or train on a model's labels "
-            "with --targets zero-shot."
-        )
-    return (
-        f"None of {posts:,} posts has a model's label with a score of at least {options.min_score}; only results and "
-        "exports contain such labels. Lower --min-score, or use --targets topic."
-    )
 
 
 def _of_results(settings: Settings) -> Iterator[Labelled]:
