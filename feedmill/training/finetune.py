@@ -16,7 +16,7 @@ import gc
 import os
 import random
 import shutil
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.trainer_utils import get_last_checkpoint
 
 from feedmill.producers.records import Labelled
@@ -60,6 +60,8 @@ WEIGHT_DECAY = 0.01
 #: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
 #: below 0.01 the head overfits.
 RIDGE_PENALTY = 0.05
+#: Optimization steps whose examples are sorted by length together. More steps reduce padding; fewer add randomness.
+STEPS_SORTED_TOGETHER = 32
 
 
 class Trained(NamedTuple):
@@ -251,17 +253,27 @@ class Training:
 class Order(LengthGroupedSampler):
     """A reproducible order of examples, different in each epoch and determined by the seed.
 
-    Examples of similar length are in one optimization step, so that its forward passes need little padding. The longest
-    example is in the first step, so that running out of memory shows at once.
+    batch: examples per optimization step, over all devices. Examples of similar length are in one step, so that its
+    forward passes need little padding. The longest example is in the first step, so that running out of memory shows at
+    once; the others come in random order, but an incomplete one stays at the end.
     """
 
     def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
         super().__init__(batch, lengths=lengths)
-        self._seed = seed
-        self.set_epoch(0)
+        self._seed, self._epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        self.generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
+        order: list[int] = get_length_grouped_indices(  # type: ignore[no-untyped-call]
+            self.lengths, self.batch_size, STEPS_SORTED_TOGETHER, generator
+        )
+        first, *others = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
+        places = torch.randperm(max(0, len(others) - 1), generator=generator).tolist()
+        steps = [first, *(others[place] for place in places), *others[-1:]]
+        return iter([example for step in steps for example in step])
 
 
 class _Trainer(Trainer):
