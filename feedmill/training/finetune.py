@@ -88,13 +88,13 @@ class Training:
     """One training run. Raises UserError if it cannot start."""
 
     def __init__(self, dataset: Dataset, options: TrainOptions, settings: Settings, report: Report) -> None:
-        self._dataset, self._options, self._settings = dataset, options, settings
+        self._dataset, self._options = dataset, options
         self._report = report
         self._device = device.select_device(settings.device, "float32")
         self._precision, self._why_precision = device.for_training(self._device, settings.dtype)
         self._weights = locate(options.base, settings.revision, settings.trust_remote_code)
         check_size(self._weights, self._device)
-        self._tokenizer = _tokenizer(self._weights, options.max_tokens, settings.trust_remote_code)
+        self._tokenizer = _tokenizer(self._weights, options.max_tokens)
         self._collate = DataCollatorWithPadding(
             self._tokenizer, pad_to_multiple_of=8 if self._device.torch.type == "cuda" else None
         )
@@ -107,7 +107,7 @@ class Training:
         train, validation = self._rows(data.train), self._rows(data.validation)
         transformers.set_seed(seed)
         self._report.phase(f"loading {self._weights.name}")
-        model = make_model(self._weights, data.labels, self._tokenizer.pad_token_id, self._settings.trust_remote_code)
+        model = make_model(self._weights, data.labels, self._tokenizer.pad_token_id)
         arguments = self._arguments()
         model.to(arguments.device)
         last = get_last_checkpoint(arguments.output_dir) if self._options.resume else None  # type: ignore[no-untyped-call]
@@ -314,18 +314,18 @@ class _Progress(TrainerCallback):
             self._report.advance(state.global_step, f", loss {losses[-1]:.3f}" if losses else "")
 
 
-def _tokenizer(weights: Weights, most: int, remote_code: bool) -> Any:
+def _tokenizer(weights: Weights, most: int) -> Any:
     """Load the base's tokenizer, set to truncate to `most` tokens or the base's lower limit. Raises ModelError."""
-    tokenizer = load_tokenizer(weights, remote_code)
+    tokenizer = load_tokenizer(weights)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    takes = max_row_tokens(read_config(weights, remote_code))
+    takes = max_row_tokens(read_config(weights))
     # Saved with the model, so that workers truncate texts as training did.
     tokenizer.model_max_length = min(most, tokenizer.model_max_length, takes or most)
     return tokenizer
 
 
-def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code: bool = False) -> Any:
+def make_model(weights: Weights, labels: Sequence[str], pad_id: int) -> Any:
     """Load the base in float32 with a head for these labels. A head of the same size in the base is kept.
 
     Raises ModelError.
@@ -334,7 +334,6 @@ def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code
     model, _ = load_pretrained(
         AutoModelForSequenceClassification,
         weights,
-        remote_code,
         num_labels=len(labels),
         id2label=dict(enumerate(labels)),
         label2id={label: place for place, label in enumerate(labels)},

@@ -118,7 +118,7 @@ class HeadModel(NamedTuple):
             _write_json(folder / "config_sentence_transformers.json", config)
         limit = min(self.embedder.max_tokens, texts.max_tokens or self.embedder.max_tokens)
         _write_json(folder / TEXT_CONFIGS[0], read_text_config(weights.folder) | {"max_seq_length": limit})
-        copy_model(weights, folder, settings.trust_remote_code)
+        copy_model(weights, folder)
 
 
 def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, report: Report) -> HeadModel:

@@ -71,7 +71,7 @@ def _start(text: str) -> str:
     return text.rpartition(" ")[0] or text
 
 
-def load_tokenizer(weights: Weights, remote_code: bool = False) -> Any:
+def load_tokenizer(weights: Weights) -> Any:
     """Load the tokenizer in a model's folder with transformers. Raises ModelError."""
     # transformers warns about configurations that it does not know. A tokenizer does not depend on this one.
     gliclass = read_config_file(weights).get("model_type") == GLICLASS
@@ -80,7 +80,7 @@ def load_tokenizer(weights: Weights, remote_code: bool = False) -> Any:
             weights.folder,
             config=PreTrainedConfig() if gliclass else None,
             local_files_only=True,
-            trust_remote_code=remote_code,
+            trust_remote_code=weights.remote_code,
         )
         _ = loaded.backend_tokenizer  # a tokenizer in Python has none
         return loaded
@@ -92,8 +92,8 @@ class Tokenizer:
     max_tokens: maximum tokens of a row, special tokens included; a lower limit of the tokenizer takes precedence.
     """
 
-    def __init__(self, weights: Weights, max_tokens: int, remote_code: bool = False) -> None:
-        loaded = load_tokenizer(weights, remote_code)
+    def __init__(self, weights: Weights, max_tokens: int) -> None:
+        loaded = load_tokenizer(weights)
         self._rust: Any = loaded.backend_tokenizer
         own_limit = loaded.model_max_length
         self.max_tokens = min(max_tokens, own_limit) if own_limit < UNSET_LENGTH else max_tokens

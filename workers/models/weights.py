@@ -69,6 +69,8 @@ class Weights(NamedTuple):
     sha256: str
     #: The weight files in the order of their names, then the head if there is one.
     files: tuple[Path, ...] = ()
+    #: Allow Python code that comes with the model.
+    remote_code: bool = False
 
 
 @contextmanager
@@ -86,7 +88,7 @@ def locate(model: str, revision: str | None = None, remote_code: bool = False) -
     """Locate the files of `model`: a folder, a name on the hub, or the embedded model.
 
     revision: branch, tag or commit of a model on the hub. With a revision, the embedded model's name selects the model
-    of that name on the hub. remote_code: also download Python files.
+    of that name on the hub. remote_code: allow Python code that comes with the model.
     Raises ModelError if files are missing or are not the expected ones.
     """
     with loading(f"the model {model}", "Check its files and their permissions."):
@@ -100,7 +102,7 @@ def locate(model: str, revision: str | None = None, remote_code: bool = False) -
                 f"FEEDMILL_REVISION is {revision}, but {model} is not a model on the hub and has no revisions. Unset "
                 "FEEDMILL_REVISION, or set FEEDMILL_MODEL to a model on the hub."
             )
-        return _verified(model, f"The model folder {folder}", folder, None)
+        return _verified(model, f"The model folder {folder}", folder, None, remote_code)
 
 
 def parameters(weights: Weights) -> int:
@@ -146,7 +148,7 @@ def _embedded() -> Weights:
 def _from_hub(model: str, revision: str | None, remote_code: bool) -> Weights:
     # The head of a SetFit model is never loaded, but identifies it.
     folder = hub.download(model, revision, (*_patterns(remote_code), SETFIT_HEAD))
-    weights = _verified(model, f"The model {model} at commit {folder.name}", folder, folder.name)
+    weights = _verified(model, f"The model {model} at commit {folder.name}", folder, folder.name, remote_code)
     for file in weights.files:
         digest = weights.sha256 if len(weights.files) == 1 else _sha256(file)
         if hub.announced_sha256(file) not in (None, digest):
@@ -162,7 +164,7 @@ def _patterns(remote_code: bool) -> tuple[str, ...]:
     return (*FILE_PATTERNS, "*.py") if remote_code else FILE_PATTERNS
 
 
-def _verified(model: str, what: str, folder: Path, revision: str | None) -> Weights:
+def _verified(model: str, what: str, folder: Path, revision: str | None, remote_code: bool) -> Weights:
     """Return the weights of a folder. what: the model in errors. Raises ModelError."""
     names = {path.relative_to(folder).as_posix() for path in _files(folder) if path.is_file()}
     shards = _static(folder, names)
@@ -183,7 +185,7 @@ def _verified(model: str, what: str, folder: Path, revision: str | None) -> Weig
     files = tuple(folder / name for name in (*shards, HEAD_FILE) if name in names)
     for file in files:
         _count(file)
-    return Weights(model, folder, revision, _sha256(*files), files)
+    return Weights(model, folder, revision, _sha256(*files), files, remote_code)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -191,12 +193,12 @@ def _files(folder: Path) -> Iterator[Path]:
     return chain(folder.iterdir(), folder.glob("[0-9]*_*/*"))
 
 
-def copy_model(weights: Weights, folder: Path, remote_code: bool = False) -> None:
+def copy_model(weights: Weights, folder: Path) -> None:
     """Copy the files of a model to a folder, except those that are there. The files that make it a model are last.
 
-    remote_code: also copy Python files. Raises OSError.
+    Raises OSError.
     """
-    patterns = _patterns(remote_code)
+    patterns = _patterns(weights.remote_code)
     for path in sorted(_files(weights.folder), key=lambda path: path.name in (CONFIG_FILE, MODULES_FILE)):
         name = path.relative_to(weights.folder).as_posix()
         is_part = path in weights.files or any(fnmatch(name, pattern) for pattern in patterns)

@@ -82,7 +82,7 @@ class SequenceClassifier(FixedLabels):
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
         super().__init__(weights, device, settings, LOGITS, settings.max_tokens)
-        config = read_config(weights, settings.trust_remote_code)
+        config = read_config(weights)
         names = tuple(str(config.id2label.get(place, "")) for place in range(config.num_labels))
         check_labels(names, "id2label in config.json", weights, settings)
         self._meaning = activation_for(config.problem_type, len(names))

@@ -136,7 +136,7 @@ class Entailment(PairClassifier):
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
         super().__init__(weights, device, settings, LOGITS, settings.max_tokens)
-        label2id = read_config(weights, settings.trust_remote_code).label2id
+        label2id = read_config(weights).label2id
         self._entailment = entailment_class(label2id)
         if self._entailment is None:
             self._entailment = len(label2id) - 1
@@ -172,7 +172,7 @@ class Reranker(PairClassifier):
         texts = read_text_settings(weights, settings)
         limit = min(settings.max_tokens, texts.max_tokens or settings.max_tokens)
         super().__init__(weights, device, settings, LOGITS, limit)
-        config = read_config(weights, settings.trust_remote_code)
+        config = read_config(weights)
         if config.num_labels != 1:
             raise ModelError(
                 f"{weights.name} has {config.num_labels} labels, but a reranker has one. Set another "

@@ -94,17 +94,16 @@ class Network(torch.nn.Module):
         reads: Sequence[str],
         pad_id: int,
         attention: str | None = None,
-        remote_code: bool = False,
     ) -> None:
         super().__init__()
         self.reads = tuple(reads)
         self.classifies = self.reads == LOGITS
-        config = read_config(weights, remote_code)
+        config = read_config(weights)
         self.kind: str = config.model_type
         architecture: Any = AutoModelForSequenceClassification if self.classifies else AutoModel
         if self.kind in ENCODER_CLASSES and not self.classifies:
             architecture = getattr(transformers, ENCODER_CLASSES[self.kind])
-        model, loading = load_pretrained(architecture, weights, remote_code, dtype=dtype, attn_implementation=attention)
+        model, loading = load_pretrained(architecture, weights, dtype=dtype, attn_implementation=attention)
         # transformers initializes missing weights at random, so the model would run but return noise.
         if missing := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
             raise ModelError(
@@ -187,12 +186,12 @@ AttentionInterface.register(PADDED, sdpa_attention_forward)
 AttentionMaskInterface.register(PADDED, padding_mask)
 
 
-def load_pretrained(architecture: Any, weights: Weights, remote_code: bool, **options: Any) -> tuple[Any, Any]:
+def load_pretrained(architecture: Any, weights: Weights, **options: Any) -> tuple[Any, Any]:
     """Load a model of transformers; return it, and transformers' report of the weights that it lacked.
 
     options: arguments of `from_pretrained`. Raises ModelError.
     """
-    if (kind := read_config(weights, remote_code).model_type) in PADDING_SENSITIVE_TYPES:
+    if (kind := read_config(weights).model_type) in PADDING_SENSITIVE_TYPES:
         raise ModelError(
             f"{weights.name} has the unsupported model type {kind}: its scores depend on padding. Use another model."
         )
@@ -202,16 +201,16 @@ def load_pretrained(architecture: Any, weights: Weights, remote_code: bool, **op
             weights.folder,
             local_files_only=True,
             use_safetensors=True,
-            trust_remote_code=remote_code,
+            trust_remote_code=weights.remote_code,
             output_loading_info=True,
             **options,
         )
 
 
-def read_config(weights: Weights, remote_code: bool = False) -> Any:
+def read_config(weights: Weights) -> Any:
     """Load the model's configuration. Raises ModelError."""
     with loading(f"{weights.folder}/config.json"):
-        return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=remote_code)
+        return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=weights.remote_code)
 
 
 def padding_token(config: Any, pad_id: int) -> int:

@@ -55,7 +55,7 @@ class OnnxEngine:
 
     def __init__(self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int, settings: Settings) -> None:
         self.device = device
-        config = read_config(weights, settings.trust_remote_code)
+        config = read_config(weights)
         self._pad_id = padding_token(config, pad_id)
         self._most = max_row_tokens(config) or sys.maxsize
         graph = exported(weights, device.dtype, reads, pad_id, settings)
@@ -121,7 +121,7 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
         with tempfile.TemporaryDirectory(prefix=folder.name, dir=folder.parent) as temporary:
             made = Path(temporary) / "graph"
             made.mkdir()
-            _export(weights, dtype, reads, pad_id, made, settings.trust_remote_code)
+            _export(weights, dtype, reads, pad_id, made)
             try:
                 made.rename(folder)
             except OSError:
@@ -136,12 +136,10 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
     return folder / GRAPH_FILE
 
 
-def _export(
-    weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id: int, folder: Path, remote_code: bool
-) -> None:
+def _export(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id: int, folder: Path) -> None:
     """Export the model and write the graph to the folder."""
     quantised = dtype == torch.int8
-    network = Network(weights, torch.float32 if quantised else dtype, reads, pad_id, remote_code=remote_code)
+    network = Network(weights, torch.float32 if quantised else dtype, reads, pad_id)
     example = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
     inputs = {"input_ids": example, "mask": torch.ones_like(example)}
     if getattr(network.config, "type_vocab_size", 0) > 1:

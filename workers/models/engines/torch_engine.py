@@ -63,8 +63,8 @@ class TorchEngine:
 
     reads: outputs to return, LOGITS or pooling modes (network.py). pad_id: padding token if the model names
     none. most: maximum tokens per row. packed: pack micro-batches where supported.
-    reordered: give linear layers weights in oneDNN's layout where supported. remote_code: allow Python code
-    that comes with the model. shapes: of padded micro-batches; None selects the device's.
+    reordered: give linear layers weights in oneDNN's layout where supported. shapes: of padded micro-batches; None
+    selects the device's.
     Raises ModelError if the folder does not hold such a model.
     """
 
@@ -78,19 +78,18 @@ class TorchEngine:
         *,
         packed: bool = True,
         reordered: bool = True,
-        remote_code: bool = False,
         shapes: Shapes | None = None,
     ) -> None:
         self.device = device
         self._shapes = shapes or device.shapes
         self.home = device.torch
         use_attention_without_plans(device)
-        config = read_config(weights, remote_code)
+        config = read_config(weights)
         # Remote code may claim a known model type and behave differently.
-        own = not (remote_code and getattr(config, "auto_map", None))
+        own = not (weights.remote_code and getattr(config, "auto_map", None))
         self.packed = packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES
         padded = PADDED if own and config.model_type in PADDED_TYPES else None
-        self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else padded, remote_code)
+        self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else padded)
         self.network.to(device.torch)
         if reordered and own and config.model_type in REORDERED_TYPES and can_reorder(device):
             reorder_linear_layers(self.network)
@@ -188,9 +187,8 @@ def create_engine(
     """
     if isinstance(reads, Path):
         return create_static_engine(weights, device, settings, reads, most)
-    remote_code = settings.trust_remote_code
-    positions = max_row_tokens(read_config(weights, remote_code)) or most
-    tokenizer = Tokenizer(weights, min(most, positions), remote_code)
+    positions = max_row_tokens(read_config(weights)) or most
+    tokenizer = Tokenizer(weights, min(most, positions))
     if settings.engine == "onnx":
         # Imported here because ONNX Runtime is optional.
         from feedmill.workers.models.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
@@ -199,5 +197,5 @@ def create_engine(
     if settings.engine != "torch":
         make = load_plugin(settings.engine, f"{PREFIX}ENGINE")
         return make(weights, device, reads, tokenizer.pad_id, settings), tokenizer
-    engine = TorchEngine(weights, device, reads, tokenizer.pad_id, tokenizer.max_tokens, remote_code=remote_code)
+    engine = TorchEngine(weights, device, reads, tokenizer.pad_id, tokenizer.max_tokens)
     return engine, tokenizer
