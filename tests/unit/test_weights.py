@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from feedmill.shared.errors import ModelError
 from feedmill.workers.models import hub, weights
@@ -14,35 +16,20 @@ from feedmill.workers.models.weights import EMBEDDED_MODEL, EMBEDDED_SHA256, loc
 from tests.support import naming
 
 
-def safetensors(path: Path, *shapes: tuple[int, ...], name: str = "tensor") -> Path:
-    """Write a safetensors file of float32 zeros."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    tensors: dict[str, object] = {}
-    for number, shape in enumerate(shapes):
-        size = 4
-        for side in shape:
-            size *= side
-        tensors[f"{name}{number}"] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header | tensors).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
-    return path
-
-
 def model(folder: Path, *tokenizer: str) -> Path:
     """Write a folder with a model's files. They can be located and verified, but not run."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", *(tokenizer or ("tokenizer.json",))):
         (folder / name).write_text("{}")
-    safetensors(folder / "model.safetensors", (3, 4), (5,))
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, folder / "model.safetensors")
     return folder
 
 
 def sharded(folder: Path) -> Path:
     model(folder)
     (folder / "model.safetensors").unlink()
-    safetensors(folder / "model-00002-of-00002.safetensors", (7,), name="b")
-    safetensors(folder / "model-00001-of-00002.safetensors", (2, 3), name="a")
+    save_file({"b0": torch.zeros(7)}, folder / "model-00002-of-00002.safetensors")
+    save_file({"a0": torch.zeros(2, 3)}, folder / "model-00001-of-00002.safetensors")
     shards = {"b0": "model-00002-of-00002.safetensors", "a0": "model-00001-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     return folder

@@ -44,7 +44,7 @@ from feedmill.workers.models.weights import Weights
 TOKEN_STEP = 64
 #: Architectures whose linear layers are replaced: those that call the layers and never read their weights. Tests
 #: compare each with transformers' own model.
-REORDERED_TYPES = PACKABLE_TYPES | {"bart", "deberta-v2"}
+REORDERED_TYPES = PACKABLE_TYPES | {"bart", "deberta-v2", "mpnet"}
 
 
 def use_attention_without_plans(device: Device) -> None:
