@@ -54,8 +54,6 @@ MAX_HEAD_EXAMPLES = 20_000
 CURVE_POINTS = 60
 #: Share of the steps with a rising learning rate; it then falls to 0 linearly.
 WARMUP = 0.1
-#: Learning rate of the head, as a multiple of that of the base.
-HEAD_RATE = 10.0
 WEIGHT_DECAY = 0.01
 #: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
 #: below 0.01 the head overfits.
@@ -145,7 +143,6 @@ class Training:
             eval_dataset=validation or None,
             data_collator=self._collate,
             compute_loss_func=self._loss_of_step,
-            optimizers=(self._optimizer(model), None),
             callbacks=[progress],
         )
         trainer.remove_callback(transformers.PrinterCallback)
@@ -172,6 +169,7 @@ class Training:
             gradient_accumulation_steps=options.accumulation,
             num_train_epochs=options.epochs,
             learning_rate=options.learning_rate,
+            weight_decay=WEIGHT_DECAY,
             warmup_steps=WARMUP,
             max_grad_norm=1.0,
             bf16=self._precision is torch.bfloat16,
@@ -196,19 +194,6 @@ class Training:
         if arguments.world_size == 1:
             arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs in one process would share the interpreter lock
         return arguments
-
-    def _optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """Create AdamW: no weight decay for biases and norms, a higher learning rate for the head."""
-        decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # self is unused
-        groups: dict[tuple[float, float], list[Any]] = {}
-        for name, parameter in model.named_parameters():
-            is_head = not name.startswith(f"{model.base_model_prefix}.")
-            rate = self._options.learning_rate * (HEAD_RATE if is_head else 1.0)
-            groups.setdefault((rate, WEIGHT_DECAY if name in decaying else 0.0), []).append(parameter)
-        return torch.optim.AdamW(
-            [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in groups.items()],
-            fused=True,
-        )
 
     @staticmethod
     def _loss_of_step(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

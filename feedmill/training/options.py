@@ -83,7 +83,7 @@ class TrainOptions:
     #: Effective batch size = batch size x accumulation x devices.
     accumulation: Annotated[int, Option(min=1, max=65_536, help="Forward passes per optimization step.")] = 1
     #: The default suits fine-tuning of small encoders.
-    learning_rate: Annotated[float, Option(min=0, max=1, help="Peak learning rate of the base model's weights.")] = 1e-4
+    learning_rate: Annotated[float, Option(min=0, max=1, help="Peak learning rate.")] = 1e-4
     #: Improves macro-F1 rather than accuracy.
     class_weights: Annotated[bool, Option(help="Weight rare labels more.")] = False
     #: Also the trained model's limit. Most titles have fewer than 64; tokens after the 128th rarely change the topic.
