@@ -111,8 +111,6 @@ def with_retries(
         try:
             return ask()
         except failure as fault:
-            if fault.is_final:
-                raise
             note(fault)
             clock.wait(max(float(BACKOFF.compute(attempt)), fault.retry_after))
     return ask()

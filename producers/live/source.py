@@ -9,9 +9,6 @@ from feedmill.shared.messages import Post
 class SourceFailed(Exception):  # noqa: N818 - named after the event
     """The source could not be read. retry_after: seconds to wait at least, as required by the source."""
 
-    #: True if the same request would fail again.
-    is_final = False
-
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
         self.retry_after = retry_after

@@ -17,10 +17,9 @@ from praw.exceptions import MissingRequiredAttributeException
 
 from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.http import HttpClient
-from feedmill.producers.live.source import RequestFailed
+from feedmill.producers.live.source import RequestFailed, SourceFailed
 from feedmill.producers.reddit.listing import (
     PAGE_SIZE,
-    CredentialsRefused,
     ListingItem,
     ListingPage,
     SubredditUnreadable,
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 API_URL, TOKEN_URL = "https://oauth.reddit.com", "https://www.reddit.com"
 #: Maximum requests per minute. The budget in Reddit's responses applies if it is lower.
 REQUESTS_PER_MINUTE = 90
+#: Items fetched to find a subreddit's newest post; more than can be pinned.
+NEWEST_PAGE_SIZE = 5
 #: The path to which Reddit redirects requests for a missing subreddit, and that of a subreddit's pages.
 SEARCH_PATH = re.compile(r"(https?://[^/]*)?(/subreddits)?/search(\.json)?/?(\?.*)?")
 SUBREDDIT_PATH = re.compile(r"(?:https?://[^/]*)?/r/([^/?]+)([/?].*)?")
@@ -71,7 +72,7 @@ class RedditClient:
         self._url = API_URL
         self._http.session.headers["User-Agent"] = config.user_agent
         self._credentials = config.client_id, config.client_secret or ""
-        self._token = ""
+        self._token, self._was_accepted = "", False
         self._topic_of = topic_of
 
     def close(self) -> None:
@@ -93,6 +94,10 @@ class RedditClient:
         data = self._listing(f"/r/{'+'.join(names)}/{listing}", params, names)
         after = data.get("after")
         return ListingPage(self._items(data), after if isinstance(after, str) else None)
+
+    def newest(self, name: str) -> list[ListingItem]:
+        """Return some of a subreddit's posts, the newest one included."""
+        return self.page([name], limit=NEWEST_PAGE_SIZE).items
 
     def info(self, fullnames: Sequence[str]) -> dict[str, ListingItem]:
         """Return up to a hundred posts by fullname. Posts that Reddit does not return are absent."""
@@ -137,10 +142,12 @@ class RedditClient:
         if response.status_code == 403 and "json" not in response.headers.get("content-type", ""):
             raise RequestFailed(_BLOCKED.format(response.status_code))
         if response.status_code in (400, 401, 403):
-            raise CredentialsRefused(self._refused)
+            # After a first token, Reddit may be wrong.
+            raise SourceFailed(self._refused) if self._was_accepted else CredentialsError(self._refused)
         answer = self._http.json(response)
         if response.status_code != 200 or not isinstance(answer, dict) or not answer.get("access_token"):
             raise RequestFailed(f"Reddit returned no token, but status {response.status_code}")
+        self._was_accepted = True
         return str(answer["access_token"])
 
 

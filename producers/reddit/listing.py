@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from feedmill.producers.live.source import Event, RequestFailed, SourceFailed
+from feedmill.producers.live.source import Event, RequestFailed
 from feedmill.producers.records import Removal, parse_post, removal_of
 from feedmill.shared.messages import Post
 
@@ -22,17 +22,9 @@ UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated
 class SubredditUnreadable(RequestFailed):
     """A subreddit cannot be read. why: the reason given by Reddit."""
 
-    is_final = True
-
     def __init__(self, why: UnreadableReason) -> None:
         super().__init__(why)
         self.why: UnreadableReason = why
-
-
-class CredentialsRefused(SourceFailed):
-    """Reddit rejected the client ID or secret. The reason is the message for the user."""
-
-    is_final = True
 
 
 class ListingItem(NamedTuple):

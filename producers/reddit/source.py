@@ -21,14 +21,12 @@ from feedmill.producers.live.source import Event, Pause, RequestFailed, Source, 
 from feedmill.producers.live.state import Gap
 from feedmill.producers.reddit.arctic_shift import CROWDED, ArcticShiftClient, GapFiller
 from feedmill.producers.reddit.listing import (
-    CredentialsRefused,
     ListingItem,
     ListingPage,
     SubredditUnreadable,
 )
 from feedmill.producers.reddit.topics import ASLEEP, Topics, choose, replaced, store_replaced
 from feedmill.producers.reddit.walk import OVERLAP_S, Track, Walk, walk
-from feedmill.shared.errors import CredentialsError
 from feedmill.shared.keys import reddit_track_key
 from feedmill.shared.messages import Post
 from feedmill.shared.scripts.queue import known_ids
@@ -46,8 +44,6 @@ POLL_RETRY_S = 60.0
 PAGE_ATTEMPTS = 3
 #: Seconds without a new post after which a subreddit counts as asleep.
 ASLEEP_AFTER_S = 30 * 86_400.0
-#: Items fetched to find a subreddit's newest post; more than can be pinned.
-NEWEST_PAGE_SIZE = 5
 #: Lifetime of a track, in seconds, once its subreddit is no longer read. After it, reading begins anew.
 TRACK_TTL = 365 * 86_400
 #: The archive: seconds below the watermark from which each poll reads, because posts can be archived late; and the same
@@ -69,7 +65,8 @@ class Listing(NamedTuple):
 class RedditSource(Source):
     """New posts of Reddit. See `Source`.
 
-    reddit: a RedditClient. depth: posts per topic to start with. Posts created later are all read. archive: fills gaps.
+    reddit: a RedditClient; for ArchiveSource, an ArcticShiftClient. depth: posts per topic to start with. Posts created
+    later are all read. archive: fills gaps.
     """
 
     name = "reddit"
@@ -109,7 +106,7 @@ class RedditSource(Source):
         self._faults: Counter[str] = Counter()
 
     def events(self, cursor: int | None) -> Generator[Any]:  # noqa: ARG002 - each subreddit has a position of its own
-        """Poll the topics in turn. Raises CredentialsError if Reddit rejects the credentials at the start."""
+        """Poll the topics in turn."""
         while True:
             if self._filler and not self._filler.pending():
                 yield from self._filler.step()
@@ -119,12 +116,7 @@ class RedditSource(Source):
                 yield Pause(min(pause, self._filler.pending()) if self._filler else pause)
                 continue
             self._due[topic] = self._clock.monotonic() + min(self._interval_s, POLL_RETRY_S)
-            try:
-                yield from self._poll(topic)
-            except CredentialsRefused as fault:
-                if not self._polls:
-                    raise CredentialsError(str(fault)) from fault
-                raise
+            yield from self._poll(topic)
             self._polls += 1
             # Jitter spreads the topics' polls.
             self._due[topic] = self._clock.monotonic() + self._interval_s * uniform(0.9, 1.1)
@@ -159,7 +151,7 @@ class RedditSource(Source):
     def _problem(self, name: str) -> str:
         """Return why a subreddit cannot be read, or ASLEEP; "" if it is to be read."""
         try:
-            items = self._newest(name)
+            items = self._reddit.newest(name)
         except SubredditUnreadable as fault:
             return fault.why
         except RequestFailed as fault:
@@ -167,11 +159,6 @@ class RedditSource(Source):
             return ""  # unclear: read it, and let the poll handle its failures
         newest = max((item.created_utc for item in items), default=0.0)
         return ASLEEP if self._clock.time() - newest > ASLEEP_AFTER_S else ""
-
-    def _newest(self, name: str) -> list[ListingItem]:
-        """Return some of a subreddit's posts, the newest one included."""
-        items: list[ListingItem] = self._reddit.page([name], limit=NEWEST_PAGE_SIZE).items
-        return items
 
     def _rewind(self, name: str) -> None:
         """Move a subreddit's watermark back to its newest post, before it is read again.
@@ -353,25 +340,18 @@ class ArchiveSource(RedditSource):
     #: The archive reads posts again about 36 hours after they were written.
     recheck_delays = (40 * 3_600.0,)
 
-    def __init__(self, archive: ArcticShiftClient, *arguments: Any) -> None:
-        super().__init__(archive, *arguments)
-        self._archive = archive
-
-    def _newest(self, name: str) -> list[ListingItem]:
-        return self._archive.newest(name)
-
     def _read(self, tracks: Sequence[Track], is_full: bool = False) -> Generator[Any]:
         """Read a subreddit's posts from its watermark on, and send new ones. Raises SourceFailed."""
         (track,) = tracks
         if track.watermark is None:
             (active,) = [names for names in self.active.values() if track.name in names]
-            items = self._archive.newest(track.name, -(-self._depth // len(active)))
+            items = self._reddit.newest(track.name, -(-self._depth // len(active)))
             yield from self._send(Walk(items, [], items[::-1]), tracks)
             return
         overlap = ARCHIVE_FULL_OVERLAP_S if is_full else ARCHIVE_OVERLAP_S
         since, more = max(track.beginning or 0.0, track.watermark - overlap), True
         while more:
-            ask = partial(self._archive.since, track.name, since)
+            ask = partial(self._reddit.since, track.name, since)
             span = with_retries(ask, self._clock, PAGE_ATTEMPTS, RequestFailed, self._count)
             if (crowded := span.crowded) is not None:
                 yield Gap(self.name, track.name, crowded, crowded + 1, self._clock.time(), problem=CROWDED)

@@ -28,12 +28,13 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from random import Random
 from threading import Event, RLock, Thread
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 from urllib.parse import parse_qs, unquote
 
 #: Items of one response: maximum, and default.
@@ -47,9 +48,8 @@ UNCOUNTED = (401, 403, 404)
 INVALID_TOKEN = {"www-authenticate": 'Bearer realm="reddit", error="invalid_token"'}
 #: Reddit: "banned → 404; private, gated, quarantined → 403 (the reason is in exc.response.json()["reason"])".
 UNREADABLE = {"private": 403, "gold_only": 403, "gated": 403, "quarantined": 403, "banned": 404}
-#: Number of the first post, close to Reddit's in April 2026.
-FIRST_POST = int("1skbyfv", 36)
-PHRASES = {401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 429: "Too Many Requests"}
+#: Number of the first post.
+FIRST_POST = 1_000_000
 
 
 @dataclass(eq=False)
@@ -103,6 +103,10 @@ class Asked:
     def path(self) -> str:
         return self.target.partition("?")[0]
 
+    @property
+    def user_agent(self) -> str:
+        return self.headers.get("user-agent", "")
+
     @cached_property
     def query(self) -> dict[str, str]:
         return {name: values[-1] for name, values in parse_qs(self.target.partition("?")[2]).items()}
@@ -137,7 +141,7 @@ class Answer:
 
 def refuse(status: int, **headers: str) -> Answer:
     """Return an error in Reddit's format, as in the recorded 401, 403 and 404."""
-    return Answer(status, {"message": PHRASES[status], "error": status}, headers)
+    return Answer(status, {"message": HTTPStatus(status).phrase, "error": status}, headers)
 
 
 def html(status: int) -> Answer:
@@ -263,30 +267,14 @@ class Faults:
 # The server.
 
 
-class Request(NamedTuple):
-    """A request and its answer's status."""
-
-    path: str
-    query: str
-    #: Seconds since 1970.
-    at: float
-    status: int
-    user_agent: str
-
-
-class Published(NamedTuple):
-    subreddit: str
-    created_utc: float
-
-
 class Ledger:
     """Published posts, requests and answers. Changes while the server runs: copy with list() before iterating."""
 
     def __init__(self) -> None:
         #: Posts by fullname, in the order of publication.
-        self.published: dict[str, Published] = {}
+        self.published: dict[str, Post] = {}
         #: The newest requests, and the number of all, including those for tokens.
-        self.requests: deque[Request] = deque(maxlen=20_000)
+        self.requests: deque[Asked] = deque(maxlen=20_000)
         self.total = 0
         #: Fullname -> number of intact answers that contained the post.
         self.served: Counter[str] = Counter()
@@ -296,8 +284,7 @@ class Ledger:
         self.over_budget = 0
 
     def note(self, asked: Asked, answer: Answer, fault: str) -> None:
-        path, _, query = asked.target.partition("?")
-        self.requests.append(Request(path, query, asked.at, answer.status, asked.headers.get("user-agent", "")))
+        self.requests.append(asked)
         self.total += 1
         self.served.update(answer.fullnames)
         if fault:
@@ -427,7 +414,7 @@ class Reddit:
             post = Post(data, home, (created, number), max(created, visible_from), parent)
             self.posts[post.fullname] = post
             insort(home.posts, post, key=lambda each: each.age_key)
-            self.ledger.published[post.fullname] = Published(home.name, created)
+            self.ledger.published[post.fullname] = post
             return post.fullname
 
     def edit(self, fullname: str, body: str) -> None:
@@ -465,7 +452,7 @@ class Reddit:
             return answer
 
     def _answer(self, asked: Asked) -> tuple[Answer, str]:
-        if self.blocked_agents and re.search(self.blocked_agents, asked.headers.get("user-agent", "")):
+        if self.blocked_agents and re.search(self.blocked_agents, asked.user_agent):
             return html(403), ""
         if asked.path == TOKEN_PATH:
             fault, answer = self.faults.happen(asked, self._token(asked))
@@ -573,13 +560,9 @@ def post_thing(post: Post) -> dict[str, Any]:
     return {"kind": "t3", "data": said}
 
 
-def _base36(number: int) -> str:
-    return (_base36(number // 36) if number >= 36 else "") + "0123456789abcdefghijklmnopqrstuvwxyz"[number % 36]
-
-
 def _fields(subreddit: str, number: int, title: str, body: str, url: str | None, created_utc: float) -> dict[str, Any]:
     """Return those fields of the answer recorded in 2026 that Feedmill may read."""
-    name = _base36(number)
+    name = str(number)
     slug = re.sub(r"\W+", "_", title.lower()).strip("_")[:50]
     permalink = f"/r/{subreddit}/comments/{name}/{slug or '_'}/"
     return {
