@@ -303,24 +303,24 @@ class Forking(Child):
 
 
 class Feedmill:
-    """A running `feedmill` command and its output."""
+    """A running command, most often `feedmill`, and its output."""
 
-    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
-        self.output = cwd / f"feedmill-{time.monotonic_ns()}.log"
-        with self.output.open("wb") as output:
-            self.process = start([*_program(environment), *arguments], cwd, _environment(cwd, **environment), output)
+    def __init__(self, command: Sequence[str], cwd: Path, environment: dict[str, str], output: Path) -> None:
+        self.output = output
+        with output.open("wb") as file:
+            self.process = start(command, cwd, environment, file)
 
     def text(self) -> str:
         return self.output.read_text()
 
-    def says(self, words: str) -> bool:
-        """Return whether the output contains the words. Fails if the process has ended without them."""
-        if words in self.text():
+    def says(self, words: str, times: int = 1) -> bool:
+        """Return whether the output contains the words so often. Fails if the process has ended without them."""
+        if self.text().count(words) >= times:
             return True
         assert self.process.poll() is None, f"exited with status {self.process.returncode}:\n{self.text()}"
         return False
 
-    def end(self, how: signal.Signals = signal.SIGTERM, seconds: float = 60.0) -> int:
+    def end(self, how: signal.Signals = signal.SIGTERM, seconds: float = 120.0) -> int:
         """Send the signal, wait, and return the exit status."""
         self.process.send_signal(how)
         return self.process.wait(seconds)
@@ -329,14 +329,23 @@ class Feedmill:
 @contextmanager
 def running(*arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill]:
     """Run `feedmill` with these arguments until the block ends."""
-    command = Feedmill(*arguments, cwd=cwd, **environment)
-    try:
+    output = cwd / f"feedmill-{time.monotonic_ns()}.log"
+    program = [*_program(environment), *arguments]
+    with executing(program, cwd, _environment(cwd, **environment), output) as command:
         yield command
+
+
+@contextmanager
+def executing(command: Sequence[str], cwd: Path, environment: dict[str, str], output: Path) -> Iterator[Feedmill]:
+    """Run a command until the block ends."""
+    running = Feedmill(command, cwd, environment, output)
+    try:
+        yield running
     except (AssertionError, subprocess.TimeoutExpired) as error:
-        error.add_note(f"output of feedmill {arguments[0]}:\n{command.text()[-8000:]}")
+        error.add_note(f"output of {' '.join(command)}:\n{running.text()[-8000:]}")
         raise
     finally:
-        end(command.process)
+        end(running.process)
 
 
 def end(process: Process) -> None:

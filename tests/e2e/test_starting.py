@@ -34,7 +34,7 @@ from feedmill.shared.settings import Settings
 from feedmill.stack.supervisor import KILL_GRACE_S
 from feedmill.workers.app import make_worker_app
 from feedmill.workers.runtime.pool import DevicePool
-from tests.support import RedisServer, make_posts, processes_in, start, wait_until
+from tests.support import RedisServer, executing, make_posts, processes_in, wait_until
 
 UNITS = Path(__file__).parent.parent.parent / "docker" / "systemd"
 UNIT, UNIT_OF_ALL = UNITS / "feedmill-worker@.service", UNITS / "feedmill-workers.service"
@@ -59,34 +59,6 @@ def environment(redis: RedisServer, tmp_path: Path) -> dict[str, str]:
     }
 
 
-class Started:
-    """A child process and its log."""
-
-    def __init__(self, command: list[str], folder: Path, environment: dict[str, str]) -> None:
-        self.output = folder / "worker.log"
-        with self.output.open("wb") as output:
-            self.process = start(command, folder, environment, output)
-
-    def ready(self) -> bool:
-        assert self.process.poll() is None, self.output.read_text()
-        return " ready." in self.output.read_text()
-
-    def end(self) -> None:
-        self.process.terminate()
-        assert self.process.wait(120) == 0, self.output.read_text()
-
-
-@contextmanager
-def started(command: list[str], folder: Path, environment: dict[str, str]) -> Iterator[Started]:
-    child = Started(command, folder, environment)
-    try:
-        yield child
-    finally:
-        if child.process.poll() is None:
-            child.process.kill()
-            child.process.wait()
-
-
 def client(redis: RedisServer) -> Celery:
     app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
     app.conf.task_default_queue = "feedmill"
@@ -103,14 +75,14 @@ def classifies(redis: RedisServer) -> dict[str, Any]:
     return dict(told["pool"])
 
 
-def is_stopped_while_it_works(redis: RedisServer, settings: Settings, stop: Callable[[], None]) -> None:
+def is_stopped_while_it_works(redis: RedisServer, settings: Settings, stop: Callable[[], int | None]) -> None:
     """Stop the worker under load: begun messages are finished, the others returned to the queue, none is held."""
     posts = make_posts(32 * MESSAGES)
     store = ResultsStore(connect(settings), settings)
     before = store.counters().stored
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
     wait_until(lambda: store.counters().stored > before, "the first results are stored")
-    stop()
+    assert not stop()
     waiting, held = queue_depth(redis.client, "feedmill")
     assert held == 0
     assert store.counters().stored - before + 32 * waiting == len(posts)
@@ -121,11 +93,11 @@ def test_celery_worker_starts_classifies_and_stops(
 ) -> None:
     """The worker ignores `--pool prefork` and warns about a concurrency that its device does not support."""
     command = [*CELERY, "worker", "--loglevel", "info", "--concurrency", "4", "--pool", "prefork"]
-    with started(command, tmp_path, environment | {"NEW_INTERPRETER": "1"}) as worker:
-        wait_until(worker.ready, "the worker is ready")
+    with executing(command, tmp_path, environment | {"NEW_INTERPRETER": "1"}, tmp_path / "worker.log") as worker:
+        wait_until(lambda: worker.says(" ready."), "the worker is ready")
         pool = classifies(redis)
         assert (pool["implementation"], pool["max-concurrency"]) == ("feedmill.workers.runtime.pool:DevicePool", 1)
-        assert re.search(r"WARNING.*\b4\b", worker.output.read_text())
+        assert re.search(r"WARNING.*\b4\b", worker.text())
         is_stopped_while_it_works(redis, settings, worker.end)
 
 
@@ -210,7 +182,7 @@ def test_unit_command_starts_a_worker(
     assert command[1:] == ["worker", "--device", "cpu", "--name", "feedmill-cpu"]
     with notified(tmp_path / "notify") as notes:
         address = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
-        with started(command, tmp_path, environment | given | address) as worker:
+        with executing(command, tmp_path, environment | given | address, tmp_path / "worker.log") as worker:
             assert notes.recv(100) == b"READY=1"
             assert classifies(redis)["device"].startswith("cpu")
             is_stopped_while_it_works(redis, settings, worker.end)

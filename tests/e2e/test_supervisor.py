@@ -1,13 +1,11 @@
 """`feedmill worker --devices`: one process per device, kept running, stopped together."""
 
 import os
-import pty
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests import chaos
 from tests.e2e.test_starting import notified
-from tests.support import FEEDMILL, RedisServer, feedmill, make_posts, processes_in, start, wait_until
+from tests.support import Feedmill, RedisServer, executing, feedmill, make_posts, processes_in, running, wait_until
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPU cores, one per worker")
 
@@ -41,75 +39,24 @@ ONE_BREAKS = "import sys; 'cpu:0' in sys.argv[-1] and sys.exit('it broke')\n" + 
 ONE_REFUSES = "import sys; 'cpu:0' in sys.argv[-1] and (print('feedmill: too many'), sys.exit(2))\n" + IDLE
 
 
-class Terminal:
-    """A command in an 80-column terminal."""
-
-    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
-        self._master, terminal = pty.openpty()
-        os.set_blocking(self._master, False)
-        screen = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-        with os.fdopen(terminal, "wb") as its:
-            self.process = start([FEEDMILL, *arguments], cwd, os.environ | screen | environment, its, stdin=its)
-        self._said = b""
-
-    def text(self) -> str:
-        """Return everything written so far."""
-        with suppress(BlockingIOError, OSError):  # a process that exits closes its side
-            while part := os.read(self._master, 2**16):
-                self._said += part
-        return self._said.decode(errors="replace")
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-
-class Supervised:
-    """A supervisor of two workers with the given command."""
-
-    def __init__(self, folder: Path, *command: str, **environment: str) -> None:
-        self.log = folder / "supervisor.log"
-        given = {"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1/0", "STANDIN_ROW_SECONDS": "0.01"} | environment
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fakes.supervised", *command],
-                cwd=chaos.ROOT,
-                env=os.environ | given,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-
-    def says(self, words: str, times: int = 1) -> bool:
-        assert self.process.poll() is None, self.text()
-        return self.text().count(words) >= times
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def workers(self) -> dict[str, int]:
-        """Return the worker processes by device name."""
-        found = {}
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        for pid in children.split():
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
-            if arguments:  # none for a process that has ended
-                found[arguments[-1].decode().removeprefix("feedmill-").partition("@")[0]] = int(pid)
-        return found
-
-
 @contextmanager
-def supervised(folder: Path, *command: str, **environment: str) -> Iterator[Supervised]:
-    supervisor = Supervised(folder, *command, **environment)
-    try:
+def supervised(folder: Path, *command: str, **environment: str) -> Iterator[Feedmill]:
+    """Run a supervisor of two workers with the given command."""
+    given = {"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1/0", "STANDIN_ROW_SECONDS": "0.01", "NEW_INTERPRETER": "1"}
+    words = [sys.executable, "-m", "tests.fakes.supervised", *command]
+    with executing(words, chaos.ROOT, os.environ | given | environment, folder / "supervisor.log") as supervisor:
         yield supervisor
-    except AssertionError as error:
-        error.add_note(supervisor.text()[-8000:])
-        raise
-    finally:
-        supervisor.process.kill()
-        supervisor.process.wait()
+
+
+def workers_of(supervisor: Feedmill) -> dict[str, int]:
+    """Return the worker processes by device name."""
+    found = {}
+    pid = supervisor.process.pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[:-1]
+        if arguments:  # none for a process that has ended
+            found[arguments[-1].decode().removeprefix("feedmill-").partition("@")[0]] = int(child)
+    return found
 
 
 @needs_two_cores
@@ -125,7 +72,7 @@ def test_workers_share_cpus_and_a_killed_one_is_restarted(
         assert len(worker_statistics(make_app(settings), patience=3)) == 2, (
             "READY=1 is sent once both workers are ready"
         )
-        before = supervisor.workers()
+        before = workers_of(supervisor)
         first, second = (os.sched_getaffinity(before[name]) for name in ("cpu:0", "cpu:1"))
         assert first | second == os.sched_getaffinity(0)
         assert not first & second
@@ -135,7 +82,7 @@ def test_workers_share_cpus_and_a_killed_one_is_restarted(
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) > 0, "the first results are stored")
         os.kill(before["cpu:0"], signal.SIGKILL)
         wait_until(lambda: supervisor.says(" ready.", 3), "the replacement is ready")
-        assert supervisor.workers()["cpu:1"] == before["cpu:1"]
+        assert workers_of(supervisor)["cpu:1"] == before["cpu:1"]
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 640, "the killed worker's posts are classified")
         both_up = re.compile(r"\b2 of 2 workers.* 1 restart")
         wait_until(lambda: both_up.search(supervisor.text()), "both workers answer again")
@@ -184,21 +131,20 @@ def test_kills_workers_that_do_not_stop_in_time(tmp_path: Path) -> None:
 def test_workers_exit_if_the_supervisor_is_killed(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", DEAF) as supervisor:
         wait_until(lambda: supervisor.says("| begun", 2), "both workers have started")
-        workers = supervisor.workers().values()
+        workers = workers_of(supervisor).values()
         supervisor.process.kill()
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the workers are gone")
 
 
 @needs_two_cores
-def test_two_cpu_workers_in_a_terminal(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+def test_two_cpu_workers_classify_and_stop(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """Run two real workers on the embedded model."""
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
-    with closing(Terminal("worker", "--devices", "cpu:2", "--name", "mill@here", cwd=tmp_path, **given)) as command:
-        wait_until(lambda: "2 of 2 workers" in command.text(), "both workers are up")
+    with running("worker", "--devices", "cpu:2", "--name", "mill@here", cwd=tmp_path, **given) as command:
+        wait_until(lambda: command.says("2 of 2 workers"), "both workers are up")
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(64))
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 64, "all posts are classified")
-        command.process.send_signal(signal.SIGINT)
-        assert command.process.wait(120) == 0, command.text()
+        assert command.end(signal.SIGINT) == 0, command.text()
         text = command.text()
     for name in ("cpu:0", "cpu:1"):
         assert f"mill-{name}@here ready." in text
