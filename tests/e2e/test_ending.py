@@ -13,7 +13,7 @@ from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests import chaos
-from tests.support import Process, RedisServer, make_posts, start, wait_until
+from tests.support import Feedmill, RedisServer, executing, make_posts, wait_until
 
 #: Number of posts to send, 32 per message.
 POSTS = 320
@@ -22,25 +22,14 @@ POSTS = 320
 @contextmanager
 def standin(
     redis: RedisServer, folder: Path, name: str, row_seconds: float = 0.02, **environment: str
-) -> Iterator[Process]:
+) -> Iterator[Feedmill]:
     """Run a worker that holds all messages at once and takes `row_seconds` per post."""
     given = {"REDIS_URL": redis.url, "BATCH_ROWS": "8", "WINDOW_ROWS": "1024", "TOKEN_BUDGET": "65536"} | environment
-    log = folder / f"{name}.log"
-    with log.open("wb") as output:
-        process = start(
-            [sys.executable, "-m", "tests.fakes.standin_worker", name],
-            chaos.ROOT,
-            os.environ
-            | {f"FEEDMILL_{key}": value for key, value in given.items()}
-            | {"STANDIN_ROW_SECONDS": str(row_seconds)},
-            output,
-        )
-    try:
-        wait_until(lambda: chaos.READY in log.read_text(), f"{name} is ready")
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    environment = {f"FEEDMILL_{key}": value for key, value in given.items()} | {"STANDIN_ROW_SECONDS": str(row_seconds)}
+    command = [sys.executable, "-m", "tests.fakes.standin_worker", name]
+    with executing(command, chaos.ROOT, os.environ | environment, folder / f"{name}.log") as worker:
+        wait_until(lambda: worker.says(chaos.READY), f"{name} is ready")
+        yield worker
 
 
 def push(settings: Settings) -> None:
@@ -55,8 +44,7 @@ def finish(redis: RedisServer, folder: Path) -> None:
     """Let another worker process the remaining messages; check that each result is stored exactly once."""
     with standin(redis, folder, "next") as worker:
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
-        worker.send_signal(signal.SIGTERM)
-        assert worker.wait(120) == 0
+        assert worker.end() == 0
     assert stored(redis) == POSTS
 
 
@@ -66,8 +54,7 @@ def test_unfinished_messages_are_returned_after_the_drain_time(
     with standin(redis, tmp_path, "first", DRAIN="0.5") as worker:
         push(settings)
         wait_until(lambda: stored(redis), "the first results are stored")
-        worker.send_signal(signal.SIGTERM)
-        assert worker.wait(120) == 0
+        assert worker.end() == 0
     waiting, held = queue_depth(redis.client, "feedmill")
     assert waiting > 0
     assert held == 0
@@ -78,10 +65,9 @@ def test_second_sigterm_stops_the_worker_at_once(redis: RedisServer, settings: S
     with standin(redis, tmp_path, "first", DRAIN="600") as worker:
         push(settings)
         wait_until(lambda: stored(redis), "the first results are stored")
-        worker.send_signal(signal.SIGTERM)
-        wait_until(lambda: "Warm shutdown" in (tmp_path / "first.log").read_text(), "the worker has received SIGTERM")
-        worker.send_signal(signal.SIGTERM)
-        assert worker.wait(120) == 0
+        worker.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: worker.says("Warm shutdown"), "the worker has received SIGTERM")
+        assert worker.end() == 0
     waiting, held = queue_depth(redis.client, "feedmill")
     assert waiting > 0
     assert held == 0
@@ -90,9 +76,8 @@ def test_second_sigterm_stops_the_worker_at_once(redis: RedisServer, settings: S
 
 def test_signals_that_interrupt_each_other_end_the_worker(redis: RedisServer, tmp_path: Path) -> None:
     with standin(redis, tmp_path, "first", INCLUDE="tests.fakes.interrupted_shutdown") as worker:
-        worker.send_signal(signal.SIGTERM)
-        assert worker.wait(120) == 0
-    assert (tmp_path / "first.log").read_text().count("Warm shutdown") == 2
+        assert worker.end() == 0
+        assert worker.text().count("Warm shutdown") == 2
 
 
 def test_rolling_restart_under_load(tmp_path: Path) -> None:
