@@ -9,8 +9,7 @@ import typer
 from redis import Redis
 from typer import Argument, Option
 
-from feedmill.cli.option_groups import excludes, with_settings
-from feedmill.cli.options import AsJson, RunName, Yes, utc
+from feedmill.cli.options import AsJson, RunName, Yes, excludes, utc, with_settings
 from feedmill.cli.terminal import confirm
 from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters

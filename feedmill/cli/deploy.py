@@ -16,8 +16,7 @@ from celery import Celery
 from redis import Redis
 from typer import Argument, Option
 
-from feedmill.cli.option_groups import excludes, with_settings
-from feedmill.cli.options import AsJson
+from feedmill.cli.options import AsJson, excludes, with_settings
 from feedmill.monitoring import watch
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import explain_missing, printable

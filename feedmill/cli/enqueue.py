@@ -16,8 +16,7 @@ from redis import Redis
 from rich.console import Console
 from typer import Option
 
-from feedmill.cli.option_groups import excludes, with_settings
-from feedmill.cli.options import SENDING, File, FileFlags, Limit, MessageFlags, Since, Until, check_period
+from feedmill.cli.options import SENDING, File, FileFlags, Limit, MessageFlags, Period, excludes, with_settings
 from feedmill.cli.status import wait_for_run
 from feedmill.console import LiveBar, counted, notes_console
 from feedmill.export.columns import COLUMNS
@@ -66,6 +65,7 @@ def enqueue(
     file: File,
     columns: FileFlags,
     flags: MessageFlags,
+    period: Period,
     date_format: Annotated[
         str | None,
         Option(
@@ -77,8 +77,6 @@ def enqueue(
     subreddit: Annotated[
         list[str] | None, Option(help="Send only posts of these subreddits: a,b,c; may be repeated.")
     ] = None,
-    since: Since = None,
-    until: Until = None,
     run: Annotated[
         str | None,
         Option(
@@ -104,7 +102,7 @@ def enqueue(
     record, or, with --wait, a post failed.
     """
     options = flags.options(settings)
-    filters = _filters(subreddit or [], since, until, date_format)
+    filters = _filters(subreddit or [], period, date_format)
     kept = _columns(keep or [])
     chosen = columns.columns(date_format, kept)
     notes = notes_console()
@@ -114,7 +112,7 @@ def enqueue(
     check_options(redis, settings.queue, options)
     celery = make_app(settings)
     pusher = Pusher(celery, redis, settings, options, again, wait_for_memory=True, run=name)
-    selected = (",".join(kept), ",".join(sorted(filters.subreddits)), f"{since} {until}", *chosen[:4], columns.encoding)
+    selected = (",".join(kept), ",".join(sorted(filters.subreddits)), str(period), *chosen[:4], columns.encoding)
     # With a limit, a second command sends nothing more, rather than the next posts.
     position = None if limit else position_of(file, _scope(redis, settings.queue, options), name or "", *selected)
     start = load_position(redis, position) if position and not again else 0
@@ -233,15 +231,13 @@ def default_run(path: str) -> str:
     return f"{name[: MAX_RUN - len(suffix) - 1]}-{suffix}"
 
 
-def _filters(subreddits: Iterable[str], since: float | None, until: float | None, date_format: str | None) -> Filters:
-    """Return the filters of the options. Raises UserError for a malformed subreddit, or an empty period."""
+def _filters(subreddits: Iterable[str], period: Period, date_format: str | None) -> Filters:
+    """Return the filters of the options. Raises UserError for a malformed subreddit."""
     names = [subreddit_name(name) for given in subreddits for name in given.split(",")]
     for name in names:
         if not SUBREDDIT_NAME.fullmatch(name):
             raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Separate names by commas.")
-    check_period(since, until)
-    is_bounded = since is not None or until is not None
-    return Filters(frozenset(names), since, until, date_format if is_bounded else None)
+    return Filters(frozenset(names), period.since, period.until, None if period == Period() else date_format)
 
 
 def _end(reading: FileReading, pusher: Pusher, filters: Filters) -> None:

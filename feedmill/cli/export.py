@@ -17,8 +17,7 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from typer import Argument, Option
 
-from feedmill.cli.option_groups import excludes, needs, refuse, with_settings
-from feedmill.cli.options import JsonSummary, RunName, Since, Until, check_period
+from feedmill.cli.options import JsonSummary, Period, RunName, excludes, needs, refuse, with_settings
 from feedmill.cli.terminal import explain_unwritable
 from feedmill.console import LiveBar, counted, notes_console
 from feedmill.export.columns import COLUMNS, ExportFilter, choose
@@ -77,12 +76,11 @@ def export_results(
             "database, such as postgresql://user@host/database.",
         ),
     ],
+    period: Period,
     form: Annotated[Form | None, Option("--format", help="File format (default: from the extension of OUT).")] = None,
     columns: Annotated[
         str | None, Option(help="Columns to write, in this order, such as id,label,title (default: all).")
     ] = None,
-    since: Since = None,
-    until: Until = None,
     label: Annotated[str | None, Option(help="Export only results with this best label.")] = None,
     run: RunName = None,
     latest: Annotated[
@@ -127,8 +125,8 @@ def export_results(
          "that ends in .parquet, .csv or .jsonl, without --follow."),
         (part_seconds is not None and part_seconds <= 0, "--part-seconds must be above 0."),
     )  # fmt: skip
-    check_period(since, until)
-    selection = ExportFilter(since and max(0.0, since), until and max(0.0, until), label, latest, run)
+    since, until = (date and max(0.0, date) for date in (period.since, period.until))
+    selection = ExportFilter(since, until, label, latest, run)
     sinks = _sinks(is_table)
     notes = notes_console()
     with explain_unwritable(Path("the table") if is_table else out):  # an address may contain a password

@@ -15,8 +15,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from typer import Argument, Option
 
-from feedmill.cli.option_groups import excludes, needs, with_settings
-from feedmill.cli.options import SENDING, AsJson, MessageFlags, utc
+from feedmill.cli.options import SENDING, AsJson, MessageFlags, excludes, needs, utc, with_settings
 from feedmill.console import counted, span
 from feedmill.producers.live.budget import RequestBudget, with_retries
 from feedmill.producers.live.clock import Clock, Stopped

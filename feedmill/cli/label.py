@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
-from feedmill.cli.option_groups import with_settings
-from feedmill.cli.options import FileFlags, JsonSummary
+from feedmill.cli.options import FileFlags, JsonSummary, with_settings
 from feedmill.cli.terminal import explain_unwritable, make_folder
 from feedmill.cli.train import advise
 from feedmill.console import notes_console

@@ -38,7 +38,7 @@ from feedmill.cli import (
     status,
     train,
 )
-from feedmill.cli.option_groups import with_settings
+from feedmill.cli.options import with_settings
 from feedmill.console import notes_console
 from feedmill.shared.errors import (
     SettingsError,

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from feedmill.cli.option_groups import with_settings
-from feedmill.cli.options import MODEL, File, FileFlags, JsonSummary, Limit
+from feedmill.cli.options import MODEL, File, FileFlags, JsonSummary, Limit, with_settings
 from feedmill.console import notes_console, output_console
 from feedmill.local_model import explain_refusals, load_model
 from feedmill.producers.files import FileReading

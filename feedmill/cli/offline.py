@@ -14,8 +14,7 @@ from rich.table import Table
 from typer import Argument
 
 from feedmill.cli.labelling import Labelling, Load, OutFlags
-from feedmill.cli.option_groups import needs, refuse, with_settings
-from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOption
+from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOption, needs, refuse, with_settings
 from feedmill.cli.terminal import ID_WIDTH, with_title
 from feedmill.console import notes_console, output_console
 from feedmill.local_model import explain_refusals, load_calibrated

@@ -9,8 +9,7 @@ import typer
 from redis import Redis
 from typer import Argument, Option
 
-from feedmill.cli.option_groups import excludes, with_settings
-from feedmill.cli.options import AsJson, RunName, Yes
+from feedmill.cli.options import AsJson, RunName, Yes, excludes, with_settings
 from feedmill.cli.terminal import confirm
 from feedmill.producers.clear import clear, purge_run
 from feedmill.reading.rows import unknown_run

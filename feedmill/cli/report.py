@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from feedmill.cli.option_groups import with_settings
-from feedmill.cli.options import RunName
+from feedmill.cli.options import RunName, with_settings
 from feedmill.cli.terminal import explain_unwritable
 from feedmill.console import counted, notes_console
 from feedmill.export.columns import label_set as label_set_named

@@ -10,8 +10,7 @@ import typer
 from redis import Redis
 from typer import Argument, Option
 
-from feedmill.cli.option_groups import excludes, needs, with_settings
-from feedmill.cli.options import AsJson, RunName, Since, utc
+from feedmill.cli.options import AsJson, RunName, Since, excludes, needs, utc, with_settings
 from feedmill.cli.terminal import ID_WIDTH, with_title
 from feedmill.console import counted
 from feedmill.reading.readers import CLAIM_AFTER_S, NO_FILTER, Reader, ResultFilter, batches, newest, open_reader

@@ -16,8 +16,7 @@ from rich.text import Text
 from typer import Option
 
 from feedmill.cli import ingest
-from feedmill.cli.option_groups import with_settings
-from feedmill.cli.options import AsJson, RunName
+from feedmill.cli.options import AsJson, RunName, with_settings
 from feedmill.console import LiveBar, output_console, span
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import HealthPart

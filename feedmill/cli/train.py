@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from feedmill.cli.option_groups import excludes, with_settings
-from feedmill.cli.options import AsJson, FileFlags
+from feedmill.cli.options import AsJson, FileFlags, excludes, with_settings
 from feedmill.cli.terminal import make_folder
 from feedmill.console import notes_console, output_console, span
 from feedmill.local_model import load_model

@@ -17,7 +17,7 @@ import feedmill.export
 from feedmill import local_model
 from feedmill.cli import main, measuring, offline, options
 from feedmill.cli.main import app
-from feedmill.cli.option_groups import excludes, needs
+from feedmill.cli.options import excludes, needs
 from feedmill.shared import logs
 from feedmill.shared.errors import DeviceLost, FeedmillError, RequestRefused, UserError
 from feedmill.shared.messages import Classification, Post, PostError
