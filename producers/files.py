@@ -192,13 +192,13 @@ class Source:
                         self._check_columns(record.fields)
                         checked = True
                     yield record
-        except UnicodeError as error:
-            encoding = self._encoding or "UTF-16"
-            raise InputError(
-                f"Cannot read {self.name} as {encoding}: {error}. Give another --encoding, or none for UTF-8."
-            ) from None
-        # pyarrow raises ValueError and NotImplementedError, too.
+        # pyarrow raises ValueError and NotImplementedError, too; UnicodeError for a text that is not UTF-8.
         except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
+            if isinstance(error, UnicodeError) and not isinstance(self.table, ParquetTable):
+                encoding = self._encoding or "UTF-16"
+                raise InputError(
+                    f"Cannot read {self.name} as {encoding}: {error}. Give another --encoding, or none for UTF-8."
+                ) from None
             reason = printable(getattr(error, "strerror", None) or clause(error))
             raise InputError(
                 f"Cannot read {self.name}: {reason}. Check the file, then run the command again."

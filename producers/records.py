@@ -142,7 +142,7 @@ class Columns(NamedTuple):
     def names_of(self, field: str) -> Sequence[str]:
         """Return the keys that may hold the id, the title or the body, in order of preference."""
         chosen = {"id": self.id} if field == "id" and self.id is not None else {} if field == "id" else self.text
-        return [name for name in (chosen[field],) if name] if chosen else FIELD_ALIASES[field]
+        return [name for name in (chosen[field],) if name is not None] if chosen else FIELD_ALIASES[field]
 
     def texts_among(self, keys: Iterable[str]) -> list[str]:
         """Return the keys that may hold a title or a body."""
@@ -163,7 +163,7 @@ def check_columns(
     keys, shown = [normalize_column(str(name)) for name in names], f"Its columns: {listed(names)}."
     has_text = bool(columns.texts_among(keys))
     chosen = {"id": columns.id} | (columns.text if needs_text or not has_text else {})
-    flags = [(key, flag.format(field)) for field, key in chosen.items() if key]
+    flags = [(key, flag.format(field)) for field, key in chosen.items() if key is not None]
     for key, given in [*flags, *((key, "--keep") for key, _ in columns.keep)]:
         if key not in keys:
             raise InputError(f"{table} has no column {printable(key)} ({given}). {shown}")
@@ -395,7 +395,8 @@ def _text(record: dict[str, Any], field: str, columns: Columns) -> Any:
         if field == "body" and "selftext" in record and found in (None, record["selftext"]):
             return reddit_body(record) or found
         return found
-    value = record.get(columns.text[field] or "")
+    name = columns.text[field]
+    value = None if name is None else record.get(name)
     return None if is_missing(value) else value
 
 

@@ -70,7 +70,7 @@ def item_of(value: object, position: int, columns: Columns) -> Item:
         return _make_item(position, {"body": [value]}, None)
     by_name = {normalize_column(str(key)): field for key, field in value.items()}
     found = {field: [by_name[name] for name in columns.names_of(field) if name in by_name] for field in FIELDS}
-    if missing := [name for name in columns.text.values() if name and name not in by_name]:
+    if missing := [name for name in columns.text.values() if name is not None and name not in by_name]:
         return Item(None, f"no key {truncate(repr(missing[0]))}")
     if not (found["title"] or found["body"]):
         keys = ", ".join(truncate(str(key), 40) for key in list(value)[:MAX_KEYS_NAMED])

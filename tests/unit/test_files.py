@@ -488,6 +488,20 @@ def test_reads_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [post.id for post in items_of(tmp_path, path.read_bytes(), start=2) if isinstance(post, Post)] == ["2"]
     since = Filters(since=1700000001)
     assert not [post for post in items_of(tmp_path, path.read_bytes(), since) if isinstance(post, Post)]
+    pq.write_table(pa.table({"Title": pa.array([b"\xff"]).view(pa.string())}), path)
+    with pytest.raises(InputError, match="Cannot read [^ ]*: 'utf-8' codec.*Check the file"):
+        list(Source(str(path)).items())
+
+
+def test_a_column_without_a_name_is_no_title(tmp_path: Path) -> None:
+    """pandas writes its index as such a column."""
+    path = tmp_path / "file.csv"
+    path.write_text(",comment\n0,x\n")
+    columns = Columns.of(body="comment")
+    (post,), (row,) = Source(str(path), columns=columns).items(), Source(str(path), columns=columns).rows()
+    assert isinstance(post, Post)
+    assert isinstance(row.post, Post)
+    assert [(each.title, each.body) for each in (post, row.post)] == [("", "x")] * 2
 
 
 def test_truncated_zstd_gives_the_complete_records(tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ def test_attributes_of_a_frame_stay() -> None:
     assert classify(frame).attrs == {"source": "a survey"}
 
 
+@pytest.mark.parametrize("name", ["", "\n", "review"])
+def test_the_only_column_may_have_any_name(name: str) -> None:
+    assert classify(pyarrow.table({name: TEXTS}))["label"].to_pylist() == LABELS
+
+
 @pytest.mark.parametrize(
     "given",
     [
