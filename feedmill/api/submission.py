@@ -230,6 +230,7 @@ def _complete(item: Item, post: Post, own_id: str) -> Post:
     """Return the item's post with its id and the other valid fields of its dictionary, which are read as in files."""
     if item.given:
         fields = normalize_keys({str(key): value for key, value in item.given.items()})
+        fields |= {"id": own_id, "title": post.title, "body": post.body}  # their keys may have other names
         found = next((each for each in parse_post(fields, "") if isinstance(each, Post)), post)
     else:
         found = post

@@ -109,12 +109,13 @@ def test_same_run_uses_stored_results(worker: RedisServer) -> None:
 
 
 @pytest.mark.usefixtures("worker")
-def test_other_fields_travel_with_a_dictionary() -> None:
-    post = {"title": TEXTS[0], "subreddit": "praise", "score": "many", "created_utc": float("nan"), "author": "x"}
-    api.submit([post], LABELS, run="fields").wait(120)
-    (result,) = api.results(run="fields", follow=False)
-    with pytest.raises(api.UserError, match="no run 'feilds'.*mean 'fields'"):
-        next(api.results(run="feilds", follow=False))
+@pytest.mark.parametrize("key", ["title", "review"])
+def test_other_fields_travel_with_a_dictionary(key: str) -> None:
+    post = {key: TEXTS[0], "subreddit": "praise", "score": "many", "created_utc": float("nan"), "author": "x"}
+    api.submit([post], LABELS, run=f"fields {key}", title=key).wait(120)
+    (result,) = api.results(run=f"fields {key}", follow=False)
+    with pytest.raises(api.UserError, match="no run 'feilds.*mean 'fields"):
+        next(api.results(run=f"feilds {key}", follow=False))
     assert isinstance(result, api.Result)
     assert (result.post.subreddit, result.post.score, result.post.created_utc) == ("praise", None, None)
 
