@@ -198,7 +198,7 @@ def missed_between(redis: Redis, place: Place, entry_id: str, number: int | None
     beginning, nothing can have been missed.
     """
     count = None if number is None or place.number is None else number - place.number - 1
-    if count is None if place.cursor == "0-0" else count is not None and count <= 0:
+    if place.cursor == "0-0" if count is None else count <= 0:
         return None
     if not counter(redis, "trimmed") or redis.xrange(RESULTS_STREAM, max=place.cursor, count=1):
         return None

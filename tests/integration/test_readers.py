@@ -127,6 +127,18 @@ def test_reads_each_new_result_once(store: ResultsStore, reader: Reader) -> None
     assert reader.read() is None
 
 
+def test_misses_nothing_after_the_end_of_an_emptied_stream(
+    store: ResultsStore, server: RedisServer, reader: Reader
+) -> None:
+    write(store, *range(400))
+    purge(server.client, Settings(), list(map(str, range(400))))
+    assert entry_ids(server) == []
+    assert reader.read() is None
+    write(store, "new")
+    found = read_all(reader)
+    assert (ids_of(found), missed_of(found)) == (["new"], [])
+
+
 def test_reads_more_results_than_one_fetch_returns(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
