@@ -1,13 +1,23 @@
-"""The console of tables on standard output, and the bar of long commands on standard error."""
+"""The console of tables on standard output, the bar of long commands on standard error, and words for both."""
 
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from feedmill.shared.errors import printable
+from feedmill.shared.messages import Post
 
 #: Columns of a console that writes to a pipe or file: wide enough for whole cells.
 PIPE_WIDTH = 10_000
+#: Width of the id column in characters. Longer ids move the rest of their lines.
+ID_WIDTH = 12
+#: Cells that a title gets in a terminal that is too narrow.
+MIN_TITLE_WIDTH = 20
 
 
 def output_console() -> Console:
@@ -48,3 +58,12 @@ def span(seconds: float) -> str:
         if seconds < enough:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds / 86_400:.0f} days"
+
+
+def with_title(start: str, post: Post) -> str:
+    """Append the post's title, or else its body, to the start of a line. Only a terminal gets it cut to its width."""
+    title = Text(printable(" ".join((post.title or post.body).split())))
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - cell_len(start)
+        title.truncate(max(room, MIN_TITLE_WIDTH), overflow="ellipsis")
+    return f"{start}{title.plain}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from json import JSONDecodeError
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -212,6 +213,18 @@ def explain_missing(purpose: str, extra: str) -> Iterator[None]:
         raise UserError(
             f"{purpose} requires the package {missing.name}: run `pip install 'feedmill[{extra}]'`."
         ) from None
+
+
+@contextmanager
+def explain_unwritable(place: Path) -> Iterator[None]:
+    """Convert an OSError inside the block to UserError. place: what is written."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = printable(str(place))
+        raise UserError(f"Cannot write {where}: {error.strerror or error}. Give another place.") from None
 
 
 def printable(text: str) -> str:

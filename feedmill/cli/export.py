@@ -18,12 +18,11 @@ from rich.console import Console
 from typer import Argument, Option
 
 from feedmill.cli.options import JsonSummary, Period, RunName, excludes, needs, refuse, with_settings
-from feedmill.cli.terminal import explain_unwritable
 from feedmill.console import LiveBar, counted, notes_console
 from feedmill.export.columns import COLUMNS, ExportFilter, choose
 from feedmill.reading.rows import Place, ResultRow, RowReader, check_run, unknown_run
 from feedmill.shared.broker import connect
-from feedmill.shared.errors import DatabaseUnavailable, UserError, clause, explain_missing
+from feedmill.shared.errors import DatabaseUnavailable, UserError, clause, explain_missing, explain_unwritable
 from feedmill.shared.redis_errors import is_temporary
 from feedmill.shared.runs import progress
 from feedmill.shared.settings import PREFIX, Settings

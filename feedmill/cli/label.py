@@ -16,8 +16,7 @@ from rich.text import Text
 from typer import Argument, Option
 
 from feedmill.cli.options import FileFlags, JsonSummary, with_settings
-from feedmill.cli.terminal import explain_unwritable, make_folder
-from feedmill.cli.train import advise
+from feedmill.cli.train import advise, make_folder
 from feedmill.console import notes_console
 from feedmill.local_model import explain_refusals
 from feedmill.producers.files import FileReading
@@ -27,6 +26,7 @@ from feedmill.shared.errors import (
     PostRefused,
     UserError,
     explain_missing,
+    explain_unwritable,
     json_line,
     printable,
     printable_lines,

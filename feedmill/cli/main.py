@@ -23,30 +23,10 @@ from rich.text import Text
 from typer import Option
 
 from feedmill import __version__
-from feedmill.cli import (
-    dead,
-    deploy,
-    enqueue,
-    export,
-    ingest,
-    label,
-    measuring,
-    offline,
-    purge,
-    report,
-    results,
-    status,
-    train,
-)
+from feedmill.cli import deletions, deploy, enqueue, export, ingest, label, measuring, offline, results, status, train
 from feedmill.cli.options import with_settings
 from feedmill.console import notes_console
-from feedmill.shared.errors import (
-    SettingsError,
-    UserError,
-    explain_missing,
-    printable,
-    printable_lines,
-)
+from feedmill.shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
 from feedmill.shared.settings import PREFIX, Settings, is_folder_locked
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.devices import shares
@@ -74,9 +54,9 @@ app = typer.Typer(
 PURPOSES: dict[str, tuple[ModuleType, ...]] = {
     "Try it": (offline,),
     "Send posts": (enqueue, ingest),
-    "Read results": (results, export, report),
+    "Read results": (results, export),
     "Observe it": (status,),
-    "Handle failures and deletions": (dead, purge),
+    "Handle failures and deletions": (deletions,),
     "Improve the model": (measuring, label, train, deploy),
 }
 for purpose, modules in PURPOSES.items():

@@ -1,29 +1,44 @@
-"""The `feedmill classify` command: classify a text or a file in this process, without Redis or a worker."""
+"""The `feedmill classify` command: classify a text or a file in this process, without Redis or a worker.
 
+With --out, it copies the file with a label for each row."""
+
+import json
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, BinaryIO
 
 import typer
 from rich.markup import escape
 from rich.table import Table
-from typer import Argument
+from typer import Argument, Option
 
-from feedmill.cli.labelling import Labelling, Load, OutFlags
 from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOption, needs, refuse, with_settings
-from feedmill.cli.terminal import ID_WIDTH, with_title
-from feedmill.console import notes_console, output_console
+from feedmill.console import ID_WIDTH, LiveBar, counted, notes_console, output_console, span, with_title
 from feedmill.local_model import explain_refusals, load_calibrated
-from feedmill.producers.files import FileReading, Source
-from feedmill.producers.records import cut
-from feedmill.shared.errors import InputError, PostRefused, UserError, json_line, printable
+from feedmill.producers.files import NOT_UTF8, CsvTable, FileReading, ParquetTable, Place, Row, Source, is_file
+from feedmill.producers.records import NO_TEXT, REMOVED, cut
+from feedmill.shared.atomic_files import replacing
+from feedmill.shared.errors import (
+    InputError,
+    PostRefused,
+    UserError,
+    explain_missing,
+    explain_unwritable,
+    json_line,
+    printable,
+)
 from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from feedmill.shared.settings import Settings
-from feedmill.tables.labels import Classify
+from feedmill.tables import format_of
+from feedmill.tables.labels import Classify, check_new_columns, label_columns, with_outcomes
 
 app = typer.Typer()
 
@@ -33,6 +48,213 @@ FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv|txt|parquet|xlsx?)(\.gz
 POST_LABELS, TEXT_LABELS = 3, 16
 #: Width of the longest bar in characters.
 BAR_WIDTH = 30
+#: Labels and reasons in the summary; the rest are only counted.
+MAX_LABELS_SHOWN, MAX_REASONS_SHOWN = 20, 10
+#: A label is uncertain if the second-best label's score is closer than this.
+UNCERTAIN_MARGIN = 0.1
+STANDARD = "-"
+
+
+@dataclass(frozen=True)
+class OutFlags:
+    """Flags of `feedmill classify` about the output file."""
+
+    out: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="Write every row with its label to this .csv, .tsv, .jsonl or .parquet file, or .csv.gz; - prints it.",
+        ),
+    ] = None
+    scores: Annotated[bool, Option("--scores", help="With --out: add a column with each label's score.")] = False
+    prefix: Annotated[str, Option(help="With --out: text before the names of the new columns (default: none).")] = ""
+
+
+#: Loads the model and returns its labels, and the function that classifies posts with it.
+Load = Callable[[], tuple[Sequence[str], Classify]]
+
+
+class Tally:
+    """Counts of labelled rows. alone: each label is scored by itself, so several may apply and none is uncertain."""
+
+    def __init__(self, alone: bool) -> None:
+        self._alone = alone
+        self._began = time.monotonic()
+        self.rows = self.uncertain = 0
+        self.labels: Counter[str] = Counter()
+        #: Rows without a label; and rows that the output lacks, because they could not be parsed; by reason.
+        self.unlabelled: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+        #: Place of the first row with a reason.
+        self.first: dict[str, Place] = {}
+
+    def add(self, row: Row, outcome: Outcome | None) -> None:
+        self.rows += 1
+        if isinstance(outcome, Classification):
+            self.labels[outcome.label] += 1
+            best, *others = islice(outcome.scores.values(), 2)
+            self.uncertain += bool(others) and not self._alone and best - others[0] < UNCERTAIN_MARGIN
+            return
+        reason = str(row.post) if outcome is None else outcome.error
+        (self.left_out if row.values is None else self.unlabelled)[reason] += 1
+        self.first.setdefault(reason, row.place)
+
+    @property
+    def has_failures(self) -> bool:
+        """True if a row was left out, or has a text and no label."""
+        return bool(self.left_out) or not self.unlabelled.keys() <= {NO_TEXT, REMOVED}
+
+    def as_json(self) -> str:
+        """Return the counts as JSON."""
+        names = ("rows", "uncertain", "unlabelled", "left_out")
+        counts = {"labels": dict(self.labels.most_common())} | {name: getattr(self, name) for name in names}
+        return json.dumps(counts | {"seconds": round(time.monotonic() - self._began, 3)})
+
+    def described(self, source: Source, out: str) -> str:
+        """Return the summary: rows per label, and rows without one by reason."""
+        where = "" if out == STANDARD else f", written to {printable(out)}"
+        written = self.rows - self.left_out.total()
+        rows = f"{written:,} of {counted(self.rows, 'row')}" if self.left_out else counted(self.rows, "row")
+        lines = [f"{rows} of {source.name} in {span(time.monotonic() - self._began)}{where}"]
+        labels = self.labels.most_common(MAX_LABELS_SHOWN)
+        width = max((len(printable(label)) for label, _ in labels), default=0)
+        lines += [f"  {printable(label):<{width}}  {count:>9,}  {count / written:>4.0%}" for label, count in labels]
+        if more := self.labels.total() - sum(count for _, count in labels):
+            lines.append(f"  and {counted(more, 'row')} with other labels")
+        if self.uncertain:
+            rows = counted(self.uncertain, "row")
+            lines.append(f"uncertain: {rows}, whose two best labels are less than {UNCERTAIN_MARGIN} apart")
+        for what, reasons in (("no label", self.unlabelled), ("left out", self.left_out)):
+            shown = reasons.most_common(MAX_REASONS_SHOWN)
+            for reason, count in shown:
+                place = f"first in {source.unit} {self.first[reason]}"
+                lines.append(f"{what}: {counted(count, 'row')}, {place}: {printable(reason)}")
+            if others := reasons.total() - sum(count for _, count in shown):
+                lines.append(f"{what}: {counted(others, 'row')} for other reasons")
+        return "\n".join(lines)
+
+
+class Labelling:
+    """One run of `feedmill classify FILE --out OUT`.
+
+    If reading fails, the rows read before the error are still written, and `run` raises the error at the end.
+
+    open_source: opens the input. path: path of the input; - is standard input. limit: maximum rows. alone: each label
+    is scored by itself. Raises UserError if the output cannot be written.
+    """
+
+    def __init__(
+        self, open_source: Callable[[], Source], path: str, flags: OutFlags, limit: int | None, alone: bool
+    ) -> None:
+        with explain_missing("--out", "tables"):
+            from feedmill.tables import copying  # noqa: PLC0415 - pyarrow, an extra
+        self._open_source, self._path, self._flags, self._limit = open_source, path, flags, limit
+        self._copying = copying
+        self._out = Path(flags.out or STANDARD)
+        self._is_printed = flags.out == STANDARD
+        #: None is the input's format.
+        self._form = None if self._is_printed else format_of(str(self._out))
+        self._check_out()
+        self._notes = notes_console()
+        self._broken: InputError | None = None
+        self.tally = Tally(alone)
+
+    def _check_out(self) -> None:
+        """Raise UserError if the output cannot be written, or is the input."""
+        out = self._out
+        if self._is_printed:
+            return
+        if self._form is None:
+            raise UserError(
+                f"Cannot tell the format of {out}. Give an --out that ends in .csv, .tsv, .jsonl or .parquet."
+            )
+        with explain_unwritable(out):  # a name that is too long
+            is_taken = out.is_dir() or (out.exists() and is_file(self._path) and out.samefile(self._path))
+        if is_taken:
+            raise UserError(f"{out} is a folder or the input file. Give another --out.")
+
+    def run(self, load: Load) -> None:
+        """Classify the rows and write the output. Raises UserError and OSError."""
+        source = self._open_source()
+        rows = source.rows()
+        # Read a row before loading the model, which takes seconds.
+        first = next(rows, None)
+        if first is None:
+            raise InputError(f"{source.name} contains no posts. Give another file.")
+        form = self._form or ("csv" if isinstance(source.table, CsvTable) else "jsonl")
+        keys, total = self._keys(source, form)
+        is_copied = source.table is None and form == "jsonl"
+        if source.table is not None:
+            given = source.table.header
+        else:
+            given = keys.names if keys is not None else list(first.values or ())
+        prefix = self._flags.prefix
+        check_new_columns(source.name, given, label_columns((), prefix), "--prefix")
+        with self._notes.status("loading the model"):
+            labels, classify = load()
+        labels = labels if self._flags.scores else ()
+        new = label_columns(labels, prefix)
+        check_new_columns(source.name, given, new, "--prefix")
+        found = with_outcomes(islice(self._readable(chain([first], rows)), self._limit), classify)
+        # Closed after any error: threads of a running model would abort the process at its exit.
+        with self._output() as file, self._bar(source, total), closing(found):
+            batch_rows = 1 if self._is_printed and not is_file(self._path) else self._copying.BATCH_ROWS
+            copy = (
+                self._copying.JsonCopy(file, self._out, new, labels)
+                if is_copied
+                else self._copying.LabelledCopy(file, self._out, form, source, keys, new, labels, batch_rows)
+            )
+            for row, outcome in found:
+                if row.post == NOT_UTF8 and NOT_UTF8 not in self.tally.first:  # most rows may lack a label
+                    self._notes.print(escape(f"{source.name}:{row.place}: {row.post}"))
+                self.tally.add(row, outcome)
+                if row.values is not None:
+                    copy.add(row, outcome if isinstance(outcome, Classification) else None)
+                    if batch_rows == 1:
+                        file.flush()
+            copy.close()
+        self._notes.print(escape(self.tally.described(source, self._flags.out or "")))
+        if self._broken:
+            raise self._broken
+
+    def _keys(self, source: Source, form: str) -> tuple[Any, int | None]:
+        """Return the columns of JSON records, which are read twice for them, and the number of rows, if known."""
+        if isinstance(source.table, ParquetTable):
+            return None, min(source.table.length, self._limit or source.table.length)
+        if source.table is not None or form == "jsonl":
+            return None, None
+        if not is_file(self._path):
+            raise UserError(f"{source.name} is a pipe with JSON, whose keys are not known beforehand. Write .jsonl, or "
+                            "save it as a file first.")  # fmt: skip
+        with self._notes.status(escape(f"reading {source.name}")):
+            return self._copying.schema_of(islice(self._readable(self._open_source().rows()), self._limit), form)
+
+    def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Yield the rows up to an error, which is kept."""
+        try:
+            yield from rows
+        except InputError as error:
+            self._broken = error
+
+    @contextmanager
+    def _output(self) -> Iterator[BinaryIO]:
+        """Yield the output file. It gets its name once it is complete. Raises UserError if it cannot be written."""
+        if self._is_printed:
+            yield sys.stdout.buffer
+        else:
+            with explain_unwritable(self._out), replacing(self._out) as temporary, temporary.open("wb") as file:
+                yield file
+
+    def _bar(self, source: Source, total: int | None) -> LiveBar:
+        """Return a bar of the rows; of the bytes, if the number of rows is unknown."""
+
+        def figures(seconds: float) -> tuple[str, float, float | None]:
+            rows = self.tally.rows
+            rate = f", {rows / seconds:,.0f}/s" if seconds and rows else ""
+            done, of = (source.done, source.size) if total is None else (rows, total)
+            return f"{counted(rows, 'row')}{rate}", done, of
+
+        return LiveBar(self._notes, figures)
 
 
 @app.command()

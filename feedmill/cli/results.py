@@ -1,9 +1,13 @@
-"""The `feedmill results` command: show the newest results, follow new ones, read as a group, or look up posts."""
+"""The `feedmill results` command: show the newest results, follow new ones, read as a group, or look up posts; and
+`feedmill report`: write recent results as an HTML page.
+"""
 
 import json
 import select
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,12 +15,15 @@ from redis import Redis
 from typer import Argument, Option
 
 from feedmill.cli.options import AsJson, RunName, Since, excludes, needs, utc, with_settings
-from feedmill.cli.terminal import ID_WIDTH, with_title
-from feedmill.console import counted
+from feedmill.console import ID_WIDTH, counted, notes_console, with_title
+from feedmill.export.columns import label_set as label_set_named
 from feedmill.reading.readers import CLAIM_AFTER_S, NO_FILTER, Reader, ResultFilter, batches, newest, open_reader
 from feedmill.reading.rows import Missed, check_run, unknown_run
+from feedmill.report.data import gather
+from feedmill.report.page import page
+from feedmill.shared.atomic_files import replacing
 from feedmill.shared.broker import connect
-from feedmill.shared.errors import json_line, printable
+from feedmill.shared.errors import explain_unwritable, json_line, printable, truncate
 from feedmill.shared.messages import Classification, Post
 from feedmill.shared.results import Result, ResultsStore, Score
 from feedmill.shared.runs import progress
@@ -24,6 +31,10 @@ from feedmill.shared.settings import PREFIX, Settings
 
 #: Results that are shown by default.
 DEFAULT_LIMIT = 20
+#: The longest period of a report, in hours: a year.
+MAX_HOURS = 366 * 24
+#: Maximum number of other label sets to list.
+MAX_SHOWN = 10
 
 app = typer.Typer()
 
@@ -182,3 +193,45 @@ def _described(found: Classification, post: Post | None) -> str:
         title = " ".join((post.title or post.body).split())
         lines.append(f"  {title:.100}" + (f" (run {post.run})" if post.run else ""))
     return "\n".join([*map(printable, lines), *scores])
+
+
+@app.command()
+@with_settings("redis_url")
+def report(
+    settings: Settings,
+    out: Annotated[Path, Argument(metavar="OUT", help="HTML file to write.", dir_okay=False)] = Path(
+        "feedmill-report.html"
+    ),
+    hours: Annotated[int, Option(help="Hours to report on, including the current one.", min=1, max=MAX_HOURS)] = 24,
+    run: RunName = None,
+    label_set: Annotated[
+        str | None,
+        Option("--label-set", help="Only results of this label set: a,b,c (default: that of the most results)."),
+    ] = None,
+) -> None:
+    """Write an HTML report on the last hours.
+
+    A report is of one label set, and with --run of one run. Covers posts, labels, subreddits, scores, queueing times
+    and failures. The page is self-contained and has no scripts. Writes nothing and exits 1 if there is nothing to
+    report.
+    """
+    labels = None if label_set is None else label_set_named(filter(None, map(str.strip, label_set.split(","))))
+    notes = notes_console()
+    began = time.monotonic()
+    with notes.status("reading results") if notes.is_terminal else notes:
+        redis = connect(settings)
+        if run is not None:
+            check_run(redis, run)
+        found = gather(redis, settings, hours, run, labels)
+    for name, count in list(found.others.items())[:MAX_SHOWN]:
+        notes.print(f"Left out: {counted(count, 'post')} of the label set {printable(truncate(name))}", markup=False)
+    if found.others:
+        notes.print("A report is of one label set: see --label-set or, if the posts have a run, --run.", markup=False)
+    period = counted(hours, "hour")
+    if not (found.posts or found.reasons or found.gaps):
+        of = printable("".join(f" of {value}" for value in (run, label_set) if value is not None))
+        typer.echo(f"No posts in the last {period}{of}: nothing written. See --hours.", err=True)
+        raise typer.Exit(1)
+    with explain_unwritable(out), replacing(out) as temporary:
+        temporary.write_text(page(found), encoding="utf-8")
+    typer.echo(f"{counted(found.posts, 'post')} in {period}: wrote {out} in {time.monotonic() - began:.1f} s")

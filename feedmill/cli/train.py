@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from feedmill.cli.options import AsJson, FileFlags, excludes, with_settings
-from feedmill.cli.terminal import make_folder
 from feedmill.console import notes_console, output_console, span
 from feedmill.local_model import load_model
 from feedmill.shared.errors import (
@@ -22,6 +21,7 @@ from feedmill.shared.errors import (
     UserError,
     clause,
     explain_missing,
+    explain_unwritable,
     json_line,
     printable,
 )
@@ -106,6 +106,13 @@ def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[s
         report.stop()
     posts = {"posts": collected.counts | {"left_out": dataset.left_out, "digest": dataset.digest}}
     return model_card.write(folder, options, file, dataset, posts | trained.record | tested)
+
+
+def make_folder(folder: Path) -> set[str]:
+    """Create a folder, unless it exists, and return the names of what it contains. Raises UserError."""
+    with explain_unwritable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return {path.name for path in folder.iterdir()}
 
 
 def check_folder(folder: Path, resume: bool) -> None:

@@ -20,11 +20,7 @@ from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.source import Event, Pause, RequestFailed, Source, SourceFailed
 from feedmill.producers.live.state import Gap
 from feedmill.producers.reddit.arctic_shift import CROWDED, ArcticShiftClient, GapFiller
-from feedmill.producers.reddit.listing import (
-    ListingItem,
-    ListingPage,
-    SubredditUnreadable,
-)
+from feedmill.producers.reddit.listing import ListingItem, ListingPage, SubredditUnreadable
 from feedmill.producers.reddit.topics import ASLEEP, Topics, choose, replaced, store_replaced
 from feedmill.producers.reddit.walk import OVERLAP_S, Track, Walk, walk
 from feedmill.shared.keys import reddit_track_key

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from feedmill.cli import main
-from feedmill.cli.dead import _named
+from feedmill.cli.deletions import _named
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.report.data import gather
 from feedmill.shared.errors import UserError

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from feedmill.cli.labelling import Labelling, OutFlags, Tally
+from feedmill.cli.offline import Labelling, OutFlags, Tally
 from feedmill.producers import files
 from feedmill.producers.files import Source
 from feedmill.producers.records import Columns

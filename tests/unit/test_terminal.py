@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.cells import cell_len
 
-from feedmill.cli.terminal import with_title
+from feedmill.console import with_title
 from feedmill.shared.messages import Post
 
 LONG = Post(id="a", title="The keeper saved " * 20)
