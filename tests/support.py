@@ -53,8 +53,6 @@ Process = subprocess.Popen[bytes] | Forked
 FORK_SERVER = "PYTEST_FORK_SERVER"
 #: The environment variable with the redis-server to test, one of those of this machine.
 SERVER = "PYTEST_REDIS"
-#: Folder with real posts for optional tests. Not part of the project.
-REAL_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
 class Key(NamedTuple):

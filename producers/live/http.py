@@ -27,10 +27,10 @@ class HttpClient:
     Waits for the budget, and raises Stopped then.
     """
 
-    def __init__(self, name: str, budget: RequestBudget, session: requests.Session | None = None) -> None:
+    def __init__(self, name: str, budget: RequestBudget) -> None:
         self.name = name
         self.budget = budget
-        self.session = session or requests.Session()
+        self.session = requests.Session()
 
     def request(self, method: str, url: str, **arguments: Any) -> requests.Response:
         """Return the response, whatever its status, except 429 and those of temporary errors."""

@@ -65,15 +65,9 @@ class ArcticShiftClient:
 
     name = "Arctic Shift"
 
-    def __init__(
-        self,
-        settings: Settings,
-        budget: RequestBudget,
-        topic_of: Mapping[str, str],
-        session: requests.Session | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, budget: RequestBudget, topic_of: Mapping[str, str]) -> None:
         self.budget = budget
-        self._http = HttpClient(self.name, budget, session)
+        self._http = HttpClient(self.name, budget)
         self._http.session.headers["User-Agent"] = settings.reddit_user_agent or "feedmill"
         self._url = URL
         self._topic_of = topic_of

@@ -54,13 +54,7 @@ class RedditClient:
 
     name = "Reddit"
 
-    def __init__(
-        self,
-        settings: Settings,
-        budget: RequestBudget,
-        topic_of: Mapping[str, str],
-        session: requests.Session | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, budget: RequestBudget, topic_of: Mapping[str, str]) -> None:
         """Create the client. Raises CredentialsError if credentials are missing; wrong ones fail the first request."""
         self._refused = (
             f"Reddit rejected the client ID or secret. Compare {PREFIX}REDDIT_CLIENT_ID and "
@@ -68,7 +62,7 @@ class RedditClient:
         )
         self.budget = budget
         config = _praw_config(settings)
-        self._http = HttpClient(self.name, budget, session)
+        self._http = HttpClient(self.name, budget)
         self._url = API_URL
         self._http.session.headers["User-Agent"] = config.user_agent
         self._credentials = config.client_id, config.client_secret or ""

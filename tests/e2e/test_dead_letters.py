@@ -14,7 +14,7 @@ from feedmill.shared.broker import make_app, queue_depth
 from feedmill.shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import Feedmill, RedisServer, dead_letters, wait_until, working
+from tests.support import PASSWORD, Feedmill, RedisServer, dead_letters, wait_until, working
 
 SECRET = "what somebody wrote"
 POST: dict[str, Any] = {"id": "x", "title": SECRET, "author": "someone"}
@@ -23,11 +23,15 @@ POST: dict[str, Any] = {"id": "x", "title": SECRET, "author": "someone"}
 @pytest.fixture(scope="module")
 def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Feedmill]:
     redis_server.client.flushall()
-    with working(redis_server, tmp_path_factory.mktemp("worker")) as it:
+    with working(redis_server, tmp_path_factory.mktemp("worker"), FEEDMILL_LOG_FORMAT="json") as it:
         yield it
         assert it.end() == 0, it.text()
         assert "Traceback" not in it.text()
         assert SECRET not in it.text()
+        assert PASSWORD not in it.text()
+        lines = [json.loads(line) for line in it.text().splitlines() if line.startswith("{")]
+        assert all(line["level"] for line in lines)
+        assert lines[0]["message"].startswith("device cpu in ")
 
 
 @pytest.fixture

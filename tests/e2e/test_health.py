@@ -40,7 +40,9 @@ def ask(port: int, path: str) -> tuple[int, str]:
     return 0, ""
 
 
-def test_worker_serves_metrics_and_health(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+def test_worker_serves_metrics_and_is_missed_when_stopped(
+    redis: RedisServer, settings: Settings, tmp_path: Path
+) -> None:
     port = free_port()
     with working(redis, tmp_path, FEEDMILL_METRICS_PORT=str(port)) as worker:
         assert f"http://127.0.0.1:{port}/metrics" in worker.text()
@@ -61,8 +63,17 @@ def test_worker_serves_metrics_and_health(redis: RedisServer, settings: Settings
         wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the worker is ready again")
         assert ask(port, "/healthz") == (200, "ok\n")
         assert PASSWORD not in ask(port, "/metrics")[1]
+        wait_until(lambda: redis.client.hlen(WORKERS) == 1, "the worker is registered")
+        worker.process.send_signal(signal.SIGSTOP)
+        said = feedmill("health", "--check", "workers", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+        seen = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout)
+        worker.process.send_signal(signal.SIGCONT)
+        assert said.returncode == 1
+        assert re.match(r"✗ workers  .*worker@\S+ .*\(last report \d+ s ago\)", said.stdout)
+        assert [name.partition("@")[0] for name in seen["missing"]] == ["worker"]
         assert worker.end() == 0, worker.text()
     assert ask(port, "/metrics") == (0, "")
+    assert redis.client.hlen(WORKERS) == 0, "a worker that exited normally is no longer expected"
 
 
 def test_worker_fails_before_loading_if_its_port_is_taken(redis: RedisServer, tmp_path: Path) -> None:
@@ -94,23 +105,6 @@ def test_health_prints_text_or_json(served: RedisServer, redis: RedisServer, tmp
     assert "`feedmill worker`" in check["said"]
     without = feedmill("health", "--check", "queue", "--check", "redis", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert (without.returncode, len(without.stdout.splitlines())) == (0, 2)
-
-
-def test_health_names_a_stopped_worker(redis: RedisServer, tmp_path: Path) -> None:
-    url = {"FEEDMILL_REDIS_URL": redis.url}
-    with working(redis, tmp_path, "one") as one, working(redis, tmp_path, "two") as two:
-        wait_until(lambda: redis.client.hlen(WORKERS) == 2, "both workers are registered")
-        one.process.send_signal(signal.SIGSTOP)
-        said = feedmill("health", "--check", "workers", cwd=tmp_path, **url)
-        seen = last_json(feedmill("status", "--json", cwd=tmp_path, **url).stdout)
-        one.process.send_signal(signal.SIGCONT)
-        assert said.returncode == 1
-        assert re.match(r"✗ workers  .*one@\S+ .*\(last report \d+ s ago\).*two@", said.stdout)
-        assert [name.partition("@")[0] for name in seen["missing"]] == ["one"]
-        assert one.end() == 0
-        said = feedmill("health", "--check", "workers", cwd=tmp_path, **url)
-        assert said.returncode == 0, "a worker that exited normally is no longer expected"
-        assert two.end() == 0
 
 
 def test_status_as_json(served: RedisServer, tmp_path: Path) -> None:

@@ -49,16 +49,6 @@ def test_worker_classifies_by_entailment(redis: RedisServer, tmp_path: Path, eng
     assert first["scores"] == pytest.approx(dict(zip(expected["labels"], expected["scores"], strict=True)), abs=1e-3)
 
 
-def test_worker_classifies_with_a_fine_tuned_model(redis: RedisServer, tmp_path: Path) -> None:
-    folder = make_model("distilbert", tmp_path / "model", {0: "NEGATIVE", 1: "POSITIVE"})
-    with working(redis, tmp_path, FEEDMILL_MODEL=str(folder)):
-        found, _, _ = ask(redis, top_k=1)
-        assert set(found["scores"]) <= {"NEGATIVE", "POSITIVE"}
-        assert len(found["scores"]) == 1
-        with pytest.raises(Exception, match=r"labels: .*NEGATIVE, POSITIVE"):
-            ask(redis, labels=LABELS)
-
-
 def test_worker_downloads_a_model_that_then_works_offline(redis: RedisServer, tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path / "model", NLI)
     where = {"HF_HOME": str(tmp_path / "home"), "FEEDMILL_MODEL": "someone/small-nli"}

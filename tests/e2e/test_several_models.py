@@ -96,13 +96,14 @@ def test_posts_are_classified_by_the_chosen_model(house: House) -> None:
 
 
 def test_a_dead_letter_keeps_its_queue(house: House) -> None:
-    # `enqueue` refuses options that the queue's model cannot have. Other applications do not ask.
-    kwargs = {"posts": [{"id": "bad", "title": "a title"}], "multi_label": True}
+    # `enqueue` refuses labels that the queue's model cannot have. Other applications do not ask.
+    kwargs = {"posts": [{"id": "bad", "title": "a title"}], "labels": ["sports", "food"]}
     make_app(Settings(redis_url=house.redis.url)).send_task("feedmill.classify", kwargs=kwargs, queue="feedmill-moods")
     dead = DeadLetters(house.redis.client)
-    wait_until(lambda: dead.find(["bad"])["bad"], "the post is a dead letter: that model gives one label")
+    wait_until(lambda: dead.find(["bad"])["bad"], "the post is a dead letter: that model has its own labels")
     (entry,) = dead.all()
     assert entry.letter.queue == "feedmill-moods"
+    assert re.search("labels: .*NEGATIVE, POSITIVE", entry.letter.reason)
     assert house.run("dead", "retry", "bad")[0] == 0
     wait_until(lambda: dead.find(["bad"])["bad"], "the retried post is a dead letter again")
     (entry,) = dead.all()

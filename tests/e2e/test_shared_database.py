@@ -1,16 +1,15 @@
 """Feedmill's worker and another application's stock worker on one Redis database; and results by `rpc`.
 
-Each worker restores abandoned messages after its own timeout. In each scene, one worker has a timeout of a second, and
-the other of ten minutes. The worker with the long timeout holds messages for longer than a second while the other one
-sweeps. The test knows that a sweep has run once an abandoned message, which it put into Redis, is restored.
+Each worker restores abandoned messages after its own timeout; the stock worker's is a second. Feedmill's worker holds
+messages for longer than that while the other one sweeps. The test knows that a sweep has run once an abandoned message,
+which it put into Redis, is restored. For the other direction, see tests/integration/test_transport.py.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,18 @@ from celery.result import AsyncResult
 
 from feedmill.shared.broker import TRANSPORT_KEYS
 from feedmill.stack.processes import Child
-from tests.support import Feedmill, RedisServer, redis_servers, running, wait_for_replies, wait_until
+from tests.support import RedisServer, running, wait_for_replies, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 POSTS: list[dict[str, Any]] = [
     {"id": "1", "title": "The keeper saved two penalties in the final"},
     {"id": "2", "title": "How long do dried beans keep?"},
 ]
-SHORT, LONG = 1, 600
-#: Keys where each worker records the messages that it holds, and their times.
-OURS, KOMBUS = (TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"]), ("unacked", "unacked_index")
+#: Seconds after which the stock worker restores an abandoned message.
+THEIR_TIMEOUT = 1
 
 THEIRS = """
-import os, time
+import os
 from celery import Celery
 from redis import Redis
 
@@ -46,18 +44,11 @@ app.conf.update(
     task_acks_late=True,
     broker_connection_retry_on_startup=True,
     broker_transport_options={
-        "visibility_timeout": float(os.environ["THEIR_TIMEOUT"]),
+        "visibility_timeout": 1,
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
     },
 )
-
-@app.task(name="theirs.hold")
-def hold(key):
-    redis.rpush("ran", f"hold {key}")
-    while redis.exists(key):
-        time.sleep(0.01)
-    return key
 
 @app.task(name="theirs.note")
 def note(word):
@@ -71,64 +62,60 @@ class Neighbours:
     """Two workers on one database, and an application that sends to both."""
 
     redis: RedisServer
-    worker: Feedmill
     ours: Celery
     theirs: Celery
-    #: The worker with the short timeout.
-    short: str
 
     def ran(self) -> list[str]:
         lines: Any = self.redis.client.lrange("ran", 0, -1)
         return list(lines)
 
-    def hold(self, app: Celery) -> AsyncResult[Any]:
-        """Keep this application's worker busy until `let_go`."""
+    def hold(self) -> AsyncResult[Any]:
+        """Keep Feedmill's worker busy until `let_go`."""
         self.redis.client.set("gate", "1")
-        sent = app.send_task("own.hold" if app is self.ours else "theirs.hold", ["gate"])
+        sent = self.ours.send_task("own.hold", ["gate"])
         wait_until(lambda: "hold gate" in self.ran(), "the worker is busy")
         return sent
 
     def let_go(self) -> None:
         self.redis.client.delete("gate")
 
-    def held(self, keys: tuple[str, str]) -> int:
-        return int(self.redis.client.hlen(keys[0]))
+    def held(self) -> int:
+        """Return the number of messages that Feedmill's worker holds."""
+        return int(self.redis.client.hlen(TRANSPORT_KEYS["reserved_key"]))
 
-    def abandon(self, app: Celery, name: str, *args: Any) -> AsyncResult[Any]:
-        """Add a message that a worker took long ago and never returned."""
-        (held, index), queue = (OURS, "feedmill") if app is self.ours else (KOMBUS, "theirs")
-        sent = app.send_task(name, args, queue="aside")
+    def classify(self, post_id: str) -> AsyncResult[Any]:
+        return self.ours.send_task("feedmill.classify", [[{**POSTS[0], "id": post_id}]])
+
+    def abandon(self, word: str) -> AsyncResult[Any]:
+        """Add a message that a stock worker took long ago and never returned."""
+        sent = self.theirs.send_task("theirs.note", [word], queue="aside")
         message = json.loads(str(self.redis.client.rpop("aside")))
-        message["properties"]["delivery_info"]["routing_key"] = queue
-        tag = f"gone-0-{sent.id} {queue}"
-        noted = message if app is self.ours else [message, "", queue]
-        self.redis.client.hset(held, tag, json.dumps(noted))
-        self.redis.client.zadd(index, {tag: time.time() - LONG - 1})
+        message["properties"]["delivery_info"]["routing_key"] = "theirs"
+        tag = f"gone-0-{sent.id} theirs"
+        self.redis.client.hset("unacked", tag, json.dumps([message, "", "theirs"]))
+        self.redis.client.zadd("unacked_index", {tag: time.time() - 600})
         return sent
 
 
 def wait_ages() -> None:
     """Wait until everything held now has been held for longer than the short timeout."""
     began = time.monotonic()
-    wait_until(lambda: time.monotonic() - began > SHORT + 0.5, "the short timeout has passed")
+    wait_until(lambda: time.monotonic() - began > THEIR_TIMEOUT + 0.5, "the short timeout has passed")
 
 
-@contextmanager
-def working_side_by_side(short: str, folder: Path) -> Iterator[Neighbours]:
-    """Run both workers. Feedmill's stores results in Redis in one scene, and sends them by rpc in the other."""
-    redis_server = RedisServer(next(iter(redis_servers().values())), folder)
+@pytest.fixture(scope="module")
+def both(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Neighbours]:
+    """Run both workers. Feedmill's sends its results by rpc."""
+    folder = tmp_path_factory.mktemp("neighbours")
     (folder / "theirs.py").write_text(THEIRS)
     ours = {
         "FEEDMILL_REDIS_URL": redis_server.url,
-        "FEEDMILL_CELERY_RESULTS": "rpc" if short == "theirs" else "redis",
-        "FAKE_VISIBILITY_TIMEOUT": str(SHORT if short == "ours" else LONG),
+        "FEEDMILL_CELERY_RESULTS": "rpc",
         "OMP_NUM_THREADS": "1",  # a single device thread, so that one task blocks everything
         "PYTHONPATH": str(ROOT),
     }
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")} | {
-        "FEEDMILL_REDIS_URL": redis_server.url,
-        "THEIR_TIMEOUT": str(SHORT if short == "theirs" else LONG),
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
+    environment["FEEDMILL_REDIS_URL"] = redis_server.url
     command = [sys.executable, "-m", "celery", "--app", "theirs", "worker", "--concurrency", "1"]
     stock = Child("stock", [*command, "--hostname", "theirs@test", "--loglevel", "info"], folder, environment)
     flags = ("--name", "ours@test", "--include", "tests.fakes.own_tasks")
@@ -136,94 +123,49 @@ def working_side_by_side(short: str, folder: Path) -> Iterator[Neighbours]:
         with running("worker", *flags, cwd=folder, **ours) as worker:
             wait_until(lambda: worker.says(" ready."), "Feedmill's worker is ready")
             wait_until(lambda: " ready." in (folder / "stock.log").read_text(), "the stock worker is ready")
-            backend = "rpc://" if short == "theirs" else redis_server.url
             clients = [
-                Celery("elsewhere", broker=redis_server.url, backend=backend, set_as_current=False),
+                Celery("elsewhere", broker=redis_server.url, backend="rpc://", set_as_current=False),
                 Celery("theirs", broker=redis_server.url, backend=redis_server.url, set_as_current=False),
             ]
             for client, queue in zip(clients, ("feedmill", "theirs"), strict=True):
                 client.conf.task_default_queue = queue
-                client.conf.broker_transport_options = {"visibility_timeout": LONG}
             wait_for_replies(clients[0], workers=2)
-            yield Neighbours(redis_server, worker, clients[0], clients[1], short)
+            yield Neighbours(redis_server, *clients)
             redis_server.client.delete("gate")
             assert worker.end() == 0, worker.text()
     finally:
         stock.stop(20)
-        redis_server.stop()
 
 
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Neighbours]]:
-    """Create each scene on first use, with its own Redis."""
-    made: dict[str, Neighbours] = {}
-    with ExitStack() as all_of_them:
-
-        def scene(short: str) -> Neighbours:
-            if short not in made:
-                folder = tmp_path_factory.mktemp("neighbours")
-                made[short] = all_of_them.enter_context(working_side_by_side(short, folder))
-            return made[short]
-
-        yield scene
-
-
-@pytest.fixture(params=["ours", "theirs"])
-def neighbours(request: pytest.FixtureRequest, scenes: Callable[[str], Neighbours]) -> Neighbours:
-    found = scenes(request.param)
-    found.redis.client.delete("ran")
-    return found
+@pytest.fixture
+def neighbours(both: Neighbours) -> Neighbours:
+    both.redis.client.delete("ran")
+    return both
 
 
 def test_sweeps_do_not_restore_the_other_workers_messages(neighbours: Neighbours) -> None:
-    """The worker with the long timeout holds four messages while the other sweeps twice."""
-    ours, theirs = neighbours.ours, neighbours.theirs
-    sent: list[AsyncResult[Any]]
-    if neighbours.short == "ours":
-        sent = [neighbours.hold(theirs), *(theirs.send_task("theirs.note", [word]) for word in "abc")]
-        wait_until(lambda: neighbours.held(KOMBUS) == 4, "the messages are held")
-    else:
-        sent = [neighbours.hold(ours)]
-        sent += [ours.send_task("feedmill.classify", [[{**POSTS[0], "id": f"held-{word}"}]]) for word in "abc"]
-        wait_until(lambda: neighbours.held(OURS) == 4, "the messages are held")
+    """Feedmill's worker holds four messages while the other sweeps twice."""
+    sent = [neighbours.hold(), *(neighbours.classify(f"held-{word}") for word in "abc")]
+    wait_until(lambda: neighbours.held() == 4, "the messages are held")
     wait_ages()
-    for turn in range(2):
-        if neighbours.short == "ours":
-            found = neighbours.abandon(ours, "feedmill.classify", [{**POSTS[1], "id": f"lost-{turn}"}])
-            assert found.get(timeout=120)[0]["label"] == "food"
-        else:
-            assert neighbours.abandon(theirs, "theirs.note", f"lost-{turn}").get(timeout=120) == f"lost-{turn}"
+    for word in ("lost-0", "lost-1"):
+        assert neighbours.abandon(word).get(timeout=120) == word
     neighbours.let_go()
     for each in sent:
         each.get(timeout=120)
     told = [line for line in neighbours.ran() if "lost" not in line]
-    if neighbours.short == "ours":
-        assert told == ["hold gate", "note a", "note b", "note c"]
-    else:
-        assert sorted(told) == ["hold gate", "post held-a", "post held-b", "post held-c"]
-    wait_until(lambda: not neighbours.held(KOMBUS) + neighbours.held(OURS), "no message is held")
+    assert sorted(told) == ["hold gate", "post held-a", "post held-b", "post held-c"]
+    wait_until(lambda: not neighbours.held() + neighbours.redis.client.hlen("unacked"), "no message is held")
 
 
 def test_revoking_a_message_does_not_affect_the_other_worker(neighbours: Neighbours) -> None:
-    """The remote command reaches both workers; the one with the long timeout holds the revoked message."""
-    ours, theirs = neighbours.ours, neighbours.theirs
-    holds_ours = neighbours.short == "theirs"
-    holder = ours if holds_ours else theirs
-    busy = neighbours.hold(holder)
-
-    def send(word: str) -> AsyncResult[Any]:
-        if holds_ours:
-            return ours.send_task("feedmill.classify", [[{**POSTS[0], "id": f"revoked-{word}"}]])
-        return theirs.send_task("theirs.note", [f"revoked-{word}"])
-
-    gone, stays = send("a"), send("b")
-    wait_until(lambda: neighbours.held(OURS) + neighbours.held(KOMBUS) == 3, "the messages are held")
-    holder.control.revoke(gone.id)
-    wait_until(lambda: _all_know(holder, gone.id), "both workers know the revoked id")
-    if holds_ours:
-        assert theirs.send_task("theirs.note", ["other"]).get(timeout=120) == "other"
-    else:
-        assert ours.send_task("feedmill.classify", [POSTS]).get(timeout=120)[0]["label"] == "sports"
+    """The remote command reaches both workers; Feedmill's holds the revoked message."""
+    busy = neighbours.hold()
+    gone, stays = neighbours.classify("revoked-a"), neighbours.classify("revoked-b")
+    wait_until(lambda: neighbours.held() == 3, "the messages are held")
+    neighbours.ours.control.revoke(gone.id)
+    wait_until(lambda: _all_know(neighbours.ours, gone.id), "both workers know the revoked id")
+    assert neighbours.theirs.send_task("theirs.note", ["other"]).get(timeout=120) == "other"
     neighbours.let_go()
     assert busy.get(timeout=120) == "gate"
     stays.get(timeout=120)
@@ -239,10 +181,7 @@ def _all_know(app: Celery, task_id: str) -> bool:
 
 # Results by rpc, sent directly to the sender's reply queue.
 
-by_rpc = pytest.mark.parametrize("neighbours", ["theirs"], indirect=True)
 
-
-@by_rpc
 def test_rpc_results(neighbours: Neighbours) -> None:
     ours = neighbours.ours
     assert ours.conf.result_backend is None or type(ours.backend).__module__ == "celery.backends.rpc"
@@ -256,11 +195,10 @@ def test_rpc_results(neighbours: Neighbours) -> None:
     assert not list(neighbours.redis.client.scan_iter(f"celery-task-meta-{sent.id}"))
 
 
-@by_rpc
 def test_rpc_sends_nothing_with_ignore_result(neighbours: Neighbours) -> None:
     """With `ignore_result`, nothing accumulates in the reply queue, which has no limit."""
     ours = neighbours.ours
     ours.send_task("feedmill.classify", [[{**POSTS[0], "id": "unread"}]], ignore_result=True)
     wait_until(lambda: "post unread" in neighbours.ran(), "the post is classified")
-    wait_until(lambda: not neighbours.held(OURS), "the message is acknowledged")
+    wait_until(lambda: not neighbours.held(), "the message is acknowledged")
     assert neighbours.redis.client.llen(ours.thread_oid) == 0

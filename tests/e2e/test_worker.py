@@ -1,9 +1,7 @@
 """A real worker process on a real Redis, used by other applications through plain Celery, by task name."""
 
-import json
 import os
 import re
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +12,9 @@ from celery import Celery
 
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app, queue_depth
-from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions
-from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, find, latest, make_posts, run, wait_until, working
+from tests.support import RedisServer, feedmill, find, make_posts, run, wait_until, working
 from tests.unit.test_canary import overflowing
 
 POSTS: list[dict[str, Any]] = [
@@ -72,25 +68,6 @@ def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer
         assert kind in (key.type, "none") or key.type == "any", f"{name!r} is a {kind!r}"
         if "ttl" in key.bound:
             assert ttl > 0 or kind == "none", f"{name!r} never expires"  # "none": it has expired meanwhile
-
-
-def test_a_new_worker_finishes_after_sigterm(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """Every post is stored exactly once by one of the workers, and the queue ends up empty."""
-    posts = make_posts(1000)
-    store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path, "first", FEEDMILL_BATCH_ROWS="8", FEEDMILL_DRAIN="0.05") as first:
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
-        wait_until(lambda: store.counters().stored > 0, "the first results are stored")
-        assert first.end(signal.SIGTERM) == 0, first.text()
-    stored = store.counters().stored
-    assert stored < len(posts), "the first worker was too fast for this test"
-    assert queue_depth(redis.client, "feedmill").held == 0
-    with working(redis, tmp_path, "second"):
-        wait_until(lambda: store.counters().stored >= len(posts), "all results are stored")
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
-    entries = [entry.post.id for entry in latest(store, 2000)]
-    assert sorted(entries) == sorted(post.id for post in posts)
-    assert redis.client.xlen(RESULTS_STREAM) == len(posts)
 
 
 BROKEN_WORKER = """
@@ -191,17 +168,3 @@ def test_a_worker_whose_model_overflows_takes_no_message(redis: RedisServer, tmp
     assert re.search("float16.*FEEDMILL_DTYPE=(bfloat16|float32)", line)
     assert "Traceback" not in ended.stderr
     assert redis.client.lrange("feedmill", 0, -1) == ["untouched"]
-
-
-def test_log_contains_no_secret_and_no_post(redis: RedisServer, tmp_path: Path) -> None:
-    path = tmp_path / "posts.jsonl"
-    path.write_text(as_jsonl(make_posts(3)))
-    with working(redis, tmp_path, FEEDMILL_LOG_FORMAT="json") as worker:
-        assert feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
-        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 3, "all results are stored")
-        worker.end()
-        lines = [line for line in worker.text().splitlines() if line.startswith("{")]
-        assert [json.loads(line)["level"] for line in lines]
-        assert json.loads(lines[0])["message"].startswith("device cpu in ")
-        assert PASSWORD not in worker.text()
-        assert "weather" not in worker.text()

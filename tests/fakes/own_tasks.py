@@ -20,11 +20,6 @@ from feedmill.workers.runtime.task import ClassifyTask
 
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
 compute = BatchLoop._forward
-if "FAKE_VISIBILITY_TIMEOUT" in os.environ:  # shorter than the setting's minimum
-    current_app.conf.broker_transport_options |= {
-        "visibility_timeout": float(os.environ["FAKE_VISIBILITY_TIMEOUT"]),
-        "unacked_restore_interval": 1,
-    }
 if "FAKE_TIME_LIMIT" in os.environ:
     current_app.conf.task_time_limit = int(os.environ["FAKE_TIME_LIMIT"])
 

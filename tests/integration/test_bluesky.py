@@ -1,7 +1,6 @@
 """The daemon of `feedmill ingest bluesky` against a loopback Jetstream and a real Redis."""
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from feedmill.producers.bluesky import OVERLAP_S, BlueskySource
 from feedmill.producers.live import daemon, purges
 from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.daemon import LiveDaemon
-from feedmill.producers.live.state import Gaps, LiveState
+from feedmill.producers.live.state import LiveState
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, live_authors_key, live_deleted_key, tombstone_key
@@ -249,33 +248,6 @@ def test_full_queue_stops_reading(redis: RedisServer, jetstream: Jetstream, make
     run(daemon, take, "all posts are sent")
     assert taken == sent
     assert daemon.connections == 1, "the connection stays open meanwhile"
-
-
-def test_exceeded_replay_window_is_a_gap(
-    redis: RedisServer, jetstream: Jetstream, make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = make()
-    start(first, jetstream)
-    jetstream.post("seen")
-    run(first, lambda: first.status()["sent"] == 1, "the post is sent")
-    first.close()
-    for number in range(10):
-        jetstream.post(f"post {number}")
-    jetstream.forget(keep=3)
-    second = make()
-    with caplog.at_level(logging.ERROR):
-        run(second, lambda: second.status()["sent"] == 3, "the remaining posts are sent")
-    (gap,) = Gaps(redis.client).all()
-    assert gap.source == "bluesky"
-    assert gap.since < gap.until <= gap.noted
-    assert second.status()["gaps"] == 1
-    assert "gap in bluesky" in caplog.text
-    second.close()
-    third = make()
-    jetstream.post("after the gap")
-    run(third, lambda: third.status()["sent"] == 1, "reading continues")
-    assert len(Gaps(redis.client).all()) == 1, "the gap is recorded once"
-    assert third.status()["gaps_recorded"] == 1
 
 
 def test_server_that_begins_too_early_repeats_nothing(redis: RedisServer, make: Make) -> None:

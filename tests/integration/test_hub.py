@@ -136,11 +136,8 @@ def test_downloads_and_loads_a_model(hub: Hub, locate: Locate, folder: Path, tmp
     assert (found.files, found.sha256) == (["model.safetensors"], sha256(folder / "model.safetensors"))
     model = AutoModel.from_pretrained(found.folder, local_files_only=True, use_safetensors=True)
     assert found.parameters == sum(tensor.numel() for tensor in model.state_dict().values())
-
-
-def test_requests_only_the_files_it_needs(hub: Hub, locate: Locate) -> None:
-    locate(hub)
     assert hub.files_asked() == WANTED
+    assert {request.authorization for request in hub.requests} == {None}
     locate(hub, remote_code=True)
     assert hub.files_asked() == WANTED | {"modeling_own.py"}
 
@@ -200,15 +197,13 @@ def test_unreachable_hub_fails_without_revealing_passwords(locate: Locate) -> No
 # The hub refuses.
 
 
-@pytest.mark.parametrize("environment", [{}, {"HF_TOKEN": TOKEN}])
-def test_unknown_model_fails_with_advice(hub: Hub, locate: Locate, environment: dict[str, str]) -> None:
-    error = str(locate(hub, "someone/nothing", environment=environment).error)
+def test_unknown_model_fails_with_advice(hub: Hub, locate: Locate) -> None:
+    error = str(locate(hub, "someone/nothing", environment={"HF_TOKEN": TOKEN}).error)
     assert hub.url in error
     assert "someone/nothing" in error
     for words in ("owner/name", "facebook/bart-large-mnli", "HF_TOKEN"):
         assert words in error
-    token = f"Bearer {TOKEN}" if environment else None
-    assert {request.authorization for request in hub.requests if request.path != AGENTS} == {token}
+    assert {request.authorization for request in hub.requests if request.path != AGENTS} == {f"Bearer {TOKEN}"}
 
 
 def test_finds_the_head_of_an_old_setfit_model(locate: Locate, folder: Path, tmp_path: Path) -> None:

@@ -8,10 +8,8 @@ import hashlib
 import importlib
 import inspect
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 from uuid import uuid4
@@ -23,10 +21,9 @@ from redis import Redis, RedisError
 
 from feedmill.shared import encoding
 from feedmill.shared.scripts.leases import LeaseScripts, Reservation
-from feedmill.stack.processes import Child
 from feedmill.workers.transport import leases, redis_transport
 from feedmill.workers.transport.leases import WHOLE, LeasedMessage, count_delivery, deaths_in
-from tests.support import PASSWORD, RedisServer, free_port, wait_until
+from tests.support import RedisServer, wait_until
 
 pytestmark = pytest.mark.each_redis
 
@@ -507,42 +504,6 @@ def test_returns_unclaimed_messages_once_redis_is_back(redis: RedisServer, monke
     with consuming(redis, options=SHORT) as consumer:
         assert bodies(consumer.until(1)) == [1]
         consumer.acknowledge()
-
-
-@pytest.fixture
-def sentinel(redis: RedisServer, redis_path: str, tmp_path: Path) -> Iterator[int]:
-    """The port of a Sentinel that monitors the test's Redis."""
-    port, (_, master) = free_port(), redis.url.rpartition("@")[2].removesuffix("/0").split(":")
-    configuration = tmp_path / "sentinel.conf"
-    configuration.write_text(
-        f"port {port}\nbind 127.0.0.1\nsentinel monitor posts 127.0.0.1 {master} 1\n"
-        f"sentinel auth-pass posts {PASSWORD}\n"
-    )
-    child = Child("sentinel", [redis_path, str(configuration), "--sentinel"], tmp_path, dict(os.environ))
-    client = Redis(port=port)
-
-    def answers() -> bool:
-        with suppress(RedisError):
-            return client.ping() is True
-        return False
-
-    child.wait_until(answers)
-    yield port
-    client.close()
-    child.stop(10)
-
-
-def test_connects_to_the_master_through_sentinel(redis: RedisServer, sentinel: int) -> None:
-    publish(redis, 1)
-    url = f"sentinel://:{PASSWORD}@127.0.0.1:{sentinel}/0"
-    through = OURS.replace("Transport", "SentinelTransport")
-    options = {"master_name": "posts"}
-    with Connection(url, transport=through, transport_options=options) as connection:
-        consumer = Consuming(connection, [QUEUE], 64, False)
-        assert bodies(consumer.until(1)) == [1]
-        assert held(redis) == (1, 1)
-        consumer.acknowledge()
-        assert held(redis) == (0, 0)
 
 
 def test_reservation_for_a_cancelled_consumer_is_returned_in_order(redis: RedisServer) -> None:

@@ -71,10 +71,6 @@ def count(name, seconds=0.0):
     note("ended:" + name, run)
     return name
 
-@app.task(name="silent")
-def silent(seconds):
-    time.sleep(seconds)
-
 @app.task(name="again", bind=True)
 def again(self, name):
     if note("began:" + name, uuid.uuid4().hex) < 3:
@@ -89,10 +85,10 @@ STOCK = "redis"
 class Worker:
     """A `celery worker` process and its log."""
 
-    def __init__(self, url: str, folder: Path, name: str, through: str, pool: str, *arguments: str) -> None:
+    def __init__(self, url: str, folder: Path, name: str, through: str, *arguments: str) -> None:
         (folder / "counting.py").write_text(APPLICATION)
         self._log = folder / f"{name}.log"
-        command = [sys.executable, "-m", "celery", "-A", "counting", "worker", "-n", name, "-P", pool, "-c", "4"]
+        command = [sys.executable, "-m", "celery", "-A", "counting", "worker", "-n", name, "-P", "threads", "-c", "4"]
         with self._log.open("wb") as log:
             environment = os.environ | {"BROKER": url, "TRANSPORT": through}
             self.process = start([*command, "-l", "INFO", "-E", *arguments], folder, environment, log)
@@ -119,10 +115,8 @@ class Worker:
 
 
 @contextmanager
-def working(
-    url: str, folder: Path, name: str = "ours", through: str = OURS, pool: str = "threads", mingle: bool = False
-) -> Iterator[Worker]:
-    worker = Worker(url, folder, name, through, pool, *([] if mingle else ["--without-mingle", "--without-gossip"]))
+def working(url: str, folder: Path, name: str = "ours", through: str = OURS, mingle: bool = False) -> Iterator[Worker]:
+    worker = Worker(url, folder, name, through, *([] if mingle else ["--without-mingle", "--without-gossip"]))
     try:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")
         yield worker
@@ -192,47 +186,6 @@ def test_stock_clients_and_workers_interoperate(redis: RedisServer, tmp_path: Pa
         receiver.should_stop = True
         listener.join()
     assert (stock.process.returncode, ours.process.returncode) == (0, 0)
-
-
-def test_a_task_that_outlasts_its_lease_runs_once(redis: RedisServer, tmp_path: Path) -> None:
-    """Try a task on a stock worker, and one on our transport that blocks the event loop."""
-    app = application(redis.url)
-    with working(redis.url, tmp_path, "stock", STOCK, pool="solo") as stock:
-        send(app, ["theirs"], 5)
-        wait_until(lambda: "received" in stock.text(), "the stock worker runs the task")
-        with (
-            working(redis.url, tmp_path, "ours", pool="solo") as ours,
-            working(redis.url, tmp_path, "beside") as beside,
-        ):
-            send(app, ["ours"], 3.5)
-            wait_until(lambda: idle(redis.client), "all tasks are done")
-            assert ours.lives()
-            assert beside.lives()
-    assert ran(redis.client, "theirs", "ours") == [(1, 1), (1, 1)]
-
-
-def test_another_worker_runs_a_killed_workers_tasks(redis: RedisServer, tmp_path: Path) -> None:
-    app, names = application(redis.url), [str(number) for number in range(30)]
-    with working(redis.url, tmp_path, "dies") as dies:
-        send(app, names, 0.3)
-        wait_until(lambda: redis.client.hlen("reserved"), "the worker has reserved tasks")
-        with working(redis.url, tmp_path, "lives"):
-            dies.process.kill()
-            wait_until(lambda: idle(redis.client), "all tasks are done")
-    assert all(ended for _, ended in ran(redis.client, *names))
-
-
-def test_a_closing_worker_returns_tasks_it_has_not_started(redis: RedisServer, tmp_path: Path) -> None:
-    names = [str(number) for number in range(20)]
-    with working(redis.url, tmp_path) as worker:
-        redis.client.set("hold", 1)
-        send(application(redis.url), names, 0.5)
-        wait_until(lambda: redis.client.hlen("reserved") == 20, "the worker has reserved all tasks")
-        redis.client.delete("hold")
-        worker.end()
-    assert redis.client.hlen("reserved") == 0
-    done = sum(bool(ended) for _, ended in ran(redis.client, *names))
-    assert done + redis.client.llen("celery") == 20
 
 
 # Redis failures. On kombu's own transport, the first ends the worker, and the second runs each task in flight twice.
