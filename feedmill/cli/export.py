@@ -307,10 +307,11 @@ class ExportRun:
         self._place = Place("0-0")
 
     def _selects_nothing(self) -> bool:
-        """Return whether no result has the selected label. An earlier OUT then stays as it is."""
+        """Return whether no result, of any time, has the selected label. An earlier OUT then stays as it is."""
         selection = self._selection
-        is_searched = selection.label is not None and selection.until is None and not self._target.resumed
-        return is_searched and not self._rows
+        if selection.label is None or selection.until is not None or self._target.resumed or self._rows:
+            return False
+        return not any(selection.of(chunk.rows) for chunk in self._reader.chunks(Place("0-0")))
 
     def _report_missed(self, count: int | None) -> None:
         """Count results that were trimmed before this export read them, at most `count`, and print a warning."""

@@ -144,6 +144,19 @@ def test_exports_chosen_columns_and_latest_results(redis: RedisServer, tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {"food.CSV", "food.parquet"}
 
 
+def test_only_an_unknown_label_is_an_error(redis: RedisServer, tmp_path: Path) -> None:
+    """A known one without results in the period replaces an earlier file."""
+    fill(redis, "1")
+    url, out = {"FEEDMILL_REDIS_URL": redis.url}, tmp_path / "food.csv"
+    arguments = ("export", "food.csv", "--columns", "id", "--since", "2100-01-01", "--label")
+    out.write_text("earlier")
+    said = feedmill(*arguments, "fod", cwd=tmp_path, **url)
+    assert (said.returncode, out.read_text()) == (2, "earlier")
+    assert "'fod'" in said.stderr
+    said = feedmill(*arguments, "food", cwd=tmp_path, **url)
+    assert (said.returncode, out.read_bytes()) == (1, b"id\r\n"), said.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
