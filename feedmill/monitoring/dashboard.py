@@ -103,6 +103,7 @@ def _configure(address: str, port: int, password: SecretStr) -> Any:
     options = tornado.options.options
     options.max_tasks = MAX_TASKS
     options.tasks_columns = "state,kwargs,result,runtime,worker,received,started,uuid"
+    os.environ.pop("FLOWER_PORT", None)  # `port` applies; Kubernetes sets a URL beside a service named flower
     try:
         apply_env_options()
     except (tornado.options.Error, TypeError, ValueError) as error:

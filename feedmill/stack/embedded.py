@@ -74,10 +74,10 @@ def addresses_in(settings: Settings) -> Addresses:
         with replacing(path) as temporary:
             temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(kept._asdict(), indent=2) + "\n")
-    except (OSError, ValueError, TypeError) as error:
+        _wait_for_ports(kept, path)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise StackError(f"Cannot use {path}: {reason}. Delete it to use new ports and passwords.") from None
-    _wait_for_ports(kept, path)
     return kept
 
 

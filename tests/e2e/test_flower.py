@@ -199,7 +199,9 @@ def test_container_health_check_detects_flower(stack: Stack) -> None:
 
 @contextmanager
 def flower(redis: RedisServer, folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[Feedmill, Visitor]]:
-    environment = {"FEEDMILL_FLOWER_PASSWORD": "sesame", "FEEDMILL_DATA_FOLDER": str(folder / "data")} | environment
+    # The port is as Kubernetes sets it beside a service named flower.
+    given = {"FEEDMILL_FLOWER_PASSWORD": "sesame", "FLOWER_PORT": "tcp://10.0.0.1:5555"}
+    environment = given | {"FEEDMILL_DATA_FOLDER": str(folder / "data")} | environment
     with running(
         "flower", "--port", "0", *arguments, cwd=folder, FEEDMILL_REDIS_URL=redis.url, **environment
     ) as command:

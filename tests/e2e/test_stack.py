@@ -229,7 +229,11 @@ def test_keeps_ports_until_another_program_takes_one(tmp_path: Path, monkeypatch
             addresses_in(settings)
 
 
-@pytest.mark.parametrize("content", ["{", '{"redis_url": "x"}'])
+WRONG_PORT = '{"redis_url": "redis://h:99999", "flower_url": "", "flower_password": ""}'
+WRONG_TYPE = '{"redis_url": 5, "flower_url": "", "flower_password": ""}'
+
+
+@pytest.mark.parametrize("content", ["{", '{"redis_url": "x"}', WRONG_PORT, WRONG_TYPE])
 def test_damaged_addresses_are_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / STACK_FILE
     path.write_text(content)
