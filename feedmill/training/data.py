@@ -143,11 +143,14 @@ class Dataset(NamedTuple):
         """Return the distribution over the labels to learn for each example: 1 for its label or, if soft, its scores.
 
         Scores are normalized to sum to 1, because models score on different scales. With `class_weights`, a label's
-        values are weighted so that all labels contribute equally; the mean weight of the training examples is 1.
+        values are weighted so that all labels contribute equally; the mean weight of the training examples is 1. A
+        label without examples, which only soft targets have, weighs nothing.
         """
-        counts = self.counts
-        share = len(self.train) / sum(count > 0 for count in counts.values()) if options.class_weights else 0.0
-        weights = [share / max(count, 1) if options.class_weights else 1.0 for count in counts.values()]
+        counts = self.counts.values()
+        weights = [1.0] * len(counts)
+        if options.class_weights:
+            share = len(self.train) / sum(count > 0 for count in counts)
+            weights = [share / count if count else 0.0 for count in counts]
         rows = []
         for example in examples:
             found = example.scores if options.targets == "soft" else {example.label: 1.0}

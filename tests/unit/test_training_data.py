@@ -23,7 +23,7 @@ from feedmill.shared.errors import InputError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.tables.writing import writer_to
-from feedmill.training.data import Collected, collect, make_dataset, split
+from feedmill.training.data import Collected, Dataset, collect, make_dataset, split
 from feedmill.training.model_card import command
 from feedmill.training.options import TrainOptions
 from tests.support import naming
@@ -195,3 +195,12 @@ def test_reads_a_file_of_posts_and_a_test_file(tmp_path: Path) -> None:
     assert found.tested is not None
     assert [(each.post.id, each.label) for each in found.tested] == [("9", "a")]
     assert collected(path, limit=2).counts["read"] == 2
+
+
+def test_class_weights_leave_out_labels_without_examples() -> None:
+    """Soft targets have all labels; one that is never the best would otherwise outweigh all others."""
+    scores = {"a": 0.5, "b": 0.3, "never": 0.2}
+    train = [example(number, label)._replace(scores=scores) for number, label in enumerate("aaab")]
+    dataset = Dataset(("a", "b", "never"), train, [], [], {})
+    (row,) = dataset.targets(train[:1], options_of(targets="soft", class_weights=True))
+    assert row == pytest.approx([0.5 * 4 / 2 / 3, 0.3 * 4 / 2 / 1, 0.0])
