@@ -189,3 +189,14 @@ def test_rejects_missing_weights(tmp_path: Path, name: str) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelError, match=naming(folder, name)):
         load_classifier(Settings(model=str(folder)), fp())
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "keeper"), ("right", "match")])
+def test_truncates_posts_on_the_tokenizers_side(tmp_path: Path, side: str, kept: str) -> None:
+    folder = make_gliclass(tmp_path)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"truncation_side": side}))
+    classifier = loaded(folder)
+    label_set = classifier.label_set(ClassifyOptions.parse({"labels": ["sports", "food"]}))
+    ((cut,), (whole,)) = classifier.prepare(["match " * 200 + "keeper " * 200, f"{kept} " * 200], label_set)
+    assert cut.tokens == whole.tokens

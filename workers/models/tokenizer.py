@@ -100,7 +100,7 @@ class Tokenizer:
         known = (token for token in (loaded.pad_token_id, loaded.eos_token_id) if token is not None)
         self.pad_id: int = next(known, 0)
         self.has_chat_template = bool(loaded.chat_template)
-        self._cuts_left = loaded.truncation_side == "left"
+        self.cuts_left = loaded.truncation_side == "left"
         # A tokenizer.json may set its own padding and truncation.
         self._rust.no_padding()
         self._rust.enable_truncation(self.max_tokens, strategy="only_first", direction=loaded.truncation_side)
@@ -121,7 +121,7 @@ class Tokenizer:
         return self._tokens(self._rust.post_process(first, second))
 
     def _encode(self, texts: Sequence[str], special_tokens: bool) -> list[Any]:
-        if self._cuts_left:
+        if self.cuts_left:
             return list(self._rust.encode_batch_fast(list(texts), add_special_tokens=special_tokens))
         return encode_starts(self._rust, texts, self.max_tokens, special_tokens)
 

@@ -118,7 +118,8 @@ class Gliclass(ModelClassifier):
         room = min(self._post_tokens, self._room(len(prompt)))
         rows = []
         for tokens in self._posts(texts):
-            post = [token for token in tokens if token not in self._markers][:room]
+            post = [token for token in tokens if token not in self._markers]
+            post = post[-room:] if self._tokenizer.cuts_left else post[:room]
             ids = [*self._before, *(prompt + post if self._prompt_first else post + prompt), *self._after]
             rows.append([Row(Tokens(ids), label_set)])
         return rows
