@@ -267,7 +267,14 @@ def purge(out: Path, reader: RowReader) -> int:
             return _sweep(out, state["format"], reader)
     if not out.is_file():
         raise UserError(f"{out} does not exist. Give the OUT of an earlier export.")
-    return _remove_purged(out, out, format_of_file(out), reader)[0]
+    form = format_of_file(out)
+    try:
+        return _remove_purged(out, out, form, reader)[0]
+    except (csv.Error, ValueError, LookupError, TypeError):
+        raise UserError(
+            f"{printable(str(out))} is damaged or not an export of results: a row has no id. Give the OUT of an "
+            "earlier export."
+        ) from None
 
 
 def _read_state(path: Path) -> dict[str, Any]:

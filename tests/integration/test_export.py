@@ -410,3 +410,13 @@ def test_rejects_a_folder_of_an_export_with_other_options(
 def test_purge_rejects_paths_that_are_no_export(places: Path, reader: RowReader, out: str) -> None:
     with pytest.raises(UserError, match=re.escape(str(places / out))):
         purge(places / out, reader)
+
+
+@pytest.mark.parametrize(
+    "text", ["id,title\n1,a\n\n2,b\n", 'id,title\n1,"a\n', '{"id":"1"}\n{"x":1}\n', '{"id":"1"}\n[]\n']
+)
+def test_purging_a_file_with_a_row_without_an_id_is_a_mistake(tmp_path: Path, reader: RowReader, text: str) -> None:
+    (tmp_path / "own").write_text(text)
+    with pytest.raises(UserError, match="own is damaged or not an export"):
+        purge(tmp_path / "own", reader)
+    assert (tmp_path / "own").read_text() == text
