@@ -67,6 +67,21 @@ LEASE_S, FORWARD_TIMEOUT_S, DELAY_S = Channel.visibility_timeout, 8, 0.2
 PAUSE_S, SLOW_S, FULL_MEMORY_S = 2.0 * LEASE_S, 3.0, 3.0
 #: Seconds of the append-only file that a power cut loses.
 UNSYNCED_S = 1.0
+#: Option with the number of a fault -> name of its method in `Chaos`, and the option's help.
+FAULTS = {
+    "redis_restarts": ("redis_restart", "restarts of Redis, alternating between kill -9 and an orderly stop"),
+    "power_cuts": ("power_cut", "power cuts that lose the last second of writes"),
+    "failovers": ("failover", "kill -9s of Redis, each followed by a failover"),
+    "cuts": ("cut", "resets of all connections"),
+    "delays": ("delay", f"periods of {SLOW_S:.0f} s with slow connections"),
+    "memory": ("memory_full", f"periods of {FULL_MEMORY_S:.0f} s with a full Redis"),
+    "pauses": ("pause", f"workers paused for {PAUSE_S:.0f} s, longer than leases"),
+    "oom": ("oom", "forward passes that run out of memory"),
+    "hangs": ("hang", "forward passes that hang"),
+    "launcher_kills": ("launcher_kill", "kill -9s of the workers' launcher"),
+    "clock_jumps": ("clock_jump", "one-hour jumps of a worker's clock"),
+    "rolling": ("rolling_restart", "rolling restarts of all workers"),
+}
 #: A port without a server, so that the proxy closes each connection.
 CLOSED_PORT = 1
 #: Celery's log line of a worker that is ready.
@@ -217,13 +232,7 @@ class Chaos:
 
     def _plan(self) -> list[tuple[float, str]]:
         """Return (share of ended posts, fault) in order of time."""
-        given = self._given
-        counts = {
-            "redis_restart": given.redis_restarts, "power_cut": given.power_cuts, "failover": given.failovers,
-            "cut": given.cuts, "delay": given.delays, "memory_full": given.memory, "pause": given.pauses,
-            "oom": given.oom, "hang": given.hangs, "launcher_kill": given.launcher_kills,
-            "clock_jump": given.clock_jumps, "rolling_restart": given.rolling,
-        }  # fmt: skip
+        counts = {fault: getattr(self._given, option) for option, (fault, _) in FAULTS.items()}
         return sorted(
             (self._random.uniform(0.02, FAULT_SHARE), name) for name, times in counts.items() for _ in range(times)
         )
@@ -493,23 +502,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--posts", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between kill -9s of workers")
-    parser.add_argument(
-        "--redis-restarts",
-        type=int,
-        default=0,
-        help="restarts of Redis, alternating between kill -9 and an orderly stop",
-    )
-    parser.add_argument("--power-cuts", type=int, default=0, help="power cuts that lose the last second of writes")
-    parser.add_argument("--failovers", type=int, default=0, help="kill -9s of Redis, each followed by a failover")
-    parser.add_argument("--cuts", type=int, default=0, help="resets of all connections")
-    parser.add_argument("--delays", type=int, default=0, help=f"periods of {SLOW_S:.0f} s with slow connections")
-    parser.add_argument("--pauses", type=int, default=0, help=f"workers paused for {PAUSE_S:.0f} s, longer than leases")
-    parser.add_argument("--memory", type=int, default=0, help=f"periods of {FULL_MEMORY_S:.0f} s with a full Redis")
-    parser.add_argument("--oom", type=int, default=0, help="forward passes that run out of memory")
-    parser.add_argument("--hangs", type=int, default=0, help="forward passes that hang")
-    parser.add_argument("--launcher-kills", type=int, default=0, help="kill -9s of the workers' launcher")
-    parser.add_argument("--clock-jumps", type=int, default=0, help="one-hour jumps of a worker's clock")
-    parser.add_argument("--rolling", type=int, default=0, help="rolling restarts of all workers")
+    for option, (_, meaning) in FAULTS.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", type=int, default=0, help=meaning)
     parser.add_argument("--poison", type=_percent, default=0.0, metavar="P%", help="share of poison posts")
     parser.add_argument(
         "--killing", type=_percent, default=10.0, metavar="P%", help="share of poison posts that kill the worker"

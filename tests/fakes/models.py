@@ -5,7 +5,7 @@ the usual initial weights, so that scores differ from each other.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ from transformers import (
     XLMRobertaConfig,
 )
 
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.workers.models.classifiers import Classifier
+from feedmill.workers.models.device import Device
+
 NLI = {0: "contradiction", 1: "neutral", 2: "entailment"}
 #: Training text of the tokenizers, with enough words for tokens of several lengths.
 CORPUS = (
@@ -48,6 +52,25 @@ WIDTH: dict[str, Any] = {
     "intermediate_size": 64,
     "initializer_range": 0.2,
 }
+
+
+def fp(dtype: torch.dtype = torch.float32) -> Device:
+    return Device(torch.device("cpu"), dtype, "for a test")
+
+
+FP32 = fp()
+
+
+def scores_of(classifier: Classifier, texts: Sequence[str], **options: Any) -> list[dict[str, float]]:
+    """Return the scores of all texts from one forward pass of rows sorted by length."""
+    prepared = classifier.prepare(texts, classifier.label_set(ClassifyOptions.parse(options)))
+    rows = [row for of_text in prepared for row in of_text]
+    for text, of_text in enumerate(prepared):
+        for row in of_text:
+            row.owner = text
+    rows.sort(key=lambda row: row.length)
+    found = {row.owner: scores for row, scores in classifier.finish(rows, classifier.forward(rows))}
+    return [found[text] for text in range(len(texts))]
 
 
 def _bytes(before: str, after: str, between: list[str]) -> Tokenizer:

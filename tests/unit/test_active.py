@@ -59,18 +59,6 @@ def test_later_picks_are_uncertain() -> None:
     assert pick.place >= 160
 
 
-def test_undo_shows_the_last_post_again() -> None:
-    session = Session(pool(), LABELS, seed=7)
-    session.undo()
-    first, second = label(session, 2)
-    session.next()
-    session.undo()
-    assert session.next() == second
-    session.undo()
-    assert session.next() == first
-    assert session.labelled == 0
-
-
 def test_resuming_picks_the_same_posts() -> None:
     """In the first round, in which each pick depends on the others, and at the start of a later one."""
     for count in (FIRST_ROUND - 4, FIRST_ROUND + ROUND_POSTS):

@@ -3,7 +3,6 @@
 import pytest
 
 from feedmill.producers.live.budget import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
-from feedmill.producers.live.clock import Stopped
 from tests.fakes.clock import SimulatedClock
 
 
@@ -57,12 +56,3 @@ def test_pause_delays_the_next_request() -> None:
     budget.pause(5)  # a shorter pause does not end the longer one
     budget.take()
     assert clock.monotonic() == 17
-
-
-def test_stop_interrupts_a_wait() -> None:
-    clock = SimulatedClock(ends=30)
-    budget = RequestBudget(clock, per_minute=60)
-    budget.pause(3600)
-    with pytest.raises(Stopped):
-        budget.take()
-    assert clock.monotonic() == 30

@@ -14,9 +14,8 @@ from feedmill.workers.models import device
 from feedmill.workers.models.classifiers import Row, Scores
 from feedmill.workers.pipeline import calibration
 from feedmill.workers.pipeline.calibration import best, calibrate, remember, sweep
+from tests.fakes.models import FP32
 from tests.unit.test_pipeline import Done, StandIn
-
-CPU = device.Device(torch.device("cpu"), torch.float32, "for a test")
 
 
 class Device(StandIn):
@@ -24,7 +23,7 @@ class Device(StandIn):
 
     def __init__(self, best: int, memory: int = 10**9) -> None:
         super().__init__()
-        self.device = CPU
+        self.device = FP32
         self.best, self.memory = best, memory
         self.now = 0.0
         #: Seconds of each pass in which other processes have the CPU.

@@ -12,15 +12,10 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import registry
 from feedmill.workers.models.classifiers.fixed_labels import SequenceClassifier
 from feedmill.workers.models.classifiers.registry import load_classifier
-from feedmill.workers.models.device import Device
-from tests.fakes.models import NLI, make_model, make_sentence_model
+from tests.fakes.models import NLI, fp, make_model, make_sentence_model
 from tests.support import naming
 
 LABELS = {0: "NEGATIVE", 1: "POSITIVE"}
-
-
-def cpu(dtype: torch.dtype) -> Device:
-    return Device(torch.device("cpu"), dtype, "for a test")
 
 
 def change(folder: Path, changes: dict[str, Any]) -> Path:
@@ -56,34 +51,34 @@ def test_refuses_scores_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.
     for available, advice in ((True, "bfloat16"), (False, "float32")):
         monkeypatch.setattr(registry, "has_bfloat16", lambda _, found=available: found)
         with pytest.raises(ModelError, match=naming(tmp_path, "float16", f"FEEDMILL_DTYPE={advice}")):
-            load_classifier(settings, cpu(torch.float16))
+            load_classifier(settings, fp(torch.float16))
     for dtype in (torch.bfloat16, torch.float32):
-        assert load_classifier(settings, cpu(dtype)).kind == "sequence"
+        assert load_classifier(settings, fp(dtype)).kind == "sequence"
 
 
 def test_refuses_scores_that_are_alike_in_half_precision_only(tmp_path: Path) -> None:
     settings = Settings(model=str(saturated(tmp_path)))
     with pytest.raises(ModelError, match=naming(tmp_path, "bfloat16", "FEEDMILL_DTYPE=float32")):
-        load_classifier(settings, cpu(torch.bfloat16))
-    assert load_classifier(settings, cpu(torch.float32)).kind == "sequence"
+        load_classifier(settings, fp(torch.bfloat16))
+    assert load_classifier(settings, fp(torch.float32)).kind == "sequence"
 
 
 def test_accepts_scores_that_are_alike_in_float32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model may legitimately have the same scores for the canary posts, such as 0 for everything that is rare."""
     settings = Settings(model=str(constant(tmp_path)))
-    assert load_classifier(settings, cpu(torch.float32)).kind == "sequence"
+    assert load_classifier(settings, fp(torch.float32)).kind == "sequence"
     assert [record.levelname for record in caplog.records if record.name == registry.__name__] == ["WARNING"]
     with pytest.raises(ModelError, match="FEEDMILL_DTYPE=float32"):
-        load_classifier(settings, cpu(torch.bfloat16))
+        load_classifier(settings, fp(torch.bfloat16))
 
 
 def test_scores_few_labels_if_each_is_a_row(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path / "nli", NLI)
     names = [f"label {number}" for number in range(200)]
-    loaded = load_classifier(Settings(model=str(folder), labels=names), cpu(torch.float32))
+    loaded = load_classifier(Settings(model=str(folder), labels=names), fp(torch.float32))
     assert [list(scores) for scores in registry.check_scores(loaded)] == [names[:2]] * len(registry.CANARY_POSTS)
     folder = make_sentence_model(tmp_path / "similarity")
-    loaded = load_classifier(Settings(model=str(folder), labels=names), cpu(torch.float32))
+    loaded = load_classifier(Settings(model=str(folder), labels=names), fp(torch.float32))
     assert [list(scores) for scores in registry.check_scores(loaded)] == [names] * len(registry.CANARY_POSTS)
 
 
@@ -96,4 +91,4 @@ def test_refuses_a_classifier_that_leaves_out_labels(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(SequenceClassifier, "finish", without_first)
     with pytest.raises(ModelError, match=naming(folder, "POSITIVE")):
-        load_classifier(Settings(model=str(folder)), cpu(torch.float32))
+        load_classifier(Settings(model=str(folder)), fp(torch.float32))

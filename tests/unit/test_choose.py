@@ -12,13 +12,10 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import registry
 from feedmill.workers.models.classifiers.pairs import Entailment
 from feedmill.workers.models.classifiers.registry import check_size, classifier_kind, load_classifier
-from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import torch_engine
 from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
-from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
+from tests.fakes.models import FP32, NLI, make_gliclass, make_model, make_sentence_model
 from tests.support import naming
-
-FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 
 
 def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:

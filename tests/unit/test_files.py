@@ -331,12 +331,6 @@ def test_compression_bombs_take_little_memory(tmp_path: Path, begins: bytes, end
     assert int(megabytes) < 100
 
 
-def test_header_cells_may_contain_line_breaks(tmp_path: Path) -> None:
-    (post,), (bad,) = both(tmp_path, 'id,"Title\r\n(short)",Text,"a\nb"\r\n1,x,y,z\r\n2\r\n')
-    assert (post.id, post.title, post.body) == ("1", "", "y")
-    assert bad.where.endswith(":5")
-
-
 @pytest.mark.parametrize(
     ("data", "place"),
     [

@@ -18,9 +18,9 @@ from feedmill.workers.models.classifiers import Row
 from feedmill.workers.models.classifiers.gliclass import Gliclass
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.weights import locate
-from tests.fakes.models import make_gliclass
+from tests.fakes.models import fp, make_gliclass, scores_of
 from tests.support import naming
-from tests.unit.test_nli import LABELS, TEXTS, fp
+from tests.unit.test_nli import LABELS, TEXTS
 
 ENCODERS = ("deberta-v2", "modernbert")
 POOLINGS = ("avg", "sum", "rms", "abs_max", "abs_avg")
@@ -63,10 +63,7 @@ def loaded(folder: Path, **settings: Any) -> Gliclass:
 
 def ours(classifier: Gliclass, texts: Sequence[str], **options: Any) -> torch.Tensor:
     """Return the scores of all texts from one padded micro-batch: [texts, labels]."""
-    label_set = classifier.label_set(ClassifyOptions.parse(options))
-    rows = [row for (row,) in classifier.prepare(texts, label_set)]
-    found = classifier.finish(rows, classifier.forward(rows))
-    return torch.tensor([list(scores.values()) for _, scores in found])
+    return torch.tensor([list(scores.values()) for scores in scores_of(classifier, texts, **options)])
 
 
 def theirs(folder: Path, texts: Sequence[str], labels: Sequence[str], multi_label: bool = False) -> torch.Tensor:

@@ -13,7 +13,7 @@ from feedmill.cli.train import show_trained
 from feedmill.producers.records import Labelled
 from feedmill.shared import logs
 from feedmill.shared.errors import ModelError
-from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.training.data import Dataset
 from feedmill.training.head import PENALTIES, HeadModel, fit, train_head
@@ -22,12 +22,10 @@ from feedmill.training.progress import Report
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.fixed_labels import read_head, write_head
 from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier
-from feedmill.workers.models.device import Device
 from feedmill.workers.models.weights import HEAD_FILE, locate
-from tests.fakes.models import make_sentence_model
+from tests.fakes.models import FP32, make_sentence_model, scores_of
 from tests.support import naming
 
-FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 LABELS = ("food", "sports")
 WORDS = {"food": "bread crust sourdough baked", "sports": "match keeper penalty draw"}
 TEXTS = ["bread the bread", "match the match", "baked bread " * 60, "🙃"]
@@ -68,9 +66,7 @@ def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scores(classifier: Classifier, texts: list[str]) -> torch.Tensor:
     """Return the scores: [texts, labels]."""
-    rows = [row for rows in classifier.prepare(texts, classifier.label_set(ClassifyOptions())) for row in rows]
-    found = [scores for _, scores in classifier.finish(rows, classifier.forward(rows))]
-    return torch.tensor([[each[label] for label in LABELS] for each in found])
+    return torch.tensor([[each[label] for label in LABELS] for each in scores_of(classifier, texts)])
 
 
 def test_scores_equal_those_of_the_saved_model_in_sentence_transformers(model: Path) -> None:

@@ -13,11 +13,9 @@ from feedmill.shared.messages import (
     MESSAGE_VERSION,
     ClassifyOptions,
     Post,
-    PostError,
     clean,
     digest,
     fingerprint,
-    parse_posts,
 )
 from tests.support import naming
 
@@ -67,17 +65,6 @@ def test_rejected_post_names_the_field(raw: object, field: str) -> None:
         Post.parse(raw)
     assert refused.value.field == field
     assert refused.value.reason
-
-
-def test_bad_posts_do_not_affect_good_ones() -> None:
-    good, bad, none, other = parse_posts([{"id": "1", "title": "x"}, {"id": "2"}, "two", {"id": "3", "body": "y"}])
-    assert isinstance(good, Post)
-    assert isinstance(other, Post)
-    assert isinstance(bad, PostError)
-    assert isinstance(none, PostError)
-    assert (bad.id, none.id) == ("2", None)
-    assert "title" in bad.error
-    assert "object" in none.error
 
 
 def test_authors_are_never_stored() -> None:

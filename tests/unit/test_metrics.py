@@ -23,6 +23,7 @@ from feedmill.shared.settings import Settings, load
 from feedmill.workers.models.device import Device
 from feedmill.workers.pipeline.statistics import Statistics
 from feedmill.workers.runtime import metrics as worker_metrics
+from tests.fakes.clock import SimulatedClock
 from tests.support import naming
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,25 +54,16 @@ class Pipeline:
         return 12
 
 
-class Clock:
-    """A clock that only tests advance."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
+    clock = SimulatedClock()
     monkeypatch.setattr(worker_metrics, "time", clock)
     monkeypatch.setattr(live_metrics, "time", clock)
     return clock
 
 
 @pytest.fixture
-def worker(clock: Clock) -> worker_metrics.WorkerMetrics:  # noqa: ARG001 - replaces its clock
+def worker(clock: SimulatedClock) -> worker_metrics.WorkerMetrics:  # noqa: ARG001 - replaces its clock
     """A worker's metrics, without a Redis."""
     settings = Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0", "drain": 1})
     return worker_metrics.WorkerMetrics(settings, "one@here")
@@ -166,7 +158,7 @@ def test_daemons_export_their_status(served: Any) -> None:
     assert 'feedmill_live_budget_remaining_requests{"source": "reddit"}' not in found, "unknown values are absent"
 
 
-def test_worker_health_from_loading_to_failure(worker: worker_metrics.WorkerMetrics, clock: Clock) -> None:
+def test_worker_health_from_loading_to_failure(worker: worker_metrics.WorkerMetrics, clock: SimulatedClock) -> None:
     assert worker.unhealthy() == []
     (loading,) = worker.unready()
     assert "model" in loading
@@ -178,12 +170,12 @@ def test_worker_health_from_loading_to_failure(worker: worker_metrics.WorkerMetr
     assert "127.0.0.1:1/0" in unreachable
     # An unreachable Redis never makes a worker unhealthy, which would restart it.
     for _ in range(10):
-        clock.now += 60.0
+        clock.wait(60.0)
         assert worker.unhealthy() == []
     worker._redis.problems = lambda: []  # type: ignore[method-assign]
-    clock.now += 60.0
+    clock.wait(60.0)
     assert (worker.unhealthy(), worker.unready()) == ([], []), "after an outage the consumer has time to reconnect"
-    clock.now += 62.0
+    clock.wait(62.0)
     (stuck,) = worker.unhealthy()
     assert re.search(r"consumer.*\b122 s", stuck)
     assert worker.unready() == [stuck]
@@ -195,7 +187,7 @@ def test_worker_health_from_loading_to_failure(worker: worker_metrics.WorkerMetr
     assert worker.unready() == [died]
 
 
-def test_daemon_health_from_start_to_failure(clock: Clock) -> None:
+def test_daemon_health_from_start_to_failure(clock: SimulatedClock) -> None:
     daemon = live_metrics.LiveMetrics(Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}), "reddit")
     assert daemon.unhealthy() == []
     (starting,) = daemon.unready()
@@ -209,7 +201,7 @@ def test_daemon_health_from_start_to_failure(clock: Clock) -> None:
     assert "127.0.0.1:1/0" in daemon.unready()[0]
     daemon._redis.problems = lambda: []  # type: ignore[method-assign]
     assert daemon.unready() == []
-    clock.now += 901.0
+    clock.wait(901.0)
     (stuck,) = daemon.unhealthy()
     assert re.search(r"daemon.*\b901 s", stuck)
     assert daemon.unready() == [stuck]

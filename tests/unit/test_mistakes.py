@@ -5,11 +5,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -17,7 +16,6 @@ import feedmill.export
 from feedmill import local_model
 from feedmill.cli import main, measuring, offline, options
 from feedmill.cli.main import app
-from feedmill.cli.options import excludes, needs
 from feedmill.shared import logs
 from feedmill.shared.errors import DeviceLost, FeedmillError, RequestRefused, UserError
 from feedmill.shared.messages import Classification, Post, PostError
@@ -72,24 +70,6 @@ def test_wrong_arguments_end_with_status_2_and_name_what_is_wrong(
     assert all(word in captured.err for word in words), captured.err
 
 
-def test_flag_rules_know_their_flags() -> None:
-    def command(
-        file: Annotated[str, typer.Argument(metavar="FILE")] = "",
-        is_new: Annotated[bool, typer.Option("--new/--old")] = False,
-        part_rows: int | None = None,
-    ) -> None: ...
-
-    checked = needs("--part-rows", "FILE", "--new")(excludes("--new", "FILE")(command))
-    checked(part_rows=1, is_new=True)
-    checked(part_rows=1, file="x")
-    with pytest.raises(UserError, match=r"^--part-rows needs FILE or --new\.$"):
-        checked(part_rows=1, file="", is_new=False)
-    with pytest.raises(UserError, match=r"^--new cannot be combined with FILE\."):
-        checked(file="x", is_new=True)
-    with pytest.raises(ValueError, match="--wrong"):
-        needs("--new", "--wrong")(command)
-
-
 def test_help_lists_every_command_and_fits_80_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,18 +103,19 @@ def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch,
     assert str(killed.exception) == str(error)
 
 
+@pytest.mark.usefixtures("run")
 @pytest.mark.parametrize(
     ("module", "arguments", "words"),
     [
         ("feedmill.monitoring.dashboard", "flower", ["Flower", "feedmill[monitor]"]),
         ("psycopg", "export postgresql://host/database", ["psycopg", "feedmill[postgres]"]),
         ("feedmill.workers.models", "classify word", ["workers", "feedmill[worker]"]),
+        ("accelerate", "train --from x --out out", ["accelerate", "`pip install 'feedmill[worker,train]'`"]),
     ],
 )
 def test_missing_packages_name_their_extra(
     monkeypatch: pytest.MonkeyPatch, module: str, arguments: str, words: list[str]
 ) -> None:
-    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "feedmill.export.postgres", raising=False)
     monkeypatch.delattr(feedmill.export, "postgres", raising=False)
@@ -155,13 +136,6 @@ def test_flags_that_a_table_lacks_are_refused(arguments: str, words: list[str]) 
     said = CliRunner().invoke(app, ["export", *arguments.split()]).exception
     assert isinstance(said, UserError)
     assert re.search(naming(*words), str(said))
-
-
-@pytest.mark.usefixtures("run")
-def test_training_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    said = CliRunner().invoke(app, ["train", "--from", "x", "--out", str(tmp_path / "out")]).exception
-    assert "accelerate: run `pip install 'feedmill[worker,train]'`" in str(said)
 
 
 @pytest.mark.usefixtures("run")

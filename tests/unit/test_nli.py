@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import pipeline
 
 from feedmill.shared.errors import RequestRefused
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
-from feedmill.workers.models.classifiers.pairs import Entailment, PairClassifier
-from feedmill.workers.models.device import Device
+from feedmill.workers.models.classifiers.pairs import Entailment
 from feedmill.workers.models.weights import Weights
-from tests.fakes.models import NLI, make_model
+from tests.fakes.models import NLI, fp, make_model, scores_of
 
 ARCHITECTURES = ("bart", "roberta", "xlm-roberta", "bert", "electra", "distilbert", "deberta-v2", "modernbert")
 LABELS = ["sports", "technology", "food", "climate change"]
@@ -28,24 +26,6 @@ TEXTS = [
     "  \n\t bread  ",
     "Ünïcödé 你好 e\u0301",
 ]
-
-
-def fp(dtype: torch.dtype = torch.float32) -> Device:
-    return Device(torch.device("cpu"), dtype, "for a test")
-
-
-def ours(classifier: PairClassifier, texts: Sequence[str], **options: Any) -> list[dict[str, float]]:
-    """Return the scores of all texts from one forward pass of rows sorted by length."""
-    label_set = classifier.label_set(ClassifyOptions.parse(options))
-    prepared = classifier.prepare(texts, label_set)
-    rows = []
-    for text, of_text in enumerate(prepared):
-        for row in of_text:
-            row.owner = text
-            rows.append(row)
-    rows.sort(key=lambda row: row.length)
-    found = {row.owner: scores for row, scores in classifier.finish(rows, classifier.forward(rows))}
-    return [found[text] for text in range(len(texts))]
 
 
 def theirs(folder: Path, texts: Sequence[str], **options: Any) -> list[dict[str, float]]:
@@ -75,7 +55,7 @@ def loaded(folder: Path, **settings: Any) -> Entailment:
 
 def test_single_label_scores_match(folder: Path) -> None:
     texts = [*TEXTS, "I baked bread " + "and bread " * 4_000]  # 40,000 characters
-    found = ours(loaded(folder), texts, labels=LABELS)
+    found = scores_of(loaded(folder), texts, labels=LABELS)
     expected = theirs(folder, texts, candidate_labels=LABELS)
     assert_equal(found, expected, 1e-5)
     spread = max(max(scores.values()) - min(scores.values()) for scores in found)
@@ -84,19 +64,19 @@ def test_single_label_scores_match(folder: Path) -> None:
 
 
 def test_multi_label_scores_match(folder: Path) -> None:
-    found = ours(loaded(folder), TEXTS, labels=LABELS, multi_label=True)
+    found = scores_of(loaded(folder), TEXTS, labels=LABELS, multi_label=True)
     assert_equal(found, theirs(folder, TEXTS, candidate_labels=LABELS, multi_label=True), 1e-5)
 
 
 def test_only_label_competes_with_contradiction(folder: Path) -> None:
-    found = ours(loaded(folder), TEXTS[:3], labels=["sports"])
+    found = scores_of(loaded(folder), TEXTS[:3], labels=["sports"])
     assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=["sports"]), 1e-5)
     assert found[0]["sports"] < 1
 
 
 @pytest.mark.parametrize("template", ["{}", "Is this about {}? It is {}.", "Dieses Beispiel ist {}", " {} </s>"])
 def test_template_scores_match(folder: Path, template: str) -> None:
-    found = ours(loaded(folder), TEXTS[:3], labels=LABELS, template=template)
+    found = scores_of(loaded(folder), TEXTS[:3], labels=LABELS, template=template)
     one_place = template.replace("{}", "{0}")  # the pipeline uses str.format; ours replaces each {}
     assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=LABELS, hypothesis_template=one_place), 1e-5)
 
@@ -104,13 +84,13 @@ def test_template_scores_match(folder: Path, template: str) -> None:
 def test_reads_models_with_entailment_first(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path, {0: "ENTAILMENT", 1: "neutral", 2: "contradiction"})
     for multi_label in (False, True):
-        found = ours(loaded(folder), TEXTS[:3], labels=LABELS, multi_label=multi_label)
+        found = scores_of(loaded(folder), TEXTS[:3], labels=LABELS, multi_label=multi_label)
         assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=LABELS, multi_label=multi_label), 1e-5)
 
 
 def test_uses_the_last_label_without_entailment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_model("bert", tmp_path, {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"})
-    found = ours(loaded(folder), TEXTS[:2], labels=LABELS)
+    found = scores_of(loaded(folder), TEXTS[:2], labels=LABELS)
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "label" in warning.getMessage()
     assert_equal(found, theirs(folder, TEXTS[:2], candidate_labels=LABELS), 1e-5)
@@ -119,7 +99,7 @@ def test_uses_the_last_label_without_entailment(tmp_path: Path, caplog: pytest.L
 @pytest.mark.parametrize("architecture", ["bert", "gpt2"])
 def test_supports_left_padding_tokenizers(tmp_path: Path, architecture: str) -> None:
     folder = make_model(architecture, tmp_path, NLI, padding_side="left")
-    found = ours(loaded(folder), TEXTS[:5], labels=LABELS)
+    found = scores_of(loaded(folder), TEXTS[:5], labels=LABELS)
     expected = [theirs(folder, [text], candidate_labels=LABELS)[0] for text in TEXTS[:5]]
     assert_equal(found, expected, 1e-5)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from feedmill.shared.errors import ModelError
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.stack.demo import sample_posts
 from feedmill.workers.models.classifiers import Classifier
@@ -19,7 +18,7 @@ from feedmill.workers.models.engines.network import LOGITS
 from feedmill.workers.models.engines.onnx_engine import OnnxEngine
 from feedmill.workers.models.shapes import FEW, Shapes
 from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
-from tests.fakes.models import NLI, make_model
+from tests.fakes.models import NLI, make_model, scores_of
 
 LABELS = ["sports", "technology", "food"]
 TEXTS = ["The match ended in a draw.", "x", "My laptop will not boot. " * 30, "ðŸ˜€ </s> [SEP]"]
@@ -28,17 +27,6 @@ TEXTS = ["The match ended in a draw.", "x", "My laptop will not boot. " * 30, "ð
 def loaded(model: object, cache: Path, **settings: Any) -> Classifier:
     chosen = Settings(model=str(model), cache_folder=cache, device="cpu", **settings)
     return load_classifier(chosen, select_device("cpu", chosen.dtype, chosen.engine))
-
-
-def scores(classifier: Classifier, texts: list[str], **options: Any) -> list[dict[str, float]]:
-    """Return the scores of all texts from one forward pass."""
-    rows = []
-    for number, of_text in enumerate(classifier.prepare(texts, classifier.label_set(ClassifyOptions.parse(options)))):
-        for row in of_text:
-            row.owner = number
-            rows.append(row)
-    found = {row.owner: scores for row, scores in classifier.finish(rows, classifier.forward(rows))}
-    return [found[number] for number in range(len(texts))]
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +43,18 @@ def posts() -> list[str]:
 @pytest.fixture(scope="module")
 def exact(cache: Path, posts: list[str]) -> list[dict[str, float]]:
     """The embedded model's scores computed by torch."""
-    return scores(loaded(EMBEDDED_MODEL, cache, dtype="float32"), posts)
+    return scores_of(loaded(EMBEDDED_MODEL, cache, dtype="float32"), posts)
 
 
 @pytest.mark.parametrize("architecture", ["bart", "bert", "deberta-v2"])
 def test_scores_match_torch(tmp_path: Path, cache: Path, architecture: str) -> None:
     folder = make_model(architecture, tmp_path, NLI)
     for options in ({"labels": LABELS}, {"labels": LABELS, "multi_label": True}):
-        exact = scores(loaded(folder, cache, dtype="float32"), TEXTS, **options)
+        exact = scores_of(loaded(folder, cache, dtype="float32"), TEXTS, **options)
         graph = loaded(folder, cache, engine="onnx")
-        for ours, expected in zip(scores(graph, TEXTS, **options), exact, strict=True):
+        for ours, expected in zip(scores_of(graph, TEXTS, **options), exact, strict=True):
             assert ours == pytest.approx(expected, abs=1e-3)
-        (alone,) = scores(graph, TEXTS[:1], **options)
+        (alone,) = scores_of(graph, TEXTS[:1], **options)
         assert alone == pytest.approx(exact[0], abs=1e-3)
 
 
@@ -80,10 +68,10 @@ class FewShapes(Device):
 
 def test_padding_to_few_shapes_does_not_change_scores(tmp_path: Path, cache: Path) -> None:
     folder = make_model("bert", tmp_path, NLI)
-    exact = scores(loaded(folder, cache, engine="onnx"), TEXTS, labels=LABELS)
+    exact = scores_of(loaded(folder, cache, engine="onnx"), TEXTS, labels=LABELS)
     settings = Settings(model=str(folder), cache_folder=cache, engine="onnx")
     few = load_classifier(settings, FewShapes(torch.device("cpu"), torch.float32, "for a test"))
-    for ours, expected in zip(scores(few, TEXTS, labels=LABELS), exact, strict=True):
+    for ours, expected in zip(scores_of(few, TEXTS, labels=LABELS), exact, strict=True):
         assert ours == pytest.approx(expected, abs=1e-3)
 
 
@@ -91,7 +79,7 @@ def test_embedded_model_matches_torch_and_is_exported_once(
     cache: Path, posts: list[str], exact: list[dict[str, float]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    for ours, expected in zip(scores(loaded(EMBEDDED_MODEL, cache, engine="onnx"), posts), exact, strict=True):
+    for ours, expected in zip(scores_of(loaded(EMBEDDED_MODEL, cache, engine="onnx"), posts), exact, strict=True):
         assert ours == pytest.approx(expected, abs=1e-3)
     assert re.search("export.*all-MiniLM-L6-v2.*float32", caplog.text)
     assert "CPUExecutionProvider" in caplog.text
@@ -101,7 +89,7 @@ def test_embedded_model_matches_torch_and_is_exported_once(
 
 
 def test_int8_agrees_with_float32_on_most_posts(cache: Path, posts: list[str], exact: list[dict[str, float]]) -> None:
-    quantised = scores(loaded(EMBEDDED_MODEL, cache, engine="onnx", dtype="int8"), posts)
+    quantised = scores_of(loaded(EMBEDDED_MODEL, cache, engine="onnx", dtype="int8"), posts)
     same = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in zip(exact, quantised, strict=True))
     assert same / len(posts) >= 0.9
     assert quantised != exact

@@ -186,17 +186,6 @@ def owner() -> Any:
     made.pipeline.stop()
 
 
-def test_returns_one_outcome_per_post_in_order(owner: Owner) -> None:
-    found = owner.results("short", "a much longer title", "", "middle length")
-    assert [outcome["id"] for outcome in found] == ["0", "1", "2", "3"]
-    assert found[1]["label"] == "good"
-    assert found[1]["scores"] == {"good": 0.75, "bad": 0.25}
-    assert found[2].keys() == {"id", "error"}
-    assert "title" in found[2]["error"]
-    assert sorted(result.post.id for result in owner.store.written) == ["0", "1", "3"]
-    assert [(letter.id, letter.reason) for letter in owner.store.dead] == [("2", found[2]["error"])]
-
-
 class SlowStore(Store):
     """A store that records the sizes of its calls, and answers while its gates are open."""
 
@@ -564,28 +553,6 @@ def test_retried_message_has_no_dead_letters_yet(owner: Owner) -> None:
     again = owner.send("fine", "")
     wait_until(lambda: again in owner.finished, "the message is finished")
     assert (len(owner.store.written), len(owner.store.dead)) == (1, 1)
-
-
-def test_urgent_messages_run_first(owner: Owner) -> None:
-    owner.classifier.gate.clear()
-    owner.send("it keeps the device busy")
-    wait_until(lambda: owner.started, "the device is busy")
-    owner.budget.tokens = 2
-    sent = []
-    for priority in (9, 3, 0, 9):
-        sent.append(Message({"posts": [{"id": str(priority), "title": "two words"}]}, None, priority=priority))
-        owner.pipeline.submit(sent[-1])
-    wait_until(lambda: owner.waiting() == 4, "the window fills")
-    owner.classifier.gate.set()
-    wait_until(lambda: len(owner.finished) == 5, "all are finished")
-    assert owner.started[1:] == [sent[2], sent[1], sent[0], sent[3]]
-
-
-def test_dying_thread_is_a_failure(owner: Owner) -> None:
-    message = owner.send("kill the writer")
-    wait_until(lambda: owner.failures == 1, "the failure is reported")
-    assert isinstance(owner.pipeline.failure, AssertionError)
-    assert message not in owner.finished
 
 
 def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:

@@ -47,17 +47,6 @@ def server() -> Server:
     return Server()
 
 
-def test_repeats_writes_in_order_to_a_new_server(server: Server) -> None:
-    server.write("a", "b")
-    assert server.written == ["a", "b"]
-    server.restart()
-    server.write("c")
-    assert server.written == ["a", "b", "c", "a", "b", "c"]
-    server.replay.check()
-    assert len(server.written) == 6
-    assert server.repeated() == ["a", "b", "c"]
-
-
 def test_repeats_again_if_the_server_changes_meanwhile(server: Server) -> None:
     server.write("a", "b")
     times = iter([server.restart])
@@ -101,15 +90,6 @@ def test_keeps_a_bounded_number_of_bytes(server: Server, monkeypatch: pytest.Mon
     assert server.repeated() == ["1234", "5678", "90"]
     server.write("x")
     assert server.repeated() == ["5678", "90", "x"]
-
-
-def test_repeats_what_another_server_had(server: Server) -> None:
-    """Results that were found and kept are repeated if another server answers than the one that had them."""
-    server.replay.note("0")
-    server.restart()
-    server.replay.keep(partial(server._write, "found"), 5)
-    server.replay.check()
-    assert server.written == ["found"]
 
 
 def test_forgets_writes_older_than_redis_can_lose(server: Server) -> None:

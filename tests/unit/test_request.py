@@ -8,14 +8,10 @@ import pytest
 from celery.worker import state
 
 from feedmill.shared.broker import CLASSIFY_TASK, format_arguments
-from feedmill.shared.messages import PostError
 from feedmill.shared.settings import Settings
 from feedmill.workers.app import make_worker_app
-from feedmill.workers.pipeline.message import Message
 from feedmill.workers.runtime.request import ClassifyRequest, check, withdrawn
-from feedmill.workers.runtime.task import CURRENT_MESSAGE, classify_task
 from tests.fakes.hostile_messages import good, protocol_1
-from tests.support import make_classification
 
 BODY = "private text"
 
@@ -110,18 +106,3 @@ def test_is_revoked_by_stamps_of_any_type(
     made = request([], {"posts": []}, stamped_headers=list(stamps), stamps=stamps)
     monkeypatch.setattr(made, "_announce_revoked", lambda *_: None)
     assert withdrawn(made) == made.revoked() == revoked
-
-
-def test_ignored_result_is_a_summary() -> None:
-    found = make_classification("a", scores={"food": 1.0})
-    message = Message({"posts": [{"id": "a", "title": "A title"}, {"id": "b"}]}, None)
-    message.set_outcome(0, found)
-    message.set_outcome(1, PostError(id="b", error="no text"))
-    classify_task.push_request(ignore_result=True, called_directly=False)
-    token = CURRENT_MESSAGE.set(message)
-    try:
-        assert "1 of 2" in classify_task.reply()
-        assert classify_task.outcomes() == [found.model_dump(), {"id": "b", "error": "no text"}]
-    finally:
-        CURRENT_MESSAGE.reset(token)
-        classify_task.pop_request()

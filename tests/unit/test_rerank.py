@@ -14,9 +14,9 @@ from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers.pairs import Reranker
 from feedmill.workers.models.weights import Weights
-from tests.fakes.models import make_model
+from tests.fakes.models import fp, make_model, scores_of
 from tests.support import naming
-from tests.unit.test_nli import LABELS, TEXTS, fp, ours
+from tests.unit.test_nli import LABELS, TEXTS
 
 ARCHITECTURES = ("roberta", "xlm-roberta", "bert", "electra", "distilbert", "deberta-v2", "modernbert")
 ONE = {0: "LABEL_0"}
@@ -46,13 +46,15 @@ def scores(found: list[dict[str, float]]) -> torch.Tensor:
 def test_multi_label_scores_match(folder: Path) -> None:
     texts = [*TEXTS, "I baked bread " + "and bread " * 4_000]
     expected = theirs(folder, texts, LABELS)
-    assert torch.allclose(scores(ours(loaded(folder), texts, labels=LABELS, multi_label=True)), expected, atol=1e-5)
+    assert torch.allclose(
+        scores(scores_of(loaded(folder), texts, labels=LABELS, multi_label=True)), expected, atol=1e-5
+    )
     assert expected.std() > 0.01, "scores differ enough to compare"
 
 
 def test_single_label_scores_are_the_softmax_of_the_logits(folder: Path) -> None:
     expected = theirs(folder, TEXTS, LABELS, activation_fn=torch.nn.Identity()).softmax(-1)
-    assert torch.allclose(scores(ours(loaded(folder), TEXTS, labels=LABELS)), expected, atol=1e-5)
+    assert torch.allclose(scores(scores_of(loaded(folder), TEXTS, labels=LABELS)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", [torch.nn.Identity, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.ReLU])
@@ -65,7 +67,7 @@ def test_activation_follows_the_configuration(tmp_path: Path, activation: type[t
     CrossEncoder(str(plain), device="cpu", activation_fn=activation()).save_pretrained(str(of_new))
     expected = activation()(theirs(plain, TEXTS, LABELS, activation_fn=torch.nn.Identity()))
     for folder in (of_old, of_v4, of_new):
-        found = scores(ours(loaded(folder), TEXTS, labels=LABELS, multi_label=True))
+        found = scores(scores_of(loaded(folder), TEXTS, labels=LABELS, multi_label=True))
         assert torch.allclose(found, expected, atol=1e-5)
         assert torch.allclose(found, theirs(folder, TEXTS, LABELS), atol=1e-5)
 
@@ -78,12 +80,12 @@ def test_default_prompt_limit_and_case_match(tmp_path: Path) -> None:
     model.save_pretrained(str(folder))
     file = folder / "sentence_bert_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_seq_length": 40, "do_lower_case": True}))
-    found = scores(ours(loaded(folder), TEXTS, labels=LABELS, multi_label=True))
+    found = scores(scores_of(loaded(folder), TEXTS, labels=LABELS, multi_label=True))
     assert torch.allclose(found, theirs(folder, TEXTS, LABELS), atol=1e-5)
-    without = scores(ours(loaded(made), TEXTS, labels=LABELS, multi_label=True))
+    without = scores(scores_of(loaded(made), TEXTS, labels=LABELS, multi_label=True))
     assert not torch.allclose(found, without, atol=1e-3)
     for chosen, options in (("none", {"prompt": ""}), ("topic", {"prompt_name": "topic"}), ("A: ", {"prompt": "A: "})):
-        found = scores(ours(loaded(folder, post_prompt=chosen), TEXTS, labels=LABELS, multi_label=True))
+        found = scores(scores_of(loaded(folder, post_prompt=chosen), TEXTS, labels=LABELS, multi_label=True))
         assert torch.allclose(found, theirs(folder, TEXTS, LABELS, **options), atol=1e-5)
 
 

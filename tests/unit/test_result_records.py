@@ -1,5 +1,7 @@
 """shared/result_records.py: packing results into records."""
 
+from typing import Any
+
 import pytest
 
 from feedmill.shared.messages import Classification
@@ -7,33 +9,23 @@ from feedmill.shared.result_records import (
     JSON,
     MAX_CONTEXTS,
     PACKED,
-    SCORE,
     Contexts,
     fingerprint_key,
     pack,
-    pack_score,
     split,
     unpack,
 )
+from tests.support import make_classification
 
 FINGERPRINT = "f0443d56baefed70ea7db12a3a34028e"
 
 
-def classification(**changed: object) -> Classification:
-    values = {
-        "id": "t3_x",
-        "label": "food",
-        "scores": {"food": 0.7, "travel": 0.2, "art": 0.1},
-        "model": "m",
-        "revision": None,
-        "weights": "00",
-        "fingerprint": FINGERPRINT,
-        "classified_at": 1_700_000_000.123456,
-        "worker": "w",
-        "device": "cpu",
-        "queued_seconds": 0.25,
-    }
-    return Classification.model_validate(values | changed)
+def classification(**changed: Any) -> Classification:
+    values: dict[str, Any] = {
+        "scores": {"food": 0.7, "travel": 0.2, "art": 0.1}, "fingerprint": FINGERPRINT,
+        "classified_at": 1_700_000_000.123456, "queued_seconds": 0.25,
+    }  # fmt: skip
+    return make_classification("t3_x", **values | changed)
 
 
 def test_unpacks_what_was_packed() -> None:
@@ -95,15 +87,6 @@ def test_results_of_another_form_are_stored_as_json(changed: dict[str, object]) 
     unpacked = unpack("t3_x", read, Contexts().get)
     assert unpacked
     assert unpacked.model_dump_json() == found.model_dump_json()
-
-
-def test_splits_the_records_of_an_id() -> None:
-    contexts = Contexts()
-    keys = [f"{number:032x}" for number in range(3)]
-    records = b"".join(pack(classification(fingerprint=key), contexts)[0] for key in keys) + pack_score("{}")
-    *results, score = split(records)
-    assert [(each.kind, each.key.hex()) for each in results] == [(PACKED, key) for key in keys]
-    assert (score.kind, score.content) == (SCORE, b"{}")
 
 
 def test_keeps_a_bounded_number_of_contexts() -> None:

@@ -38,11 +38,6 @@ def test_draws_the_same_posts_whatever_their_labels() -> None:
     assert [result.post for result in right] != posts[:SAMPLE_ROWS]
 
 
-def test_draws_every_post_when_few_results_have_arrived() -> None:
-    few = [labelled(post, "none") for post in sample_posts()[:3]]
-    assert sorted(result.post.id for result in random_sample(few)) == [result.post.id for result in few]
-
-
 def test_readme_shows_the_sample() -> None:
     """The README quotes a part of a run: whole titles of posts, and marks that agree with their topics."""
     (block,) = re.findall(r"^ +label +score  post$.*?^```$", README.read_text(), re.MULTILINE | re.DOTALL)

@@ -4,19 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import pipeline
 
 from feedmill.shared.errors import ModelError, RequestRefused
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers.fixed_labels import SequenceClassifier
-from feedmill.workers.models.device import Device
 from feedmill.workers.models.weights import Weights
-from tests.fakes.models import make_model
+from tests.fakes.models import FP32, make_model, scores_of
 from tests.support import naming
 
-FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 LABELS = {0: "NEGATIVE", 1: "POSITIVE", 2: "MIXED"}
 TEXTS = ["The match ended in a draw.", "x", "I baked bread " * 200, "😀 </s> [SEP]", "你好 Ünï"]
 ARCHITECTURES = ("distilbert", "bert", "roberta", "xlm-roberta", "electra", "bart", "deberta-v2", "modernbert")
@@ -24,15 +21,6 @@ ARCHITECTURES = ("distilbert", "bert", "roberta", "xlm-roberta", "electra", "bar
 
 def loaded(folder: Path, **settings: Any) -> SequenceClassifier:
     return SequenceClassifier(Weights(folder.name, folder, None, "00"), FP32, Settings(**settings))
-
-
-def ours(classifier: SequenceClassifier, texts: list[str]) -> list[dict[str, float]]:
-    rows = [row for rows in classifier.prepare(texts, classifier.label_set(ClassifyOptions())) for row in rows]
-    for number, row in enumerate(rows):
-        row.owner = number
-    rows.sort(key=lambda row: row.length)
-    found = {row.owner: scores for row, scores in classifier.finish(rows, classifier.forward(rows))}
-    return [found[number] for number in range(len(texts))]
 
 
 def theirs(folder: Path, texts: list[str]) -> list[dict[str, float]]:
@@ -48,7 +36,7 @@ def assert_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_scores_match_for_each_architecture(tmp_path: Path, architecture: str) -> None:
     folder = make_model(architecture, tmp_path, LABELS)
-    found = ours(loaded(folder), TEXTS)
+    found = scores_of(loaded(folder), TEXTS)
     assert_equal(found, theirs(folder, TEXTS))
     spread = max(max(scores.values()) - min(scores.values()) for scores in found)
     assert spread > 0.05, "scores differ enough to compare"
@@ -65,7 +53,7 @@ def test_scores_match_for_each_architecture(tmp_path: Path, architecture: str) -
 )
 def test_follows_the_configured_problem_type(tmp_path: Path, labels: dict[int, str], problem: str | None) -> None:
     folder = make_model("distilbert", tmp_path, labels, problem_type=problem)
-    assert_equal(ours(loaded(folder), TEXTS), theirs(folder, TEXTS))
+    assert_equal(scores_of(loaded(folder), TEXTS), theirs(folder, TEXTS))
 
 
 def test_rejects_options_of_zero_shot_models(tmp_path: Path) -> None:

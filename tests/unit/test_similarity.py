@@ -13,9 +13,8 @@ from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import MAX_LABEL_SETS
 from feedmill.workers.models.classifiers.similarity import COSINE_SCALE, Similarity
-from feedmill.workers.models.device import Device
 from feedmill.workers.models.weights import EMBEDDED_MODEL, Weights, locate
-from tests.fakes.models import make_model, make_sentence_model
+from tests.fakes.models import FP32, make_model, make_sentence_model, scores_of
 from tests.support import naming
 
 TEXTS = [
@@ -24,18 +23,11 @@ TEXTS = [
     "sourdough " * 400,
     "🙃",
 ]
-FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 
 
 @pytest.fixture(scope="module")
 def classifier() -> Similarity:
     return Similarity(locate(EMBEDDED_MODEL), FP32, Settings())
-
-
-def scores(classifier: Similarity, texts: list[str], **options: object) -> list[dict[str, float]]:
-    label_set = classifier.label_set(ClassifyOptions.parse(options))
-    rows = [row for rows in classifier.prepare(texts, label_set) for row in rows]
-    return [scores for _, scores in classifier.finish(rows, classifier.forward(rows))]
 
 
 def cosines(texts: list[str], sentences: list[str]) -> torch.Tensor:
@@ -57,8 +49,8 @@ def cosines(texts: list[str], sentences: list[str]) -> torch.Tensor:
 def test_scores_match_the_model_cards_recipe(classifier: Similarity) -> None:
     labels = ["sports", "food", "music"]
     expected = cosines(TEXTS, [f"This post is about {label}." for label in labels])
-    single = torch.tensor([[s[label] for label in labels] for s in scores(classifier, TEXTS, labels=labels)])
-    multi = scores(classifier, TEXTS, labels=labels, multi_label=True)
+    single = torch.tensor([[s[label] for label in labels] for s in scores_of(classifier, TEXTS, labels=labels)])
+    multi = scores_of(classifier, TEXTS, labels=labels, multi_label=True)
     assert torch.allclose(single, (COSINE_SCALE * expected).softmax(-1), atol=1e-5)
     assert torch.allclose(torch.tensor([[s[label] for label in labels] for s in multi]), expected, atol=1e-5)
 
@@ -70,8 +62,8 @@ def test_label_sets_share_a_forward_pass(classifier: Similarity) -> None:
     rows = [classifier.prepare([text], label_set)[0][0] for text, label_set in zip(TEXTS, sets, strict=False)]
     mixed = [found for _, found in classifier.finish(rows, classifier.forward(rows))]
     assert [list(found) for found in mixed] == [["sports", "food"], ["music", "tea", "cars"]]
-    assert mixed[0] == pytest.approx(scores(classifier, TEXTS[:1], labels="sports,food")[0], abs=1e-5)
-    assert mixed[1] == pytest.approx(scores(classifier, TEXTS[1:2], labels="music,tea,cars")[0], abs=1e-5)
+    assert mixed[0] == pytest.approx(scores_of(classifier, TEXTS[:1], labels="sports,food")[0], abs=1e-5)
+    assert mixed[1] == pytest.approx(scores_of(classifier, TEXTS[1:2], labels="music,tea,cars")[0], abs=1e-5)
 
 
 def test_caches_a_bounded_number_of_label_sets(classifier: Similarity) -> None:
@@ -147,7 +139,7 @@ def test_prompts_by_name_match_sentence_transformers(tmp_path: Path, name: str |
     of_posts = library.encode(TEXTS, prompt_name=name, convert_to_tensor=True, normalize_embeddings=True)
     sentences = [f"This post is about {label}." for label in ("sports", "food")]
     of_labels = library.encode(sentences, prompt=label_prompt, convert_to_tensor=True, normalize_embeddings=True)
-    found = scores(ours, TEXTS, labels="sports,food", multi_label=True)
+    found = scores_of(ours, TEXTS, labels="sports,food", multi_label=True)
     assert of_posts.shape[1] == 8
     assert torch.allclose(torch.tensor([list(each.values()) for each in found]), of_posts @ of_labels.T, atol=1e-5)
 
@@ -187,7 +179,7 @@ def test_recipe_of_the_default_settings_is_stable(classifier: Similarity) -> Non
 
 
 def test_descriptions_of_a_label_are_averaged(classifier: Similarity) -> None:
-    (found,) = scores(classifier, TEXTS[:1], labels={"a": ["sports", "matches"]}, multi_label=True)
+    (found,) = scores_of(classifier, TEXTS[:1], labels={"a": ["sports", "matches"]}, multi_label=True)
     texts = ["This post is about sports.", "This post is about matches."]
     post, *described = cosines([TEXTS[0], *texts], [TEXTS[0], *texts])
     between = described[0][2]

@@ -17,11 +17,10 @@ from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.classifiers.similarity import Similarity
-from feedmill.workers.models.device import Device
 from tests.fakes import models
+from tests.fakes.models import FP32
 from tests.support import naming
 
-FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 TEXTS = [
     "The keeper saved two penalties in the match.",
     "What should I try? My laptop will not boot!",

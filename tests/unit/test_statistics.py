@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from feedmill.workers.models.shapes import FEW
-from feedmill.workers.pipeline.statistics import Histogram, Speed, Statistics, Totals, rates
+from feedmill.workers.pipeline.statistics import Speed, Statistics, Totals, rates
 
 
 def test_rates_between_two_totals() -> None:
@@ -54,26 +54,6 @@ def test_counts_all_padding_of_the_device() -> None:
 
 class Row(NamedTuple):
     length: int
-
-
-def test_counts_micro_batches_in_buckets() -> None:
-    statistics = Statistics(now=0.0)
-    statistics.count([Row(10), Row(6)], seconds=0.02, share=0.5)
-    statistics.count([Row(100)] * 64, seconds=0.2, share=1.0)
-    totals = statistics.totals
-    assert (totals.batches, totals.rows, totals.tokens, totals.padded_tokens) == (2, 66, 6416, 6420)
-    assert totals.device_seconds == pytest.approx(0.21)
-    assert spread(statistics.batch_rows) == {2: 1, 64: 1}
-    assert spread(statistics.batch_tokens) == {128: 1, 8192: 1}
-    assert spread(statistics.padding) == {0.01: 1, 0.2: 1}
-    assert spread(statistics.forward_seconds) == {0.025: 1, 0.25: 1}
-    assert statistics.forward_seconds.total == pytest.approx(0.22)
-
-
-def spread(histogram: Histogram) -> dict[float, int]:
-    """Return the counts of non-empty buckets by upper bound."""
-    bounds = [*histogram.bounds, math.inf]
-    return {bound: count for bound, count in zip(bounds, histogram.counts, strict=True) if count}
 
 
 def test_speed_weighs_recent_passes_most() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.shared.errors import StackError, UserError
+from feedmill.shared.errors import StackError
 from feedmill.shared.settings import Settings
 from feedmill.stack import processes
 from feedmill.stack.devices import Share
@@ -51,13 +51,6 @@ def test_restarts_after_growing_delays(
         assert service.restarts == len(delays)
     found = [re.fullmatch(r"worker .*status 1: .* in (\S+) s\. .*\n  why", line) for line in said]
     assert [float(match[1]) for match in found if match] == [pytest.approx(delay * 1e-6) for delay in delays]
-
-
-def test_a_user_error_is_not_restarted(tmp_path: Path) -> None:
-    with closing(Service(lambda _: Child("worker", ["sh", "-c", "echo why; exit 2"], tmp_path, {}))) as service:
-        with pytest.raises(UserError, match=naming("worker", 2, "why")):
-            wait_until(lambda: service.supervise(print), "the child has exited")
-        assert not service.restarts
 
 
 def test_a_service_whose_folder_is_gone_is_not_restarted(tmp_path: Path) -> None:

@@ -35,9 +35,8 @@ from feedmill.workers.models.engines.torch_engine import (
 from feedmill.workers.models.shapes import EXACT, FEW
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
-from tests.fakes.models import ARCHITECTURES, NLI, TYPED, make_model
+from tests.fakes.models import ARCHITECTURES, FP32, NLI, TYPED, make_model
 
-FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 BF16 = FP32._replace(dtype=torch.bfloat16)
 
 

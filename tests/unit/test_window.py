@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -9,19 +10,12 @@ from hypothesis import strategies as st
 
 from feedmill.workers.models.shapes import EXACT, FEW, Shapes
 from feedmill.workers.pipeline.window import Window
+from tests.fakes.clock import SimulatedClock
 
 
 @dataclass(eq=False)
 class Row:
     length: int
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 lengths = st.lists(st.integers(1, 300), max_size=80)
@@ -30,7 +24,7 @@ limits = st.integers(1, 40)
 
 
 def filled(lengths: list[int]) -> tuple[Window[Row], list[Row]]:
-    window: Window[Row] = Window(Clock())
+    window: Window[Row] = Window(SimulatedClock().monotonic)
     rows = [Row(length) for length in lengths]
     for row in rows:
         window.add(row)
@@ -50,28 +44,13 @@ def test_takes_every_row_once(lengths: list[int], budget: int, limit: int) -> No
 @pytest.mark.parametrize("shapes", [EXACT, FEW])
 @given(lengths, budgets, limits)
 def test_keeps_the_budget_with_all_padding(shapes: Shapes, lengths: list[int], budget: int, limit: int) -> None:
-    window: Window[Row] = Window(Clock(), shapes)
+    window: Window[Row] = Window(SimulatedClock().monotonic, shapes)
     for length in lengths:
         window.add(Row(length))
     while batch := window.take(budget, limit):
         tokens, longest = shapes.tokens(len(batch), batch[-1].length), batch[-1].length
         assert len(batch) <= limit
         assert len(batch) == 1 or tokens <= max(budget, shapes.length(longest))
-
-
-@given(lengths.filter(bool), budgets, limits, st.data())
-def test_next_batch_has_the_oldest_row(lengths: list[int], budget: int, limit: int, data: st.DataObject) -> None:
-    window, rows = filled(lengths)
-    waiting = list(rows)
-    while waiting:
-        batch = window.take(budget, limit)
-        assert waiting[0] in batch
-        waiting = [row for row in waiting if row not in batch]
-        if data.draw(st.booleans()) and len(rows) < 200:
-            late = Row(data.draw(st.integers(1, 300)))
-            rows.append(late)
-            waiting.append(late)
-            window.add(late)
 
 
 @given(lengths, budgets, limits)
@@ -93,7 +72,7 @@ def test_batch_has_neighbouring_lengths(lengths: list[int], budget: int, limit: 
 def test_full_window_of_typical_lengths_pads_little(seed: int, bodies: float, spread: float) -> None:
     """Titles are log-normal with a median of 16 tokens. A share `bodies` of the posts has a body, median 98 tokens."""
     source = random.Random(seed)
-    window: Window[Row] = Window(Clock())
+    window: Window[Row] = Window(SimulatedClock().monotonic)
 
     def length() -> int:
         title = min(64, max(4, round(source.lognormvariate(2.77, spread))))
@@ -118,23 +97,29 @@ def test_full_window_of_typical_lengths_pads_little(seed: int, bodies: float, sp
     st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0, 3, 6, 9])), min_size=1, max_size=60), budgets, limits
 )
 def test_next_batch_has_the_oldest_most_urgent_row(arriving: list[tuple[int, int]], budget: int, limit: int) -> None:
-    clock = Clock()
-    window: Window[Row] = Window(clock)
+    clock = SimulatedClock()
+    window: Window[Row] = Window(clock.monotonic)
     waiting = []
-    for length, priority in arriving:
-        clock.now += 1
-        waiting.append((priority, clock.now, Row(length)))
-        window.add(waiting[-1][2], priority)
+    coming = iter(arriving)
+
+    def arrive(rows: int) -> None:
+        for length, priority in islice(coming, rows):
+            clock.wait(1)
+            waiting.append((priority, clock.monotonic(), Row(length)))
+            window.add(waiting[-1][2], priority)
+
+    arrive(len(arriving) // 2 + 1)
     while waiting:
-        assert window.oldest_age() == clock.now - min(arrived for _, arrived, _ in waiting)
+        assert window.oldest_age() == clock.monotonic() - min(arrived for _, arrived, _ in waiting)
         batch = window.take(budget, limit)
         assert min(waiting, key=lambda each: each[:2])[2] in batch
-        waiting = [each for each in waiting if each[2] not in batch]
+        waiting[:] = [each for each in waiting if each[2] not in batch]
+        arrive(2)
     assert len(window) == 0
 
 
 def test_other_rows_fill_batches_of_urgent_ones() -> None:
-    window: Window[Row] = Window(Clock())
+    window: Window[Row] = Window(SimulatedClock().monotonic)
     for _ in range(10):
         window.add(Row(10), priority=9)
         window.add(Row(12), priority=9)
