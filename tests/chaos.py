@@ -69,18 +69,18 @@ PAUSE_S, SLOW_S, FULL_MEMORY_S = 2.0 * LEASE_S, 3.0, 3.0
 UNSYNCED_S = 1.0
 #: Option with the number of a fault -> name of its method in `Chaos`, and the option's help.
 FAULTS = {
-    "redis_restarts": ("redis_restart", "restarts of Redis, alternating between kill -9 and an orderly stop"),
-    "power_cuts": ("power_cut", "power cuts that lose the last second of writes"),
-    "failovers": ("failover", "kill -9s of Redis, each followed by a failover"),
-    "cuts": ("cut", "resets of all connections"),
-    "delays": ("delay", f"periods of {SLOW_S:.0f} s with slow connections"),
-    "memory": ("memory_full", f"periods of {FULL_MEMORY_S:.0f} s with a full Redis"),
-    "pauses": ("pause", f"workers paused for {PAUSE_S:.0f} s, longer than leases"),
-    "oom": ("oom", "forward passes that run out of memory"),
-    "hangs": ("hang", "forward passes that hang"),
-    "launcher_kills": ("launcher_kill", "kill -9s of the workers' launcher"),
-    "clock_jumps": ("clock_jump", "one-hour jumps of a worker's clock"),
-    "rolling": ("rolling_restart", "rolling restarts of all workers"),
+    "--redis-restarts": ("redis_restart", "restarts of Redis, alternating between kill -9 and an orderly stop"),
+    "--power-cuts": ("power_cut", "power cuts that lose the last second of writes"),
+    "--failovers": ("failover", "kill -9s of Redis, each followed by a failover"),
+    "--cuts": ("cut", "resets of all connections"),
+    "--delays": ("delay", f"periods of {SLOW_S:.0f} s with slow connections"),
+    "--memory": ("memory_full", f"periods of {FULL_MEMORY_S:.0f} s with a full Redis"),
+    "--pauses": ("pause", f"workers paused for {PAUSE_S:.0f} s, longer than leases"),
+    "--oom": ("oom", "forward passes that run out of memory"),
+    "--hangs": ("hang", "forward passes that hang"),
+    "--launcher-kills": ("launcher_kill", "kill -9s of the workers' launcher"),
+    "--clock-jumps": ("clock_jump", "one-hour jumps of a worker's clock"),
+    "--rolling": ("rolling_restart", "rolling restarts of all workers"),
 }
 #: A port without a server, so that the proxy closes each connection.
 CLOSED_PORT = 1
@@ -232,7 +232,7 @@ class Chaos:
 
     def _plan(self) -> list[tuple[float, str]]:
         """Return (share of ended posts, fault) in order of time."""
-        counts = {fault: getattr(self._given, option) for option, (fault, _) in FAULTS.items()}
+        counts = {fault: getattr(self._given, option[2:].replace("-", "_")) for option, (fault, _) in FAULTS.items()}
         return sorted(
             (self._random.uniform(0.02, FAULT_SHARE), name) for name, times in counts.items() for _ in range(times)
         )
@@ -503,7 +503,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between kill -9s of workers")
     for option, (_, meaning) in FAULTS.items():
-        parser.add_argument(f"--{option.replace('_', '-')}", type=int, default=0, help=meaning)
+        parser.add_argument(option, type=int, default=0, help=meaning)
     parser.add_argument("--poison", type=_percent, default=0.0, metavar="P%", help="share of poison posts")
     parser.add_argument(
         "--killing", type=_percent, default=10.0, metavar="P%", help="share of poison posts that kill the worker"
