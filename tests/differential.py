@@ -12,7 +12,6 @@ by Celery state), and seconds of each worker. Exits 1 if anything differs, after
 import argparse
 import json
 import logging
-import os
 import re
 import sys
 import threading
@@ -36,7 +35,7 @@ from feedmill.shared.settings import Settings
 from tests.fakes.differential_messages import REVOKED_STAMP, WAITING, Draw, Sending, everything, is_message
 from tests.fakes.differential_tasks import TOLD
 from tests.fakes.models import NLI, make_model
-from tests.support import Forking, RedisServer, redis_servers, wait_for_replies, wait_until
+from tests.support import Forking, RedisServer, _environment, redis_servers, wait_for_replies, wait_until
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -191,14 +190,8 @@ class Side:
 def start(name: str, redis: RedisServer, model: Path, folder: Path) -> Forking:
     """Start a worker. `work` waits until it is ready."""
     folder.mkdir()
-    clean = {variable: value for variable, value in os.environ.items() if not variable.startswith("FEEDMILL_")}
-    ours = {
-        "PYTHONPATH": str(ROOT),
-        "FEEDMILL_REDIS_URL": redis.url,
-        "FEEDMILL_MODEL": str(model),
-        "FEEDMILL_CACHE_FOLDER": str(folder),
-    }
-    return Forking(name, WORKERS[name], folder, clean | ENVIRONMENT | ours)
+    ours = {"PYTHONPATH": str(ROOT), "FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_MODEL": str(model)}
+    return Forking(name, WORKERS[name], folder, _environment(folder, **ENVIRONMENT | ours))
 
 
 def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit: float) -> Side:

@@ -12,9 +12,12 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from celery import Celery
 from hypothesis import strategies as st
 
-from feedmill.shared.broker import CLASSIFY_TASK
+from feedmill.shared.broker import CLASSIFY_TASK, SENT_AT
+
+APP: Any = Celery(set_as_current=False)
 
 ID, DEEP, LONG = "<id>", "<deep>", "<long>"
 #: Nesting depth and length in characters, both beyond every parser's limit.
@@ -50,52 +53,23 @@ def _filled(written: bytes, task_id: str) -> bytes:
 
 def good(task: str = CLASSIFY_TASK) -> dict[str, Any]:
     """Return a valid message in Celery's protocol 2. Its `body` is not yet encoded."""
+    posts = [{"id": ID, "title": "Rain on the coast", "body": "and wind"}]
+    made = APP.amqp.as_task_v2(
+        ID, task, kwargs={"posts": posts, "labels": ["rain", "sun"]}, root_id=ID, reply_to="elsewhere",
+        origin="gen1@elsewhere", kwargsrepr="{}",
+    )  # fmt: skip
+    route = {
+        "exchange": "", "routing_key": "feedmill", "redelivered": False, "delivery_count": 0, "consumer_tag": "1",
+    }  # fmt: skip
     return {
-        "body": [
-            [],
-            {"posts": [{"id": ID, "title": "Rain on the coast", "body": "and wind"}], "labels": ["rain", "sun"]},
-            {"callbacks": None, "errbacks": None, "chain": None, "chord": None},
-        ],
+        "body": [[], *made.body[1:]],
         "content-encoding": "utf-8",
         "content-type": "application/json",
-        "headers": {
-            "lang": "py",
-            "task": task,
-            "id": ID,
-            "shadow": None,
-            "eta": None,
-            "expires": None,
-            "group": None,
-            "group_index": None,
-            "retries": 0,
-            "timelimit": [None, None],
-            "root_id": ID,
-            "parent_id": None,
-            "argsrepr": "()",
-            "kwargsrepr": "{}",
-            "origin": "gen1@elsewhere",
-            "ignore_result": False,
-            "replaced_task_nesting": 0,
-            "stamped_headers": None,
-            "stamps": {},
-            "sent_at": 1.0,
+        "headers": made.headers | {SENT_AT: 1.0},
+        "properties": made.properties | {
+            "delivery_mode": 2, "delivery_info": route, "priority": 0, "body_encoding": "base64", "delivery_tag": ID,
         },
-        "properties": {
-            "correlation_id": ID,
-            "reply_to": "elsewhere",
-            "delivery_mode": 2,
-            "delivery_info": {
-                "exchange": "",
-                "routing_key": "feedmill",
-                "redelivered": False,
-                "delivery_count": 0,
-                "consumer_tag": "1",
-            },
-            "priority": 0,
-            "body_encoding": "base64",
-            "delivery_tag": ID,
-        },
-    }
+    }  # fmt: skip
 
 
 def protocol_1() -> dict[str, Any]:

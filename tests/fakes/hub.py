@@ -34,7 +34,7 @@ class Hub:
     """A fake model hub. repositories: name -> folder of the revision `main`, or name -> {revision: folder}."""
 
     def __init__(self, repositories: Mapping[str, Path | Mapping[str, Path]]) -> None:
-        self._folders = {
+        self.folders = {
             name: {"main": folders} if isinstance(folders, Path) else dict(folders)
             for name, folders in repositories.items()
         }
@@ -43,7 +43,7 @@ class Hub:
         self.cuts: dict[str, list[int]] = {}
         #: Files sent with one byte changed.
         self.damaged: set[str] = set()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"serves": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -59,7 +59,7 @@ class Hub:
 
     def commit(self, name: str, revision: str = "main") -> str:
         """Return the commit hash of a revision, which is derived from its files."""
-        return _commit(self._folders[name][revision])
+        return _commit(self.folders[name][revision])
 
     def files_asked(self) -> set[str]:
         """Return the repository paths of the requested files."""
@@ -68,39 +68,22 @@ class Hub:
 
     def folder(self, name: str, revision: str) -> Path | None:
         """Return the folder of a revision or commit."""
-        folders = self._folders[name]
+        folders = self.folders[name]
         return folders.get(revision) or {_commit(folder): folder for folder in folders.values()}.get(revision)
-
-    def knows(self, name: str) -> bool:
-        return name in self._folders
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        hub = self
-
-        class Handler(_Handler):
-            serves = hub
-
-        return Handler
 
 
 class _Handler(BaseHTTPRequestHandler):
     serves: Hub
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
         """Keep the test's output clean; `Hub.requests` records requests."""
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.serves.requests.append(Request(self.command, path, self.headers["Authorization"]))
         api, file = API.fullmatch(path), RESOLVE.fullmatch(path)
         match = api or file
-        if match is None or not self.serves.knows(match["name"]):
+        if match is None or match["name"] not in self.serves.folders:
             return self._refuse(404 if self.headers["Authorization"] else 401, "RepoNotFound")
         name, revision = match["name"], unquote(match["revision"] or "main")
         folder = self.serves.folder(name, revision)
@@ -111,6 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
         if match["what"] == "tree":
             return self._json([_entry(path, folder) for path in _files(folder)])
         return self._json({"id": name, "sha": _commit(folder), "private": False, "tags": [], "siblings": []})
+
+    do_HEAD = do_GET  # noqa: N815 - the base class's name
 
     def _file(self, folder: Path, file: str) -> None:
         if not (folder / file).is_file():

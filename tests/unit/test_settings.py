@@ -55,6 +55,13 @@ PRAISE = {"praise": ("thanks, applause", "good"), "Kritik – 1": ("Kritik – 1
 @pytest.mark.parametrize(
     ("name", "text", "labels"),
     [
+        ("a, b", None, {"a": ("a",), "b": ("b",)}),
+        ("5", None, {"5": ("5",)}),
+        ('["a, b", "c"]', None, {"a, b": ("a, b",), "c": ("c",)}),
+        ('{"film": "movies, television"}', None, {"film": ("movies, television",)}),
+        ("a.json, b.txt", None, {"a.json": ("a.json",), "b.txt": ("b.txt",)}),
+        ("mail@home", None, {"mail@home": ("mail@home",)}),
+        ("a.b", None, {"a.b": ("a.b",)}),
         ("labels.json", '["a, b", "c"]', {"a, b": ("a, b",), "c": ("c",)}),
         ("my labels.json", "\ufeff" + json.dumps({"a": "b"}), {"a": ("b",)}),
         ("@labels", json.dumps({"a": "b"}), {"a": ("b",)}),
@@ -64,10 +71,12 @@ PRAISE = {"praise": ("thanks, applause", "good"), "Kritik – 1": ("Kritik – 1
         ("labels.csv", "praise;thanks, applause;good\nKritik – 1\n", PRAISE),
     ],
 )
-def test_reads_labels_from_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str, labels: dict[str, tuple[str]]
+def test_reads_labels_from_text_json_or_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str | None, labels: dict[str, tuple[str]]
 ) -> None:
-    (tmp_path / name.removeprefix("@")).write_text(text, encoding="utf-8")
+    """Names with dots or an @ may be labels."""
+    if text is not None:
+        (tmp_path / name.removeprefix("@")).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert load(labels=name).labels == labels
     monkeypatch.setenv("FEEDMILL_LABELS", f" {name}")
@@ -93,29 +102,6 @@ def test_rejects_unreadable_label_files(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=f"^--labels: .*{named}"):
         load(labels=name)
-
-
-@pytest.mark.parametrize("labels", ["a.json,b", "a, b.txt", "mail@home", "a.b"])
-def test_labels_with_dots_are_no_files(labels: str) -> None:
-    assert len(load(labels=labels).labels or ()) == labels.count(",") + 1
-
-
-@pytest.mark.parametrize(
-    ("text", "labels"),
-    [
-        ("a, b", {"a": ("a",), "b": ("b",)}),
-        ("5", {"5": ("5",)}),
-        ('["a, b", "c"]', {"a, b": ("a, b",), "c": ("c",)}),
-        ('{"film": "movies, television"}', {"film": ("movies, television",)}),
-    ],
-)
-def test_reads_labels_from_text_or_json(
-    monkeypatch: pytest.MonkeyPatch, text: str, labels: dict[str, tuple[str]]
-) -> None:
-    assert load().labels is None
-    assert load(labels=text).labels == labels
-    monkeypatch.setenv("FEEDMILL_LABELS", text)
-    assert load().labels == labels
 
 
 def test_finds_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
