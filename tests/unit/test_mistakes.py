@@ -57,6 +57,10 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("enqueue x --no-run --wait", ["--no-run cannot be combined with --wait."]),
         ("purge --run x a", ["--run cannot be combined with ID."]),
         ("purge", ["ids", "--run"]),
+        ("train --from x --out y --head --epochs 3", ["--head", "--epochs"]),
+        ("train --from x --out y --test-share nan", ["--test-share"]),
+        ("train --from x --out y --split size", ["--split", "size"]),
+        ("train --from x --out y --batch-size 0", ["--batch-size"]),
     ],
 )
 def test_wrong_arguments_end_with_status_2_and_name_what_is_wrong(

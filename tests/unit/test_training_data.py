@@ -1,7 +1,6 @@
 """Training and test data: labels, duplicate texts, splits, and reading exports and files."""
 
 import json
-import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -117,22 +116,6 @@ def test_a_recorded_command_gives_its_options(monkeypatch: pytest.MonkeyPatch) -
         words = shlex.split(command(options, file))[1:]
         assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
         assert found.pop() == (replace(options, out=str(Path("o").absolute())), file)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--head", "--epochs", "3"], ["--head", "--epochs"]),
-        (["--test-share", "nan"], ["--test-share"]),
-        (["--split", "size"], ["--split", "size"]),
-        (["--batch-size", "0"], ["--batch-size"]),
-    ],
-)
-def test_unusable_options_are_refused(flags: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    found = CliRunner().invoke(app, ["train", "--from", "x", "--out", "y", *flags])
-    assert found.exit_code != 0
-    assert re.search(naming(*words), f"{found.output} {found.exception}")
 
 
 # Reading.
