@@ -8,7 +8,7 @@ from requests.exceptions import ConnectionError as ConnectionFault
 from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-from feedmill.producers.live.budget import RequestBudget, number
+from feedmill.producers.live.budget import MAX_WAIT_S, RequestBudget, number
 from feedmill.producers.live.source import RequestFailed, SourceFailed
 
 #: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.
@@ -47,7 +47,8 @@ class HttpClient:
         except HTTPError as error:  # while reading the body
             raise RequestFailed(f"the connection failed ({type(error).__name__})") from error
         if response.status_code == 429:
-            raise SourceFailed("too many requests (429)", number(response.headers.get("retry-after")) or 0.0)
+            pause = min(number(response.headers.get("retry-after")) or 0.0, MAX_WAIT_S)
+            raise SourceFailed("too many requests (429)", pause)
         if response.status_code in TEMPORARY_STATUSES:
             raise RequestFailed(f"{self.name} returned status {response.status_code}")
         return response

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.source import Event, RequestFailed, Source
 from feedmill.producers.push import Pusher
+from feedmill.shared.errors import PostRefused
 from feedmill.shared.keys import live_rechecks_key
 from feedmill.shared.messages import Post, digest
 from feedmill.shared.purge import lift_matching, purge, tombstones
@@ -116,7 +117,7 @@ class Rechecks:
 
     def _settle(self, rechecks: Sequence[Recheck], found: Mapping[str, Event]) -> None:
         """Act on the posts that were found, and schedule their next rechecks."""
-        posts = {post_id: event.post for post_id, event in found.items() if isinstance(event.post, Post)}
+        posts = {post_id: post for post_id, event in found.items() if (post := _post_of(event))}
         scores = {post_id: post.score for post_id, post in posts.items() if post.score is not None}
         self._store.refresh_scores(scores, self._clock.time())
         deleted = [each for each in rechecks if each.post_id in found and found[each.post_id].deleted]
@@ -186,6 +187,14 @@ class Rechecks:
             pipe.zadd(self._key, later, nx=nx)
             pipe.expire(self._key, RECHECKS_TTL)
         pipe.execute()
+
+
+def _post_of(event: Event) -> Post | None:
+    """Return the event's post; None if it has none, or one that cannot be classified."""
+    try:
+        return event.post if isinstance(event.post, Post) else Post.parse(dict(event.post)) if event.post else None
+    except PostRefused:
+        return None
 
 
 def _digest(post: Post) -> str:

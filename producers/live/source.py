@@ -24,18 +24,18 @@ class Event(NamedTuple):
     cursor: the event's position; positions increase and are below 2**63. None if the source stores its own positions.
     at: its time at the source, in seconds since 1970.
     post: a `feedmill.shared.messages.Post` or its fields; its id must be the same whenever the event is repeated.
-    deleted: id of a post that was deleted. removed: id of a post that is hidden, and may come back: its rechecks decide
-    (producers/live/rechecks.py). deleted_author: beginning of the ids of all posts of a deleted account, up to and
-    including the last slash. filtered: true if a filter left the event's post out.
+    deleted: id of a post that was deleted. deleted_author: beginning of the ids of all posts of a deleted account, up
+    to and including the last slash. filtered: true if a filter left the event's post out. removed: id of a post that is
+    hidden, and may come back: its rechecks decide (producers/live/rechecks.py).
     """
 
     cursor: int | None
     at: float
     post: Post | Mapping[str, object] | None = None
     deleted: str | None = None
-    removed: str | None = None
     deleted_author: str | None = None
     filtered: bool = False
+    removed: str | None = None
 
 
 class Pause(NamedTuple):
@@ -80,7 +80,7 @@ class Source:
     def look_up(self, ids: Sequence[str]) -> Mapping[str, Event]:
         """Return the present state of up to a hundred posts, by id, for rechecks; missing ones are absent.
 
-        Each event has a `Post`, the id of a deleted or removed post, or neither if the post cannot be classified.
+        Each event has a post, the id of a deleted or removed post, or neither if the post cannot be classified.
         Raises SourceFailed, or RequestFailed if only this request failed.
         """
         raise NotImplementedError

@@ -66,6 +66,10 @@ class RedditClient:
         self._url = API_URL
         self._http.session.headers["User-Agent"] = config.user_agent
         self._credentials = config.client_id, config.client_secret or ""
+        if not "".join([config.user_agent, *self._credentials]).isascii():
+            raise CredentialsError(
+                "Reddit's client ID, client secret and user agent must be ASCII text: replace placeholders such as …."
+            )
         self._token, self._was_accepted = "", False
         self._topic_of = topic_of
 

@@ -105,6 +105,7 @@ def test_no_secret_is_logged_at_debug_level(reddit: Reddit, tmp_path: Path, envi
     [
         ({"FEEDMILL_REDDIT_CLIENT_SECRET": ""}, "client secret .*FEEDMILL_REDDIT_CLIENT_SECRET"),
         ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "FEEDMILL_REDDIT_CLIENT_SECRET"),
+        ({"FEEDMILL_REDDIT_CLIENT_ID": "…"}, "client ID.* ASCII"),
         ({constants.VARIABLE: json.dumps(constants.reddit("http://127.0.0.1:9"))}, "no connection to Reddit"),
     ],
 )

@@ -334,3 +334,13 @@ def test_no_event_stops_a_source(
         assert daemon.hindrance == ""
 
     send()
+
+
+def test_rechecks_resend_an_edited_post_given_by_its_fields(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock
+) -> None:
+    source = Script([post(5)])
+    source.recheck_delays = (60.0,)
+    source.look_up = lambda _: {"s-5": post(5, "edited"), "s-6": Event(None, 0.0, post={"id": "s-6"})}  # type: ignore[method-assign]
+    run(make(source, settings, clock), clock, 200.0)
+    assert ids(redis) == ["s-5", "s-5"]

@@ -137,6 +137,8 @@ def test_gate_closes_at_the_limit_and_reopens_below_resume(settings: Settings, r
         assert (room(waiting), made.is_closed) == (0, True)
     assert (room(4), made.is_closed) == (6, False)
     assert (room(9), made.is_closed) == (1, False)  # while filling, the lower mark has no effect
+    _, room = gate(redis, settings, queue_limit=1)
+    assert [room(1), room(0)] == [0, 1]
 
 
 def test_gate_counts_every_priority(settings: Settings, redis: RedisServer) -> None:

@@ -41,6 +41,14 @@ def test_keeps_a_reserve_of_remaining_requests() -> None:
     assert budget.pending() == 42
 
 
+def test_headers_never_raise_the_rate() -> None:
+    clock = SimulatedClock()
+    budget = RequestBudget(clock, per_minute=60)
+    spend(budget, clock, 0)
+    budget.learn(headers(100_000, 600))
+    assert spend(budget, clock, 60) == pytest.approx(60, abs=1)
+
+
 @pytest.mark.parametrize("odd", ["", "nan", "inf", "-1", "soon", "1e999"])
 def test_ignores_invalid_headers(odd: str) -> None:
     budget = RequestBudget(SimulatedClock(), per_minute=60)

@@ -6,6 +6,7 @@ from threading import Event, Thread
 
 import pytest
 
+from feedmill.producers.live.budget import with_retries
 from feedmill.producers.live.rechecks import Rechecks
 from feedmill.producers.live.source import RequestFailed
 from feedmill.producers.live.state import statuses
@@ -68,6 +69,12 @@ def test_waits_as_long_as_a_429_demands(house: House) -> None:
     times = [request.at for request in list(house.loopback.ledger.requests)[begun:]]
     assert times[1] - times[0] >= 300
     assert times[1] - times[0] < 320
+
+
+def test_a_429_delays_a_single_pass_by_an_hour_at_most(house: House) -> None:
+    house.loopback.faults.next("too_many", seconds=1e300)
+    assert with_retries(lambda: house.reddit().page(["cooking"]), house.clock).items
+    assert house.clock.waits == [3600.0]
 
 
 def test_stays_within_reddits_rate_limit(house: House, clock: SimulatedClock) -> None:

@@ -42,11 +42,15 @@ def test_replaces_an_unreadable_subreddit_until_it_reopens(house: House) -> None
     assert back[0] in house.ids()
 
 
-def test_retries_a_topic_without_readable_subreddits_soon(house: House) -> None:
+@pytest.mark.parametrize("before", [0.0, 5 * MINUTE], ids=["at the start", "later"])
+def test_retries_a_topic_without_readable_subreddits_soon(house: House, before: float) -> None:
+    daemon = house.daemon()
+    house.run(daemon, before)
+    house.redis.client.delete("feedmill")
     for name in TOPICS["food"]:
         house.loopback.set_kind(name, "private")
-    daemon = house.daemon()
     house.run(daemon, 5 * MINUTE)
+    house.publish("cooking")
     for name in TOPICS["food"]:
         house.loopback.set_kind(name, "public")
     house.run(daemon, 30 * MINUTE)
