@@ -36,6 +36,8 @@ WAITING_RETRY_S = 6 * 3600.0
 REMOVED_PATIENCE_S, MISSING_PATIENCE_S = 86_400.0, 2 * 86_400.0
 #: Seconds from the purge of such a post to its next recheck, and between the following ones.
 RETURN_PAUSES_S = (86_400.0, 2 * 86_400.0, 4 * 86_400.0, 7 * 86_400.0)
+#: In place of a tombstone's time: the purge has begun.
+PURGING = -1
 #: Lifetime of due rechecks, in seconds, while no daemon runs. Longer than the longest delay of a recheck.
 RECHECKS_TTL = 30 * 86_400
 
@@ -44,8 +46,8 @@ class Recheck(NamedTuple):
     """A scheduled recheck of a post.
 
     text: digest of the text that was sent; "" if none was. stage: index into the delays. missing_since: when the post
-    was first found removed or missing; purged_at: time of its tombstone, if it was purged and may come back; both in
-    seconds since 1970, or 0.
+    was first found removed or missing; purged_at: time of its tombstone, if it was purged and may come back, or PURGING
+    until that is known; both in seconds since 1970, or 0.
     """
 
     post_id: str
@@ -104,8 +106,9 @@ class Rechecks:
         """
         now = self._clock.time()
         members = self._redis.zrange(self._key, "-inf", now, byscore=True, offset=0, num=POSTS_AT_ONCE)
-        rechecks = [Recheck(*json.loads(member)) for member in members]
-        if rechecks:
+        found_due = [Recheck(*json.loads(member)) for member in members]
+        self._purge((), [recheck for recheck in found_due if recheck.purged_at == PURGING])
+        if rechecks := [recheck for recheck in found_due if recheck.purged_at != PURGING]:
             try:
                 found = self._source.look_up([recheck.post_id for recheck in rechecks])
             except RequestFailed:
@@ -113,7 +116,7 @@ class Rechecks:
                 raise
             self._settle(rechecks, found)
             self.rechecked += len(rechecks)
-        return len(rechecks) == POSTS_AT_ONCE
+        return len(members) == POSTS_AT_ONCE
 
     def _settle(self, rechecks: Sequence[Recheck], found: Mapping[str, Event]) -> None:
         """Act on the posts that were found, and schedule their next rechecks."""
@@ -149,16 +152,20 @@ class Rechecks:
 
     def _purge(self, deleted: Sequence[Recheck], removed: Sequence[Recheck]) -> None:
         """Purge posts, and schedule rechecks of those that may come back."""
-        if not (gone := [*deleted, *removed]):
+        if not (deleted or removed):
             return
-        ids = [recheck.post_id for recheck in removed]
-        others = tombstones(self._redis, ids)  # a purge by hand must not be undone later
+        others = tombstones(self._redis, [recheck.post_id for recheck in removed if recheck.purged_at != PURGING])
+        ids = [recheck.post_id for recheck in removed if recheck.post_id not in others]
+        # A purge by hand must not be undone later. After a crash during this one, its tombstones are known to be ours.
+        begun = [each._replace(purged_at=PURGING) for each in removed if each.post_id not in others]
+        self._finish(removed, dict.fromkeys(begun, 0.0))
+        gone = [*deleted, *removed, *begun]
         purge(self._redis, self._settings, [recheck.post_id for recheck in gone])
-        times = {post_id: at for post_id, at in tombstones(self._redis, ids).items() if post_id not in others}
+        times = tombstones(self._redis, ids)
         due = self._clock.time() + RETURN_PAUSES_S[0]
         self._finish(gone, {Recheck(post_id, "", purged_at=at): due for post_id, at in times.items()})
-        self.purged += len(gone)
-        logger.info("purged %d posts that were deleted or removed at their source", len(gone))
+        self.purged += len(deleted) + len(removed)
+        logger.info("purged %d posts that were deleted or removed at their source", len(deleted) + len(removed))
 
     def _resume(self, shown: Iterable[Recheck], posts: Mapping[str, Post], again: dict[Recheck, float]) -> list[Post]:
         """Schedule the next recheck of visible posts. Return those with a new text, or back after a purge."""

@@ -1,5 +1,10 @@
 """Rechecks of a post: its score, its text, and whether it still exists."""
 
+from typing import Any
+
+import pytest
+
+from feedmill.producers.live import rechecks
 from feedmill.producers.live.rechecks import MISSING_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_PAUSES_S, WAITING_RETRY_S
 from feedmill.producers.reddit.source import RedditSource
 from feedmill.shared.keys import MARKS, tombstone_key
@@ -7,6 +12,7 @@ from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge
 from feedmill.shared.results import ResultsStore
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, result
+from tests.integration.reddit.test_outbox import Killed
 from tests.support import has_results, latest, sent_marks
 
 RECHECK_DELAYS_S = RedditSource.recheck_delays
@@ -120,6 +126,25 @@ def test_a_later_purge_by_hand_stands_if_the_post_comes_back(house: House) -> No
     house.run(daemon, RETURN_PAUSES_S[0] + HOUR)
     assert house.redis.client.exists(tombstone_key(post))
     assert post not in whole(house)
+
+
+def test_a_post_comes_back_after_a_kill_during_its_purge(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = house.daemon(reddit_poll_interval=SELDOM)
+    (post,) = house.publish("cooking")
+    house.run(daemon, 5 * MINUTE)
+    house.loopback.remove(post)
+
+    def killing(*arguments: Any) -> None:
+        purge(*arguments)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rechecks, "purge", killing)
+        with pytest.raises(Killed):
+            house.run(daemon, RECHECK_DELAYS_S[0] + REMOVED_PATIENCE_S + 2 * WAITING_RETRY_S)
+    house.loopback.approve(post)
+    house.run(house.daemon(reddit_poll_interval=SELDOM), RETURN_PAUSES_S[0] + HOUR)
+    assert whole(house).count(post) == 1
 
 
 def test_expired_marks_send_nothing_twice(house: House) -> None:
