@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -336,11 +336,17 @@ def test_no_event_stops_a_source(
     send()
 
 
+class Edited(Script):
+    """A source whose posts are edited before their recheck."""
+
+    recheck_delays = (60.0,)
+
+    def look_up(self, ids: Sequence[str]) -> dict[str, Event]:
+        return {post_id: post(int(post_id.removeprefix("s-")), "edited") for post_id in ids}
+
+
 def test_rechecks_resend_an_edited_post_given_by_its_fields(
     redis: RedisServer, settings: Settings, clock: SimulatedClock
 ) -> None:
-    source = Script([post(5)])
-    source.recheck_delays = (60.0,)
-    source.look_up = lambda _: {"s-5": post(5, "edited"), "s-6": Event(None, 0.0, post={"id": "s-6"})}  # type: ignore[method-assign]
-    run(make(source, settings, clock), clock, 200.0)
+    run(make(Edited([post(5)]), settings, clock), clock, 200.0)
     assert ids(redis) == ["s-5", "s-5"]
