@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -327,6 +328,27 @@ def test_leases_end_soon_after_the_clock_is_set_back(redis: RedisServer) -> None
 def reserve_and_die_with_tag(server: RedisServer, prefix: str, seconds: float) -> list[str]:
     Reservation("reserved", "reserved_index", prefix, LISTS, seconds, 64, 10**6).reserve(server.client)
     return [str(tag) for tag in server.client.hkeys("reserved")]
+
+
+def test_an_unclaimed_message_does_not_lapse_while_redis_is_unreachable(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(redis, "postponed", "rejected")
+    with consuming(redis, options=SHORT) as consumer:
+        postponed, rejected = consumer.until(2)
+        with monkeypatch.context() as away:
+            away.setattr(LeaseScripts, "restore", Mock(side_effect=RedisError))
+            rejected.reject(requeue=True)
+            consumer.channel.close()
+            assert not postponed.is_held
+            assert not rejected.is_held
+            time.sleep(2 * SHORT["visibility_timeout"])
+            assert held(redis) == (2, 2), "no other worker has taken them"
+        wait_until(lambda: held(redis) == (0, 0), "they are back in the queue")
+    with consuming(redis, options=SHORT) as consumer:
+        assert bodies(consumer.until(2)) == ["postponed", "rejected"]
+        assert not any("lapse_count" in message.delivery_info for message in consumer.got)
+        consumer.acknowledge()
 
 
 # Poison messages: workers vanish while processing them.

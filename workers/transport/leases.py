@@ -147,6 +147,8 @@ class Leases:
         #: the bytes of the message in its list.
         self.held: dict[str, int] = {}
         self._claimed: dict[str, int] = {}
+        #: Tags of unclaimed messages to return as soon as Redis answers, and the command that returns each.
+        self._leaving: dict[str, str] = {}
         #: Tag of the message handled in isolation.
         self._isolated: str | None = None
         #: Tags of delivered messages that wait for isolation. No other message is reserved meanwhile.
@@ -177,6 +179,10 @@ class Leases:
         with self._lock:
             self.held[tag] = len(message)
 
+    def is_held(self, tag: str) -> bool:
+        with self._lock:
+            return tag in self.held and tag not in self._leaving
+
     def claim(self, tag: str) -> None:
         with self._lock:
             if tag in self.held:
@@ -195,6 +201,7 @@ class Leases:
         with self._lock:
             self.held.pop(tag, None)
             self._claimed.pop(tag, None)
+            self._leaving.pop(tag, None)
             if self._isolated == tag:
                 self._isolated = None
             self._waiting_for_isolation.discard(tag)
@@ -279,13 +286,17 @@ class Leases:
             self._forget(tag)
 
     def return_unclaimed(self, tags: Iterable[str], command: str = "RPUSH") -> None:
-        """Return unclaimed messages now. If Redis is unreachable, they return when their leases expire."""
-        free = [tag for tag in tags if tag in self.held and tag not in self._claimed]
-        try:
-            self.return_messages(free, command)
-        except (RedisError, OSError):
-            for tag in free:
-                self._forget(tag)
+        """Return unclaimed messages, now or as soon as Redis answers. Otherwise their leases would lapse."""
+        with self._lock:
+            self._leaving |= {tag: command for tag in tags if tag in self.held and tag not in self._claimed}
+        with suppress(RedisError, OSError):
+            self._return_leaving()
+
+    def _return_leaving(self) -> None:
+        with self._lock:
+            leaving = list(self._leaving.items())
+        for command in {command for _, command in leaving}:
+            self.return_messages([tag for tag, by in leaving if by == command], command)
 
     def _restore(self, tags: Sequence[str], lapse: bool, until: float | None, command: str) -> None:
         """Put messages back into their lists, with their counters. Skip messages whose leases end after `until`."""
@@ -344,6 +355,7 @@ class Leases:
         self._contact = now
         if not self.evented:
             self.flush()
+        self._return_leaving()
         self._restore(ended, True, now, "RPUSH")
         return more
 
@@ -390,8 +402,8 @@ class LeasedMessage(VirtualMessage):
 
     @property
     def is_held(self) -> bool:
-        """True until the message is acknowledged or returned."""
-        return self.delivery_tag in self.leases.held
+        """True until the message is acknowledged, or returned or about to be."""
+        return self.leases.is_held(self.delivery_tag)
 
     @property
     def queued_size(self) -> int:
