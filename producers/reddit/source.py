@@ -143,7 +143,8 @@ class RedditSource(Source):
                 "topic %s: none of its subreddits can be read; add others to the topics file (--reddit-topics)", topic
             )
         self.active[topic] = active
-        self._checks[topic] = self._clock.monotonic() + (CHECK_INTERVAL_S if active else CHECK_RETRY_S)
+        if not active:
+            self._checks[topic] = self._clock.monotonic() + CHECK_RETRY_S
 
     def _problem(self, name: str) -> str:
         """Return why a subreddit cannot be read, or ASLEEP; "" if it is to be read."""
@@ -186,6 +187,8 @@ class RedditSource(Source):
         """Walk a topic's subreddits jointly; if that fails, separately, so that one does not stop the others."""
         if self._clock.monotonic() >= self._checks[topic]:
             self.check(topic)
+            if self.active[topic]:  # a check out of turn, of a subreddit that failed, does not postpone this one
+                self._checks[topic] = self._clock.monotonic() + CHECK_INTERVAL_S
         tracks = [self._track(name) for name in self.active[topic]]
         # A full walk reads each subreddit separately: in a joint listing, a busy one crowds out the others.
         separate = [track for track in tracks if track.name in self._failing or self._is_full_due(track)]
