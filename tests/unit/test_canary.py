@@ -63,13 +63,21 @@ def test_refuses_scores_that_are_alike_in_half_precision_only(tmp_path: Path) ->
     assert load_classifier(settings, fp(torch.float32)).kind == "sequence"
 
 
-def test_accepts_scores_that_are_alike_in_float32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model may legitimately have the same scores for the canary posts, such as 0 for everything that is rare."""
-    settings = Settings(model=str(constant(tmp_path)))
-    assert load_classifier(settings, fp(torch.float32)).kind == "sequence"
-    assert [record.levelname for record in caplog.records if record.name == registry.__name__] == ["WARNING"]
+def test_refuses_scores_that_are_alike_if_float32_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, needed = Settings(model=str(constant(tmp_path))), 10**6
+    monkeypatch.setattr(registry, "parameters", lambda _: needed)
+    monkeypatch.setattr(registry, "_memory", lambda _: 3 * needed)
     with pytest.raises(ModelError, match="FEEDMILL_DTYPE=float32"):
         load_classifier(settings, fp(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accepts_scores_that_are_alike_in_every_precision(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    """A model may legitimately have the same scores for the canary posts, such as 0 for everything that is rare."""
+    assert load_classifier(Settings(model=str(constant(tmp_path))), fp(dtype)).kind == "sequence"
+    assert [record.levelname for record in caplog.records if record.name == registry.__name__] == ["WARNING"]
 
 
 def test_scores_few_labels_if_each_is_a_row(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ overflow: the scores are then not finite, or the same for every post.
 
 import logging
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from feedmill.shared import linux
-from feedmill.shared.errors import ModelError, RequestRefused, SettingsError, UserError
+from feedmill.shared.errors import DeviceFull, ModelError, RequestRefused, SettingsError, UserError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.classifiers import Classifier, Scores
@@ -89,8 +91,15 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
             "FEEDMILL_DEVICE or FEEDMILL_DTYPE."
         ) from error
     if kind in CLASSIFIERS:  # a plug-in's scores may be the same by design
-        check_differences(scores, classifier)
+        check_differences(scores, classifier, partial(_in_float32, make, weights, settings))
     return classifier
+
+
+def _in_float32(make: Callable[..., Classifier], weights: Weights, settings: Settings) -> Classifier:
+    """Load the model a second time, in float32 and in the machine's memory, where there is more of it."""
+    device = Device(torch.device("cpu"), torch.float32, "for comparison")
+    check_size(weights, device)
+    return make(weights, device, settings)
 
 
 def _located(settings: Settings) -> tuple[Weights, str]:
@@ -179,18 +188,27 @@ def check_scores(classifier: Classifier) -> list[Scores]:
     return found
 
 
-def check_differences(found: list[Scores], classifier: Classifier) -> None:
-    """Raise ModelError if all posts have the same scores in half precision; in float32, log a warning.
+def check_differences(found: list[Scores], classifier: Classifier, in_float32: Callable[[], Classifier]) -> None:
+    """Raise ModelError if all posts have the same scores in half precision, but not in float32.
 
-    In float32, a model may have the same scores for posts as different as these: one that was trained to find something
-    rare, for example.
+    A model may have the same scores for posts as different as these: one that was trained to find something rare, for
+    example. in_float32: load the model in float32; called only if all scores are the same.
     """
-    if len({tuple(round(score, PLACES) for score in scores.values()) for scores in found}) > 1:
+    if not _all_alike(found):
         return
     name, device = classifier.weights.name, classifier.device
     if device.dtype != torch.float32:
-        raise ModelError(f"{name} gives all posts the same scores in {device.precision}. {_advice(device)}")
-    logger.warning("%s gives all test posts the same scores: evaluate it before you use it", name)
+        try:
+            precise = check_scores(in_float32())
+        except (ModelError, DeviceFull):  # for example without memory for it
+            precise = None
+        if precise is None or not _all_alike(precise):
+            raise ModelError(f"{name} gives all posts the same scores in {device.precision}. {_advice(device)}")
+    logger.warning("%s gives all test posts the same scores, in float32, too: evaluate it before you use it", name)
+
+
+def _all_alike(found: list[Scores]) -> bool:
+    return len({tuple(round(score, PLACES) for score in scores.values()) for scores in found}) == 1
 
 
 def _advice(device: Device) -> str:
