@@ -33,35 +33,42 @@ class Group(NamedTuple):
     width: int
     #: The token at each place, [rows * width]. Behind a row, its last token is repeated.
     tokens: slice | torch.Tensor
-    #: True at the rows' own tokens: [rows, width]. None without padding.
+    #: True at the rows' own tokens: [rows, width]. None without padding, like the rest.
     real: torch.Tensor | None
+    #: Places of the rows' own tokens: [tokens of all rows].
+    kept: torch.Tensor | None
+    #: Added to the scores: [rows, 1, 1, width]. As numbers, since torch converts a mask of truth values in each layer.
+    mask: torch.Tensor | None
 
     def batch(self, states: torch.Tensor) -> torch.Tensor:
         """Return the rows' states: [rows, width, …]. states: [tokens, …]."""
-        places = states[self.tokens]
+        places = states[self.tokens] if isinstance(self.tokens, slice) else states.index_select(0, self.tokens)
         return places.view(-1, self.width, *places.shape[1:])
 
     def own(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the states of the rows' own tokens: [tokens of all rows, …]. batch: [rows, width, …]."""
-        return batch.flatten(0, 1) if self.real is None else batch[self.real]
+        places = batch.flatten(0, 1)
+        return places if self.kept is None else places.index_select(0, self.kept)
 
 
-def groups_of(lengths: Sequence[int], step: int) -> list[Group]:
-    """Divide packed rows into groups. step: rows of up to MAX_PADDED_LENGTH tokens are padded to a multiple of it."""
+def groups_of(lengths: Sequence[int], step: int, dtype: torch.dtype) -> list[Group]:
+    """Divide packed rows into groups. step: rows of up to MAX_PADDED_LENGTH tokens are padded to a multiple of it.
+
+    dtype: precision of the scores.
+    """
     groups, start = [], 0
     for width, members in groupby(lengths, lambda length: _padded_length(length, step)):
         own = np.fromiter(members, np.int64)[:, None]
         place = np.arange(width)
         size = int(own.sum())
         tokens = start + own.cumsum()[:, None] - own + np.minimum(place, own - 1)
-        padding = size < tokens.size
-        groups.append(
-            Group(
-                width,
-                torch.from_numpy(tokens.ravel()) if padding else slice(start, start + size),
-                torch.from_numpy(place < own) if padding else None,
-            )
-        )
+        if size == tokens.size:
+            groups.append(Group(width, slice(start, start + size), None, None, None))
+        else:
+            real = torch.from_numpy(place < own)
+            kept = real.flatten().nonzero().flatten()
+            mask = torch.zeros(real.shape, dtype=dtype).masked_fill_(~real, float("-inf"))[:, None, None, :]
+            groups.append(Group(width, torch.from_numpy(tokens.ravel()), real, kept, mask))
         start += size
     return groups
 
@@ -87,19 +94,20 @@ def packed_attention(
     query, key, value: [1, heads, tokens, dimensions of a head]. sliding_window: attend only to tokens that are less
     than this far away. Returns [1, tokens, heads, dimensions of a head]; tokens after all rows get zeros.
     """
-    attended = query.new_zeros(query.shape[2], query.shape[1], query.shape[3])
-    start = 0
+    attended = []
     for group in groups:
         q, k, v = (group.batch(states[0].transpose(0, 1)).transpose(1, 2) for states in (query, key, value))
-        mask = None if group.real is None else group.real[:, None, None, :]
+        mask = group.mask
         if sliding_window is not None and group.width > sliding_window:
             near = torch.ones(group.width, group.width, dtype=torch.bool).triu(1 - sliding_window)
             near = near.tril(sliding_window - 1)
-            mask = near if mask is None else near & mask
-        rows = group.own(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).transpose(1, 2))
-        attended[start : start + len(rows)] = rows
-        start += len(rows)
-    return attended.unsqueeze(0), None
+            far = torch.zeros(near.shape, dtype=query.dtype).masked_fill_(~near, float("-inf"))
+            mask = far if mask is None else far + mask
+        rows = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        attended.append(group.own(rows.transpose(1, 2)))
+    rest = query.shape[2] - sum(map(len, attended))
+    attended.append(query.new_zeros(rest, query.shape[1], query.shape[3]))
+    return torch.cat(attended).unsqueeze(0), None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -118,7 +118,7 @@ class TorchEngine:
         if any(row.types for row in rows):
             each = (row.types or [0] * len(row.ids) for row in rows)
             types = torch.tensor([*chain.from_iterable(each), *[0] * rest]).unsqueeze(0)
-        groups = groups_of(lengths, self._length_step)
+        groups = groups_of(lengths, self._length_step, self.device.dtype)
         return self.network.packed(ids.unsqueeze(0), positions.unsqueeze(0), types, groups)
 
     def _positions(self, ids: Sequence[int]) -> Iterable[int]:
