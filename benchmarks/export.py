@@ -69,7 +69,7 @@ def run(
     database: str | None = None,
 ) -> dict[str, Any]:
     # Redis trims the stream by whole nodes, so it keeps at least `count` entries.
-    settings = load(results_stream_length=count)
+    settings = load(results_stream_length=count, results_memory=max(10**9, 4_000 * count))
     posts = read_posts(file, min(count, MAX_POSTS))
     stack = Stack(settings, folder / "stack", durable=False)
     next(stack.start())  # starts only Redis

@@ -614,6 +614,7 @@ class ParquetTable:
         """Yield the rows."""
         number = 0
         for batch in self._file.iter_batches(PARQUET_ROWS):
-            for index, row in enumerate(batch.to_pylist()):
+            rows = to_jsonable_python(batch.to_pylist(), bytes_mode="base64", fallback=str)
+            for index, row in enumerate(rows):
                 number += 1
-                yield Record(number, to_jsonable_python(row, bytes_mode="base64", fallback=str), (batch, index))
+                yield Record(number, row, (batch, index))

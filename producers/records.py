@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from enum import Enum
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from pydantic_core import from_json
@@ -242,9 +243,12 @@ def normalize_column(name: str) -> str:
 
 def normalize_keys(record: dict[str, Any]) -> dict[str, Any]:
     """Return the record with normalized keys (`normalize_key`)."""
-    keys = "".join(record)
-    is_normalized = keys.isascii() and keys == "".join(keys.lower().split())
-    return record if is_normalized else {normalize_key(key): value for key, value in record.items()}
+    return dict(zip(_normalized(tuple(record)), record.values(), strict=True))
+
+
+@lru_cache(16)  # most records of a file have the same keys
+def _normalized(keys: tuple[str, ...]) -> list[str]:
+    return [normalize_key(key) for key in keys]
 
 
 def _first(record: dict[str, Any], field: str) -> Any:
@@ -389,7 +393,7 @@ def cut(field: str, value: Any) -> Any:
 
 def _text(record: dict[str, Any], field: str, columns: Columns) -> Any:
     """Return the value of title or body, from the column that the user chose if any was chosen."""
-    if not columns.text:
+    if columns.title is None and columns.body is None:
         found = _first(record, field)
         # Only Reddit's API calls a body `selftext`.
         if field == "body" and "selftext" in record and found in (None, record["selftext"]):
