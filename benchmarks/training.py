@@ -75,7 +75,7 @@ def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Tr
 def examples(path: str | None, count: int) -> Dataset:
     posts = read_posts(path, count)
     found = [Labelled(post, LABELS[number % len(LABELS)]) for number, post in enumerate(posts)]
-    return Dataset(LABELS, found, [], [], {})
+    return Dataset(LABELS, found, [], {})
 
 
 def main() -> None:

@@ -42,9 +42,9 @@ class LiveBar(Progress):
         return super().get_renderables()
 
 
-def notes_console(quiet: bool = False) -> Console:
+def notes_console() -> Console:
     """Return a console for notes on standard error, whose lines a terminal wraps."""
-    return Console(stderr=True, soft_wrap=True, highlight=False, quiet=quiet)
+    return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def counted(count: int, noun: str) -> str:

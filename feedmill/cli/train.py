@@ -1,7 +1,6 @@
 """The `feedmill train` command: fine-tune a model, or fit a head on embeddings."""
 
 import json
-import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -61,18 +60,16 @@ def train(
     finally:
         with suppress(OSError):  # only an empty folder: a model and an interrupted training stay
             folder.rmdir()
-    if record and as_json:
+    if as_json:
         typer.echo(json_line({"folder": str(folder), **record}))
-    elif record:
+    else:
         show_trained(record, str(folder))
 
 
-def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[str, Any] | None:
-    """Collect the posts, train, write the model, and return its record. Only rank 0 writes; others return None."""
-    first = os.environ.get("RANK", "0") == "0"  # torchrun numbers its processes
-    notes, folder = notes_console(quiet=not first), Path(options.out)
-    if first:
-        check_folder(folder, options.resume)
+def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[str, Any]:
+    """Collect the posts, train, write the model, and return its record."""
+    notes, folder = notes_console(), Path(options.out)
+    check_folder(folder, options.resume)
     # Imported late: needs torch, which only workers have and which loads slowly.
     with explain_missing("Training", "worker" if options.head else "worker,train"):
         from feedmill.training import model_card  # noqa: PLC0415
@@ -86,7 +83,7 @@ def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[s
             from feedmill.training.finetune import Training  # noqa: PLC0415
 
     collected = collect(options, file, settings, notes)
-    dataset = make_dataset(collected.examples, collected.tested, options)
+    dataset = make_dataset(collected.examples, options)
     report = Report(notes)
     for line in dataset.summary():
         report.print(line)
@@ -95,11 +92,8 @@ def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[s
             trained: Any = train_head(dataset, options, settings, report)
         else:
             training = Training(dataset, options, settings, report)
-            if first:
-                record_start(folder, options, dataset)
+            record_start(folder, options, dataset)
             trained = training.run()
-        if not first:
-            return None
         trained.save(folder)
         tested = _tested(options, dataset, settings, report)
     finally:

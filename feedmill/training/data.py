@@ -1,6 +1,6 @@
-"""Collect labelled posts from the results stream, an export or a file of posts, and split them without leakage.
+"""Collect labelled posts from an export or a file of posts, and split them without leakage.
 
-Purged posts are left out of every source, provided Redis answers. Does not import torch.
+Purged posts are left out, provided Redis answers. Does not import torch.
 """
 
 from collections import Counter
@@ -15,50 +15,38 @@ from rich.console import Console
 from feedmill.cli.options import FileFlags
 from feedmill.producers.files import FileReading
 from feedmill.producers.records import Labelled
-from feedmill.reading.rows import Place, RowReader
+from feedmill.reading.rows import RowReader
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.errors import InputError, RedisUnavailable, printable
 from feedmill.shared.messages import Post, digest
 from feedmill.shared.settings import Settings
-from feedmill.training.options import RESULTS, TrainOptions
+from feedmill.training.options import TrainOptions
 
 #: Default minimum of posts per label, for fine-tuning and for a head.
 MIN_POSTS, MIN_POSTS_OF_A_HEAD = 8, 2
-#: Share of the training posts held back for early stopping.
-VALIDATION_SHARE = 0.1
 
 
 class Collected(NamedTuple):
-    """Training examples, the examples of a separate test file (None without one), and counts of posts, without content.
+    """Examples, and counts of posts, without content.
 
     counts: read; unlabelled: without a usable label or text; purged: left out (None if Redis did not answer);
     labelled_by: posts per labelling model, empty if the labels are topics.
     """
 
     examples: list[Labelled]
-    tested: list[Labelled] | None
     counts: dict[str, Any]
 
 
 def collect(options: TrainOptions, file: FileFlags, settings: Settings, notes: Console) -> Collected:
     """Read the posts that the options name. Raises UserError."""
-    is_stream = options.source == RESULTS
-    if is_stream:
-        notes.print(f"The results stream keeps the first {settings.stream_body} characters of each body.")
-    source = _of_results(settings) if is_stream else _of_path(options.source, file, notes)
-    read = list(islice(source, options.limit))
-    tests = list(islice(_of_path(options.test, file, notes), options.limit)) if options.test else []
-    in_files = tests if is_stream else [*read, *tests]
-    gone = purged_ids((each.post.id for each in in_files), settings, notes)
-    kept, tests = ([each for each in posts if each.post.id not in (gone or ())] for posts in (read, tests))
-    tested = [example for each in tests if (example := _example(each, "topic", options))]
-    if options.test and not tested:
-        raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
-    examples = [example for each in kept if (example := _example(each, options.targets, options))]
+    read = list(islice(_read(options.source, file, notes), options.limit))
+    gone = purged_ids((each.post.id for each in read), settings, notes)
+    kept = [each for each in read if each.post.id not in (gone or ())]
+    examples = [example for each in kept if (example := _example(each, options))]
     if not examples:
         raise InputError(
             f"None of {len(kept):,} posts has a label for --targets {options.targets}. Topics are in a column topic, "
-            "label or category of the file; a model's labels are in results and exports, with scores of at least "
+            "label or category of the file; a model's labels are in exports, with scores of at least "
             f"--min-score {options.min_score}."
         )
     models = Counter(example.model for example in examples if example.model)
@@ -70,36 +58,22 @@ def collect(options: TrainOptions, file: FileFlags, settings: Settings, notes: C
         )
     counts = {"source": options.source, "read": len(read), "unlabelled": len(kept) - len(examples)}
     counts |= {"purged": None if gone is None else len(read) - len(kept), "labelled_by": dict(models)}
-    return Collected(examples, tested if options.test else None, counts)
+    return Collected(examples, counts)
 
 
-def _example(labelled: Labelled, targets: str, options: TrainOptions) -> Labelled | None:
+def _example(labelled: Labelled, options: TrainOptions) -> Labelled | None:
     """Return the training example, or None without a label, with a score below `min_score`, or without text."""
     post, label, scores, model = labelled
-    if targets == "topic":
+    if options.targets == "topic":
         label, scores, model = post.topic or "", {}, ""
     elif scores.get(label, -1.0) < options.min_score:
         return None
-    if not label or not post.text:  # the stream truncates bodies, possibly to nothing
+    if not label or not post.text:  # exports have truncated bodies, possibly to nothing
         return None
     return Labelled(post, label.strip(), scores, model)
 
 
-def _of_results(settings: Settings) -> Iterator[Labelled]:
-    """Yield the results in the stream, oldest first, with bodies cut to `stream_body` characters.
-
-    Raises RedisUnavailable.
-    """
-    with user_errors(settings):
-        for chunk in RowReader(connect(settings)).chunks(Place("0-0")):
-            for row in chunk.rows:
-                # Not validated again: it was valid when written, and truncation may have made it invalid since.
-                post = Post.model_construct(**row.post)
-                found = row.found
-                yield Labelled(post, found["label"], found["scores"], found["model"])
-
-
-def _of_path(path: str, flags: FileFlags, notes: Console) -> Iterator[Labelled]:
+def _read(path: str, flags: FileFlags, notes: Console) -> Iterator[Labelled]:
     """Yield the posts of a file, or of an export's parts, whose names sort by time. Raises InputError."""
     files = sorted(map(str, Path(path).glob("*/part-*"))) if Path(path).is_dir() else [path]
     if not files:
@@ -124,11 +98,10 @@ def purged_ids(ids: Iterable[str], settings: Settings, notes: Console) -> set[st
 
 
 class Dataset(NamedTuple):
-    """The labels, and the examples for training, early stopping and testing."""
+    """The labels, and the examples for training and testing."""
 
     labels: tuple[str, ...]
     train: list[Labelled]
-    validation: list[Labelled]
     test: list[Labelled]
     #: Number of excluded examples by reason.
     left_out: dict[str, int]
@@ -161,50 +134,37 @@ class Dataset(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Digest of the labels and all training and validation examples. A run resumes only with an equal digest."""
-        learnt = (*self.train, *self.validation)
-        return digest(*self.labels, *(part for each in learnt for part in (each.post.id, each.post.text, each.label)))
+        """Digest of the labels and all training examples. A run resumes only with an equal digest."""
+        parts = (part for each in self.train for part in (each.post.id, each.post.text, each.label))
+        return digest(*self.labels, *parts)
 
     def summary(self) -> Iterator[str]:
         """Yield lines with the sizes and labels of the dataset."""
-        held_out = f", {len(self.validation):,} for validation" if self.validation else ""
-        yield f"{len(self.train):,} posts for training, {len(self.test):,} for testing{held_out}"
+        yield f"{len(self.train):,} posts for training, {len(self.test):,} for testing"
         yield f"{len(self.labels)} labels: {', '.join(f'{label} {count:,}' for label, count in self.counts.items())}"
         if self.left_out:
             yield f"Left out: {', '.join(f'{count:,} {why}' for why, count in self.left_out.items())}"
 
 
-def make_dataset(found: Iterable[Labelled], tested: Iterable[Labelled] | None, options: TrainOptions) -> Dataset:
-    """Deduplicate the examples and split them according to `options`. tested: test examples from a separate file.
+def make_dataset(found: Iterable[Labelled], options: TrainOptions) -> Dataset:
+    """Deduplicate the examples and split them according to `options`.
 
     Raises InputError if the examples are not enough to train or test on.
     """
     left_out: Counter[str] = Counter()
-    examples = _deduplicate(found, left_out, "repeated text")
+    examples = _deduplicate(found, left_out)
     if options.targets == "soft":
         examples = _keep_common_label_set(examples, left_out)
-    if tested is None:
-        train, test = split(examples, options.split, options.test_share, options.seed)
-    else:
-        test = _deduplicate(tested, left_out, "repeated text in the test")
-        texts = {_normalized(example.post.text) for example in test}
-        train = [example for example in examples if _normalized(example.post.text) not in texts]
-        left_out["also in the test"] += len(examples) - len(train)
+    train, test = split(examples, options.split, options.test_share, options.seed)
     labels = _labels(train, options)
     known = [example for example in test if example.label in labels]
     left_out["tests of another label"] += len(test) - len(known)
     if not known and options.split != "none":
         raise InputError(
-            f"No post is left to test on; {len(train):,} are training posts. Provide more posts, another --split, or "
-            "--test FILE; --split none trains without a test."
+            f"No post is left to test on; {len(train):,} are training posts. Provide more posts or another "
+            "--split; --split none trains without a test."
         )
-    validation: list[Labelled] = []
-    if options.patience:
-        # A different seed than the test split's: with the same seed, no training post would hash below the share.
-        train, validation = split(train, "random", VALIDATION_SHARE, options.seed + 1)
-        if not validation:
-            raise InputError(f"--patience: {len(train):,} posts are too few to hold some back. Add posts.")
-    return Dataset(labels, train, validation, known, {why: count for why, count in left_out.items() if count})
+    return Dataset(labels, train, known, {why: count for why, count in left_out.items() if count})
 
 
 def split(examples: Sequence[Labelled], how: str, share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:
@@ -230,17 +190,13 @@ def _fraction(key: str, seed: int) -> float:
     return int.from_bytes(sha1(f"{seed} {key}".encode(), usedforsecurity=False).digest()[:8]) / 2**64
 
 
-def _deduplicate(examples: Iterable[Labelled], left_out: Counter[str], why: str) -> list[Labelled]:
+def _deduplicate(examples: Iterable[Labelled], left_out: Counter[str]) -> list[Labelled]:
     """Keep the first post of each text: reposts would leak training posts into the test."""
     seen: dict[str, Labelled] = {}
     for example in examples:
-        if seen.setdefault(_normalized(example.post.text), example) is not example:
-            left_out[why] += 1
+        if seen.setdefault(" ".join(example.post.text.casefold().split()), example) is not example:
+            left_out["repeated text"] += 1
     return list(seen.values())
-
-
-def _normalized(text: str) -> str:
-    return " ".join(text.casefold().split())
 
 
 def _keep_common_label_set(examples: Sequence[Labelled], left_out: Counter[str]) -> list[Labelled]:

@@ -5,15 +5,10 @@ Differences from the plain Trainer:
 - the new head is fitted to the base's features first. A random one sends large, undirected gradients into the base,
   which distorts its features ("Fine-Tuning can Distort Pretrained Features", arXiv 2202.10054);
 - seed and epoch alone decide the order of examples (`Order`); the Trainer's grouping by length draws from the global
-  generator. Resumed, accumulated and multi-process runs therefore see the same batches;
+  generator. Resumed and accumulated runs therefore see the same batches;
 - the loss is a sum divided by the examples of the whole optimization step, so gradient accumulation is exact.
-
-With several GPUs, torchrun starts one process per GPU. Every process reads the same examples; only the first one writes
-files.
 """
 
-import gc
-import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence, Sized
@@ -101,8 +96,8 @@ class Training:
     def run(self) -> Trained:
         """Train the model. Raises UserError, DeviceFull or DeviceLost."""
         seed, data = self._options.seed, self._dataset
-        self._report.phase(f"tokenizing {len(data.train) + len(data.validation):,} posts")
-        train, validation = self._rows(data.train), self._rows(data.validation)
+        self._report.phase(f"tokenizing {len(data.train):,} posts")
+        train = self._rows(data.train)
         transformers.set_seed(seed)
         self._report.phase(f"loading {self._weights.name}")
         model = make_model(self._weights, data.labels, self._tokenizer.pad_token_id)
@@ -114,7 +109,15 @@ class Training:
             self._fit_head(model, train)
         precision = f"{str(self._precision).removeprefix('torch.')}: {self._why_precision}"
         plan: dict[str, Any] = {"precision": precision, "device": self._device.name}
-        trainer = self._trainer(model, arguments, train, validation, _Progress(self._report, plan))
+        trainer = _Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=train,  # type: ignore[arg-type]  # a list of rows
+            data_collator=self._collate,
+            compute_loss_func=self._loss_of_step,
+            callbacks=[_Progress(self._report, plan)],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
         peak = Peak(self._device.torch, "torch")
         transformers.set_seed(seed)  # fitting the head may have drawn random numbers
         seconds = trainer.train(resume_from_checkpoint=last).metrics["train_runtime"]
@@ -124,35 +127,11 @@ class Training:
             "seconds": seconds,
             "samples_per_s": steps * plan["effective_batch"] / seconds,  # without tokenizing and fitting the head
             "peak_mb": peak.mb(),
-            "curve": [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry],
+            "curve": [entry for entry in trainer.state.log_history if "loss" in entry],
         }
-        trained = Trained(trainer.accelerator.unwrap_model(trainer.model), self._tokenizer, record)
-        if torch.distributed.is_initialized():
-            del trainer
-            gc.collect()  # the wrapped model hangs if it outlives the process group
-            torch.distributed.destroy_process_group()
-        return trained
-
-    def _trainer(
-        self, model: Any, arguments: TrainingArguments, train: Any, validation: Any, progress: TrainerCallback
-    ) -> Trainer:
-        trainer = _Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=train,
-            eval_dataset=validation or None,
-            data_collator=self._collate,
-            compute_loss_func=self._loss_of_step,
-            callbacks=[progress],
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        if self._options.patience:
-            trainer.add_callback(transformers.EarlyStoppingCallback(self._options.patience))
-        return trainer
+        return Trained(trainer.accelerator.unwrap_model(trainer.model), self._tokenizer, record)
 
     def _rows(self, examples: Sequence[Labelled]) -> list[dict[str, Any]]:
-        if not examples:
-            return []
         columns = dict(self._tokenizer([example.post.text for example in examples], truncation=True))
         columns["labels"] = self._dataset.targets(examples, self._options)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -161,11 +140,10 @@ class Training:
         options = self._options
         on_gpu = self._device.torch.type == "cuda"
         if on_gpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self._device.torch.index or 0)))
+            torch.cuda.set_device(self._device.torch.index or 0)
         arguments = TrainingArguments(
             output_dir=str(Path(options.out) / CHECKPOINTS),
             per_device_train_batch_size=options.batch_size,
-            per_device_eval_batch_size=options.batch_size,
             gradient_accumulation_steps=options.accumulation,
             num_train_epochs=options.epochs,
             learning_rate=options.learning_rate,
@@ -179,20 +157,14 @@ class Training:
             remove_unused_columns=False,
             label_names=["labels"],
             use_cpu=self._device.torch.type == "cpu",
-            ddp_backend="gloo" if "WORLD_SIZE" in os.environ and not on_gpu else None,  # a single process needs none
-            ddp_find_unused_parameters=False,
             seed=options.seed,
             logging_steps=1 / CURVE_POINTS,
             report_to=[],
             disable_tqdm=True,
-            eval_strategy="epoch" if options.patience else "no",
-            load_best_model_at_end=bool(options.patience),
-            metric_for_best_model="eval_loss" if options.patience else None,
             save_strategy="epoch",
             save_total_limit=2,  # a crash can leave the last one incomplete
         )
-        if arguments.world_size == 1:
-            arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs in one process would share the interpreter lock
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs would share the interpreter lock
         return arguments
 
     @staticmethod
@@ -238,7 +210,7 @@ class Training:
 class Order(LengthGroupedSampler):
     """A reproducible order of examples, different in each epoch and determined by the seed.
 
-    batch: examples per optimization step, over all devices. Examples of similar length are in one step, so that its
+    batch: examples per optimization step. Examples of similar length are in one step, so that its
     forward passes need little padding. The longest example is in the first step, so that running out of memory shows at
     once; the others come in random order, but an incomplete one stays at the end.
     """
@@ -266,17 +238,12 @@ class _Trainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Sized | None = None) -> Order:  # type: ignore[override]  # noqa: ARG002
         rows: Any = self.train_dataset
-        return Order([len(row["input_ids"]) for row in rows], effective_batch(self.args), self.args.seed)
-
-
-def effective_batch(arguments: TrainingArguments) -> int:
-    """Return the examples per optimization step, over all devices."""
-    own = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-    return int(own * arguments.world_size)
+        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return Order([len(row["input_ids"]) for row in rows], batch, self.args.seed)
 
 
 class _Progress(TrainerCallback):
-    """Fill the plan, and report it and each optimization step, in the first process only."""
+    """Fill the plan, and report it and each optimization step."""
 
     def __init__(self, report: Report, plan: dict[str, Any]) -> None:
         self._report, self._plan = report, plan
@@ -285,18 +252,15 @@ class _Progress(TrainerCallback):
         self._plan |= {
             "batch_size": args.per_device_train_batch_size,
             "accumulation": args.gradient_accumulation_steps,
-            "devices": args.world_size,
-            "effective_batch": effective_batch(args),
+            "effective_batch": args.per_device_train_batch_size * args.gradient_accumulation_steps,
             "steps": state.max_steps,
             "epochs": args.num_train_epochs,
         }
-        if state.is_world_process_zero:
-            self._report.planned(self._plan)
+        self._report.planned(self._plan)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        if state.is_world_process_zero:
-            losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-            self._report.advance(state.global_step, f", loss {losses[-1]:.3f}" if losses else "")
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        self._report.advance(state.global_step, f", loss {losses[-1]:.3f}" if losses else "")
 
 
 def _tokenizer(weights: Weights, most: int) -> Any:

@@ -5,10 +5,9 @@ Neither file quotes a post, because a purge of the training posts does not reach
 
 import json
 import platform
-import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,9 @@ def write(
     """
     record = {
         "trained_at": time.time(),
-        "command": command(options, file),
         "options": asdict(options) | asdict(file),
         "labels": list(dataset.labels),
         "train": len(dataset.train),
-        "validation": len(dataset.validation),
         "test": len(dataset.test),
         "train_by_label": dataset.counts,
         **trained,
@@ -59,21 +56,6 @@ def write(
         with replacing(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
     return record
-
-
-def command(*options: Any) -> str:
-    """Return the `feedmill train` command with these options.
-
-    Rebuilt from the options, because the command as typed may contain a password in the Redis URL.
-    """
-    flags = []
-    for field, value in ((field, getattr(group, field.name)) for group in options for field in fields(group)):
-        name = "from" if field.name == "source" else field.name.replace("_", "-")
-        if isinstance(value, bool) and value != field.default:
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        elif value != field.default:
-            flags.append(f"--{name}={value}")
-    return shlex.join(["feedmill", "train", *flags])
 
 
 def _card(folder: Path, options: TrainOptions, record: Mapping[str, Any]) -> str:

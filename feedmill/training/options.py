@@ -8,15 +8,12 @@ from typer import Option
 
 from feedmill.shared.errors import UserError
 
-#: Value of `source` that selects the results stream in Redis.
-RESULTS = "results"
 #: Names in the output folder: checkpoints, removed when the training is complete; and in that folder, the record of the
 #: training's posts and options.
 CHECKPOINTS, BEGUN = "checkpoints", "begun.json"
 #: Flags that have no effect on the training of a head.
 OF_FINE_TUNING = (
-    "--epochs", "--batch-size", "--accumulation", "--learning-rate", "--patience", "--gradient-checkpointing",
-    "--resume",
+    "--epochs", "--batch-size", "--accumulation", "--learning-rate", "--gradient-checkpointing", "--resume",
 )  # fmt: skip
 
 
@@ -29,9 +26,7 @@ class TrainOptions:
 
     # Data and model.
 
-    source: Annotated[
-        str, Option("--from", help="Training data: `results` (the stream), an export, or a file of posts.")
-    ]
+    source: Annotated[str, Option("--from", help="Training data: an export, or a file of posts.")]
     out: Annotated[str, Option(help="Folder for the trained model; must be new or empty.")]
     #: The default model is small and available offline.
     base: Annotated[
@@ -49,9 +44,7 @@ class TrainOptions:
         Option(help="What to learn: topic (the column topic, label or category), zero-shot or soft."),
     ] = "topic"
     #: Posts with a lower score are skipped. At 0.5, no other label is as likely. Does not apply to topics.
-    min_score: Annotated[float, Option(min=0, max=1, help="Minimum score of the best label in results or exports.")] = (
-        0.5
-    )
+    min_score: Annotated[float, Option(min=0, max=1, help="Minimum score of the best label in exports.")] = 0.5
     #: With fewer posts, a model memorizes them instead of learning the label. A head has few weights, and penalized.
     min_posts: Annotated[
         int | None, Option(min=1, max=65_536, help="Minimum posts per label (default: 8; with --head 2).")
@@ -61,8 +54,6 @@ class TrainOptions:
 
     # Test.
 
-    #: With this option, all posts of `source` are used for training.
-    test: Annotated[str | None, Option(help="File of posts with topics to test on (default: a split).")] = None
     #: "random" uses a hash of the posts' ids, so that a post keeps its side when posts are added. "subreddit" and
     #: "time" hold out whole subreddits, or the newest posts, to measure accuracy on unfamiliar data.
     split: Annotated[
@@ -79,8 +70,8 @@ class TrainOptions:
     #: A few hundred posts need several passes; too many passes cause overfitting.
     epochs: Annotated[float, Option(min=0.01, max=1000, help="Passes over the training posts.")] = 4.0
     #: If the device runs out of memory, lower this value and raise `accumulation`.
-    batch_size: Annotated[int, Option(min=1, max=65_536, help="Rows per forward pass and device.")] = 16
-    #: Effective batch size = batch size x accumulation x devices.
+    batch_size: Annotated[int, Option(min=1, max=65_536, help="Rows per forward pass.")] = 16
+    #: Effective batch size = batch size x accumulation.
     accumulation: Annotated[int, Option(min=1, max=65_536, help="Forward passes per optimization step.")] = 1
     #: The default suits fine-tuning of small encoders.
     learning_rate: Annotated[float, Option(min=0, max=1, help="Peak learning rate.")] = 1e-4
@@ -90,11 +81,6 @@ class TrainOptions:
     max_tokens: Annotated[int, Option(min=8, max=8192, help="Maximum tokens to read of a post.")] = 128
     #: Seeds the head, the order of posts, dropout and the split.
     seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Random seed.")] = 7
-    #: Progress is a lower loss on a held-out tenth of the training posts; the best weights are kept. 0 trains on all
-    #: posts.
-    patience: Annotated[
-        int, Option(min=0, max=1000, help="Epochs without progress before stopping; 0 never stops early.")
-    ] = 0
     #: Training takes a third longer and a fraction of the memory. Small models do not need it.
     gradient_checkpointing: Annotated[bool, Option(help="Recompute activations to save memory.")] = False
     #: Requires the posts and options of the interrupted training.

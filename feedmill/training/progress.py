@@ -17,10 +17,7 @@ PROGRESS_INTERVAL_S = 10.0
 
 
 class Report:
-    """A bar for each phase on a terminal; else a line for each phase, and every ten seconds. Silent without a console.
-
-    notes: a quiet console in every process of a distributed training but the first.
-    """
+    """A bar for each phase on a terminal; else a line for each phase, and every ten seconds. Silent without `notes`."""
 
     def __init__(self, notes: Console | None = None) -> None:
         self._notes = notes or Console(quiet=True)
@@ -65,8 +62,8 @@ class Report:
     def planned(self, plan: Mapping[str, Any]) -> None:
         """Print the plan of a training, whose steps begin now."""
         self.print(
-            f"Effective batch {plan['effective_batch']} = {plan['batch_size']} per device × {plan['accumulation']} "
-            f"accumulated × {plan['devices']} devices; {plan['device']} in {plan['precision']}"
+            f"Effective batch {plan['effective_batch']} = {plan['batch_size']} × {plan['accumulation']} accumulated; "
+            f"{plan['device']} in {plan['precision']}"
         )
         self.print(f"{plan['steps']:,} optimization steps, {plan['epochs']:.3g} epochs")
         self.phase("training", plan["steps"])

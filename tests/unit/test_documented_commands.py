@@ -23,7 +23,7 @@ PAGES = [
 ]
 FEEDMILL: Any = get_command(app)
 #: Programs that start `feedmill` elsewhere, given as one of their arguments.
-LAUNCHERS = ("docker", "kubectl", "torchrun")
+LAUNCHERS = ("docker", "kubectl")
 #: The parser's errors for a missing argument, flag value or subcommand.
 INCOMPLETE_ERRORS = ("MissingParameter", "BadOptionUsage", "NoArgsIsHelpError")
 

@@ -43,7 +43,7 @@ def examples(count: int) -> list[Labelled]:
 
 
 def trained(base: Path, settings: Settings | None = None) -> HeadModel:
-    dataset = Dataset(LABELS, examples(40), [], [], {})
+    dataset = Dataset(LABELS, examples(40), [], {})
     options = TrainOptions(source="x", out="y", base=str(base), head=True, max_tokens=16)
     return train_head(dataset, options, settings or Settings(device="cpu", dtype="float32"), Report())
 

@@ -63,12 +63,10 @@ def trained(
     out: Path,
     learnt: int = 100,
     report: Report | None = None,
-    held_back: int = 0,
     dtype: str = "auto",
     **options: Any,
 ) -> Trained:
-    found = examples(learnt + held_back)
-    dataset = Dataset(LABELS, found[:learnt], found[learnt:], [], {})
+    dataset = Dataset(LABELS, examples(learnt), [], {})
     settings = Settings.model_validate({"device": "cpu", "dtype": dtype})
     return Training(dataset, options_of(base, out, **options), settings, report or Report()).run()
 
@@ -147,7 +145,7 @@ def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:
 def test_learns_soft_labels(base: Path, tmp_path: Path) -> None:
     """A model trained on the scores 0.6, 0.3, 0.1 predicts them for any text."""
     scores = dict(zip(LABELS, (0.6, 0.3, 0.1), strict=True))
-    dataset = Dataset(LABELS, [each._replace(scores=scores) for each in examples(60)], [], [], {})
+    dataset = Dataset(LABELS, [each._replace(scores=scores) for each in examples(60)], [], {})
     options = options_of(base, tmp_path / "out", targets="soft", batch_size=8, accumulation=2, epochs=10)
     found = Training(dataset, options, Settings(device="cpu"), Report()).run()
     tokens = found.tokenizer(["the match of the team", "bread"], padding=True, return_tensors="pt")

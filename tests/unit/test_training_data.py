@@ -1,29 +1,22 @@
 """Training and test data: labels, duplicate texts, splits, and reading exports and files."""
 
 import json
-import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from feedmill.cli import train
-from feedmill.cli.main import app
 from feedmill.cli.options import FileFlags
 from feedmill.export.batches import batch_of, schema_of
 from feedmill.export.columns import COLUMNS
 from feedmill.producers.records import Labelled
 from feedmill.reading.rows import ResultRow
-from feedmill.shared import logs
 from feedmill.shared.errors import InputError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.tables.writing import writer_to
 from feedmill.training.data import Collected, Dataset, collect, make_dataset, split
-from feedmill.training.model_card import command
 from feedmill.training.options import TrainOptions
 from tests.support import naming
 
@@ -52,17 +45,10 @@ def ids(examples: list[Labelled]) -> set[str]:
 
 
 def test_drops_duplicate_texts() -> None:
-    found = make_dataset([example(1), example(2, "b"), example(3, "b", "TEXT  1")], None, options_of())
+    found = make_dataset([example(1), example(2, "b"), example(3, "b", "TEXT  1")], options_of())
     assert [each.post.id for each in found.train] == ["p1", "p2"]
     assert found.left_out == {"repeated text": 1}
     assert (found.labels, found.counts) == (("a", "b"), {"a": 1, "b": 1})
-
-
-def test_test_posts_are_not_trained_on() -> None:
-    tested = [example(9, "a", "text 2"), example(10, "c"), example(11, "b")]
-    found = make_dataset([example(1), example(2), example(3, "b")], tested, options_of())
-    assert (ids(found.train), ids(found.test)) == ({"p1", "p3"}, {"p9", "p11"})
-    assert found.left_out == {"also in the test": 1, "tests of another label": 1}
 
 
 def test_random_split_is_stable_as_posts_are_added() -> None:
@@ -94,28 +80,11 @@ def test_splits_by_time_or_subreddit() -> None:
         ([example(1), example(2, "b")], {"split": "random", "test_share": 1e-9}, "test"),
         ([example(1), example(2, "b")], {"split": "time"}, naming(2, "created_utc")),
         ([example(1), example(2, "b")], {"split": "subreddit"}, naming(2, "subreddit")),
-        ([example(1), example(2, "b")], {"patience": 1}, "few|patience|validation"),
     ],
 )
 def test_rejects_unsuitable_training_data(examples: list[Labelled], options: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
-        make_dataset(examples, None, options_of(**options))
-
-
-def test_a_recorded_command_gives_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_tuning = TrainOptions(
-        source="posts.csv", out="o", base="b", targets="soft", min_score=0.25, test="t.csv", split="time",
-        compare=False, epochs=1.5, batch_size=5, patience=9, gradient_checkpointing=True, resume=True,
-    )  # fmt: skip
-    of_a_head = TrainOptions(source="posts.csv", out="o", head=True, class_weights=True, min_posts=3)
-    file = FileFlags(id_column="i", encoding="cp1252")
-    found: list[tuple[TrainOptions, FileFlags]] = []
-    monkeypatch.setattr(train, "_train", lambda options, file, _: found.append((options, file)))
-    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    for options in (of_tuning, of_a_head):
-        words = shlex.split(command(options, file))[1:]
-        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
-        assert found.pop() == (replace(options, out=str(Path("o").absolute())), file)
+        make_dataset(examples, options_of(**options))
 
 
 # Reading.
@@ -169,14 +138,10 @@ def path_of(how: str) -> str:
     return "export" if how == "folder" else f"export.{how}"
 
 
-def test_reads_a_file_of_posts_and_a_test_file(tmp_path: Path) -> None:
-    path, test = tmp_path / "posts.jsonl", tmp_path / "test.jsonl"
+def test_reads_a_file_of_posts(tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl"
     path.write_text("".join(json.dumps({"id": n, "title": f"t{n}", "topic": "ab"[n % 2]}) + "\n" for n in range(4)))
-    test.write_text('{"id": 9, "title": "t9", "topic": "a"}\n{"id": 10, "title": "t10"}\n')
-    found = collected(path, test=str(test))
-    assert [each.label for each in found.examples] == ["a", "b", "a", "b"]
-    assert found.tested is not None
-    assert [(each.post.id, each.label) for each in found.tested] == [("9", "a")]
+    assert [each.label for each in collected(path).examples] == ["a", "b", "a", "b"]
     assert collected(path, limit=2).counts["read"] == 2
 
 
@@ -184,6 +149,6 @@ def test_class_weights_leave_out_labels_without_examples() -> None:
     """Soft targets have all labels; one that is never the best would otherwise outweigh all others."""
     scores = {"a": 0.5, "b": 0.3, "never": 0.2}
     train = [example(number, label)._replace(scores=scores) for number, label in enumerate("aaab")]
-    dataset = Dataset(("a", "b", "never"), train, [], [], {})
+    dataset = Dataset(("a", "b", "never"), train, [], {})
     (row,) = dataset.targets(train[:1], options_of(targets="soft", class_weights=True))
     assert row == pytest.approx([0.5 * 4 / 2 / 3, 0.3 * 4 / 2 / 1, 0.0])
