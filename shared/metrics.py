@@ -25,7 +25,7 @@ from feedmill.shared.broker import SENT_AT, connect, queue_depth, queue_lists
 from feedmill.shared.errors import UserError, clause, explain_missing
 from feedmill.shared.model_routing import queues
 from feedmill.shared.redis_errors import is_denied
-from feedmill.shared.results import ResultsStore, memory_limits
+from feedmill.shared.results import ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import PREFIX, Settings
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A generation's share of a bound: dropping one leaves less than the bound by this (shared/scripts/tables.lua).
-DROPPED_SHARE = 1 / 8
 #: Timeout of a Redis command during a scrape or health check, in seconds. Prometheus waits 10 seconds in total.
 REDIS_TIMEOUT_S = 1.0
 #: Seconds before an idle HTTP connection is closed.
@@ -77,38 +75,18 @@ def declare(**kinds: Mapping[str, str]) -> tuple[Metric, ...]:
 
 
 class Kept(NamedTuple):
-    """Estimated size of what is kept of posts, and its bounds. All in bytes, except the three numbers."""
+    """Estimated size of what is kept of posts in bytes, the bounds, and the numbers of records."""
 
     #: Results: their records with contexts, and entries of the stream.
     results_bytes: float
     results_limit: int
     results: int
-    result_bytes: float
     stream_bytes: float
     stream_entries: int
-    stream_entry_bytes: float
     #: Records of sent posts.
     sent_bytes: float
     sent_limit: int
     sent: int
-    sent_record_bytes: float
-
-
-class Needs(NamedTuple):
-    """Bytes needed at a rate until the times to live are met, and the minimum seconds for which records are kept.
-
-    The seconds are None where the bound suffices for the time to live.
-    """
-
-    results: float
-    sent: float
-    results_kept_s: float | None
-    sent_kept_s: float | None
-
-    def of_redis(self, kept: Kept, used: int) -> float:
-        """Return the bytes that Redis will need in all, within the bounds. used: bytes it uses now."""
-        others = max(0.0, used - kept.results_bytes - kept.sent_bytes)
-        return others + min(self.results, kept.results_limit) + min(self.sent, kept.sent_limit)
 
 
 def measure(redis: Redis, settings: Settings) -> Kept:
@@ -118,30 +96,11 @@ def measure(redis: Redis, settings: Settings) -> Kept:
         records_bytes + stream_bytes,
         settings.results_memory,
         results,
-        records_bytes / results if results else 0.0,
         stream_bytes,
         entries,
-        stream_bytes / entries if entries else 0.0,
         sent_bytes,
         settings.sent_memory,
         sent,
-        sent_bytes / sent if sent else 0.0,
-    )
-
-
-def needs(kept: Kept, settings: Settings, posts_per_second: float) -> Needs:
-    """Return the memory that a rate needs until the times to live are met."""
-    stream = min(kept.stream_entry_bytes * settings.results_stream_length, memory_limits(settings)["stream"])
-    kept_s = 1 + DROPPED_SHARE
-    per_second, sent_per_second = posts_per_second * kept.result_bytes, posts_per_second * kept.sent_record_bytes
-    results = stream + per_second * settings.results_ttl * kept_s if posts_per_second else kept.results_bytes
-    sent = sent_per_second * settings.sent_ttl * kept_s if posts_per_second else kept.sent_bytes
-    left = 1 - DROPPED_SHARE
-    return Needs(
-        results,
-        sent,
-        left * (kept.results_limit - stream) / per_second if per_second and results > kept.results_limit else None,
-        left * kept.sent_limit / sent_per_second if sent_per_second and sent > kept.sent_limit else None,
     )
 
 
@@ -192,11 +151,7 @@ REDIS_METRICS = declare(
         "everything (redis).",
         "feedmill_memory_limit_bytes{data}": "The setting results_memory of this process, half of it, and Redis' "
         "maxmemory, or its machine's memory.",
-        "feedmill_memory_needed_bytes{data}": "Memory needed until results and sent records expire, at the mean rate "
-        "of this hour and the last one. For redis, both count at most with their limits.",
-        "feedmill_memory_post_bytes{data}": "Mean memory in Redis of a result, of its stream entry, and of a sent "
-        "record.",
-        "feedmill_memory_kept_seconds{data}": "Time for which results and sent records are kept at that rate.",
+        "feedmill_memory_records{data}": "Number of results and of sent records in Redis, by estimate.",
     },
     counter={f"feedmill_results_{field}_total": text for field, text in RESULTS.items()},
 )
@@ -250,25 +205,14 @@ class RedisMetrics:
 
     def _memory(self) -> Values:
         """Return values about Redis' memory; none if this Redis user may not read it."""
-        settings = self._settings
-        if (memory := read_memory(self._redis, settings)) is None:
+        if (memory := read_memory(self._redis, self._settings)) is None:
             return {}
         used, limit, _, kept = memory
-        needed = needs(kept, settings, self._store.rate())
         return {
             "feedmill_memory_bytes": {"results": kept.results_bytes, "sent": kept.sent_bytes, "redis": used},
             "feedmill_memory_limit_bytes": {"results": kept.results_limit, "sent": kept.sent_limit, "redis": limit},
-            "feedmill_memory_needed_bytes": {
-                "results": needed.results, "sent": needed.sent, "redis": needed.of_redis(kept, used),
-            },
-            "feedmill_memory_post_bytes": {
-                "results": kept.result_bytes, "stream": kept.stream_entry_bytes, "sent": kept.sent_record_bytes,
-            },
-            "feedmill_memory_kept_seconds": {
-                "results": needed.results_kept_s or settings.results_ttl,
-                "sent": needed.sent_kept_s or settings.sent_ttl,
-            },
-        }  # fmt: skip
+            "feedmill_memory_records": {"results": kept.results, "sent": kept.sent},
+        }
 
     def problems(self) -> list[str]:
         """Return a sentence if Redis is unreachable, else an empty list."""

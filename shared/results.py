@@ -252,11 +252,6 @@ class ResultsStore:
         found = zip(wanted, pipe.execute(), strict=True)
         return {hour: {label: int(count) for label, count in counts.items()} for hour, counts in found if counts}
 
-    def rate(self) -> float:
-        """Return the mean number of new results per second in this hour and the one before, by their labels."""
-        stored = sum(sum(counts.values()) for counts in self.labels(2).values())
-        return stored / (HOUR_S + time.time() % HOUR_S)
-
     def counters(self) -> Counters:
         """Return the counters since the store was created."""
         found: Any = self._redis.hgetall(COUNTERS)

@@ -126,26 +126,21 @@ def wait_for_run(redis: Redis, settings: Settings, notes: Console, run: str, by_
 
 
 def _memory(seen: watch.Status) -> list[str]:
-    """Return lines about Redis' memory, that of results and sent records (estimated from a sample), and warnings."""
-    lines, counts = seen.memory_lines(), seen.results
-    if seen.memory and seen.needs:
-        kept, needs = seen.memory.kept, seen.needs
+    """Return lines about Redis' memory, and that of results and sent records (estimated from a sample)."""
+    lines, counts = [seen.described_memory()], seen.results
+    if seen.memory:
+        kept = seen.memory.kept
         # Results that were stored are counted. The estimate may be higher.
-        results = kept.results_bytes, kept.results_limit, min(kept.results, counts.stored)
-        lines.append(_kept("results", *results, needs.results_kept_s, counts.dropped))
-        sent = kept.sent_bytes, kept.sent_limit, kept.sent
-        lines.append(_kept("sent records", *sent, needs.sent_kept_s, counts.sent_dropped))
+        stored = min(kept.results, counts.stored)
+        lines.append(_kept("results", kept.results_bytes, kept.results_limit, stored, counts.dropped))
+        lines.append(_kept("sent records", kept.sent_bytes, kept.sent_limit, kept.sent, counts.sent_dropped))
     return lines
 
 
-def _kept(what: str, used: float, limit: int, count: int, kept_s: float | None, dropped: int) -> str:
-    """Format the memory of records of one kind. kept_s: seconds after which they are dropped; None if they expire."""
-    parts = [f"{what}: about {decimal(int(used))} of {decimal(limit)}", f"about {count:,} stored"]
-    if kept_s is not None:
-        parts.append(f"kept for about {span(kept_s)} at this rate")
-    if dropped:
-        parts.append(f"{dropped:,} dropped")
-    return " · ".join(parts)
+def _kept(what: str, used: float, limit: int, count: int, dropped: int) -> str:
+    """Format the memory in bytes of records of one kind."""
+    line = f"{what}: about {decimal(int(used))} of {decimal(limit)} · about {count:,} stored"
+    return f"{line} · {dropped:,} dropped" if dropped else line
 
 
 def _queues(seen: watch.Status) -> list[str]:

@@ -18,7 +18,7 @@ from feedmill.producers.live.state import Gaps, LiveStatus, statuses
 from feedmill.shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
 from feedmill.shared.errors import RedisUnavailable
 from feedmill.shared.keys import DEAD_LETTERS
-from feedmill.shared.metrics import Needs, RedisMemory, connect_for_monitoring, needs, oldest_seconds, read_memory
+from feedmill.shared.metrics import RedisMemory, connect_for_monitoring, oldest_seconds, read_memory
 from feedmill.shared.model_routing import expected_workers, known_queues
 from feedmill.shared.redis_errors import rejects_writes
 from feedmill.shared.results import Counters, ResultsStore
@@ -77,8 +77,6 @@ class Status(NamedTuple):
     missing: dict[str, float]
     #: None if this Redis user may not run INFO and MEMORY USAGE.
     memory: RedisMemory | None
-    #: What the recent throughput needs until records expire; None for the same reason.
-    needs: Needs | None
     #: The most recently active runs, newest first.
     runs: list[Progress]
 
@@ -86,21 +84,14 @@ class Status(NamedTuple):
         queues = {name: queue._asdict() for name, queue in self.queues.items()}
         memory = self.memory and self.memory._asdict() | {"kept": self.memory.kept._asdict()}
         fields = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
-        wanted = self.needs and self.needs._asdict()
-        return fields | {"memory": memory, "needs": wanted, "runs": [run.as_json() for run in self.runs]}
+        return fields | {"memory": memory, "runs": [run.as_json() for run in self.runs]}
 
-    def memory_lines(self) -> list[str]:
-        """Describe Redis' memory; the second line, if any, is a warning that the rate needs more than there is."""
-        if not self.memory or not self.needs:
-            return [MEMORY_UNKNOWN]
-        used, limit, is_machine, kept = self.memory
-        note = " (the machine's memory: maxmemory is not set)" if is_machine else ""
-        lines = [f"{decimal(used)} of {decimal(limit)}{note}"]
-        needed = self.needs.of_redis(kept, used)
-        if self.results_per_second and needed > limit:
-            rate = f"{self.results_per_second:,.1f} posts/s need {decimal(int(needed))}"
-            lines.append(f"warning: {rate} until results and sent records expire: {MEMORY_ADVICE}")
-        return lines
+    def described_memory(self) -> str:
+        """Describe Redis' memory."""
+        if not self.memory:
+            return MEMORY_UNKNOWN
+        note = " (the machine's memory: maxmemory is not set)" if self.memory.is_machine else ""
+        return f"{decimal(self.memory.used)} of {decimal(self.memory.limit)}{note}"
 
 
 def status(redis: Redis, app: Celery | None, settings: Settings) -> Status:
@@ -119,12 +110,9 @@ def status(redis: Redis, app: Celery | None, settings: Settings) -> Status:
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
     rate = sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
     memory = read_memory(redis, settings)
-    wanted = memory and needs(memory.kept, settings, rate)
     gaps = len(Gaps(redis).open())
     live = {name: found.report for name, found in statuses(redis).items() if found.running}
-    return Status(
-        depth, queues, workers or {}, results, rate, live, oldest, gaps, dead, asked, missing, memory, wanted, runs
-    )
+    return Status(depth, queues, workers or {}, results, rate, live, oldest, gaps, dead, asked, missing, memory, runs)
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
@@ -201,16 +189,15 @@ class Finding(NamedTuple):
 def check_health(settings: Settings, parts: Collection[HealthPart]) -> list[Finding]:
     """Check the health of these parts. If Redis is unreachable, that is the only finding."""
     redis = connect_for_monitoring(settings)
-    asks = not {HealthPart.WORKERS, HealthPart.MEMORY}.isdisjoint(parts)
     try:
         with user_errors(settings):
-            seen = status(redis, make_app(settings) if asks else None, settings)
+            seen = status(redis, make_app(settings) if HealthPart.WORKERS in parts else None, settings)
             live = statuses(redis)
     except RedisUnavailable as error:
         return [Finding(HealthPart.REDIS, False, str(error))]
     found = {
         HealthPart.REDIS: _writable(redis, settings),
-        HealthPart.MEMORY: _lasting(seen),
+        HealthPart.MEMORY: _memory(seen),
         HealthPart.QUEUE: _full(seen, settings),
         HealthPart.WORKERS: _workers(seen, settings),
         HealthPart.LIVE: _live(live),
@@ -228,11 +215,11 @@ def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
     return True, f"Redis at {settings.redis_address} answers"
 
 
-def _lasting(seen: Status) -> tuple[bool, str]:
-    """Check that Redis' memory is not full; warn if the current rate needs more than there is."""
-    said, memory = seen.memory_lines()[-1], seen.memory
+def _memory(seen: Status) -> tuple[bool, str]:
+    """Check that Redis' memory is not full."""
+    said, memory = seen.described_memory(), seen.memory
     is_full = memory is not None and memory.used >= FULL_SHARE * memory.limit
-    return not is_full, f"{said}: {MEMORY_ADVICE}" if is_full and MEMORY_ADVICE not in said else said
+    return not is_full, f"{said}: {MEMORY_ADVICE}" if is_full else said
 
 
 def _full(seen: Status, settings: Settings) -> tuple[bool, str]:

@@ -137,6 +137,17 @@ def test_unreachable_redis_reports_only_redis_up_zero() -> None:
 # Health.
 
 
+def test_health_fails_if_memory_is_nearly_full(redis: RedisServer, settings: Settings) -> None:
+    found = watch.status(redis.client, None, settings)
+    assert found.memory
+    for used, well in ((940_000_000, True), (950_000_000, False)):
+        full = found._replace(memory=found.memory._replace(used=used, limit=10**9))
+        is_well, said = watch._memory(full)
+        assert is_well == well
+        assert "of 1.0 GB" in said
+        assert ("maxmemory" in said) == (not well)
+
+
 def numbers(text: str) -> list[int]:
     return [int(each) for each in re.findall(r"\b\d+\b", text)]
 

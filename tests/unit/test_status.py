@@ -9,32 +9,23 @@ import pytest
 from feedmill.cli import status
 from feedmill.cli.status import progress_line as line
 from feedmill.monitoring.watch import FEEDMILL_POOL, worker_statistics
-from feedmill.shared.metrics import Kept, Needs
+from feedmill.shared.metrics import Kept
 from feedmill.shared.results import Counters
 from feedmill.shared.runs import Progress
 
 #: An estimate of 1,340 where 1,300 results were stored.
-KEPT = Kept(33e6, 512_000_000, 1340, 127.4, 1.3e6, 900, 1439.2, 26_000.0, 500_000_000, 1306, 20.1)
+KEPT = Kept(33e6, 512_000_000, 1340, 1.3e6, 900, 26_000.0, 500_000_000, 1306)
 
 
-def lines(needs: Needs, results: Counters) -> list[str]:
+def test_memory_shows_dropped_records_and_no_more_results_than_were_stored() -> None:
     seen: Any = SimpleNamespace(
-        memory=SimpleNamespace(kept=KEPT), needs=needs, results=results, memory_lines=lambda: ["412 MB of 1.0 GB"]
+        memory=SimpleNamespace(kept=KEPT), results=Counters(stored=1300, dropped=7), described_memory=lambda: "412 MB"
     )
-    return status._memory(seen)
-
-
-def test_memory_shows_no_more_results_than_were_stored() -> None:
-    assert lines(Needs(1.0, 1.0, None, None), Counters(stored=1300)) == [
-        "412 MB of 1.0 GB",
-        "results: about 33.0 MB of 512.0 MB · about 1,300 stored",
+    assert status._memory(seen) == [
+        "412 MB",
+        "results: about 33.0 MB of 512.0 MB · about 1,300 stored · 7 dropped",
         "sent records: about 26.0 kB of 500.0 MB · about 1,306 stored",
     ]
-
-
-def test_warns_of_dropped_records() -> None:
-    said = lines(Needs(15.7e9, 1.0, 9 * 3600.0, None), Counters(stored=1300, dropped=1_204_331))[1]
-    assert said.endswith(" · kept for about 9 h at this rate · 1,204,331 dropped")
 
 
 def test_a_run_whose_last_posts_were_purged_has_ended() -> None:
