@@ -23,7 +23,7 @@ from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import unusable
 from feedmill.workers.pipeline import offline
 from feedmill.workers.pipeline.calibration import calibrate
-from feedmill.workers.pipeline.tuning import BATCH_SIZE, TOKEN_BUDGET, Curve, Tuning
+from feedmill.workers.pipeline.tuning import Curve, Tuning
 
 #: Bins of the calibration curve.
 NUM_BINS = 10
@@ -33,11 +33,6 @@ MAX_MATRIX_LABELS = 20
 MIN_LABEL_WIDTH = 20
 #: Length of the longest bar in characters.
 BAR_LENGTH = 24
-#: Name, unit and table title of each kind of size.
-SIZES = {
-    BATCH_SIZE: ("batch size", "posts", "Batches of posts in arrival order"),
-    TOKEN_BUDGET: ("token budget", "tokens", "Batches of posts sorted by length, within a token budget"),
-}
 
 
 class Measured(NamedTuple):
@@ -204,67 +199,40 @@ def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None
 
 
 def show_tuning(console: Console, tuning: Tuning, classifier: Classifier, posts: int) -> dict[str, Any]:
-    """Print both curves as bars, the sizes that were left out, and each curve's knee; return `tuning_summary`.
+    """Print the curve as bars, the budgets that were left out, and the knee; return it and the points as JSON.
 
-    Raises ModelError.
+    Raises ModelError if the device had no memory for any budget.
     """
-    found, device, name = tuning_summary(tuning, classifier), classifier.device, classifier.weights.name
+    curve, device, name = tuning.curve(), classifier.device, classifier.weights.name
+    if not curve.points:
+        raise ModelError(
+            f"{device.name} has too little memory for {name} and a batch of {curve.full} tokens. Use a smaller model, "
+            "fewer labels, or half precision (FEEDMILL_DTYPE)."
+        )
     typer.echo(f"{name} on {device.hardware} in {device.precision}: {posts:,} posts, {tuning.tokens:,} tokens")
-    fastest = max(point["posts_per_s"] for each in found.values() for point in each["points"])
-    for kind in found:
-        console.print(_bars(kind, tuning.curve(kind), fastest))
+    console.print(_bars(curve))
     if device.lanes > 1:
         typer.echo(
-            f"Both tables measure one forward pass at a time, on one of {device.lanes} lanes with its share of the "
+            f"The table measures one forward pass at a time, on one of {device.lanes} lanes with its share of the "
             f"cores. A worker runs {device.lanes} such lanes in parallel."
         )
     if tuning.packed:
-        typer.echo("Rows are packed, not padded: no time is spent on padding, so sorting gains little.")
-    for kind, (name, *_) in SIZES.items():
-        curve = tuning.curve(kind)
-        for size, what in ((curve.unfilled, "posts"), (curve.full, "device memory")):
-            if size:
-                typer.echo(f"Left out: {name} {size} and above, which need more {what}.")
-    for kind, each in found.items():
-        line = f"{SIZES[kind][0].capitalize()} {each['knee']} is the smallest within 2% of the fastest"
-        if each["gain"]:
-            order = ", in arrival order" if kind == TOKEN_BUDGET else ""
-            line += f": {each['gain']:.2f} times the posts/s of batch size {each['baseline']}{order}"
-        typer.echo(f"{line}.")
-    return found
+        typer.echo("Rows are packed, not padded: no time is spent on padding.")
+    for budget, what in ((curve.unfilled, "posts"), (curve.full, "device memory")):
+        if budget:
+            typer.echo(f"Left out: token budget {budget} and above, which need more {what}.")
+    knee = curve.knee
+    typer.echo(f"Token budget {knee.budget} is the smallest within 2% of the fastest.")
+    points = [point._asdict() for point in curve.points]
+    return {"knee": knee.budget, "posts_per_s": round(knee.posts_per_s, 1), "points": points}
 
 
-def tuning_summary(tuning: Tuning, classifier: Classifier) -> dict[str, Any]:
-    """Return each curve with a measured size as a JSON object. Raises ModelError if the device had no memory for any.
-
-    `gain` is the speed-up of its knee over a batch size: the smallest one or, for token budgets, the best one.
-    """
-    curves = {kind: curve for kind in SIZES if (curve := tuning.curve(kind)).points}
-    if not curves:
-        raise ModelError(
-            f"{classifier.device.name} has too little memory for {classifier.weights.name} and a batch of "
-            f"{tuning.curve(BATCH_SIZE).full} posts. Use a smaller model, fewer labels, or half precision "
-            "(FEEDMILL_DTYPE)."
-        )
-    found, sizes = {}, curves.get(BATCH_SIZE)
-    for kind, curve in curves.items():
-        knee, base = curve.knee, sizes and (sizes.points[0] if kind == BATCH_SIZE else sizes.knee)
-        found[kind] = {
-            "knee": knee.value,
-            "posts_per_s": round(knee.posts_per_s, 1),
-            "baseline": base and base.value,
-            "gain": base and round(knee.posts_per_s / base.posts_per_s, 3),
-            "points": [point._asdict() for point in curve.points],
-        }
-    return found
-
-
-def _bars(kind: str, curve: Curve, fastest: float) -> Table:
-    _, unit, title = SIZES[kind]
-    columns = (unit, "posts/s", "", "tokens/s", "padding efficiency", "peak MB")
+def _bars(curve: Curve) -> Table:
+    columns = ("tokens", "posts/s", "", "tokens/s", "padding efficiency", "peak MB")
+    fastest = max(point.posts_per_s for point in curve.points)
     rows = [
         (
-            f"[bold]{point.value:,}[/]" if point == curve.knee else f"{point.value:,}",
+            f"[bold]{point.budget:,}[/]" if point == curve.knee else f"{point.budget:,}",
             f"{point.posts_per_s:,.1f}",
             "█" * round(BAR_LENGTH * point.posts_per_s / fastest),
             f"{point.tokens_per_s:,.0f}",
@@ -273,6 +241,6 @@ def _bars(kind: str, curve: Curve, fastest: float) -> Table:
         )
         for point in curve.points
     ]
-    made = table(columns, rows, title, padding=1)
+    made = table(columns, rows, padding=1)
     made.columns[2].justify = "left"
     return made

@@ -30,12 +30,10 @@ def tune(
     file: File,
     columns: FileFlags,
     limit: Annotated[int, Option(help="Maximum number of posts to read.", min=1)] = 200,
-    rounds: Annotated[
-        int, Option(help="Measurements per batch size and token budget; their median is reported.", min=1)
-    ] = 3,
+    rounds: Annotated[int, Option(help="Measurements per token budget; their median is reported.", min=1)] = 3,
     as_json: JsonSummary = False,
 ) -> None:
-    """Measure batch sizes and token budgets on a file's posts.
+    """Measure token budgets, the sizes of micro-batches, on a file's posts.
 
     Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
     """
@@ -46,25 +44,25 @@ def tune(
     # Imported late: needs torch, which only workers have.
     from feedmill.evaluation import show_tuning  # noqa: PLC0415
     from feedmill.workers.pipeline.calibration import remember  # noqa: PLC0415
-    from feedmill.workers.pipeline.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
+    from feedmill.workers.pipeline.tuning import Tuning  # noqa: PLC0415
 
     tuning = Tuning(loaded, [post.text for post in posts], settings, rounds)
     with explain_refusals(settings):
         for _ in Report(notes).counting(f"measuring {len(posts):,} posts", tuning.run(), tuning.steps):
             pass
     found = show_tuning(output_console(), tuning, loaded, len(posts))
-    curve = tuning.curve(TOKEN_BUDGET)
+    curve = tuning.curve()
     stored = curve.settled and remember(loaded, settings, curve.rates)
     if stored:
-        typer.echo(f"Workers of this model, device and settings now start with token budget {curve.knee.value}.")
-    elif curve.points and not curve.settled:
+        typer.echo(f"Workers of this model, device and settings now start with token budget {curve.knee.budget}.")
+    elif not curve.settled:
         typer.echo(
             "Token budget not stored for workers: too few posts to choose one. Give more posts, or raise --limit."
         )
     if settings.token_budget:
         typer.echo(f"FEEDMILL_TOKEN_BUDGET is set, so workers use that budget: {settings.token_budget}.")
     if as_json:
-        typer.echo(json_line({"posts": len(posts), "rounds": rounds, **found, "stored": stored}))
+        typer.echo(json_line({"posts": len(posts), "rounds": rounds, "token_budget": found, "stored": stored}))
     _end(reading)
 
 

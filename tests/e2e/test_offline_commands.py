@@ -9,7 +9,6 @@ import pytest
 
 from feedmill.shared.topics import DESCRIBED_TOPICS, TOPICS
 from feedmill.workers.pipeline.calibration import CANDIDATES
-from feedmill.workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET
 from tests.fakes.models import NLI, make_model
 from tests.support import as_jsonl, feedmill, last_json, make_posts
 
@@ -26,11 +25,9 @@ def test_tune_measures_and_stores_a_token_budget(tmp_path: Path) -> None:
     assert said.returncode == 0, said.stderr
     found = last_json(said.stdout)
     assert (found["posts"], found["rounds"], found["stored"]) == (40, 1, True)
-    for kind, sizes in ((BATCH_SIZE, BATCH_SIZES), (TOKEN_BUDGET, CANDIDATES["cpu"])):
-        points = found[kind]["points"]
-        assert [point["value"] for point in points] == list(sizes)
-        assert all(point["posts_per_s"] > 0 for point in points)
-    assert re.search(rf"\b{found['batch_size']['knee']}\b.*2%", said.stdout)
+    points = found["token_budget"]["points"]
+    assert [point["budget"] for point in points] == list(CANDIDATES["cpu"])
+    assert all(point["posts_per_s"] > 0 for point in points)
     assert re.search(rf"\b{found['token_budget']['knee']}\b.*2%", said.stdout)
     # The budget that the next worker would use, if the tests' environment did not set one.
     (entry,) = json.loads((tmp_path / "cache" / "calibration.json").read_text()).values()

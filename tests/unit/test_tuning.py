@@ -9,7 +9,7 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import LabelSet, Row
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.pipeline import tuning
-from feedmill.workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, Curve, Size, Tuning
+from feedmill.workers.pipeline.tuning import Tuning
 from tests.unit.test_calibration import Device
 from tests.unit.test_pipeline import Done
 
@@ -36,36 +36,28 @@ def texts(*words: int) -> list[str]:
 
 def measured(
     monkeypatch: pytest.MonkeyPatch, device: Device, posts: Sequence[str], rounds: int = 1, **settings: Any
-) -> tuple[Tuning, list[Size]]:
-    """Run a measurement. Return its result, and the sizes in the order in which they were measured."""
+) -> Tuning:
     monkeypatch.setattr(tuning, "time", device)
     found = Tuning(device, posts, Settings(**settings), rounds)
-    return found, list(found.run())
-
-
-def values(curve: Curve) -> list[int]:
-    return [point.value for point in curve.points]
+    list(found.run())
+    return found
 
 
 def test_token_budgets_cut_sorted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "CANDIDATES", {"cpu": (12,)})
     device = TwoRows()
-    found, sizes = measured(monkeypatch, device, texts(20, 1, 5, 2, 2, 1), batch_rows=4)
-    assert sizes[0] == Size(TOKEN_BUDGET, 12)
+    found = measured(monkeypatch, device, texts(20, 1, 5, 2, 2, 1), batch_rows=4)
     # At most four rows; a row longer than the budget is a batch by itself.
     assert device.batches_of[:5] == [[1, 1, 2, 2], [2, 2, 3, 3], [5, 6], [20], [21]]
-    (point,) = found.curve(TOKEN_BUDGET).points
+    (point,) = found.curve().points
     assert point.padding_efficiency == found.tokens / (8 + 12 + 12 + 20 + 21)
-    assert found.curve(TOKEN_BUDGET).unfilled is None
+    assert found.curve().unfilled is None
 
 
 def test_knee_is_the_fastest_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = measured(monkeypatch, Device(best=2048), texts(*[50] * 1000), rounds=3, batch_rows=4096)
-    curve = found.curve(TOKEN_BUDGET)
-    assert values(curve) == [512, 1024, 2048, 4096, 8192]
-    assert curve.knee.value == 2048
+    found = measured(monkeypatch, Device(best=2048), texts(*[50] * 1000), rounds=3, batch_rows=4096)
+    curve = found.curve()
+    assert [point.budget for point in curve.points] == [512, 1024, 2048, 4096, 8192]
+    assert curve.knee.budget == 2048
     assert curve.knee.tokens_per_s == pytest.approx(50 * curve.knee.posts_per_s)
     assert curve.settled
-    sizes = found.curve(BATCH_SIZE)
-    assert values(sizes) == list(BATCH_SIZES)
-    assert sizes.knee.value == 40  # 40 posts of 50 tokens
