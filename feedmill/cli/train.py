@@ -1,10 +1,9 @@
 """The `feedmill train` command: fine-tune a model, or fit a head on embeddings."""
 
-import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from feedmill.shared.errors import (
 )
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import DESCRIBED_TOPICS
-from feedmill.training.options import BEGUN, CHECKPOINTS, OF_FINE_TUNING, TrainOptions
+from feedmill.training.options import OF_FINE_TUNING, TrainOptions
 from feedmill.training.progress import Report
 
 if TYPE_CHECKING:
@@ -55,10 +54,10 @@ def train(
     except (DeviceFull, DeviceLost) as error:
         raise ModelError(
             f"The device failed: {clause(error)}. If it is out of memory, set a smaller --batch-size and a larger "
-            "--accumulation, lower --max-tokens, or set --gradient-checkpointing; else continue with --resume."
+            "--accumulation, lower --max-tokens, or set --gradient-checkpointing."
         ) from error
     finally:
-        with suppress(OSError):  # only an empty folder: a model and an interrupted training stay
+        with suppress(OSError):  # only an empty folder: a model stays
             folder.rmdir()
     if as_json:
         typer.echo(json_line({"folder": str(folder), **record}))
@@ -69,7 +68,8 @@ def train(
 def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[str, Any]:
     """Collect the posts, train, write the model, and return its record."""
     notes, folder = notes_console(), Path(options.out)
-    check_folder(folder, options.resume)
+    if make_folder(folder):
+        raise UserError(f"{folder} is not empty. Choose a new or empty folder.")
     # Imported late: needs torch, which only workers have and which loads slowly.
     with explain_missing("Training", "worker" if options.head else "worker,train"):
         from feedmill.training import model_card  # noqa: PLC0415
@@ -91,14 +91,12 @@ def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[s
         if options.head:
             trained: Any = train_head(dataset, options, settings, report)
         else:
-            training = Training(dataset, options, settings, report)
-            record_start(folder, options, dataset)
-            trained = training.run()
+            trained = Training(dataset, options, settings, report).run()
         trained.save(folder)
         tested = _tested(options, dataset, settings, report)
     finally:
         report.stop()
-    posts = {"posts": collected.counts | {"left_out": dataset.left_out, "digest": dataset.digest}}
+    posts = {"posts": collected.counts | {"left_out": dataset.left_out}}
     return model_card.write(folder, options, file, dataset, posts | trained.record | tested)
 
 
@@ -107,31 +105,6 @@ def make_folder(folder: Path) -> set[str]:
     with explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return {path.name for path in folder.iterdir()}
-
-
-def check_folder(folder: Path, resume: bool) -> None:
-    """Create the folder for a model. Raises UserError if it is unusable or does not fit `resume`."""
-    held = make_folder(folder)
-    if resume and CHECKPOINTS not in held:
-        raise UserError(f"{folder} contains no interrupted training. Leave out --resume.")
-    if not resume and CHECKPOINTS in held:
-        raise UserError(f"{folder} contains an interrupted training. Continue it with --resume, or delete the folder.")
-    if held and not resume:
-        raise UserError(f"{folder} is not empty. Choose a new or empty folder.")
-
-
-def record_start(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:
-    """Record the options and posts of the checkpoints. Raises UserError on a resume with different ones."""
-    started = json.dumps({"options": asdict(replace(options, resume=False)), "digest": dataset.digest})
-    file = folder / CHECKPOINTS / BEGUN
-    if not options.resume:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(started)
-    elif not file.is_file() or file.read_text() != started:
-        raise UserError(
-            f"The training in {folder} was started with other options or posts. Give the same, or delete the folder; "
-            "if posts still arrive, train on an export."
-        )
 
 
 def _tested(options: TrainOptions, dataset: "Dataset", settings: Settings, report: Report) -> dict[str, Any]:

@@ -4,13 +4,12 @@ Differences from the plain Trainer:
 
 - the new head is fitted to the base's features first. A random one sends large, undirected gradients into the base,
   which distorts its features ("Fine-Tuning can Distort Pretrained Features", arXiv 2202.10054);
-- seed and epoch alone decide the order of examples (`Order`); the Trainer's grouping by length draws from the global
-  generator. Resumed and accumulated runs therefore see the same batches;
+- the seed alone decides the order of examples (`Order`); the Trainer's grouping by length draws from the global
+  generator. Accumulated runs therefore see the same batches;
 - the loss is a sum divided by the examples of the whole optimization step, so gradient accumulation is exact.
 """
 
 import random
-import shutil
 from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +24,12 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
-from transformers.trainer_utils import get_last_checkpoint
 
 from feedmill.producers.records import Labelled
 from feedmill.shared.settings import Settings
 from feedmill.training.data import Dataset
 from feedmill.training.head import fit_logistic, loss_of_rows
-from feedmill.training.options import CHECKPOINTS, TrainOptions
+from feedmill.training.options import TrainOptions
 from feedmill.training.progress import Report
 from feedmill.workers.models import device
 from feedmill.workers.models.classifiers.registry import check_size
@@ -74,7 +72,6 @@ class Trained(NamedTuple):
         self.model.to("cpu").save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):
             weights.chmod((folder / "config.json").stat().st_mode)  # written as owner-only, but other users serve it
-        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
 class Training:
@@ -103,10 +100,8 @@ class Training:
         model = make_model(self._weights, data.labels, self._tokenizer.pad_token_id)
         arguments = self._arguments()
         model.to(arguments.device)
-        last = get_last_checkpoint(arguments.output_dir) if self._options.resume else None  # type: ignore[no-untyped-call]
-        if last is None:
-            self._report.phase("fitting the head")
-            self._fit_head(model, train)
+        self._report.phase("fitting the head")
+        self._fit_head(model, train)
         precision = f"{str(self._precision).removeprefix('torch.')}: {self._why_precision}"
         plan: dict[str, Any] = {"precision": precision, "device": self._device.name}
         trainer = _Trainer(
@@ -120,12 +115,12 @@ class Training:
         trainer.remove_callback(transformers.PrinterCallback)
         peak = Peak(self._device.torch, "torch")
         transformers.set_seed(seed)  # fitting the head may have drawn random numbers
-        seconds = trainer.train(resume_from_checkpoint=last).metrics["train_runtime"]
-        steps = trainer.state.global_step - (0 if last is None else int(last.rpartition("-")[2]))
+        seconds = trainer.train().metrics["train_runtime"]
         record = {
             "plan": plan,
             "seconds": seconds,
-            "samples_per_s": steps * plan["effective_batch"] / seconds,  # without tokenizing and fitting the head
+            # Without tokenizing and fitting the head.
+            "samples_per_s": trainer.state.global_step * plan["effective_batch"] / seconds,
             "peak_mb": peak.mb(),
             "curve": [entry for entry in trainer.state.log_history if "loss" in entry],
         }
@@ -142,7 +137,7 @@ class Training:
         if on_gpu:
             torch.cuda.set_device(self._device.torch.index or 0)
         arguments = TrainingArguments(
-            output_dir=str(Path(options.out) / CHECKPOINTS),
+            output_dir=options.out,
             per_device_train_batch_size=options.batch_size,
             gradient_accumulation_steps=options.accumulation,
             num_train_epochs=options.epochs,
@@ -161,8 +156,7 @@ class Training:
             logging_steps=1 / CURVE_POINTS,
             report_to=[],
             disable_tqdm=True,
-            save_strategy="epoch",
-            save_total_limit=2,  # a crash can leave the last one incomplete
+            save_strategy="no",
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs would share the interpreter lock
         return arguments
@@ -208,7 +202,7 @@ class Training:
 
 
 class Order(LengthGroupedSampler):
-    """A reproducible order of examples, different in each epoch and determined by the seed.
+    """An order of examples, different in each epoch, that depends only on the seed.
 
     batch: examples per optimization step. Examples of similar length are in one step, so that its
     forward passes need little padding. The longest example is in the first step, so that running out of memory shows at
@@ -216,19 +210,14 @@ class Order(LengthGroupedSampler):
     """
 
     def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
-        super().__init__(batch, lengths=lengths)
-        self._seed, self._epoch = seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        super().__init__(batch, lengths=lengths, generator=torch.Generator().manual_seed(seed))
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
         order: list[int] = get_length_grouped_indices(  # type: ignore[no-untyped-call]
-            self.lengths, self.batch_size, STEPS_SORTED_TOGETHER, generator
+            self.lengths, self.batch_size, STEPS_SORTED_TOGETHER, self.generator
         )
         first, *others = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
-        places = torch.randperm(max(0, len(others) - 1), generator=generator).tolist()
+        places = torch.randperm(max(0, len(others) - 1), generator=self.generator).tolist()
         steps = [first, *(others[place] for place in places), *others[-1:]]
         return iter([example for step in steps for example in step])
 

@@ -8,12 +8,9 @@ from typer import Option
 
 from feedmill.shared.errors import UserError
 
-#: Names in the output folder: checkpoints, removed when the training is complete; and in that folder, the record of the
-#: training's posts and options.
-CHECKPOINTS, BEGUN = "checkpoints", "begun.json"
 #: Flags that have no effect on the training of a head.
 OF_FINE_TUNING = (
-    "--epochs", "--batch-size", "--accumulation", "--learning-rate", "--gradient-checkpointing", "--resume",
+    "--epochs", "--batch-size", "--accumulation", "--learning-rate", "--gradient-checkpointing",
 )  # fmt: skip
 
 
@@ -83,8 +80,6 @@ class TrainOptions:
     seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Random seed.")] = 7
     #: Training takes a third longer and a fraction of the memory. Small models do not need it.
     gradient_checkpointing: Annotated[bool, Option(help="Recompute activations to save memory.")] = False
-    #: Requires the posts and options of the interrupted training.
-    resume: Annotated[bool, Option("--resume", help="Resume from the last checkpoint in OUT.")] = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

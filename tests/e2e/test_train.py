@@ -83,8 +83,6 @@ def test_train_writes_a_model_that_can_be_served(redis: RedisServer, tmp_path: P
     ("flags", "words"),
     [
         (["--from", "posts.jsonl", "--out", "full"], "full"),
-        (["--from", "posts.jsonl", "--out", "begun"], "--resume"),
-        (["--from", "posts.jsonl", "--out", "begun", "--resume"], "begun"),
         (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
     ],
 )
@@ -92,7 +90,6 @@ def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, flags: l
     write_posts(tmp_path / "posts.jsonl")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("x")
-    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
     said = feedmill("train", *flags, cwd=tmp_path, HF_HUB_OFFLINE="1", FEEDMILL_DEVICE="cpu")
     assert said.returncode == 2, said.stdout
     assert re.search(words, said.stderr)
