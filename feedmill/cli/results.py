@@ -19,8 +19,7 @@ from feedmill.console import ID_WIDTH, counted, notes_console, with_title
 from feedmill.export.columns import label_set as label_set_named
 from feedmill.reading.readers import CLAIM_AFTER_S, NO_FILTER, Reader, ResultFilter, batches, newest, open_reader
 from feedmill.reading.rows import Missed, check_run, unknown_run
-from feedmill.report.data import gather
-from feedmill.report.page import page
+from feedmill.report import gather, page
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import explain_unwritable, json_line, printable, truncate

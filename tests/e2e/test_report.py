@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from feedmill.producers.live.state import Gap, Gaps
-from feedmill.report.data import gather
-from feedmill.report.page import page
+from feedmill.report import gather, page
 from feedmill.shared import runs
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import DeadLetter, Post

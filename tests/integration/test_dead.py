@@ -9,7 +9,7 @@ import pytest
 from feedmill.cli import main
 from feedmill.cli.deletions import _named
 from feedmill.reading.dead_letters import DeadLetters
-from feedmill.report.data import gather
+from feedmill.report import gather
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import DEAD_LETTERS
 from feedmill.shared.messages import DeadLetter

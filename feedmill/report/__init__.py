@@ -1,1 +1,0 @@
-"""Write an HTML report of recent results."""
