@@ -19,7 +19,7 @@ from typer import Argument, Option
 from feedmill.cli.options import AsJson, excludes, with_settings
 from feedmill.monitoring import watch
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.errors import explain_missing, printable
+from feedmill.shared.errors import ModelError, explain_missing, printable
 from feedmill.shared.keys import REQUESTED_MODELS
 from feedmill.shared.model_routing import (
     DeploymentReport,
@@ -94,6 +94,8 @@ def _requested(folder: Path | None) -> RequestedModel:
     with explain_missing("Deploying a model", "worker"):
         from feedmill.workers.models.weights import locate  # noqa: PLC0415 - needs packages that only workers have
     place = str(folder.expanduser().absolute())
+    if not Path(place).is_dir():
+        raise ModelError(f"There is no folder {place}. Name a model's folder.")
     return RequestedModel(place, locate(place).sha256, time.time())
 
 

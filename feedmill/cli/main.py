@@ -15,6 +15,7 @@ import signal
 import sys
 from contextlib import suppress
 from functools import partial
+from threading import Timer
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
@@ -217,6 +218,7 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
+    sys.unraisablehook = _repeat_interrupt
     try:
         try:
             _format_help(typer.main.get_command(app))(prog_name="feedmill")
@@ -237,6 +239,14 @@ def run() -> None:
         if error.errno not in WRITE_ERRORS or error.filename is not None:
             raise
         _end(2, f"Cannot write the output: {error.strerror}.")
+
+
+def _repeat_interrupt(dropped: Any) -> None:
+    """Send Ctrl-C again, soon, if Python has dropped it in a callback of an import."""
+    if dropped.exc_type is KeyboardInterrupt:
+        Timer(0.01, signal.raise_signal, (signal.SIGINT,)).start()
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def _format_help(command: Any) -> Any:

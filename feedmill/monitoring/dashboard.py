@@ -107,7 +107,8 @@ def _configure(address: str, port: int, password: SecretStr) -> Any:
     try:
         apply_env_options()
     except (tornado.options.Error, TypeError, ValueError) as error:
-        raise UserError(f"Invalid FLOWER_ environment variable: {clause(error)}. Correct or unset it.") from None
+        given = ", ".join(sorted(name for name in os.environ if name.startswith("FLOWER_")))
+        raise UserError(f"One of {given} is invalid: {clause(error)}. Correct or unset it.") from None
     options.address, options.port = address, port
     options.basic_auth = [f"{FLOWER_USER}:{password.get_secret_value()}"]
     options.format_task = _with_reason

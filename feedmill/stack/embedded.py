@@ -54,7 +54,13 @@ class Addresses(NamedTuple):
 
     redis_url: str
     flower_url: str
-    flower_password: str
+    generated_password: str
+    #: Flower's password in the settings of this run, if one is set.
+    chosen_password: str | None = None
+
+    @property
+    def flower_password(self) -> str:
+        return self.chosen_password or self.generated_password
 
     @property
     def ports(self) -> dict[str, int]:
@@ -69,8 +75,8 @@ def addresses_in(settings: Settings) -> Addresses:
     path = settings.data_folder / STACK_FILE
     try:
         kept = Addresses(**json.loads(path.read_bytes())) if path.exists() else _new_addresses()
-        if settings.flower_password:
-            kept = kept._replace(flower_password=settings.flower_password.get_secret_value())
+        chosen = settings.flower_password and settings.flower_password.get_secret_value()
+        kept = kept._replace(chosen_password=chosen)
         with replacing(path) as temporary:
             temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(kept._asdict(), indent=2) + "\n")
@@ -101,7 +107,7 @@ def _new_addresses() -> Addresses:
         # redis-cli would send an empty user name, and Redis refuses it.
         redis_url=f"redis://default:{secrets.token_urlsafe(24)}@127.0.0.1:{redis_port}/0",
         flower_url=f"http://127.0.0.1:{flower_port}",
-        flower_password=secrets.token_urlsafe(18),
+        generated_password=secrets.token_urlsafe(18),
     )
 
 

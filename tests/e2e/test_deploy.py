@@ -141,6 +141,8 @@ def test_deploy_switches_the_worker_and_is_reported(house: House) -> None:
 def test_failed_deploy_rolls_back(house: House) -> None:
     assert house.run("deploy", "tuned")[0] == 0
     before = requested_model(house.redis.client, "feedmill")
+    status, _, complaints = house.run("deploy", "no/such")
+    assert (status, "no folder" in complaints, "Hub" in complaints) == (2, True, False)
     status, said, _ = house.run("deploy", "broken")
     assert status == 1
     assert re.search(f"{house.folder / 'tuned'} .*{house.folder / 'broken'} ", said)

@@ -303,7 +303,7 @@ def test_runs_with_a_workers_permissions_over_tls(tmp_path: Path) -> None:
     [
         ("", {}, "FEEDMILL_FLOWER_PASSWORD"),
         ("schlüssel", {}, "FEEDMILL_FLOWER_PASSWORD: "),
-        ("p", {"FLOWER_MAX_TASKS": "many"}, "FLOWER_"),
+        ("p", {"FLOWER_MAX_TASKS": "many"}, "FLOWER_MAX_TASKS"),
         ("p", {"FLOWER_CERTFILE": "no.pem", "FLOWER_KEYFILE": "no.pem"}, "certfile"),
     ],
 )

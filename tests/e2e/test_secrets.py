@@ -58,7 +58,7 @@ class Up(NamedTuple):
 
     def flower(self) -> Visitor:
         told = json.loads((self.data / STACK_FILE).read_text())
-        return Visitor(told["flower_url"], told["flower_password"])
+        return Visitor(told["flower_url"], told["chosen_password"])
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from pydantic import SecretStr
 from redis import Redis
 
 from feedmill.shared.errors import StackError
@@ -113,12 +114,12 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         kept = tmp_path / "data" / "stack.json"
         assert kept.stat().st_mode & 0o777 == 0o600
         assert up.says("feedmill url --flower")
-        assert json.loads(kept.read_text())["flower_password"] not in up.text()
+        assert json.loads(kept.read_text())["generated_password"] not in up.text()
         before = json.loads(kept.read_text())
         redis = urlsplit(feedmill("url", cwd=tmp_path, **data).stdout.strip())
         assert redis.username == "default", "redis-cli cannot log in without a user name"
         flower = urlsplit(feedmill("url", "--flower", cwd=tmp_path, **data).stdout.strip())
-        assert (flower.username, flower.password) == ("feedmill", before["flower_password"])
+        assert (flower.username, flower.password) == ("feedmill", before["generated_password"])
         assert before["flower_url"] == f"http://127.0.0.1:{flower.port}"
         # The command itself, redis-server, a worker and Flower.
         assert len(processes_in(tmp_path)) == 4, processes_in(tmp_path)
@@ -128,7 +129,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         wait_until(lambda: up.says("Ctrl-C"), "the stack is up again", 150)
         assert json.loads(kept.read_text()) == before
         assert f"Flower at {before['flower_url']}; " in up.text()
-        assert before["flower_password"] not in up.text()
+        assert before["generated_password"] not in up.text()
         sent = feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=posts, **data)
         assert re.findall(r"\d+", sent.stdout)[:3] == ["0", "0", "40"]
         assert _stored(tmp_path, data) == 40
@@ -220,6 +221,8 @@ def test_keeps_ports_until_another_program_takes_one(tmp_path: Path, monkeypatch
     monkeypatch.setattr(stack_module, "PORT_TIMEOUT_S", 0.0)
     settings = Settings(data_folder=tmp_path)
     kept = addresses_in(settings)
+    chosen = settings.model_copy(update={"flower_password": SecretStr("mine")})
+    assert addresses_in(chosen).flower_password == "mine"
     assert addresses_in(settings) == kept
     for port in kept.ports.values():
         with (
@@ -229,8 +232,8 @@ def test_keeps_ports_until_another_program_takes_one(tmp_path: Path, monkeypatch
             addresses_in(settings)
 
 
-WRONG_PORT = '{"redis_url": "redis://h:99999", "flower_url": "", "flower_password": ""}'
-WRONG_TYPE = '{"redis_url": 5, "flower_url": "", "flower_password": ""}'
+WRONG_PORT = '{"redis_url": "redis://h:99999", "flower_url": "", "generated_password": ""}'
+WRONG_TYPE = '{"redis_url": 5, "flower_url": "", "generated_password": ""}'
 
 
 @pytest.mark.parametrize("content", ["{", '{"redis_url": "x"}', WRONG_PORT, WRONG_TYPE])
