@@ -5,6 +5,7 @@ Posts go through the worker's pipeline, so the throughput is a worker's. Needs t
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,10 +28,6 @@ from feedmill.workers.pipeline.tuning import Curve, Tuning
 
 #: Bins of the calibration curve.
 NUM_BINS = 10
-#: Number of labels up to which the confusion matrix is printed; 16 labels fit into 100 columns.
-MAX_MATRIX_LABELS = 20
-#: Width in characters from which labels wrap in the matrix, on a console of up to 100 columns.
-MIN_LABEL_WIDTH = 20
 #: Length of the longest bar in characters.
 BAR_LENGTH = 24
 
@@ -154,34 +151,22 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | No
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
-    """Print a Measured.summary: each label's metrics, the confusion matrix, and the overall metrics."""
-    labels = [escape(printable(label)) for label in found["labels"]]
-    rows = [
-        (label, f"{each['precision']:.3f}", f"{each['recall']:.3f}", f"{each['f1']:.3f}", f"{each['support']:,}")
-        for label, each in zip(labels, found["labels"].values(), strict=True)
-    ]
-    console.print(table(("label", "precision", "recall", "F1", "support"), rows))
-    if len(labels) <= MAX_MATRIX_LABELS:
-        title = "Rows: true label. Columns: predicted label, numbered like the rows"
-        counts = [
-            (f"{truth + 1:>2} {labels[truth]}", *(_count(count, truth == place) for place, count in enumerate(row)))
-            for truth, row in enumerate(found["confusion"])
-        ]
-        matrix = table(("", *(f"{number:>2}" for number in range(1, len(labels) + 1))), counts, title, padding=1)
-        matrix.columns[0].max_width = max(MIN_LABEL_WIDTH, console.width // 5)
-        console.print(matrix)
-    else:
-        typer.echo(f"The confusion matrix of {len(labels)} labels is too wide for a table; --json has it.")
+    """Print a Measured.summary: each label's metrics and most frequent mistake, and the overall metrics."""
+    rows = []
+    for (label, each), counts in zip(found["labels"].items(), found["confusion"], strict=True):
+        wrong = Counter(dict(zip(found["labels"], counts, strict=True)))
+        del wrong[label]
+        ((other, count),) = wrong.most_common(1) or [("", 0)]
+        mistake = f"{escape(printable(other))} {count:,}" if count else ""
+        figures = (f"{each[name]:.3f}" for name in ("precision", "recall", "f1"))
+        rows.append((escape(printable(label)), *figures, f"{each['support']:,}", mistake))
+    console.print(table(("label", "precision", "recall", "F1", "posts", "most mistaken for"), rows))
     confidence = sum(each["posts"] * each["confidence"] for each in found["calibration"]) / found["posts"]
     typer.echo(
         f"Accuracy {found['accuracy']:.3f}, macro-F1 {found['macro_f1']:.3f}, {found['posts']:,} posts.\n"
         f"Mean confidence {confidence:.3f}, calibration error {found['calibration_error']:.3f} (0 means that 80% "
         f"of the posts with a score of 0.8 are labelled correctly), {found['posts_per_s']:,.1f} posts/s."
     )
-
-
-def _count(count: int, right: bool) -> str:
-    return f"[green]{count}[/]" if right and count else str(count) if count else "[dim]·[/]"
 
 
 def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None]]) -> Table:

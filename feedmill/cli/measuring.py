@@ -80,8 +80,8 @@ def evaluate(
 ) -> None:
     """Compare a model's labels with the topics of a file's posts.
 
-    Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
-    compare models. Exits 1 if a post failed or a record was malformed.
+    Prints precision, recall, F1 and the most frequent mistake per label, accuracy and macro-F1. Give --model several
+    times to compare models. Exits 1 if a post failed or a record was malformed.
     """
     each = [settings.model_copy(update={"model": model}) for model in models or (settings.model,)]
     notes = notes_console()

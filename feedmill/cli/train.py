@@ -54,7 +54,7 @@ def train(
     except (DeviceFull, DeviceLost) as error:
         raise ModelError(
             f"The device failed: {clause(error)}. If it is out of memory, set a smaller --batch-size and a larger "
-            "--accumulation, lower --max-tokens, or set --gradient-checkpointing."
+            "--accumulation, or lower --max-tokens."
         ) from error
     finally:
         with suppress(OSError):  # only an empty folder: a model stays

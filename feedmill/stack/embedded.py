@@ -36,14 +36,6 @@ POLL_INTERVAL_S = 0.1
 PORTS = range(20_000, 32_768)
 #: Seconds to wait for a port that is taken: the redis-server of a killed run may still be writing its file.
 PORT_TIMEOUT_S = 5.0
-#: Settings for the connection to an external Redis, which the embedded stack does not use.
-EXTERNAL_REDIS_SETTINGS = (
-    "redis_ca_file",
-    "redis_certificate_file",
-    "redis_key_file",
-    "redis_master",
-    "redis_sentinel_password",
-)
 
 
 class Addresses(NamedTuple):
@@ -130,7 +122,7 @@ class Stack:
         self._folder, self._durable, self._signals = folder, durable, signals
         self._lock = lock_folder(folder)
         self.addresses = addresses_in(settings.model_copy(update={"data_folder": folder}))
-        unset = dict.fromkeys(EXTERNAL_REDIS_SETTINGS)
+        unset = dict.fromkeys(name for name in Settings.model_fields if name.startswith("redis_"))
         ours = unset | {"redis_url": self.addresses.redis_url, "data_folder": folder}
         self.settings = Settings(**(settings.model_dump() | ours))
         # The worker gets no secret but Redis' address. The model's folder is absolute, because the children run in the

@@ -147,7 +147,6 @@ class Training:
             max_grad_norm=1.0,
             bf16=self._precision is torch.bfloat16,
             fp16=self._precision is torch.float16,
-            activation_checkpointing=options.gradient_checkpointing,
             dataloader_pin_memory=on_gpu,
             remove_unused_columns=False,
             label_names=["labels"],

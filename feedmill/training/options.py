@@ -9,9 +9,7 @@ from typer import Option
 from feedmill.shared.errors import UserError
 
 #: Flags that have no effect on the training of a head.
-OF_FINE_TUNING = (
-    "--epochs", "--batch-size", "--accumulation", "--learning-rate", "--gradient-checkpointing",
-)  # fmt: skip
+OF_FINE_TUNING = ("--epochs", "--batch-size", "--accumulation", "--learning-rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +76,6 @@ class TrainOptions:
     max_tokens: Annotated[int, Option(min=8, max=8192, help="Maximum tokens to read of a post.")] = 128
     #: Seeds the head, the order of posts, dropout and the split.
     seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Random seed.")] = 7
-    #: Training takes a third longer and a fraction of the memory. Small models do not need it.
-    gradient_checkpointing: Annotated[bool, Option(help="Recompute activations to save memory.")] = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -50,4 +50,4 @@ def test_labels_are_escaped_when_printed() -> None:
     assert isinstance(console.file, StringIO)
     shown = console.file.getvalue()
     assert "[red]" in shown
-    assert "b\\x1b" in shown
+    assert "b\\x1b 1" in shown

@@ -126,7 +126,7 @@ def test_learns_soft_labels(base: Path, tmp_path: Path) -> None:
 
 def test_saves_the_trained_model(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    settings: dict[str, Any] = {"max_tokens": 16, "gradient_checkpointing": True, "epochs": 1}
+    settings: dict[str, Any] = {"max_tokens": 16, "epochs": 1}
     found = trained(base, out, learnt=48, dtype="bfloat16", **settings)
     assert [point["step"] for point in found.record["curve"]] == [1, 2, 3]
     found.save(out)
