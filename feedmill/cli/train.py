@@ -1,17 +1,28 @@
-"""The `feedmill train` command: fine-tune a model, or fit a head on embeddings."""
+"""The `feedmill train` command: fine-tune a model, or fit a head on embeddings.
 
+Beside the weights are README.md for people, and training.json for programs. Neither quotes a post, because a purge of
+the training posts does not reach them.
+"""
+
+import json
+import platform
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from jinja2 import Environment, StrictUndefined
 
+from feedmill import __version__
 from feedmill.cli.options import AsJson, FileFlags, excludes, with_settings
 from feedmill.console import notes_console, output_console, span
 from feedmill.local_model import load_model
+from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import (
     DeviceFull,
     DeviceLost,
@@ -25,11 +36,14 @@ from feedmill.shared.errors import (
 )
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.training.data import Dataset, collect, make_dataset
 from feedmill.training.options import OF_FINE_TUNING, TrainOptions
 from feedmill.training.progress import Report
 
-if TYPE_CHECKING:
-    from feedmill.training.data import Dataset
+#: Packages whose versions are recorded.
+LIBRARIES = ("torch", "transformers", "tokenizers")
+#: Template of the model card, README.md.
+CARD = Path(__file__).with_name("model_card.jinja")
 
 app = typer.Typer()
 
@@ -70,34 +84,66 @@ def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[s
     notes, folder = notes_console(), Path(options.out)
     if make_folder(folder):
         raise UserError(f"{folder} is not empty. Choose a new or empty folder.")
-    # Imported late: needs torch, which only workers have and which loads slowly.
-    with explain_missing("Training", "worker" if options.head else "worker,train"):
-        from feedmill.training import model_card  # noqa: PLC0415
-        from feedmill.training.data import collect, make_dataset  # noqa: PLC0415
-
-        if options.head:
-            from feedmill.training.head import train_head  # noqa: PLC0415
-        else:
-            import accelerate  # noqa: F401, PLC0415 - the Trainer needs it
-
-            from feedmill.training.finetune import Training  # noqa: PLC0415
-
+    train = _trainer(options)
     collected = collect(options, file, settings, notes)
     dataset = make_dataset(collected.examples, options)
     report = Report(notes)
     for line in dataset.summary():
         report.print(line)
     try:
-        if options.head:
-            trained: Any = train_head(dataset, options, settings, report)
-        else:
-            trained = Training(dataset, options, settings, report).run()
+        trained = train(dataset, options, settings, report)
         trained.save(folder)
         tested = _tested(options, dataset, settings, report)
     finally:
         report.stop()
-    posts = {"posts": collected.counts | {"left_out": dataset.left_out}}
-    return model_card.write(folder, options, file, dataset, posts | trained.record | tested)
+    record = {
+        "trained_at": time.time(),
+        "options": asdict(options) | asdict(file),
+        "labels": list(dataset.labels),
+        "train": len(dataset.train),
+        "test": len(dataset.test),
+        "train_by_label": dataset.counts,
+        "posts": collected.counts | {"left_out": dataset.left_out},
+        **trained.record,
+        **tested,
+        "versions": {"feedmill": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in LIBRARIES},
+    }
+    _write(folder, options, record)
+    return record
+
+
+def _trainer(options: TrainOptions) -> Callable[[Dataset, TrainOptions, Settings, Report], Any]:
+    """Return the function that trains. Raises UserError if a package is missing."""
+    # Imported late: needs torch, which only workers have and which loads slowly.
+    with explain_missing("Training", "worker" if options.head else "worker,train"):
+        if options.head:
+            from feedmill.training.head import train_head  # noqa: PLC0415
+
+            return train_head
+        import accelerate  # noqa: F401, PLC0415 - the Trainer needs it
+
+        from feedmill.training.finetune import Training  # noqa: PLC0415
+    return lambda *given: Training(*given).run()
+
+
+def _write(folder: Path, options: TrainOptions, record: Mapping[str, Any]) -> None:
+    """Write the record of a training, and its model card. Raises OSError."""
+    content = json.dumps(record, ensure_ascii=False, indent=1) + "\n"
+    for name, text in (("README.md", _card(folder, options, record)), ("training.json", content)):
+        with replacing(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def _card(folder: Path, options: TrainOptions, record: Mapping[str, Any]) -> str:
+    """Return the model card of a training with this record, in Markdown."""
+    templates = Environment(  # noqa: S701 - Markdown, whose values are made printable
+        undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True,
+        finalize=lambda value: printable(value) if isinstance(value, str) else value,
+    )  # fmt: skip
+    templates.filters["number"] = "{:,}".format
+    card = templates.from_string(CARD.read_text("utf-8"))
+    return card.render(record=record, posts=record["posts"], options=options, name=folder.name)
 
 
 def make_folder(folder: Path) -> set[str]:
@@ -107,7 +153,7 @@ def make_folder(folder: Path) -> set[str]:
         return {path.name for path in folder.iterdir()}
 
 
-def _tested(options: TrainOptions, dataset: "Dataset", settings: Settings, report: Report) -> dict[str, Any]:
+def _tested(options: TrainOptions, dataset: Dataset, settings: Settings, report: Report) -> dict[str, Any]:
     """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
     # Imported late: needs torch, which only workers have.
     from feedmill.evaluation import measure, usable_settings  # noqa: PLC0415

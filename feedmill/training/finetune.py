@@ -9,6 +9,7 @@ Differences from the plain Trainer:
 - the loss is a sum divided by the examples of the whole optimization step, so gradient accumulation is exact.
 """
 
+import math
 import random
 from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
@@ -102,18 +103,17 @@ class Training:
         model.to(arguments.device)
         self._report.phase("fitting the head")
         self._fit_head(model, train)
-        precision = f"{str(self._precision).removeprefix('torch.')}: {self._why_precision}"
-        plan: dict[str, Any] = {"precision": precision, "device": self._device.name}
         trainer = _Trainer(
             model=model,
             args=arguments,
             train_dataset=train,  # type: ignore[arg-type]  # a list of rows
             data_collator=self._collate,
             compute_loss_func=self._loss_of_step,
-            callbacks=[_Progress(self._report, plan)],
+            callbacks=[_Progress(self._report)],
         )
         trainer.remove_callback(transformers.PrinterCallback)
-        peak = Peak(self._device.torch, "torch")
+        peak, plan = Peak(self._device.torch, "torch"), self._plan()
+        self._report.phase("training", plan["steps"])
         transformers.set_seed(seed)  # fitting the head may have drawn random numbers
         seconds = trainer.train().metrics["train_runtime"]
         record = {
@@ -125,6 +125,18 @@ class Training:
             "curve": [entry for entry in trainer.state.log_history if "loss" in entry],
         }
         return Trained(trainer.accelerator.unwrap_model(trainer.model), self._tokenizer, record)
+
+    def _plan(self) -> dict[str, Any]:
+        """Return and print the plan."""
+        options = self._options
+        batch = options.batch_size * options.accumulation
+        steps = math.ceil(options.epochs * math.ceil(len(self._dataset.train) / batch))
+        precision = f"{str(self._precision).removeprefix('torch.')}: {self._why_precision}"
+        self._report.print(
+            f"Effective batch {batch} = {options.batch_size} × {options.accumulation} accumulated; "
+            f"{steps:,} optimization steps, {options.epochs:.3g} epochs; {self._device.name} in {precision}"
+        )
+        return {"precision": precision, "device": self._device.name, "effective_batch": batch, "steps": steps}
 
     def _rows(self, examples: Sequence[Labelled]) -> list[dict[str, Any]]:
         columns = dict(self._tokenizer([example.post.text for example in examples], truncation=True))
@@ -231,20 +243,10 @@ class _Trainer(Trainer):
 
 
 class _Progress(TrainerCallback):
-    """Fill the plan, and report it and each optimization step."""
+    """Report each optimization step."""
 
-    def __init__(self, report: Report, plan: dict[str, Any]) -> None:
-        self._report, self._plan = report, plan
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        self._plan |= {
-            "batch_size": args.per_device_train_batch_size,
-            "accumulation": args.gradient_accumulation_steps,
-            "effective_batch": args.per_device_train_batch_size * args.gradient_accumulation_steps,
-            "steps": state.max_steps,
-            "epochs": args.num_train_epochs,
-        }
-        self._report.planned(self._plan)
+    def __init__(self, report: Report) -> None:
+        self._report = report
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]

@@ -1,8 +1,8 @@
 """Print the progress of a training, a test or a measurement on standard error."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -58,15 +58,6 @@ class Report:
                 yield item
         finally:
             self.stop()
-
-    def planned(self, plan: Mapping[str, Any]) -> None:
-        """Print the plan of a training, whose steps begin now."""
-        self.print(
-            f"Effective batch {plan['effective_batch']} = {plan['batch_size']} × {plan['accumulation']} accumulated; "
-            f"{plan['device']} in {plan['precision']}"
-        )
-        self.print(f"{plan['steps']:,} optimization steps, {plan['epochs']:.3g} epochs")
-        self.phase("training", plan["steps"])
 
     def stop(self) -> None:
         """Remove the progress bar after a phase has ended or failed."""
