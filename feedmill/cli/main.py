@@ -87,14 +87,13 @@ def main(
 @with_settings()
 def demo(
     settings: Settings,
-    keep: Annotated[bool, Option("--keep", help="Keep everything running until Ctrl-C.")] = False,
     all_posts: Annotated[bool, Option("--all", help="Show every post instead of a random sample.")] = False,
 ) -> None:
     """Run the whole system once on the bundled posts.
 
     Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops.
     """
-    run_demo(settings, keep, all_posts)
+    run_demo(settings, all_posts)
 
 
 @app.command(rich_help_panel="Run it")

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def sample_posts() -> list[Post]:
     return [Post.model_validate_json(line) for line in text.splitlines()]
 
 
-def run(settings: Settings, keep: bool, show_all: bool) -> None:
+def run(settings: Settings, show_all: bool) -> None:
     """Start the stack, classify the sample posts, print their labels, stop everything. Raises StackError."""
     notes = notes_console()
     with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, note_signals() as received:
@@ -52,10 +51,6 @@ def run(settings: Settings, keep: bool, show_all: bool) -> None:
             posts = sample_posts()
             seconds = _classify(stack, posts, notes)
             _report(stack, posts, seconds, show_all)
-            if keep:
-                notes.print(f"Flower is at {stack.addresses.flower_url}; Ctrl-C stops everything.")
-                notes.print(f"In another terminal:\n  FEEDMILL_DATA_FOLDER={folder} {_command()} status", markup=False)
-                stack.stay(partial(notes.print, markup=False))
         finally:
             stack.stop()
 
