@@ -26,15 +26,16 @@ from redis.client import NEVER_DECODE
 from feedmill.shared import encoding, model_routing
 from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, queue_lists
 from feedmill.shared.errors import MessageFailed, UserError, printable
-from feedmill.shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, tombstone_key
+from feedmill.shared.keys import CELERY_RESULTS, DEAD_LETTERS, PURGES, RESULTS_STREAM, tombstone_key
 from feedmill.shared.messages import MAX_ID, Post
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import DAY_S, Settings
 
 #: Seconds for which tombstones block purged posts: longer than feeds and dumps repeat them.
 TOMBSTONE_TTL_S = 365 * DAY_S
-#: Purges that the log keeps, as in shared/scripts/purge.lua.
-MAX_PURGES = 4000
+#: Purges that the log keeps, as in shared/scripts/purge.lua; purges per read, each of up to 1,000 posts; and the
+#: position before the first one.
+MAX_PURGES, PURGES_PER_READ, BEGINNING = 4000, 20, "0-0"
 #: Ids per pass over a stream; and bytes of entries that one call reads, during which Redis is blocked for a few
 #: milliseconds.
 IDS_AT_ONCE, SWEEP_BYTES = 1000, 2**18
@@ -335,3 +336,51 @@ def _is_outcome(item: object, posts: Collection[str]) -> bool:
     if not isinstance(item, dict) or not isinstance(item.get("id"), str):
         return False
     return (item.keys() >= CLASSIFICATION or item.keys() == POST_ERROR) and item["id"].strip() in posts
+
+
+# The log of purges, by which copies of results outside of Redis lose the purged posts, too. Redis keeps a limited
+# number of purges, so a reader can miss some.
+
+
+class Purge(NamedTuple):
+    """A purge of these posts, or of a run: their results that were stored up to a time are gone.
+
+    until: milliseconds since 1970, by Redis' clock, as in the ids of stream entries.
+    """
+
+    ids: Sequence[str]
+    run: str | None
+    until: int
+
+
+class Purges(NamedTuple):
+    """Consecutive purges, oldest first."""
+
+    purges: list[Purge]
+    #: Position after these purges.
+    position: str
+    #: True if earlier purges are no longer in the log. The reader must check all of its posts, then continue at
+    #: `position`.
+    missed: bool = False
+
+
+def read_purges(redis: Redis, position: str) -> Purges:
+    """Return the next purges after a position. Raises redis.exceptions.RedisError."""
+    entries: Any = redis.xrange(PURGES, position, count=PURGES_PER_READ + 1)
+    if position == BEGINNING:
+        missed = len(entries) > PURGES_PER_READ and redis.xlen(PURGES) >= MAX_PURGES
+    else:
+        missed = not entries or entries.pop(0)[0] != position
+    del entries[PURGES_PER_READ:]
+    if missed:
+        return Purges([], newest_purge(redis), missed=True)
+    purges = [
+        Purge(json.loads(fields.get("ids", "[]")), fields.get("run"), int(fields["until"])) for _, fields in entries
+    ]
+    return Purges(purges, entries[-1][0] if entries else position)
+
+
+def newest_purge(redis: Redis) -> str:
+    """Return the position after the newest purge. Raises redis.exceptions.RedisError."""
+    newest: Any = redis.xrevrange(PURGES, count=1)
+    return str(newest[0][0]) if newest else BEGINNING

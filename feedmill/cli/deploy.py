@@ -68,7 +68,7 @@ def deploy(
     before = requested_model(redis, name)
     deployment = _requested(folder)
     serving = {node: pool for node, pool in watch.current_workers(celery, redis).items() if name in pool["queues"]}
-    if reset and _is_reset(before, serving):
+    if reset and before is None:
         message, status = f"No model is deployed to queue {name}: its workers use their own. Nothing to do.", 0
     else:
         request_model(redis, name, deployment)
@@ -78,13 +78,6 @@ def deploy(
         message, status = _conclude(redis, name, deployment, before, reports)
     typer.echo(json.dumps({"queue": name, **asdict(deployment), "said": message}) if as_json else printable(message))
     raise typer.Exit(status)
-
-
-def _is_reset(deployed: RequestedModel | None, workers: dict[str, dict[str, Any]]) -> bool:
-    """Return whether all workers run the model in their own settings."""
-    return deployed is None or (
-        deployed.model is None and not any(_latest(pool["deploy"]) for pool in workers.values())
-    )
 
 
 def _requested(folder: Path | None) -> RequestedModel:

@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from feedmill.shared.errors import SettingsError, UserError, json_line
+from feedmill.shared.errors import UserError, json_line
 from feedmill.shared.linux import notify
-from feedmill.shared.settings import PREFIX, Settings
+from feedmill.shared.settings import Settings
 from feedmill.stack.devices import Share
 from feedmill.stack.processes import Child, Service, environment, python_command
 from feedmill.stack.signals import note_signals
@@ -32,18 +32,13 @@ POLL_INTERVAL_S = 0.1
 class Supervisor:
     """A supervisor that runs one worker per share until a signal stops them.
 
-    name: value of the flag `--name`. command: command line of a worker. Raises SettingsError.
+    name: value of the flag `--name`. command: command line of a worker.
     """
 
     def __init__(
         self, settings: Settings, shares: Sequence[Share], name: str | None, command: Sequence[str] | None = None
     ) -> None:
         port = settings.metrics_port or 0
-        if port + len(shares) > 2**16:
-            raise SettingsError(
-                f"{PREFIX}METRICS_PORT: {len(shares)} workers need ports from {port} up, but the last port is 65535. "
-                f"Set {2**16 - len(shares)} or less."
-            )
         self._settings, self._command = settings, command or [*python_command(), "worker"]
         self._services = []
         for index, share in enumerate(shares):

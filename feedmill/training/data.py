@@ -50,12 +50,6 @@ def collect(options: TrainOptions, file: FileFlags, settings: Settings, notes: C
             f"--min-score {options.min_score}."
         )
     models = Counter(example.model for example in examples if example.model)
-    if len(models) > 1:
-        notes.print(
-            f"The labels come from {len(models)} models ({', '.join(map(printable, models))}). A post with labels from "
-            "several models gets the label of its oldest result.",
-            markup=False,
-        )
     counts = {"source": options.source, "read": len(read), "unlabelled": len(kept) - len(examples)}
     counts |= {"purged": None if gone is None else len(read) - len(kept), "labelled_by": dict(models)}
     return Collected(examples, counts)

@@ -12,12 +12,11 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from feedmill.reading.purges import BEGINNING, newest_purge, read_purges
 from feedmill.shared.broker import TRANSPORT_KEYS, connect, queue_depth, user_errors
 from feedmill.shared.broker import make_app as make_celery
 from feedmill.shared.errors import RedisUnavailable
 from feedmill.shared.messages import DeadLetter
-from feedmill.shared.purge import purge
+from feedmill.shared.purge import BEGINNING, newest_purge, purge, read_purges
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.scripts.leases import Reservation

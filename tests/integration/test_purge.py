@@ -12,14 +12,21 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from redis.exceptions import ConnectionError as ConnectionFault
 
-from feedmill.reading import purges
-from feedmill.reading.purges import BEGINNING, Purges, newest_purge, read_purges
 from feedmill.shared import purge as purging
 from feedmill.shared.broker import make_app, publish
 from feedmill.shared.errors import MessageFailed, RequestRefused, UserError
 from feedmill.shared.keys import PURGES, tombstone_key
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post
-from feedmill.shared.purge import TOMBSTONE_TTL_S, PurgeCounts, lift_tombstones, purge
+from feedmill.shared.purge import (
+    BEGINNING,
+    TOMBSTONE_TTL_S,
+    PurgeCounts,
+    Purges,
+    lift_tombstones,
+    newest_purge,
+    purge,
+    read_purges,
+)
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, dead_letters, has_results, latest, make_classification, mark_sent, sent_marks
@@ -309,8 +316,8 @@ def test_normalizes_ids_as_posts_do(client: Redis, settings: Settings, store: Re
 
 
 def test_log_of_purges_is_read_in_order(client: Redis, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purges, "PURGES_PER_READ", 2)
-    monkeypatch.setattr(purges, "MAX_PURGES", 4)
+    monkeypatch.setattr("feedmill.shared.purge.PURGES_PER_READ", 2)
+    monkeypatch.setattr("feedmill.shared.purge.MAX_PURGES", 4)
     assert read_purges(client, BEGINNING) == Purges([], BEGINNING)
     for post_id in ("a", "b", "c"):
         purge(client, settings, [post_id])
