@@ -8,12 +8,11 @@ content.
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
-from statistics import quantiles
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
@@ -50,40 +49,6 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 @dataclass
-class Column:
-    """The figures of one column in charts over time: one or more hours, starting at `hour` (hours since 1970)."""
-
-    hour: int
-    #: New results by label. With a single label set, they include results already trimmed from the stream.
-    labels: Counter[str] = field(default_factory=Counter)
-    #: Number of results by minute of classification (minutes since 1970).
-    minutes: Counter[int] = field(default_factory=Counter)
-    #: Seconds from enqueuing to the result, for messages that carry their time of sending.
-    waits: list[float] = field(default_factory=list)
-
-    @property
-    def busiest(self) -> float:
-        """Return the results per second in the busiest minute."""
-        return max(self.minutes.values(), default=0) / 60
-
-    @property
-    def posts(self) -> int:
-        return self.labels.total()
-
-    @property
-    def wait(self) -> float | None:
-        """Return the 95th percentile of the waits in seconds; None without waits."""
-        return percentile(self.waits, 95)
-
-
-def percentile(values: list[float], percent: int) -> float | None:
-    """Return a percentile of some values; None without values."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return quantiles(values, n=100, method="inclusive")[percent - 1]
-
-
-@dataclass
 class Report:
     """The figures of the `hours` hours before `made_at` (seconds since 1970), of one label set and perhaps one run."""
 
@@ -91,7 +56,9 @@ class Report:
     hours: int
     #: Hours per column.
     width: int
-    columns: list[Column]
+    #: New results by label in each column: one or more hours, starting at this one (hours since 1970). With a single
+    #: label set, they include results already trimmed from the stream.
+    columns: dict[int, Counter[str]]
     #: The run, if it was chosen; and the label set, "" without results.
     run: str | None = None
     label_set: str = ""
@@ -99,7 +66,6 @@ class Report:
     others: dict[str, int] = field(default_factory=dict)
     #: Number of results read from the stream; less than `posts` if older results were trimmed.
     read: int = 0
-    labels: Counter[str] = field(default_factory=Counter)
     #: Number of results by subreddit and label.
     subreddits: dict[str, Counter[str]] = field(default_factory=dict)
     #: Histogram (NUM_BINS bins) of each label's scores, over the results in which it was the best label.
@@ -112,8 +78,18 @@ class Report:
     reasons: Counter[str] = field(default_factory=Counter)
 
     @property
+    def labels(self) -> Counter[str]:
+        """Number of results by label."""
+        return sum(self.columns.values(), Counter())
+
+    @property
     def posts(self) -> int:
         return self.labels.total()
+
+    def column(self, hour: int) -> Counter[str]:
+        """Return the counts of the column with an hour since 1970. Those after the last hour are in the last column."""
+        first, last = min(self.columns), max(self.columns)
+        return self.columns[min(first + (hour - first) // self.width * self.width, last)]
 
     @property
     def is_of_reddit(self) -> bool:
@@ -135,12 +111,11 @@ def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None,
     ((largest, _),) = others.most_common(1) or [("", 0)]
     chosen = largest if labels is None else labels
     others.pop(chosen, None)
-    columns = [Column(hour) for hour in range(first, last + 1, width)]
+    columns = {hour: Counter[str]() for hour in range(first, last + 1, width)}
     report = Report(now, hours, width, columns, run, chosen, dict(others.most_common()))
     for row in _rows(redis, first, run):
         if label_set_of(row.found) == chosen:
-            hour = int(seconds_of(row.entry) // HOUR_S)
-            _count(report, row, columns[min((hour - first) // width, len(columns) - 1)])
+            _count(report, row)
     if run is None and labels is None:
         _count_trimmed(report, ResultsStore(redis, settings).labels(hours), first)
     if run is None:
@@ -168,28 +143,22 @@ def _count_trimmed(report: Report, counts: dict[int, dict[str, int]], first: int
     known = set(report.label_set.split(LABEL_SEPARATOR))
     if report.others or any(report.label_set and label not in known for found in recent.values() for label in found):
         return
-    report.labels.clear()
-    for column in report.columns:
-        column.labels.clear()
+    for column in report.columns.values():
+        column.clear()
     for hour, found in recent.items():
-        report.columns[min((hour - first) // report.width, len(report.columns) - 1)].labels.update(found)
-        report.labels.update(found)
+        report.column(hour).update(found)
 
 
-def _count(report: Report, row: ResultRow, column: Column) -> None:
+def _count(report: Report, row: ResultRow) -> None:
     found, post = row.found, row.post
     label = found["label"]
-    report.labels[label] += 1
-    column.labels[label] += 1
+    report.column(int(seconds_of(row.entry) // HOUR_S))[label] += 1
     report.read += 1
-    column.minutes[int(found["classified_at"] // 60)] += 1
     report.models[found["model"]] += 1
     report.subreddits.setdefault(post.get("subreddit") or "", Counter())[label] += 1
     bars = report.scores.setdefault(label, [0] * NUM_BINS)
     bars[min(max(int(found["scores"][label] * NUM_BINS), 0), NUM_BINS - 1)] += 1
     report.examples[label] = " ".join((post.get("title") or post.get("body", "")).split())[:TITLE_LENGTH]
-    if found["queued_seconds"] is not None:
-        column.waits.append(found["queued_seconds"])
 
 
 # The page.
@@ -219,23 +188,13 @@ def page(report: Report) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_printable
     )
     templates.filters |= {"number": "{:,}".format, "counted": counted, "hour": _hour, "when": _when}
-    templates.filters |= {"rate": _rate, "seconds": _seconds}
-    columns, colours = report.columns, _colours(report)
-    waits = [column.wait for column in columns]
+    hours, colours = list(report.columns), _colours(report)
     return templates.from_string(TEMPLATE.read_text("utf-8")).render(
         report=report,
         label_set=truncate(report.label_set, SHOWN_LABELS),
         parts=lambda counts: _parts(report, counts),
         stacked=list(_stacked(report)),
-        busiest=max((column.busiest for column in columns), default=0.0),
-        throughput=_bars(
-            [column.busiest for column in columns],
-            "var(--c2)",
-            lambda place, rate: f"{_hour(columns[place])}: {_rate(rate)}/s",
-        ),
-        longest_wait=max((wait for wait in waits if wait is not None), default=0.0),
-        waits=_bars(waits, "var(--c1)", lambda place, wait: f"{_hour(columns[place])}: {_seconds(wait)}"),
-        median_wait=percentile([wait for column in columns for wait in column.waits], 50),
+        most=max(counts.total() for counts in report.columns.values()),
         histogram=_histogram,
         median_score=_median_score,
         largest_labels=[
@@ -243,7 +202,7 @@ def page(report: Report) -> str:
             for label, count in report.labels.most_common(2 * SUBREDDITS)
         ],
         largest_subreddits=sorted(report.subreddits.items(), key=lambda each: -each[1].total())[:SUBREDDITS],
-        marked_columns=columns[:: max(-(-len(columns) // AXIS_TIMES), 1)],
+        marked_hours=hours[:: -(-len(hours) // AXIS_TIMES)],
         gaps=report.gaps[-GAPS:],
         reasons=report.reasons.most_common(REASONS),
     )
@@ -269,30 +228,22 @@ def _colours(report: Report) -> dict[str, str]:
 
 def _stacked(report: Report) -> Iterator[Bar]:
     """Yield the bars of each column's posts: a label's bar is below the next one's."""
-    most = max((column.posts for column in report.columns), default=0)
-    for place, column in enumerate(report.columns):
+    most = max(counts.total() for counts in report.columns.values())
+    for place, (hour, counts) in enumerate(report.columns.items()):
         top = 100.0
-        for label, count, colour in _parts(report, column.labels):
+        for label, count, colour in _parts(report, counts):
             top -= 100 * count / most
-            yield Bar(place, top, 100 * count / most, colour, f"{_hour(column)}: {label}, {count:,}")
-
-
-def _bars(values: Sequence[float | None], colour: str, caption: Callable[[int, float], str]) -> list[Bar]:
-    """Return a bar for each value that is not 0 or None, the largest as high as the chart.
-
-    caption: returns the text for a place and its value.
-    """
-    most = max((value for value in values if value is not None), default=0.0)
-    return [
-        Bar(place, 100 - 100 * value / most, 100 * value / most, colour, caption(place, value))
-        for place, value in enumerate(values)
-        if value
-    ]
+            yield Bar(place, top, 100 * count / most, colour, f"{_hour(hour)}: {label}, {count:,}")
 
 
 def _histogram(counts: Sequence[int]) -> list[Bar]:
-    """Return the bars of a histogram of scores."""
-    return _bars(counts, "var(--c0)", lambda place, count: f"{count:,} from {place / NUM_BINS:.2f}")
+    """Return the bars of a histogram of scores, the largest as high as the chart."""
+    shares = [100 * count / max(counts) for count in counts]
+    return [
+        Bar(place, 100 - share, share, "var(--c0)", f"{counts[place]:,} from {place / NUM_BINS:.2f}")
+        for place, share in enumerate(shares)
+        if share
+    ]
 
 
 def _median_score(counts: Sequence[int]) -> float:
@@ -301,19 +252,9 @@ def _median_score(counts: Sequence[int]) -> float:
     return (bisect_left(totals, totals[-1] / 2) + 0.5) / NUM_BINS
 
 
-def _hour(column: Column) -> str:
-    return datetime.fromtimestamp(column.hour * HOUR_S, UTC).strftime("%d %b %H:%M")
+def _hour(hour: int) -> str:
+    return datetime.fromtimestamp(hour * HOUR_S, UTC).strftime("%d %b %H:%M")
 
 
 def _when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.1f} s" if value < 120 else f"{value / 60:,.0f} min"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}" if value >= 1 else f"{value:.2f}"

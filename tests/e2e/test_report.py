@@ -18,7 +18,7 @@ from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, feedmill, make_classification
 
-SECTIONS = ["figures", "time", "labels", "scores", "subreddits", "throughput", "waits", "dead", "gaps"]
+SECTIONS = ["figures", "time", "labels", "scores", "subreddits", "dead", "gaps"]
 #: Markup that an author or a sender of posts may try to inject.
 EVIL = (
     "</title></style></section><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'"
@@ -57,7 +57,6 @@ def result(
         scores=dict.fromkeys(labels, 0.0) | {label: score},
         model="a/model",
         classified_at=time.time(),
-        queued_seconds=2.5,
     )
     return Result(Post(id=post_id, **{"title": f"title of {post_id}", "subreddit": "python", **fields}), found)
 
