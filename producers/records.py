@@ -35,7 +35,6 @@ FIELD_ALIASES: dict[str, tuple[str, ...]] = {
     "extra": ("extra",),
 }
 #: All recognized names.
-FIELD_NAMES = frozenset(name for names in FIELD_ALIASES.values() for name in names)
 #: Names of the fields that make up a post's text.
 TEXT_NAMES = FIELD_ALIASES["title"] + FIELD_ALIASES["body"]
 #: A post's fullname on Reddit.

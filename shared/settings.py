@@ -108,7 +108,7 @@ class Settings(BaseSettings):
     reddit_client_secret: SecretStr | None = None
     #: User agent, in the form that Reddit requires: <platform>:<app ID>:<version> (by /u/<user>).
     reddit_user_agent: Annotated[str, _form(r"[ -~]{7,200}", "7 to 200 printable ASCII characters")] | None = None
-    #: TOML file of topics and their subreddits. `feedmill ingest topics --template` prints the default.
+    #: TOML file of topics and their subreddits. `feedmill ingest topics` prints the default.
     reddit_topics: Path | None = None
     #: Seconds between polls of a topic's new posts.
     reddit_poll_interval: Seconds = 60.0

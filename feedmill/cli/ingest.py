@@ -186,7 +186,8 @@ def _follow(make: MakeSource, settings: Settings, flags: MessageFlags) -> None:
 
 #: Counts in the status line, in this order, each shown unless it is 0 or missing.
 COUNTS = {
-    "filtered": "{:,} filtered", "purged": "{:,} purged", "failing": "failing subreddits: {:,}", "gaps": "gaps: {:,}",
+    "filtered": "{:,} filtered", "purged": "{:,} purged", "failing": "failing subreddits: {:,}",
+    "replaced": "replaced subreddits: {:,}", "gaps": "gaps: {:,}",
     "filled": "gaps filled: {:,}", "ahead": "{:,} from the future", "unreadable": "{:,} unreadable",
     "requests": "requests: {:,}", "budget": "requests left: {:,.0f}",
 }  # fmt: skip
@@ -266,29 +267,7 @@ def _gap_state(gap: Gap) -> str:
     return f"open: {printable(gap.problem)}" if gap.problem else "open"
 
 
-@app.command("topics")
-@with_settings("reddit_topics", "redis_url")
-def list_topics(
-    settings: Settings,
-    template: Annotated[
-        bool, Option("--template", help="Print the default topics file, as a template for your own.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """List each topic's subreddits, the replaced ones, and the reasons."""
-    if template:
-        typer.echo(topics_file.DEFAULT_TOPICS_FILE.read_text(encoding="utf-8"), nl=False)
-        return
-    listed = topics_file.read(settings.reddit_topics)
-    replaced = topics_file.replaced(connect(settings))
-    for topic, names in listed.topics.items():
-        out = [entry for entry in replaced.get(topic, ()) if entry.subreddit in names]
-        if as_json:
-            typer.echo(
-                json.dumps({"topic": topic, "subreddits": names, "replaced": [entry._asdict() for entry in out]})
-            )
-            continue
-        typer.echo(printable(f"{topic:<16} {', '.join(names)}"))
-        for each in out:
-            instead = f"replaced by r/{each.by}" if each.by else "not replaced"
-            typer.echo(printable(f"{'':<16} r/{each.subreddit}: {each.reason} since {utc(each.since)}; {instead}"))
+@app.command()
+def topics() -> None:
+    """Print the default topics file, as a template for your own."""
+    typer.echo(topics_file.DEFAULT_TOPICS_FILE.read_text(encoding="utf-8"), nl=False)

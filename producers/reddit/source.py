@@ -21,7 +21,7 @@ from feedmill.producers.live.source import Event, Pause, RequestFailed, Source, 
 from feedmill.producers.live.state import Gap
 from feedmill.producers.reddit.arctic_shift import CROWDED, ArcticShiftClient, GapFiller
 from feedmill.producers.reddit.listing import ListingItem, ListingPage, SubredditUnreadable
-from feedmill.producers.reddit.topics import ASLEEP, Topics, choose, replaced, store_replaced
+from feedmill.producers.reddit.topics import ASLEEP, ReplacedSubreddit, Topics, choose, replaced, store_replaced
 from feedmill.producers.reddit.walk import OVERLAP_S, Track, Walk, walk
 from feedmill.shared.keys import reddit_track_key
 from feedmill.shared.messages import Post
@@ -92,6 +92,7 @@ class RedditSource(Source):
         self._filler = GapFiller(archive, redis, clock) if archive else None
         #: Topic -> its subreddits that are read, best first.
         self.active: dict[str, list[str]] = {topic: [] for topic in topics.topics}
+        self._replaced: dict[str, list[ReplacedSubreddit]] = {}
         #: Topic -> times of its next poll, and of the next check of its subreddits (monotonic seconds).
         self._due = dict.fromkeys(topics.topics, clock.monotonic())
         self._checks = dict.fromkeys(topics.topics, clock.monotonic())
@@ -134,6 +135,7 @@ class RedditSource(Source):
             self._rewind(name)  # before they are stored as read, so that a crash in between repeats it
             logger.info("topic %s: reading r/%s again", topic, name)
         store_replaced(self._redis, topic, entries)
+        self._replaced[topic] = entries
         for entry in entries:
             if entry.subreddit not in before or before[entry.subreddit].reason != entry.reason:
                 instead = f"reading r/{entry.by} instead" if entry.by else "no substitute is left"
@@ -283,6 +285,7 @@ class RedditSource(Source):
             "topics": len(self.active),
             "subreddits": len(active),
             "failing": sorted(active & self._failing),
+            "replaced": [entry._asdict() for entries in self._replaced.values() for entry in entries],
             "polls": self._polls,
             "filled": self._filler.filled if self._filler else 0,
             "requests": self._reddit.budget.spent,

@@ -80,7 +80,7 @@ def read(path: Path | None) -> Topics:
     except ValidationError as error:
         reason = ": ".join(first_problem(error))
     raise SettingsError(
-        f"Cannot read the topics file {path}: {reason}. Run `feedmill ingest topics --template` for a valid example."
+        f"Cannot read the topics file {path}: {reason}. Run `feedmill ingest topics` for a valid example."
     )
 
 

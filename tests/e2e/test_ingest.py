@@ -146,12 +146,3 @@ def test_the_archive_needs_no_credentials(
             daemon.process.send_signal(signal.SIGTERM)
             assert daemon.process.wait(30) == 0
     assert reddit.ledger.total == 0
-
-
-def test_subreddits_lists_replacements(tmp_path: Path, environment: dict[str, str]) -> None:
-    feedmill("ingest", "reddit", "--once", "--limit", "1", cwd=tmp_path, **environment)
-    said = feedmill("ingest", "topics", cwd=tmp_path, **environment)
-    assert "food             cooking, nothere, baking" in said.stdout
-    assert re.search("r/nothere: .* 20.* r/baking", said.stdout)
-    as_json = feedmill("ingest", "topics", "--json", cwd=tmp_path, **environment)
-    assert json.loads(as_json.stdout.splitlines()[0])["replaced"][0]["by"] == "baking"

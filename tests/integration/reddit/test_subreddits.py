@@ -18,6 +18,7 @@ def test_replaces_missing_and_inactive_subreddits(house: House) -> None:
         "gone1": ("missing", None), "gone2": ("missing", None),
     }  # fmt: skip
     assert daemon.status()["subreddits"] == 1
+    assert {entry["subreddit"]: (entry["reason"], entry["by"]) for entry in daemon.status()["replaced"]} == reasons
     assert {post["subreddit"] for post in house.queued()} == {"cooking"}
 
 
