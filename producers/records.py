@@ -34,7 +34,6 @@ FIELD_ALIASES: dict[str, tuple[str, ...]] = {
     "spoiler": ("spoiler",),
     "extra": ("extra",),
 }
-#: All recognized names.
 #: Names of the fields that make up a post's text.
 TEXT_NAMES = FIELD_ALIASES["title"] + FIELD_ALIASES["body"]
 #: A post's fullname on Reddit.
