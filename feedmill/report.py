@@ -80,7 +80,7 @@ class Report:
     @property
     def labels(self) -> Counter[str]:
         """Number of results by label."""
-        return sum(self.columns.values(), Counter())
+        return sum(self.columns.values(), Counter[str]())
 
     @property
     def posts(self) -> int:
@@ -88,7 +88,7 @@ class Report:
 
     def column(self, hour: int) -> Counter[str]:
         """Return the counts of the column with an hour since 1970. Those after the last hour are in the last column."""
-        first, last = min(self.columns), max(self.columns)
+        first, last = next(iter(self.columns)), next(reversed(self.columns))
         return self.columns[min(first + (hour - first) // self.width * self.width, last)]
 
     @property

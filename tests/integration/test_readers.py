@@ -266,17 +266,6 @@ def test_purged_results_are_not_reported_as_missed(
     assert (ids_of(found), missed_of(found)) == ([name for name in names if name not in gone], [])
 
 
-def test_missed_count_includes_purged_results(store: ResultsStore, server: RedisServer, reader: Reader) -> None:
-    write(store, *range(10))
-    reader.read()
-    names = write(store, *range(10, 110))
-    purge(server.client, Settings(), names[10:40])
-    names += write(store, *range(110, 1000))
-    found = read_all(reader)
-    (missed,) = missed_of(found)
-    assert missed.count == len(names) - len(ids_of(found))  # which of them were purged is no longer known
-
-
 def test_missed_count_is_unknown_without_a_stored_cursor(store: ResultsStore, server: RedisServer) -> None:
     """Start at a time whose entries are gone, without a stored cursor."""
     write(store, *range(1000))
