@@ -101,18 +101,23 @@ def status(redis: Redis, app: Celery | None, settings: Settings) -> Status:
     """
     redis.ping()  # fails soon if Redis does not answer; Celery's connections are patient
     # First, because it can take seconds: totals read before would be older than the figures of workers and runs.
-    workers = _ask(app, redis) if app else {}
-    asked, expected = workers is not None, expected_workers(redis)
-    missing = {node: age for node, age in expected.items() if workers is not None and node not in workers}
+    workers, asked = {}, True
+    try:
+        workers = current_workers(app, redis) if app else {}
+    except (ResponseError, OperationalError) as fault:
+        if not rejects_writes(fault):  # the workers' answers are writes
+            raise
+        asked = False
+    missing = {node: age for node, age in expected_workers(redis).items() if asked and node not in workers}
     results, runs = ResultsStore(redis, settings).counters(), recent(redis, RUNS_SHOWN)
     dead: Any = redis.xlen(DEAD_LETTERS)
     depth, queues = _queues(redis, settings)
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
-    rate = sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
+    rate = sum(float(pool["recent"]["posts_per_second"]) for pool in workers.values())
     memory = read_memory(redis, settings)
     gaps = len(Gaps(redis).open())
     live = {name: found.report for name, found in statuses(redis).items() if found.running}
-    return Status(depth, queues, workers or {}, results, rate, live, oldest, gaps, dead, asked, missing, memory, runs)
+    return Status(depth, queues, workers, results, rate, live, oldest, gaps, dead, asked, missing, memory, runs)
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
@@ -156,16 +161,6 @@ def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> 
     """Send a remote-control command and return each node's answer. nodes, patience: see worker_statistics."""
     answers = app.control.broadcast(command, destination=nodes, reply=True, timeout=patience) or []
     return {node: reply for answer in answers for node, reply in answer.items()}
-
-
-def _ask(app: Celery, redis: Redis) -> dict[str, dict[str, Any]] | None:
-    """Return the statistics of all workers; None while Redis refuses writes, including the answers."""
-    try:
-        return current_workers(app, redis)
-    except (ResponseError, OperationalError) as fault:
-        if rejects_writes(fault):
-            return None
-        raise
 
 
 class HealthPart(StrEnum):
