@@ -67,8 +67,8 @@ def addresses_in(settings: Settings) -> Addresses:
     path = settings.data_folder / STACK_FILE
     try:
         kept = Addresses(**json.loads(path.read_bytes())) if path.exists() else _new_addresses()
-        chosen = settings.flower_password and settings.flower_password.get_secret_value()
-        kept = kept._replace(chosen_password=chosen)
+        chosen = settings.flower_password
+        kept = kept._replace(chosen_password=chosen.get_secret_value() if chosen else None)
         with replacing(path) as temporary:
             temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(kept._asdict(), indent=2) + "\n")

@@ -106,7 +106,7 @@ class Training:
         trainer = _Trainer(
             model=model,
             args=arguments,
-            train_dataset=train,  # type: ignore[arg-type]  # a list of rows
+            train_dataset=train,
             data_collator=self._collate,
             compute_loss_func=self._loss_of_step,
             callbacks=[_Progress(self._report)],

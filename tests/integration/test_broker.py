@@ -8,7 +8,7 @@ from redis.exceptions import InvalidResponse, ReadOnlyError, RedisError, Respons
 from feedmill.shared.broker import connect, make_app, user_errors
 from feedmill.shared.errors import RedisUnavailable, SettingsError
 from feedmill.shared.settings import load
-from feedmill.stack.embedded import EXTERNAL_REDIS_SETTINGS, Stack
+from feedmill.stack.embedded import Stack
 from feedmill.workers.transport.redis_transport import use_leases
 
 SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
@@ -112,5 +112,6 @@ def test_embedded_stack_uses_its_own_redis(tmp_path_factory: pytest.TempPathFact
     outside = load(redis_url=SENTINELS, redis_master="posts", redis_sentinel_password="theirs")
     stack = Stack(outside, tmp_path_factory.mktemp("stack"), durable=False)
     assert stack.settings.redis.scheme == "redis"
-    assert not any(getattr(stack.settings, name) for name in EXTERNAL_REDIS_SETTINGS)
+    assert not stack.settings.redis_master
+    assert not stack.settings.redis_sentinel_password
     stack.stop()
