@@ -145,7 +145,7 @@ def test_health_fails_if_memory_is_nearly_full(redis: RedisServer, settings: Set
         is_well, said = watch._memory(full)
         assert is_well == well
         assert "of 1.0 GB" in said
-        assert ("maxmemory" in said) == (not well)
+        assert ("raise maxmemory" in said) == (not well)
 
 
 def numbers(text: str) -> list[int]:
