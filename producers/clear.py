@@ -15,7 +15,7 @@ from feedmill.producers.push import mark_of, send_scope
 from feedmill.shared import encoding, model_routing, runs
 from feedmill.shared.broker import CLASSIFY_TASK, queue_lists
 from feedmill.shared.errors import PostRefused, RequestRefused
-from feedmill.shared.keys import CLEARS, DEAD_LETTERS, RESULTS_STREAM
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.purge import TOMBSTONE_TTL_S, read_list, sweep_run
 from feedmill.shared.scripts import call
@@ -28,12 +28,6 @@ class Cleared(NamedTuple):
 
     messages: int = 0
     posts: int = 0
-
-
-def messages_cleared(redis: Redis, queue: str) -> str:
-    """Return how many messages were ever cleared from the queue. A change makes saved positions in files void."""
-    found: Any = redis.hget(CLEARS, queue)
-    return str(found or 0)
 
 
 class RunPurged(NamedTuple):
@@ -69,7 +63,7 @@ def purge_run(redis: Redis, settings: Settings, run: str) -> RunPurged:
     known = runs.progress(redis, run)
     results = sweep_run(redis, RESULTS_STREAM, run)
     letters = sweep_run(redis, DEAD_LETTERS, run)
-    call(redis, "forget_run", run, TOMBSTONE_TTL_S, *queues)
+    call(redis, "forget_run", run, TOMBSTONE_TTL_S)
     messages, posts = map(sum, zip(*removed, strict=True))
     return RunPurged(results, letters, messages, posts, max(0, known.stored - results) if known else 0)
 
@@ -90,7 +84,7 @@ def _remove_waiting(redis: Any, queue: str, removes: Callable[[int, Sequence[str
                 count, marks = marks_in(message, queue, weights)
                 if not removes(count, [run for _, run in marks]):
                     start += 1
-                elif call(redis, "remove_waiting", queue, name, message, _sent(marks)):  # else it is gone: read again
+                elif call(redis, "remove_waiting", name, message, _sent(marks)):  # else it is gone: read again
                     messages, posts = messages + 1, posts + count
             if (start, messages) == before:
                 start += len(read)

@@ -13,9 +13,9 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from io import BufferedReader, FileIO, RawIOBase, TextIOWrapper
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -74,8 +74,6 @@ PARQUET_ROWS = 1000
 NOT_UTF8 = "not UTF-8; save the file as UTF-8, or give its encoding, such as --encoding cp1252 for Excel on Windows"
 #: Reasons of bad records to print, each with its first record. Other records are only counted.
 REASONS_SHOWN = 20
-#: Maximum records read for one batch of posts: filters may drop nearly all posts of a large dump.
-TRIP_RECORDS = 100_000
 
 #: A line number, a range of lines such as "20-21", the number of an array's element or of a row of Parquet.
 Place = int | str
@@ -112,7 +110,6 @@ class Row(NamedTuple):
 class Source:
     """A file of posts, read in order, with progress. "-" is standard input.
 
-    start: number of records to skip without reporting them.
     columns: columns that the user chose; a missing one is an error.
     encoding: name of the text's encoding; None is UTF-8, or UTF-16 with a byte order mark.
     Raises InputError for an unknown encoding.
@@ -122,14 +119,13 @@ class Source:
         self,
         path: str,
         filters: Filters = NO_FILTERS,
-        start: int = 0,
         columns: Columns = DETECTED,
         encoding: str | None = None,
     ) -> None:
         self._path = path
         #: Name in messages.
         self.name = "stdin" if path == "-" else printable(path)
-        self._filters, self._start, self._columns = filters, start, columns
+        self._filters, self._columns = filters, columns
         self._encoding = None if encoding is None else check_encoding(encoding)
         #: True if ids are derived from the texts, because no id column was found. Set after the first record.
         self.lacks_ids = False
@@ -138,7 +134,7 @@ class Source:
         #: True if a copy for Excel must begin with a byte order mark: the file does, or has another encoding than
         #: UTF-8. Set after the first record.
         self.has_mark = False
-        self._file: CountedFile | None = None
+        self._file: FileIO | None = None
         #: Size of the file in bytes; None if unknown.
         self.size = Path(path).stat().st_size if is_file(path) else None
 
@@ -150,7 +146,9 @@ class Source:
     @property
     def done(self) -> int:
         """Bytes read so far, before decompression."""
-        return self._file.done if self._file else 0
+        with suppress(ValueError, OSError):  # the file is closed, or a pipe
+            return self._file.tell() if self._file else 0
+        return self.size or 0
 
     def items(self, labelled: bool = False) -> Iterator[Item]:
         """Yield the items of each record. labelled: yield the posts of an export with their labels.
@@ -175,7 +173,7 @@ class Source:
 
     def rows(self) -> Iterator[Row]:
         """Yield each record as in the file, with its text. Filters do not apply. Raises the same errors as `items`."""
-        for number, (place, fields, cells) in enumerate(self._records(), self._start + 1):
+        for number, (place, fields, cells) in enumerate(self._records(), 1):
             if isinstance(fields, dict):
                 post = parse_text(normalize_keys(fields), str(number), self._columns)
                 yield Row(place, fields if cells is None else cells, post)
@@ -183,14 +181,15 @@ class Source:
                 yield Row(place, cells, NO_TEXT if fields is None else fields)
 
     def _records(self) -> Iterator[Record]:
-        """Yield each record after checking the first one's columns."""
-        checked = self._start > 0
+        """Yield each record after checking the first one's columns. Raises InputError if all are empty rows."""
+        checked, is_empty = False, True
         try:
             with ExitStack() as opened:
                 for record in self._parsed(opened):
                     if not checked and isinstance(record.fields, dict):
                         self._check_columns(record.fields)
                         checked = True
+                    is_empty &= record.fields is None and record.cells is not None
                     yield record
         # pyarrow raises ValueError and NotImplementedError, too; UnicodeError for a text that is not UTF-8.
         except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
@@ -203,6 +202,8 @@ class Source:
             raise InputError(
                 f"Cannot read {self.name}: {reason}. Check the file, then run the command again."
             ) from None
+        if is_empty:
+            raise InputError(f"{self.name} contains no posts. Give another file.")
 
     def _check_columns(self, fields: dict[str, Any]) -> None:
         """Check the first record. Raises InputError if it lacks a chosen column, or a text."""
@@ -221,7 +222,7 @@ class Source:
         start = binary.peek(4)
         if start.startswith(PARQUET):
             self.table = ParquetTable(binary, self.name, opened)
-            return self._rows(self.table)
+            return self.table.records()
         if start.startswith(SPREADSHEETS):
             raise InputError(f"{self.name} is an Excel file or an archive. Save the sheet as CSV UTF-8, or unpack it.")
         encoding = self._encoding or ("utf-16" if start[:2] in UTF16_MARKS else "utf-8")
@@ -233,38 +234,28 @@ class Source:
         errors = "replace" if encoding.startswith(("utf-16", "utf-32")) else "surrogateescape"
         text = opened.enter_context(TextIOWrapper(binary, encoding, errors, newline=""))
         if head.startswith("["):
-            return islice(json_array(text), self._start, None)
+            return json_array(text)
         first_line = LINE_END.split(head, maxsplit=1)[0]
         header = [normalize_column(name) for name in column_names(first_line)]
         is_table = bool(self._columns.texts_among(header))
         # JSONL with a damaged first line is still JSONL.
         if head.startswith("{") or (not is_table and "\n{" in head):
-            return line_records(text, self._json, self._start)
+            return line_records(text, self._json)
         # Each line is a text in a file `.txt`, and on standard input if no delimiter is in sight.
         is_text = TEXT_FILE.search(self._path) or (self._path == "-" and len(header) == 1)
         if is_text and first_line and not (is_table or self._columns.text):
-            return line_records(text, _text_line, self._start)
+            return line_records(text, _text_line)
         self.table = CsvTable(text, self.name)
-        return self._rows(self.table)
+        return self.table.records()
 
     def _open(self, opened: ExitStack) -> BufferedReader:
         if self._path == "-":
             return cast(BufferedReader, sys.stdin.buffer)
-        self._file = CountedFile(self._path)
+        self._file = FileIO(self._path)
         return opened.enter_context(BufferedReader(self._file, CHUNK_BYTES))
 
     def _json(self, line: str) -> dict[str, Any] | str | None:
         return None if self._filters.reject_line(line) else _json_line(line)
-
-    def _rows(self, table: "CsvTable | ParquetTable") -> Iterator[Record]:
-        """Yield the records of a table after the first `start` ones. Raises InputError if there is none at all."""
-        is_empty = True
-        for number, record in enumerate(table.records()):
-            is_empty &= record.fields is None
-            if number >= self._start:
-                yield record
-        if is_empty:
-            raise InputError(f"{self.name} has no rows. Give another file.")
 
 
 class FileReading(Source):
@@ -285,12 +276,10 @@ class FileReading(Source):
         #: Number of bad records by reason, or by the column of an invalid value.
         self._bad: Counter[str] = Counter()
         self._broken: InputError | None = None
-        #: Records read (with the skipped ones at the start), dropped by the filters, and removed from Reddit.
-        self.records, self.left_out, self.removed = self._start, 0, 0
+        #: Records read, dropped by the filters, and removed from Reddit.
+        self.records = self.left_out = self.removed = 0
         #: Skipped records, those of them that have no text, and those of these whose text was removed on Reddit.
         self.skipped = self.without_text = self.removed_texts = 0
-        #: True once the whole file was read without an error.
-        self.complete = False
 
     def posts(self) -> Iterator[Post]:
         """Yield the valid posts."""
@@ -299,18 +288,6 @@ class FileReading(Source):
     def labelled(self) -> Iterator[Post | Labelled]:
         """Yield the valid posts. Posts of an export come as Labelled, with their classification."""
         return (found for found in self._counted(labelled=True) if found)
-
-    def trips(self, posts: int) -> Iterator[list[Post]]:
-        """Yield batches of at most `posts` valid posts. When a batch is yielded, `records` includes its records."""
-        trip: list[Post] = []
-        begun = self.records
-        for post in self._counted():
-            if isinstance(post, Post):
-                trip.append(post)
-            if len(trip) == posts or self.records - begun == TRIP_RECORDS:
-                yield trip
-                trip, begun = [], self.records
-        yield trip
 
     def end(self) -> None:
         """Print sums of what was not shown. Raises InputError if the file could not be read to its end."""
@@ -337,7 +314,6 @@ class FileReading(Source):
                 self.left_out += item is LeftOut.BY_FILTERS
                 self.removed += item is LeftOut.REMOVED
                 yield item if isinstance(item, Post | Labelled) else None
-            self.complete = True
         except InputError as error:
             self._broken = error
 
@@ -375,17 +351,6 @@ def check_encoding(name: str) -> str:
             f"--encoding: unknown encoding {name!r:.40}. Excel on Windows writes cp1252; others are latin-1, utf-16 "
             "and shift_jis."
         ) from None
-
-
-class CountedFile(FileIO):
-    """A file that counts the bytes read from it."""
-
-    done = 0
-
-    def readinto(self, buffer: "WriteableBuffer") -> int | None:
-        size = super().readinto(buffer)
-        self.done += size or 0
-        return size
 
 
 def decompressed(packed: BufferedReader, name: str, opened: ExitStack) -> BufferedReader:
@@ -459,11 +424,9 @@ def _lines(text: TextIOWrapper) -> Iterator[tuple[int, str | None]]:
             yield number, line
 
 
-def line_records(
-    text: TextIOWrapper, parse: Callable[[str], dict[str, Any] | str | None], start: int
-) -> Iterator[Record]:
-    """Yield a record for each line after the first `start` ones. parse: returns a line's fields: see `Record`."""
-    for number, line in islice(_lines(text), start, None):
+def line_records(text: TextIOWrapper, parse: Callable[[str], dict[str, Any] | str | None]) -> Iterator[Record]:
+    """Yield a record for each line. parse: returns a line's fields: see `Record`."""
+    for number, line in _lines(text):
         yield Record(number, f"the line is {TOO_LONG}" if line is None else parse(line))
 
 

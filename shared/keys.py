@@ -15,8 +15,6 @@ MARKS = "feedmill:sent-marks"
 STORED = "feedmill:stored"
 #: Runs, scored by the time of their latest activity, in seconds since 1970.
 RUNS = "feedmill:runs"
-#: Queue -> number of messages that `feedmill purge --queue` removed. A change makes positions in files void.
-CLEARS = "feedmill:clears"
 #: Recent purges, newest last: the posts' ids or the run, and the time up to which their results are gone.
 PURGES = "feedmill:purges"
 #: Queue -> the model that its workers serve, and when a worker last announced it, as JSON.
@@ -80,8 +78,3 @@ def tombstone_key(post_id: str) -> str:
 def dead_letter_key(letter: str) -> str:
     """Stream entry id of a dead letter. letter: digest of what was sent."""
     return f"feedmill:buried:{letter}"
-
-
-def position_key(file: str) -> str:
-    """Number of records read from a file so far. file: digest of the file and of the reading options."""
-    return f"feedmill:position:{file}"

@@ -1,4 +1,4 @@
-"""The `feedmill enqueue` command: send a file's posts to the queue, resuming where an interrupted command stopped."""
+"""The `feedmill enqueue` command: send a file's posts to the queue."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from redis import Redis
@@ -20,24 +20,18 @@ from feedmill.cli.options import SENDING, File, FileFlags, Limit, MessageFlags, 
 from feedmill.cli.status import wait_for_run
 from feedmill.console import LiveBar, counted, notes_console
 from feedmill.export.columns import COLUMNS
-from feedmill.producers.clear import messages_cleared
 from feedmill.producers.files import FileReading, is_file
-from feedmill.producers.push import Pusher, send_scope
+from feedmill.producers.push import Pusher
 from feedmill.producers.records import NO_FILTERS, Filters, subreddit_name
 from feedmill.shared import runs
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, UserError, printable
-from feedmill.shared.keys import position_key
-from feedmill.shared.messages import MAX_RUN, ClassifyOptions, digest, parse_run
-from feedmill.shared.model_routing import check_options, deployed_weights, missing_worker
-from feedmill.shared.settings import DAY_S, Settings, is_folder_locked
+from feedmill.shared.messages import MAX_RUN, digest, parse_run
+from feedmill.shared.model_routing import check_options, missing_worker
+from feedmill.shared.settings import Settings, is_folder_locked
 
 app = typer.Typer()
 
-#: Posts between two saves of the position in the file, about. After a crash, this many are checked again.
-SAVE_INTERVAL_POSTS = 1000
-#: Lifetime of a position in seconds; equal to the default of the setting `sent_ttl`.
-POSITION_TTL = 30 * DAY_S
 #: Leading bytes that identify a file. Its size does not, since an interrupted download may continue later.
 HEAD_BYTES = 1 << 16
 #: Characters of the digest in a run's name.
@@ -97,14 +91,13 @@ def enqueue(
 ) -> None:
     """Send the posts of a file to the queue.
 
-    Skips posts that were already sent, records without text and malformed records. An interrupted command resumes where
-    it stopped when it runs again. Exits 1 if a record was malformed, no record had text, the filters excluded every
-    record, or, with --wait, a post failed.
+    Skips posts that were already sent, records without text and malformed records. After an interruption, the same
+    command sends the rest. Exits 1 if a record was malformed, no record had text, the filters excluded every record,
+    or, with --wait, a post failed.
     """
     options = flags.options(settings)
     filters = _filters(subreddit or [], period, date_format)
     kept = _columns(keep or [])
-    chosen = columns.columns(date_format, kept)
     notes = notes_console()
     name = None if no_run else run or default_run(file)
     redis = connect(settings)
@@ -112,26 +105,15 @@ def enqueue(
     check_options(redis, settings.queue, options)
     celery = make_app(settings)
     pusher = Pusher(celery, redis, settings, options, again, wait_for_memory=True, run=name)
-    selected = (",".join(kept), ",".join(sorted(filters.subreddits)), str(period), *chosen[:4], columns.encoding)
-    # With a limit, a second command sends nothing more, rather than the next posts.
-    position = None if limit else position_of(file, _scope(redis, settings.queue, options), name or "", *selected)
-    start = load_position(redis, position) if position and not again else 0
-    if start:
-        notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
-    reading = FileReading(
-        file, notes, shows_ids=True, filters=filters, start=start, columns=chosen, encoding=columns.encoding
-    )
+    chosen = columns.columns(date_format, kept)
+    reading = FileReading(file, notes, shows_ids=True, filters=filters, columns=chosen, encoding=columns.encoding)
     for warning in _warnings(redis, settings):
         notes.print(warning, markup=False)
     try:
         if name and kept:
             pusher.retry_until_memory(partial(runs.keep_columns, redis, name, kept, settings.sent_ttl))
         with _bar(reading, pusher, notes):
-            if position:
-                _push(reading, pusher, redis, position, settings.posts_per_message)
-            else:
-                # A pipe has no position to save, and posts from a slow one should be sent at once.
-                pusher.push(islice(reading.posts(), limit))
+            pusher.push(islice(reading.posts(), limit))
     except KeyboardInterrupt:
         again_with = f" with --run {shlex.quote(name)}" if name else ""
         notes.print(
@@ -140,7 +122,7 @@ def enqueue(
         )
         raise
     _end(reading, pusher, filters)
-    found_none = start == 0 < reading.left_out == reading.records
+    found_none = 0 < reading.left_out == reading.records
     if found_none:
         notes.print("The filters exclude every record, including records without a subreddit or date.")
     failed = 0
@@ -161,11 +143,6 @@ def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
         yield said
 
 
-def _scope(redis: Redis, queue: str, options: ClassifyOptions) -> str:
-    """Return what a position in a file is valid for: after a deployment or `purge --queue`, the file is read again."""
-    return f"{messages_cleared(redis, queue)} {send_scope(queue, options, deployed_weights(redis, queue))}"
-
-
 def _is_incomplete(reading: FileReading, pusher: Pusher) -> bool:
     """Return whether records were malformed, or none had text."""
     found = pusher.sent + pusher.skipped + pusher.gone
@@ -180,39 +157,6 @@ def _columns(given: Iterable[str]) -> tuple[str, ...]:
     return columns
 
 
-def _push(reading: FileReading, pusher: Pusher, redis: Redis, position: str, posts_per_message: int) -> None:
-    """Send the posts and save the position in the file after each batch, so that a later run can resume."""
-    # A multiple of the message size: only the last message of a batch may be smaller.
-    for trip in reading.trips(posts_per_message * -(-SAVE_INTERVAL_POSTS // posts_per_message)):
-        pusher.push(trip)
-        if reading.complete:
-            redis.delete(position)
-        elif reading.records:
-            pusher.retry_until_memory(partial(redis.set, position, reading.records, ex=POSITION_TTL))
-
-
-def head(path: str) -> str:
-    """Return the leading bytes that identify a file, as text. Raises OSError."""
-    with Path(path).open("rb") as file:
-        return file.read(HEAD_BYTES).decode("latin-1")
-
-
-def position_of(path: str, *way: str | None) -> str | None:
-    """Return the key of the position in a regular file: the number of records whose posts are all in the queue.
-
-    None for a pipe or an unreadable file. way: options and filters, which determine the file's messages.
-    """
-    with suppress(OSError):
-        return position_key(digest(str(Path(path).absolute()), *way, head(path))) if is_file(path) else None
-    return None
-
-
-def load_position(redis: Redis, key: str) -> int:
-    """Return the number of finished records; 0 if none is stored."""
-    records: Any = redis.get(key) or ""
-    return int(records) if re.fullmatch(r"\d{1,18}", records, re.ASCII) else 0
-
-
 def default_run(path: str) -> str:
     """Return the run of a file's posts, without blanks: "posts.csv-3f2a9c".
 
@@ -221,8 +165,8 @@ def default_run(path: str) -> str:
     """
     suffix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
     if is_file(path):
-        with suppress(OSError):  # reading the file reports it
-            suffix = digest(head(path))[:DIGEST_CHARACTERS]
+        with suppress(OSError), Path(path).open("rb") as file:  # reading the file reports it
+            suffix = digest(file.read(HEAD_BYTES).decode("latin-1"))[:DIGEST_CHARACTERS]
     name = "_".join(UNPRINTABLE_CHARACTERS.sub("_", Path(path).name).split())
     if path == "-":
         name = "stdin"
@@ -269,11 +213,10 @@ def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
 
 def _bar(reading: FileReading, pusher: Pusher, notes: Console) -> LiveBar:
     """Return a bar of the bytes read. It stays current while the queue is full."""
-    start = reading.records
 
     def figures(seconds: float) -> tuple[str, float, float | None]:
         records = reading.records
-        rate = f", {(records - start) / seconds:,.0f}/s" if seconds else ""
+        rate = f", {records / seconds:,.0f}/s" if seconds else ""
         waiting = f"; {pusher.waiting}, waiting" if pusher.waiting else ""
         return f"{records:,} read{rate}, {pusher.sent:,} sent{waiting}", reading.done, reading.size
 

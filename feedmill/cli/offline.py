@@ -178,9 +178,7 @@ class Labelling:
         source = self._open_source()
         rows = source.rows()
         # Read a row before loading the model, which takes seconds.
-        first = next(rows, None)
-        if first is None:
-            raise InputError(f"{source.name} contains no posts. Give another file.")
+        first = next(rows)
         form = self._form or ("csv" if isinstance(source.table, CsvTable) else "jsonl")
         keys, total = self._keys(source, form)
         is_copied = source.table is None and form == "jsonl"

@@ -24,7 +24,7 @@ FILES = ("tables", "results", "queue", "purge", "stream", "leases")
 #: declare them.
 NAMES = {
     "RESULTS_STREAM": keys.RESULTS_STREAM, "DEAD_LETTERS": keys.DEAD_LETTERS, "COUNTERS": keys.COUNTERS,
-    "MARKS": keys.MARKS, "STORED": keys.STORED, "RUNS": keys.RUNS, "CLEARS": keys.CLEARS, "PURGES": keys.PURGES,
+    "MARKS": keys.MARKS, "STORED": keys.STORED, "RUNS": keys.RUNS, "PURGES": keys.PURGES,
     "RUN": keys.run_key(""), "LABELS": keys.labels_key(""), "TOMBSTONE": keys.tombstone_key(""),
     "DEAD_LETTER": keys.dead_letter_key(""),
 }  # fmt: skip

@@ -66,14 +66,12 @@ register('find_entries', READS, function(ARGV)
   return {from, found}
 end)
 
---   ARGV[1]  the run    ARGV[2]  ttl of the log, seconds    ARGV[3+]  queues
+--   ARGV[1]  the run    ARGV[2]  ttl of the log, seconds
 --
--- Deletes a run's counters, logs the purge, and makes the saved positions in files void: sending its file again would
--- skip its posts.
+-- Deletes a run's counters, and logs the purge.
 register('forget_run', SHRINKS, function(ARGV)
   redis.call('UNLINK', RUN .. ARGV[1])
   redis.call('ZREM', RUNS, ARGV[1])
-  for i = 3, #ARGV do redis.call('HINCRBY', CLEARS, ARGV[i], 1) end
   log_purge('run', ARGV[1], ARGV[2])
 end)
 

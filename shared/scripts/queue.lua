@@ -44,12 +44,11 @@ register('mark', WRITES, function(ARGV)
   if new > 0 and ARGV[5] ~= '' then count_progress(ARGV[5], {sent = new}, ttl, true) end
 end)
 
---   ARGV[1]  the queue      ARGV[2]  its list
---   ARGV[3]  the message    ARGV[4]  the possible marks of each post, in hex, and its run, as JSON
+--   ARGV[1]  list of a queue    ARGV[2]  the message
+--   ARGV[3]  the possible marks of each post, in hex, and its run, as JSON
 register('remove_waiting', SHRINKS, function(ARGV)
-  if redis.call('LREM', ARGV[2], 1, ARGV[3]) == 0 then return 0 end
-  redis.call('HINCRBY', CLEARS, ARGV[1], 1)
-  for _, sent in ipairs(cjson.decode(ARGV[4])) do
+  if redis.call('LREM', ARGV[1], 1, ARGV[2]) == 0 then return 0 end
+  for _, sent in ipairs(cjson.decode(ARGV[3])) do
     local removed, run = false, RUN .. sent[2]
     for _, hex in ipairs(sent[1]) do
       local buckets, marks = split_marks(unhex(hex))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.cli.enqueue import default_run, position_of
+from feedmill.cli.enqueue import default_run
 from feedmill.producers.push import Pusher
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
@@ -96,19 +96,6 @@ def test_default_names_are_valid(tmp_path: Path) -> None:
     blank = tmp_path / "my posts.csv"
     blank.write_text("id,title\n")
     assert default_run(str(blank)).startswith("my_posts.csv-")
-
-
-def test_a_file_and_its_options_have_a_position(csv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    position = position_of(str(csv), "way")
-    with csv.open("a") as file:
-        file.write("x" * 100_000)
-    monkeypatch.chdir(csv.parent)
-    grown = position_of(csv.name, "way")
-    with csv.open("a") as file:
-        file.write("more")
-    assert position_of(str(csv), "way") == grown != position
-    others = [position_of(str(csv), "other"), position_of(str(csv.rename("other.csv")), "way")]
-    assert len({position, grown, *others, position_of("-"), position_of("missing")}) == 5
 
 
 def test_keeps_chosen_columns(redis: RedisServer, csv: Path) -> None:

@@ -1,13 +1,12 @@
 """Values that producers may write never make a function loop, or fail for good.
 
-They may write feedmill:sent-marks, its generations, feedmill:run:*, feedmill:runs and feedmill:position:*. Whatever
+They may write feedmill:sent-marks, its generations, feedmill:run:* and feedmill:runs. Whatever
 stands there, posts are sent and stored, and other users' commands work.
 """
 
 import pytest
 from redis import Redis
 
-from feedmill.cli.enqueue import load_position
 from feedmill.shared import runs
 from feedmill.shared.keys import MARKS, RUNS, run_key
 from feedmill.shared.messages import digest
@@ -89,9 +88,3 @@ def test_any_fields_of_a_run(server: RedisServer, client: Redis, number: str) ->
     server.client.hset(run_key("r"), mapping=dict.fromkeys(names, number))
     server.client.zadd(RUNS, {"r": float("inf"), "another": float("-inf")})
     use_everything(client)
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_any_position_in_a_file(server: RedisServer, number: str) -> None:
-    server.client.set("feedmill:position:x", number)
-    assert load_position(server.client, "feedmill:position:x") in (0, 17, 99999999999)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.producers.clear import Cleared, RunPurged, clear, messages_cleared, purge_run
+from feedmill.producers.clear import Cleared, RunPurged, clear, purge_run
 from feedmill.producers.push import Pusher
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.shared import runs
@@ -207,11 +207,9 @@ def test_a_purged_run_can_be_sent_again(server: RedisServer, settings: Settings,
     store.write([result(each) for each in posts])
     clear(server.client, settings)
     push(server, settings, posts, "a")
-    before = messages_cleared(server.client, settings.queue)
     purge_run(server.client, settings, "a")
     assert not any(store.get(each.id) for each in posts)
     assert sent_count(server.client) == 0
-    assert messages_cleared(server.client, settings.queue) != before  # positions in files are void
     assert push(server, settings, posts, "a").sent == 2
 
 

@@ -41,12 +41,10 @@ def both(tmp_path: Path, data: str | bytes, name: str = "file") -> tuple[list[Po
     return [i for i in items if isinstance(i, Post)], [i for i in items if isinstance(i, BadRecord)]
 
 
-def items_of(
-    tmp_path: Path, data: str | bytes, filters: Filters | None = None, start: int = 0, name: str = "file"
-) -> list[Item]:
+def items_of(tmp_path: Path, data: str | bytes, filters: Filters | None = None, name: str = "file") -> list[Item]:
     path = tmp_path / name
     path.write_bytes(data.encode() if isinstance(data, str) else data)
-    return list(Source(str(path), filters or Filters(), start).items())
+    return list(Source(str(path), filters or Filters()).items())
 
 
 def read_until_error(source: Source) -> tuple[list[Post], str]:
@@ -444,6 +442,7 @@ def test_missing_values_are_not_text(tmp_path: Path, data: str) -> None:
         (zstd(b'{"id": 1, "title": "x"}\n') + b"PK\x03\x04", ("zstd",)),
         (zstd(b'{"id": 1, "title": "x"}\n', write_checksum=True)[:-1] + b"\0", ()),
         (zstd(b"", write_content_size=False), ("empty",)),
+        (b" [ ]\n", ("no posts",)),
     ],
 )
 def test_rejects_files_without_posts(tmp_path: Path, data: bytes, named: tuple[str, ...]) -> None:
@@ -479,7 +478,6 @@ def test_reads_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (str(n), f"x{n}", 1700000000) for n in range(3)
     ]
     assert bad.where.endswith(":4")
-    assert [post.id for post in items_of(tmp_path, path.read_bytes(), start=2) if isinstance(post, Post)] == ["2"]
     since = Filters(since=1700000001)
     assert not [post for post in items_of(tmp_path, path.read_bytes(), since) if isinstance(post, Post)]
     pq.write_table(pa.table({"Title": pa.array([b"\xff"]).view(pa.string())}), path)
@@ -591,37 +589,12 @@ def test_line_filter_never_rejects_a_match(record: dict[str, object], spaced: bo
     assert not (filters.reject_line(line + "\n") and filters.admit(normalize_keys(record)))
 
 
-@pytest.mark.parametrize("pack", [bytes, *PACKED])
-@pytest.mark.parametrize(
-    "data",
-    [
-        '{"id": 1, "title": "x"}\n\nnope\n{"id": 2, "title": "y", "score": "•"}\n  \n{"id": 3, "title": "z"}\n[4]',
-        '[{"id": 1, "title": "x"}, 5,\n {"id": 2, "title": "y", "score": "•"}, {"id": 3, "title": "z"}, [4]]',
-        "id,title,score\n1,x,\n5,y,1,1\n\n2,y,•\n3,z,\n4,,\n",
-        'id,title,score\n1,x,\n"5" y,z\n2,y,\n6,"z\n7"w,\n4,v,\n',
-    ],
-    ids=["lines", "array", "csv", "quoted"],
-)
-def test_resumes_after_any_record(tmp_path: Path, data: str, pack: Callable[[bytes], bytes]) -> None:
-    """Resuming after record n yields the items after record n, and reports no earlier record again.
-
-    A record's last item is its post or the error for which it is skipped; warnings about the post come before.
-    """
-    packed = pack(data.encode())
-    items = items_of(tmp_path, packed)
-    ends = [number for number, item in enumerate(items, 1) if not isinstance(item, BadRecord) or item.skipped]
-    assert len(ends) == 5
-    for start, end in enumerate([0, *ends]):
-        assert items_of(tmp_path, packed, start=start) == items[end:]
-    assert items_of(tmp_path, packed, start=99) == []
+# Counting records.
 
 
-# Counting records, and reading a file in batches.
-
-
-def reading(path: Path, filters: Filters | None = None, start: int = 0) -> tuple[FileReading, io.StringIO]:
+def reading(path: Path, filters: Filters | None = None) -> tuple[FileReading, io.StringIO]:
     shown = io.StringIO()
-    return FileReading(str(path), Console(file=shown, width=400), filters=filters or Filters(), start=start), shown
+    return FileReading(str(path), Console(file=shown, width=400), filters=filters or Filters()), shown
 
 
 @pytest.fixture
@@ -641,7 +614,6 @@ def test_counts_records_by_outcome(mixed: Path) -> None:
     assert [post.id for post in read.posts()] == list("012345")
     read.end()
     assert (read.records, read.skipped, read.left_out, read.removed) == (10, 1, 2, 1)
-    assert read.complete
     first, second = shown.getvalue().splitlines()
     assert "(kept" in first
     assert "(skipped" in second
@@ -666,33 +638,11 @@ def test_long_texts_are_cut_and_noted_once(tmp_path: Path) -> None:
     assert read.skipped == 0
 
 
-@pytest.mark.parametrize("posts", [1, 2, 3, 6, 7])
-@pytest.mark.parametrize("records", [1, 2, 5, 100])
-def test_resumes_after_each_batch(mixed: Path, monkeypatch: pytest.MonkeyPatch, posts: int, records: int) -> None:
-    monkeypatch.setattr(files, "TRIP_RECORDS", records)
-    read, _ = reading(mixed)
-    done: list[str] = []
-    for trip in read.trips(posts):
-        assert len(trip) <= posts
-        done += [post.id for post in trip]
-        others, _ = reading(mixed, start=read.records)
-        assert done + [post.id for post in others.posts()] == ["0", "1", "2", "3", "0", "4", "5"]
-        assert others.records == 10
-    assert read.complete
-
-
-def test_batch_ends_without_matching_posts(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "TRIP_RECORDS", 4)
-    read, _ = reading(mixed, Filters(frozenset({"c"})))
-    assert [(trip, read.records) for trip in read.trips(100)] == [([], 4), ([], 8), ([], 10)]
-
-
 def test_truncated_file_is_incomplete(tmp_path: Path) -> None:
     path = tmp_path / "posts.gz"
     path.write_bytes(b"\x1f\x8b\x08")
     read, _ = reading(path)
-    assert list(read.trips(10)) == [[]]
-    assert not read.complete
+    assert list(read.posts()) == []
     with pytest.raises(InputError, match=r"posts\.gz"):
         read.end()
 

@@ -109,6 +109,13 @@ def test_csv_keeps_rows_columns_and_dialect(tmp_path: Path, data: str, labelled:
     assert written(tmp_path, data) == labelled
 
 
+def test_tsv_has_tabs(tmp_path: Path) -> None:
+    data = 'id,text\n1,"good, very"\n2,"a\tb"\n'
+    expected = 'id\ttext\tlabel\tlabel_score\n1\tgood, very\tgood\t0.9\n2\t"a\tb"\tbad\t0.9\n'
+    assert written(tmp_path, data, "out.tsv") == expected
+    assert written(tmp_path, '{"text": "good"}\n', "out.tsv") == "text\tlabel\tlabel_score\r\ngood\tgood\t0.9\r\n"
+
+
 def test_output_is_in_the_order_of_the_input(tmp_path: Path) -> None:
     rows = [("good", "no", "", "poison", "x,y,z")[row % 5] for row in range(503)]
     data = "n,text\n" + "".join(f"{number},{text}\n" for number, text in enumerate(rows))
