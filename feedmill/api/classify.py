@@ -7,13 +7,12 @@ from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from feedmill.api.items import Frame, FrameT, Labels, OneItem, Series, columns_of
 from feedmill.api.predictions import Prediction, Predictions
-from feedmill.api.request import Request, read_options
+from feedmill.api.request import FrameT, Labels, OneItem, Request, Series, columns_of, read_options
 from feedmill.local_model import explain_refusals, load_calibrated
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post
-from feedmill.shared.settings import Settings, load_arguments
+from feedmill.shared.settings import load_arguments
 
 if TYPE_CHECKING:
     from feedmill.workers.pipeline.offline import OfflinePipeline
@@ -65,7 +64,8 @@ class Classifier:
         revision: str | None = None,
     ) -> None:
         self._default = read_options(labels, None, False)
-        self._settings = local_settings(model, device, dtype=dtype, engine=engine, revision=revision)
+        model = None if model is None else str(model)
+        self._settings = load_arguments(model=model, device=device, dtype=dtype, engine=engine, revision=revision)
         loaded, budget = load_calibrated(self._settings)  # first: it explains missing packages
         from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
 
@@ -85,8 +85,8 @@ class Classifier:
     def classify(self, items: Iterable[Any], labels: Labels | None = None, **options: Any) -> Predictions: ...
     def classify(  # type: ignore[misc]  # the overloads leave the options to this signature
         self,
-        items: "OneItem | Frame | Series | Iterable[Any]",
-        labels: Labels | None = None,
+        items: Any,
+        labels: Any = None,
         *,
         title: Any = None,
         body: Any = None,
@@ -96,10 +96,11 @@ class Classifier:
         scores: bool = False,
         prefix: str = "",
         progress: bool = False,
-    ) -> "Prediction | Predictions | Any":
+    ) -> Any:
         """Classify items with this model. See `feedmill.classify` for the arguments and the result."""
         options = self._options(labels, template, multi_label)
-        return self._run(Request(items, options, columns_of(title, body, id), scores, prefix, progress))
+        request = Request(items, options, columns_of(title, body, id), scores, prefix, progress)
+        return request.run(self._outcomes, self.labels)
 
     __call__ = classify
 
@@ -124,9 +125,6 @@ class Classifier:
 
     def _options(self, labels: Labels | None, template: str | None, multi_label: bool) -> ClassifyOptions:
         return read_options(self._default.labels if labels is None else labels, template, multi_label)
-
-    def _run(self, request: Request) -> Any:
-        return request.run(self._outcomes, self.labels)
 
     def _outcomes(self, posts: Iterable[Post], options: ClassifyOptions) -> Generator[tuple[Post, Outcome]]:
         if self._pipeline is None:
@@ -153,19 +151,14 @@ class Classifier:
         return f"<feedmill.Classifier {self.model} on {self.device}{state}>"
 
 
-def local_settings(model: str | Path | None, device: str | None, **others: Any) -> Settings:
-    """Return the settings of a model in this process. Raises SettingsError, which names the argument."""
-    return load_arguments(model=None if model is None else str(model), device=device, **others)
-
-
 #: The models that `feedmill.classify` keeps, by process and settings: a forked process has none of the threads.
 _kept: OrderedDict[tuple[int, str], Classifier] = OrderedDict()
 _lock = threading.Lock()
 
 
-def kept_classifier(model: str | Path | None, device: str | None) -> Classifier:
+def _kept_classifier(model: str | None, device: str | None) -> Classifier:
     """Return the kept model of this name on this device; load it if needed. Raises UserError."""
-    key = (os.getpid(), local_settings(model, device).model_dump_json())
+    key = (os.getpid(), load_arguments(model=model, device=device).model_dump_json())
     with _lock:
         if key not in _kept or not _kept[key]._works:
             _kept[key] = Classifier(model, device=device)
@@ -183,21 +176,9 @@ def classify(items: FrameT, labels: Labels | None = None, **options: Any) -> Fra
 def classify(items: Series, labels: Labels | None = None, **options: Any) -> Any: ...
 @overload
 def classify(items: Iterable[Any], labels: Labels | None = None, **options: Any) -> Predictions: ...
-def classify(  # type: ignore[misc]  # the overloads leave the options to this signature
-    items: "OneItem | Frame | Series | Iterable[Any]",
-    labels: Labels | None = None,
-    *,
-    title: Any = None,
-    body: Any = None,
-    id: Any = None,  # noqa: A002 - the name of the field
-    template: str | None = None,
-    multi_label: bool = False,
-    scores: bool = False,
-    prefix: str = "",
-    progress: bool = False,
-    model: str | Path | None = None,
-    device: str | None = None,
-) -> "Prediction | Predictions | Any":
+def classify(
+    items: Any, labels: Any = None, *, model: str | Path | None = None, device: str | None = None, **options: Any
+) -> Any:
     """Classify texts, dictionaries or a DataFrame in this process, without Redis or a worker.
 
     Needs `pip install 'feedmill[worker]'`. The first call loads the model, which takes some seconds; later calls with
@@ -241,7 +222,5 @@ with the same index |
           praise     0.73  I love it
           complaint  0.89  It broke after a day
     """
-    request = Request(
-        items, read_options(labels, template, multi_label), columns_of(title, body, id), scores, prefix, progress
-    )
-    return kept_classifier(model, device)._run(request)
+    classifier = _kept_classifier(None if model is None else str(model), device)
+    return classifier.classify(items, labels, **options)

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any, SupportsIndex, overload
 
-from feedmill.api.frames import label_values, make_frame
-from feedmill.shared.errors import printable, truncate
+from feedmill.shared.errors import UserError, printable, truncate
+from feedmill.tables import label_columns
 
 #: Characters of a text in a repr, and items in the repr of a list.
 SHOWN_CHARACTERS, SHOWN_ITEMS = 60, 10
@@ -127,3 +129,18 @@ def _lines(shown: Iterable[Prediction]) -> list[str]:
     cells = [_cells(each) for each in shown]
     width = max((len(label) for label, _, _ in cells), default=0)
     return [f"  {label:<{width}} {score:>5}  {text}" for label, score, text in cells]
+
+
+def label_values(found: Iterable[Prediction], labels: Sequence[str], prefix: str = "") -> dict[str, list[Any]]:
+    """Return the columns of some predictions: the label, its score and the scores of `labels`."""
+    names = label_columns(labels, prefix)
+    rows = [(each.label, each.score, *map(each.scores.get, labels)) for each in found]
+    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)) if rows else {name: [] for name in names}
+
+
+def make_frame(columns: Mapping[str, Sequence[Any]]) -> Any:
+    """Return a frame of pandas, or of polars if only that is installed. Raises UserError if neither is."""
+    for package in ("pandas", "polars"):
+        with suppress(ImportError):
+            return import_module(package).DataFrame(dict(columns))
+    raise UserError("to_frame requires pandas or polars: run `pip install pandas`.")

@@ -1,24 +1,174 @@
-"""A call of `feedmill.classify`: its arguments, checked, and the conversion of outcomes to what the call returns."""
+"""A call of `feedmill.classify`: its arguments, checked; its items as posts; and the outcomes as what the call returns.
+
+NaN, NaT, pandas.NA and None are missing text. An item that cannot be classified becomes an Item with the reason, and
+does not affect the others. narwhals reads and extends the frames of pandas, polars, pyarrow, DuckDB and others.
+"""
 
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import narwhals as nw
 from tqdm import tqdm
 
-from feedmill.api.frames import table_of
-from feedmill.api.items import Item, item_of
-from feedmill.api.predictions import Prediction, Predictions
-from feedmill.producers.records import Columns
+from feedmill.api.predictions import Prediction, Predictions, label_values
+from feedmill.producers import records
+from feedmill.producers.records import DETECTED, Columns, check_columns, listed, normalize_column, parse_text, plain_id
 from feedmill.shared.errors import InputError, RequestRefused, UserError, printable, sentence, truncate
-from feedmill.shared.messages import ClassifyOptions, Outcome, Post
-from feedmill.tables.labels import with_outcomes
+from feedmill.shared.messages import ClassifyOptions, Outcome, Post, is_missing
+from feedmill.tables import check_new_columns, label_columns, with_outcomes
 
+#: Names of labels, or a dictionary from each name to its description or descriptions.
+Labels = Iterable[str] | Mapping[str, Any]
+#: A single item: a text, a dictionary with title and body, or a post.
+OneItem = str | Mapping[str, Any] | Post
 #: Classify posts: yields each post with its outcome, in order.
 Engine = Callable[[Iterable[Post], ClassifyOptions], Generator[tuple[Post, Outcome]]]
-#: Reasons named in the warning about items without a label.
-MAX_REASONS = 3
+
+#: Fields that are read of an item.
+FIELDS = ("title", "body", "id")
+#: The reason why an item without text has no label.
+NO_TEXT = "no text"
+#: Keys of a dictionary, and reasons, that a message names.
+MAX_KEYS_NAMED, MAX_REASONS = 5, 3
+#: Rows of a frame converted to Python objects at once.
+ROWS_AT_ONCE = 10_000
+#: Name of a Series' column, if the Series has no name.
+SERIES_NAME = "text"
+#: Types of columns that may hold text.
+TEXT_TYPES = (nw.String, nw.Categorical, nw.Enum, nw.Object, nw.Unknown)
+
+
+class Frame(Protocol):
+    """A DataFrame of pandas or polars, or a table of pyarrow."""
+
+    @property
+    def columns(self) -> Any: ...
+
+
+class Series(Protocol):
+    """A Series of pandas or polars."""
+
+    @property
+    def to_frame(self) -> Any: ...
+
+
+FrameT = TypeVar("FrameT", bound=Frame)
+
+
+class Item(NamedTuple):
+    """An item to classify.
+
+    post: None if it cannot be classified, because of `reason`. id: the caller's, if any. given: the dictionary, if it
+    was one.
+    """
+
+    post: Post | None
+    reason: str = ""
+    id: str | None = None
+    given: Mapping[Any, Any] | None = None
+
+
+def columns_of(title: object, body: object, id: object) -> Columns:  # noqa: A002 - the name of the field
+    """Return the caller's choice of keys or columns, which pandas may name by numbers."""
+    own_id, title, body = (None if name is None else str(name) for name in (id, title, body))
+    return Columns.of(own_id, title, body)
+
+
+def item_of(value: object, position: int, columns: Columns) -> Item:
+    """Return the item for a text, a dictionary or a post. Its post's id is the position."""
+    if isinstance(value, Post):
+        return Item(value, "", value.id)
+    if isinstance(value, Mapping):
+        given, by_name = value, {normalize_column(str(key)): field for key, field in value.items()}
+        if problem := _missing_key(given, by_name, columns):
+            return Item(None, problem)
+    else:
+        given, by_name, columns = None, {"body": value}, DETECTED
+    record = {name: by_name[name] for field in FIELDS for name in columns.names_of(field) if name in by_name}
+    ids = (record.get(name) for name in columns.names_of("id"))
+    own_id = next((str(plain_id(each)) for each in ids if not is_missing(each)), None)
+    post = parse_text(record, str(position), columns)
+    if isinstance(post, str):
+        return Item(None, NO_TEXT if post == records.NO_TEXT else post, own_id)
+    return Item(post, "", own_id, given)
+
+
+def _missing_key(given: Mapping[Any, Any], by_name: Mapping[str, object], columns: Columns) -> str:
+    """Return why a dictionary has no text, if a key is missing."""
+    if missing := [name for name in columns.text.values() if name is not None and name not in by_name]:
+        return f"no key {truncate(repr(missing[0]))}"
+    if columns.texts_among(by_name):
+        return ""
+    keys = ", ".join(truncate(str(key), 40) for key in list(given)[:MAX_KEYS_NAMED])
+    return f"no title or body among its keys ({keys}); name the key with title= or body="
+
+
+class Table:
+    """A frame of any package."""
+
+    def __init__(self, frame: nw.DataFrame[Any]) -> None:
+        self._frame = frame
+        self._names = {normalize_column(str(name)): name for name in frame.columns}
+
+    def __len__(self) -> int:
+        return len(self._frame)
+
+    def items(self, columns: Columns) -> Iterator[Item]:
+        """Yield an item for each row. Raises InputError, before the first row, if no column has text."""
+        if len(self._names) == 1 and not (columns.text or columns.texts_among(self._names)):
+            columns = columns._replace(body=next(iter(self._names)))
+        check_columns("The frame", self._frame.columns, columns, flag="{}=")
+        for key in columns.texts_among(self._names):
+            column = self._frame.get_column(self._names[key])
+            if not isinstance(column.dtype, TEXT_TYPES) and column.null_count() < len(column):
+                raise InputError(
+                    f"The column {listed([self._names[key]])!r} has the type {column.dtype}, not text. Name the text "
+                    "column with title= or body=, or convert the column to text first."
+                )
+        return self._items(columns)
+
+    def _items(self, columns: Columns) -> Iterator[Item]:
+        wanted = {name for field in FIELDS for name in columns.names_of(field)}
+        read = {key: self._frame.get_column(name) for key, name in self._names.items() if key in wanted}
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            part = [column[start : start + ROWS_AT_ONCE].to_list() for column in read.values()]
+            for position, values in enumerate(zip(*part, strict=True), start):
+                yield item_of(dict(zip(read, values, strict=True)), position, columns)
+
+    def check_new(self, labels: Sequence[str], prefix: str) -> None:
+        """Raise UserError if the frame has one of the columns that `labelled` adds."""
+        check_new_columns("The frame", self._frame.columns, label_columns(labels, prefix), "prefix=")
+
+    def labelled(self, found: Iterable[Prediction], labels: Sequence[str], prefix: str) -> Any:
+        """Return the frame with the label, its score and the scores of `labels`; None is missing.
+
+        The rows keep their order and their index. Raises UserError, before the first row, as `check_new` does.
+        """
+        self.check_new(labels, prefix)
+        label, *scores = label_values(found, labels, prefix).items()
+        package = self._frame.implementation
+        new = [nw.new_series(*label, nw.String, backend=package)]
+        new += [nw.new_series(*column, nw.Float64, backend=package) for column in scores]
+        frame = self._frame.with_columns(*new).to_native()
+        if attributes := getattr(self._frame.to_native(), "attrs", None):  # of pandas: narwhals does not copy them
+            frame.attrs = attributes
+        return frame
+
+
+def table_of(given: Any) -> Table | None:
+    """Return a frame or a Series as a table; None if it is neither. Raises InputError for columns of one name."""
+    allow_series = hasattr(given, "to_frame")
+    try:
+        frame: Any = nw.from_native(given, pass_through=True, allow_series=allow_series)
+    except nw.exceptions.DuplicateError as error:
+        raise InputError(f"The frame has several columns of one name ({error}). Rename all but one of them.") from None
+    if isinstance(frame, nw.LazyFrame):
+        frame = frame.collect()
+    if isinstance(frame, nw.Series):
+        frame = (frame if frame.name else frame.alias(SERIES_NAME)).to_frame()
+    return Table(frame) if isinstance(frame, nw.DataFrame) else None
 
 
 def read_options(labels: Any, template: str | None, multi_label: bool) -> ClassifyOptions:

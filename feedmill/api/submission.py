@@ -17,9 +17,20 @@ from typing import Any, NamedTuple
 from redis import Redis
 from tqdm import tqdm
 
-from feedmill.api.items import Frame, Item, Labels, OneItem, Series, columns_of
 from feedmill.api.predictions import Prediction, Predictions
-from feedmill.api.request import Failures, Request, prediction, read_options, warn
+from feedmill.api.request import (
+    Failures,
+    Frame,
+    Item,
+    Labels,
+    OneItem,
+    Request,
+    Series,
+    columns_of,
+    prediction,
+    read_options,
+    warn,
+)
 from feedmill.producers.push import Pusher
 from feedmill.producers.records import id_of_text, normalize_keys, parse_post
 from feedmill.shared import runs

@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 from feedmill.cli.options import JsonSummary, Period, RunName, excludes, needs, refuse, with_settings
 from feedmill.console import LiveBar, counted, notes_console
-from feedmill.export.columns import COLUMNS, ExportFilter, choose
+from feedmill.export.columns import COLUMNS, ExportFilter, choose, newest_entries
 from feedmill.reading.rows import Place, ResultRow, RowReader, check_run, unknown_run
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import DatabaseUnavailable, UserError, clause, explain_missing, explain_unwritable
@@ -109,6 +109,7 @@ def export_results(
     kind = form or of_name
     is_folder = os.path.isdir(out)  # noqa: PTH112 - Path.is_dir raises for a name that is too long
     in_parts = follow or is_folder or (kind == "parquet" and of_name is None)
+    needs_form = not (is_table or (purge and is_folder))
     of_file = any(value is not None for value in (form, columns, part_seconds)) or latest
     refuse(
         (not is_table and "://" in destination, "OUT must be a path, or begin with postgresql://."),
@@ -116,7 +117,7 @@ def export_results(
         (is_table and of_file, "A table has all columns and results. Leave out --format, --columns, --latest and "
          "--part-seconds."),
         (table is not None and not is_table, "--table needs a database: an OUT such as postgresql://user@host/database."),
-        (not (is_table or purge or kind in get_args(Form)), f"Cannot tell the format of {out}. Give --format, or an "
+        (needs_form and kind not in get_args(Form), f"Cannot tell the format of {out}. Give --format, or an "
          "OUT that ends in .parquet, .csv or .jsonl."),
         (follow and of_name is not None and not is_folder, "--follow needs a folder, to which it adds files until "
          f"it is stopped, such as --format {kind} {out.with_suffix('')}/"),
@@ -132,7 +133,7 @@ def export_results(
         redis = connect(settings)
         reader = RowReader(redis, selection.until)
         if purge:
-            removed = sinks.purge(*((destination, table or DEFAULT_TABLE) if is_table else (out,)), reader)
+            removed = sinks.purge(*((destination, table or DEFAULT_TABLE) if is_table else (out, kind)), reader)
             typer.echo(
                 json.dumps({"removed": removed}) if as_json else f"{counted(removed, 'row')} of purged posts removed"
             )
@@ -144,7 +145,7 @@ def export_results(
             if is_table:
                 target = stack.enter_context(sinks.opened(destination, table or DEFAULT_TABLE, selection, reader))
             else:
-                chosen = _chosen(columns, own, selection)
+                chosen = (*COLUMNS, *own) if columns is None else choose(columns, own)
                 layout = sinks.Layout(str(kind), chosen)
                 target = stack.enter_context(sinks.opened(out, layout, selection, reader, in_parts))
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
@@ -166,17 +167,6 @@ def _sinks(of_tables: bool) -> ModuleType:
     with explain_missing("PostgreSQL", "postgres"):
         from feedmill.export import postgres  # noqa: PLC0415 - psycopg
     return postgres
-
-
-def _chosen(columns: str | None, own: Sequence[str], selection: ExportFilter) -> Sequence[str]:
-    """Return the columns to write. Raises UserError."""
-    chosen = (*COLUMNS, *own) if columns is None else choose(columns, own)
-    if selection.latest and selection.run is None and "run" not in chosen:
-        raise UserError(
-            "--latest needs the column run, because posts of different runs can have the same id. Add run to "
-            "--columns, or select a run with --run."
-        )
-    return chosen
 
 
 def _own_columns(redis: Redis, run: str, follow: bool, notes: Console) -> Sequence[str]:
@@ -210,6 +200,8 @@ class ExportRun:
         self._place = target.place
         #: Rows that are not in a batch yet.
         self._pending: list[ResultRow] = []
+        #: Entries of the posts' newest results, with `--latest`.
+        self._newest: set[str] | None = None
         #: Attempts to reconnect since Redis and the database last answered.
         self._failures = 0
         #: Trimmed results; None if their number is unknown.
@@ -230,6 +222,8 @@ class ExportRun:
         if self._target.resumed:
             self._notes.print("resuming where the last run stopped")
         with LiveBar(self._notes, self._figures):
+            if self._selection.latest:
+                self._newest = newest_entries(self._reader.chunks(self._place), self._selection)
             while not (self._stop or self._complete):
                 try:
                     if self._failures:
@@ -254,6 +248,8 @@ class ExportRun:
                 return
             self._place = chunk.place
             rows = self._selection.of(chunk.rows)
+            if self._newest is not None:
+                rows = [row for row in rows if row.entry in self._newest]
             if chunk.missed:
                 self._report_missed(chunk.missed.count)
             self._pending += rows

@@ -37,8 +37,7 @@ from feedmill.shared.errors import (
 )
 from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from feedmill.shared.settings import Settings
-from feedmill.tables import format_of
-from feedmill.tables.labels import Classify, check_new_columns, label_columns, with_outcomes
+from feedmill.tables import Classify, check_new_columns, format_of, label_columns, with_outcomes
 
 app = typer.Typer()
 
@@ -139,17 +138,15 @@ class Labelling:
 
     If reading fails, the rows read before the error are still written, and `run` raises the error at the end.
 
-    open_source: opens the input. path: path of the input; - is standard input. limit: maximum rows. alone: each label
-    is scored by itself. Raises UserError if the output cannot be written.
+    path: path of the input; - is standard input. limit: maximum rows. alone: each label is scored by itself. Raises
+    UserError if the output cannot be written.
     """
 
-    def __init__(
-        self, open_source: Callable[[], Source], path: str, flags: OutFlags, limit: int | None, alone: bool
-    ) -> None:
+    def __init__(self, path: str, file: FileFlags, flags: OutFlags, limit: int | None, alone: bool) -> None:
         with explain_missing("--out", "tables"):
-            from feedmill.tables import copying  # noqa: PLC0415 - pyarrow, an extra
-        self._open_source, self._path, self._flags, self._limit = open_source, path, flags, limit
-        self._copying = copying
+            from feedmill.tables import writing  # noqa: PLC0415 - pyarrow, an extra
+        self._path, self._file, self._flags, self._limit = path, file, flags, limit
+        self._writing = writing
         self._out = Path(flags.out or STANDARD)
         self._is_printed = flags.out == STANDARD
         #: None is the input's format.
@@ -173,19 +170,19 @@ class Labelling:
         if is_taken:
             raise UserError(f"{out} is a folder or the input file. Give another --out.")
 
+    def _source(self) -> Source:
+        return Source(self._path, columns=self._file.columns(), encoding=self._file.encoding)
+
     def run(self, load: Load) -> None:
         """Classify the rows and write the output. Raises UserError and OSError."""
-        source = self._open_source()
+        source = self._source()
         rows = source.rows()
         # Read a row before loading the model, which takes seconds.
         first = next(rows)
         form = self._form or ("csv" if isinstance(source.table, CsvTable) else "jsonl")
         keys, total = self._keys(source, form)
         is_copied = source.table is None and form == "jsonl"
-        if source.table is not None:
-            given = source.table.header
-        else:
-            given = keys.names if keys is not None else list(first.values or ())
+        given = source.table.header if source.table else list(first.values or ()) if keys is None else keys.names
         prefix = self._flags.prefix
         check_new_columns(source.name, given, label_columns((), prefix), "--prefix")
         with self._notes.status("loading the model"):
@@ -196,11 +193,11 @@ class Labelling:
         found = with_outcomes(islice(self._readable(chain([first], rows)), self._limit), classify)
         # Closed after any error: threads of a running model would abort the process at its exit.
         with self._output() as file, self._bar(source, total), closing(found):
-            batch_rows = 1 if self._is_printed and not is_file(self._path) else self._copying.BATCH_ROWS
+            batch_rows = 1 if self._is_printed and not is_file(self._path) else self._writing.COPIED_ROWS
             copy = (
-                self._copying.JsonCopy(file, self._out, new, labels)
+                self._writing.JsonCopy(file, self._out, new, labels)
                 if is_copied
-                else self._copying.LabelledCopy(file, self._out, form, source, keys, new, labels, batch_rows)
+                else self._writing.LabelledCopy(file, self._out, form, source, keys, new, labels, batch_rows)
             )
             for row, outcome in found:
                 if row.post == NOT_UTF8 and NOT_UTF8 not in self.tally.first:  # most rows may lack a label
@@ -225,7 +222,7 @@ class Labelling:
             raise UserError(f"{source.name} is a pipe with JSON, whose keys are not known beforehand. Write .jsonl, or "
                             "save it as a file first.")  # fmt: skip
         with self._notes.status(escape(f"reading {source.name}")):
-            return self._copying.schema_of(islice(self._readable(self._open_source().rows()), self._limit), form)
+            return self._writing.schema_of(islice(self._readable(self._source().rows()), self._limit), form)
 
     def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Yield the rows up to an error, which is kept."""
@@ -290,7 +287,11 @@ def classify(
     )
     with explain_refusals(settings):
         if output.out is not None:
-            failed = _label_file(what, file, output, limit, multi_label, load, as_json)
+            labelling = Labelling(what, file, output, limit, multi_label)
+            labelling.run(load)
+            if as_json:
+                typer.echo(labelling.tally.as_json())
+            failed = labelling.tally.has_failures
         elif is_file:
             failed = _classify_file(what, file, limit, load, as_json)
         else:
@@ -305,19 +306,6 @@ def _load(settings: Settings, options: ClassifyOptions) -> tuple[Sequence[str], 
 
     labels = loaded.label_set(options).labels
     return labels, lambda posts: offline.classify(posts, loaded, settings, budget, options)
-
-
-def _label_file(
-    path: str, file: FileFlags, output: OutFlags, limit: int | None, alone: bool, load: Load, as_json: bool
-) -> bool:
-    """Write the file's rows with their labels. Return whether a row failed."""
-    labelling = Labelling(
-        lambda: Source(path, columns=file.columns(), encoding=file.encoding), path, output, limit, alone
-    )
-    labelling.run(load)
-    if as_json:
-        typer.echo(labelling.tally.as_json())
-    return labelling.tally.has_failures
 
 
 def _classify_file(path: str, file: FileFlags, limit: int | None, load: Load, as_json: bool) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from feedmill.producers.records import POST_COLUMNS
-from feedmill.reading.rows import ResultRow
+from feedmill.reading.rows import Chunk, ResultRow
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.messages import Post
 
@@ -24,8 +24,8 @@ class ExportFilter(NamedTuple):
     """A selection of results: stored at or after `since` and before `until` (seconds since 1970), with this label and
     run.
 
-    latest: keep only the newest result of each post. Single files only, because a folder's parts are published before
-    later results are known.
+    latest: keep only the newest result of each post: see `newest_entries`. Single files only, because a folder's parts
+    are published before later results are known.
     """
 
     since: float | None = None
@@ -38,6 +38,14 @@ class ExportFilter(NamedTuple):
         if self.label is not None:
             rows = [row for row in rows if row.found["label"] == self.label]
         return rows if self.run is None else [row for row in rows if row.post.get("run") == self.run]
+
+
+def newest_entries(chunks: Iterable[Chunk], selection: ExportFilter) -> set[str]:
+    """Return the stream entries of each post's newest result. Posts of different runs can have the same id."""
+    newest: dict[tuple[str, str | None], str] = {}
+    for chunk in chunks:
+        newest |= {(row.post["id"], row.post.get("run")): row.entry for row in selection.of(chunk.rows)}
+    return {*newest.values()}
 
 
 def label_set_of(found: Mapping[str, Any]) -> str:

@@ -60,16 +60,6 @@ class Layout(NamedTuple):
         return schema_of(self.columns, self.form == "parquet")
 
 
-class PostKey(NamedTuple):
-    """A post of an export, as `--latest` and `--purge` tell them apart.
-
-    run: the run within which the id is unique; None if there is none, or the file has no column `run`.
-    """
-
-    id: str
-    run: str | None = None
-
-
 class File:
     """A file that is being written, to become `out` once the export is complete, or a part of it.
 
@@ -95,7 +85,7 @@ class File:
             self._file.close()
             raise
         self._file.truncate(0)
-        self._out, self._form, self._latest, self._reader = out, layout.form, selection.latest, reader
+        self._out, self._form, self._reader = out, layout.form, reader
         self._writer = writer_to(self._file, layout.form, layout.schema, compression)
         #: Schema of the batches.
         self.schema = layout.schema
@@ -115,15 +105,15 @@ class File:
         self.publish(self._out)
 
     def publish(self, path: Path) -> None:
-        """Complete the file, and rename it, or publish a copy without purged posts: see `_remove_purged`."""
+        """Complete the file, and rename it, or publish a copy without purged posts."""
         self._writer.close()
         self._file.flush()
-        self.removed, left = _remove_purged(self.path, path, self._form, self._reader, self._latest)
-        self.written = self.rows if left is None else left
-        if left is None:
-            publish(self.path, path)
-        else:
+        self.removed = _remove_purged(self.path, path, self._form, self._reader)
+        self.written = self.rows - self.removed
+        if self.removed:
             self.path.unlink()
+        else:
+            publish(self.path, path)
         self._file.close()
 
     def abandon(self) -> None:
@@ -254,10 +244,11 @@ def parts(out: Path) -> list[tuple[Path, re.Match[str]]]:
     return sorted(((path, match) for path, match in named if match), key=lambda part: order(part[1][1]))
 
 
-def purge(out: Path, reader: RowReader) -> int:
+def purge(out: Path, form: str, reader: RowReader) -> int:
     """Remove purged posts from a finished export; return the number of removed rows.
 
-    Raises UserError, OSError and redis.exceptions.RedisError.
+    form: format of a file; that of a folder is in its state. Raises UserError, OSError and
+    redis.exceptions.RedisError.
     """
     if out.is_dir():
         state = _read_state(out / STATE_FILE)
@@ -267,9 +258,8 @@ def purge(out: Path, reader: RowReader) -> int:
             return _sweep(out, state["format"], reader)
     if not out.is_file():
         raise UserError(f"{out} does not exist. Give the OUT of an earlier export.")
-    form = format_of_file(out)
     try:
-        return _remove_purged(out, out, form, reader)[0]
+        return _remove_purged(out, out, form, reader)
     except (csv.Error, ValueError, LookupError, TypeError):
         raise UserError(
             f"{printable(str(out))} is damaged or not an export of results: a row has no id. Give the OUT of an "
@@ -294,9 +284,8 @@ def _sweep(out: Path, form: str, reader: RowReader) -> int:
     """Remove purged posts from the parts of a folder. Returns the number of removed rows."""
     removed = 0
     for path, _ in parts(out):
-        fewer, left = _remove_purged(path, path, form, reader)
-        removed += fewer
-        if left == 0:
+        removed += (fewer := _remove_purged(path, path, form, reader))
+        if fewer and next(post_ids(path, form), None) is None:
             path.unlink()
             with suppress(OSError):  # the day's folder holds other parts
                 path.parent.rmdir()
@@ -304,26 +293,15 @@ def _sweep(out: Path, form: str, reader: RowReader) -> int:
     return removed
 
 
-def _remove_purged(
-    path: Path, target: Path, form: str, reader: RowReader, latest: bool = False
-) -> tuple[int, int | None]:
-    """Copy a file to `target` without purged posts and, if `latest`, with only the last row of each post.
-
-    Returns the number of removed rows of purged posts, and the number of rows in `target`. If nothing has to be
-    removed, makes no copy and returns (0, None).
-    """
-    gone = reader.gone(post.id for post in post_keys(path, form))
-    if not gone and not latest:
-        return 0, None
-    newest = {post: row for row, post in enumerate(post_keys(path, form))} if latest else {}
-    keys = enumerate(post_keys(path, form))
-    mask = [post.id not in gone and newest.get(post, row) == row for row, post in keys]
-    if all(mask):
-        return 0, None
-    removed = sum(post.id in gone for post in post_keys(path, form))
+def _remove_purged(path: Path, target: Path, form: str, reader: RowReader) -> int:
+    """Copy a file to `target` without purged posts, unless there are none; return the number of removed rows."""
+    gone = reader.gone(post_ids(path, form))
+    if not gone:
+        return 0
+    mask = [post_id not in gone for post_id in post_ids(path, form)]
     with replacing(target, durable=True) as temporary:
         copy_rows(path, temporary, form, mask)
-    return removed, sum(mask)
+    return mask.count(False)
 
 
 @contextmanager
@@ -351,48 +329,20 @@ def _day_of(entry: str) -> str:
     return datetime.fromtimestamp(seconds_of(entry), UTC).date().isoformat()
 
 
-def format_of_file(path: Path) -> str:
-    """Detect the format of an exported file. Raises UserError if it has no column `id`."""
-    try:
-        with path.open("rb") as binary:
-            is_parquet = binary.read(4) == b"PAR1"
-        if is_parquet:
-            form, columns = "parquet", pq.read_schema(path).names
-        else:
-            with _text(path, path.suffix) as file:
-                line = file.readline(MAX_CELL)
-            is_json = line.startswith("{")
-            form, columns = ("jsonl", [*from_json(line)]) if is_json else ("csv", line.strip().split(","))
-        if "id" in columns:
-            return form
-    except (ValueError, OSError):  # pyarrow's errors are ValueErrors, too
-        pass
-    raise UserError(
-        f"{printable(str(path))} is not an export of results: it has no column id. Give the OUT of an earlier export."
-    )
-
-
-def post_keys(path: Path, form: str) -> Iterator[PostKey]:
-    """Yield the posts' ids and runs in file order."""
+def post_ids(path: Path, form: str) -> Iterator[str]:
+    """Yield the posts' ids in file order. Raises csv.Error, ValueError, LookupError or TypeError for other files."""
     if form == "parquet":
         with pq.ParquetFile(path) as file:
-            columns = [column for column in ("id", "run") if column in file.schema_arrow.names]
-            for batch in file.iter_batches(BATCH_ROWS, columns=columns):
-                yield from (
-                    PostKey(*row) for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
-                )
+            for batch in file.iter_batches(BATCH_ROWS, columns=["id"]):
+                yield from batch["id"].to_pylist()
         return
-    with _text(path, path.suffix) as file:
+    with _text(path, path.suffix) as text:
         if form == "jsonl":
-            for line in file:
-                row = from_json(line)
-                yield PostKey(row["id"], row.get("run"))
+            yield from (from_json(line)["id"] for line in text)
             return
-        rows = _rows(file)
-        header = next(rows)
-        indices = [header.index(column) for column in ("id", "run") if column in header]
-        for cells in rows:
-            yield PostKey(*(unescape_formula(cells[index]) or None for index in indices))  # type: ignore[arg-type]
+        rows = _rows(text)
+        index = next(rows, []).index("id")
+        yield from (unescape_formula(cells[index]) for cells in rows)
 
 
 def _text(path: Path, suffix: str, opened: Callable[..., Any] = pa.input_stream) -> TextIO:

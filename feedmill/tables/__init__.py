@@ -1,10 +1,26 @@
-"""Read and write tables of posts and results as Arrow record batches: CSV, JSONL and Parquet."""
+"""Read and write tables of posts and results as Arrow record batches: CSV, JSONL and Parquet.
 
+This module is independent of Arrow: formats, pairs of rows and outcomes, and names of the columns of labels.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Protocol, TypeVar
+
+from feedmill.producers.records import normalize_column
+from feedmill.shared.errors import UserError, printable
+from feedmill.shared.messages import Outcome, Post
 
 #: Formats by ending, and endings of compressed text files.
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".zst")
+#: Column with the score of a label.
+SCORE_COLUMN = "score_{}"
+
+#: Function that classifies posts in order, such as workers.pipeline.offline.classify.
+Classify = Callable[[Iterable[Post]], Generator[tuple[Post, Outcome]]]
 
 
 def format_of(name: str) -> str | None:
@@ -14,3 +30,51 @@ def format_of(name: str) -> str | None:
         form = FORMATS.get(Path(path.stem).suffix)
         return None if form == "parquet" else form
     return FORMATS.get(path.suffix)
+
+
+class HasPost(Protocol):
+    """A row or an item. post: anything but a Post if it has none."""
+
+    @property
+    def post(self) -> object: ...
+
+
+RowT = TypeVar("RowT", bound=HasPost)
+
+
+def with_outcomes(rows: Iterable[RowT], classify: Classify) -> Generator[tuple[RowT, Outcome | None]]:
+    """Yield every row, in order, with the outcome of its post; None without a post.
+
+    Close the generator to stop the model.
+    """
+    waiting: deque[RowT] = deque()
+
+    def posts() -> Iterator[Post]:
+        for row in rows:
+            waiting.append(row)
+            if isinstance(row.post, Post):
+                yield row.post
+
+    with closing(classify(posts())) as outcomes:
+        for _, outcome in outcomes:
+            while not isinstance(waiting[0].post, Post):
+                yield waiting.popleft(), None
+            yield waiting.popleft(), outcome
+    while waiting:
+        yield waiting.popleft(), None
+
+
+def label_columns(labels: Iterable[str], prefix: str) -> list[str]:
+    """Return the names of the new columns: label, its score, and the scores of `labels`."""
+    return [f"{prefix}{name}" for name in ("label", "label_score", *map(SCORE_COLUMN.format, labels))]
+
+
+def check_new_columns(table: str, given: Iterable[object], new: Sequence[str], flag: str) -> None:
+    """Raise UserError if a new column has the name of a given one, in any case. table, flag: names in the error."""
+    known = {normalize_column(str(name)): name for name in given}
+    for name in new:
+        if (same := known.get(normalize_column(name))) is not None:
+            raise UserError(
+                f"{table} already has a column {printable(str(same))}. Rename it, or give {flag}, such as predicted_, "
+                "for the names of the new columns."
+            )

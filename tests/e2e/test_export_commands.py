@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from feedmill.export.files import BATCH_ROWS, STATE_FILE, parts, post_keys
+from feedmill.export.files import BATCH_ROWS, STATE_FILE, parts, post_ids
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
@@ -45,7 +45,7 @@ def fill(redis: RedisServer, *post_ids: str, fingerprint: str = "f", **fields: A
 
 def exported(out: Path, name: str) -> list[str]:
     paths = [out] if out.is_file() else [path for path, _ in parts(out)]
-    return [post.id for path in paths for post in post_keys(path, name)]
+    return [post_id for path in paths for post_id in post_ids(path, name)]
 
 
 @pytest.mark.parametrize("name", ["csv", "jsonl"])

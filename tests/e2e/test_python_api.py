@@ -17,6 +17,7 @@ import pytest
 import feedmill as api
 from feedmill import Classifier, Prediction, Predictions, UserError
 from feedmill.api import classify as kept
+from feedmill.producers.records import REMOVED
 from feedmill.shared.settings import Settings
 from tests.support import FEEDMILL, _environment, naming, run
 
@@ -117,10 +118,10 @@ def test_missing_and_unusable_items_do_not_affect_others() -> None:
         ["x"],
         b"x",
     ]
-    with pytest.warns(UserWarning, match=naming("9 of 11 items", "item 1: no text", "item 3")):
+    with pytest.warns(UserWarning, match=naming("8 of 11 items", "item 1: no text", "item 3")):
         found = api.classify(items, LABELS)
     assert [each.error for each in found] == [
-        None, *[REASON] * 6, None, "expected text, not bool", "expected text, not list", "expected text, not bytes",
+        None, *[REASON] * 5, REMOVED, None, *["body: input should be a valid string"] * 2, None,
     ]  # fmt: skip
     assert found[0].label == "praise"
     assert found[7].text == "5"

@@ -8,8 +8,8 @@ import pytest
 
 from feedmill.export import files
 from feedmill.export.batches import batch_of
-from feedmill.export.columns import ExportFilter
-from feedmill.export.files import STATE_FILE, Layout, format_of_file, opened, parts, post_keys, purge
+from feedmill.export.columns import ExportFilter, newest_entries
+from feedmill.export.files import STATE_FILE, Layout, opened, parts, post_ids, purge
 from feedmill.producers.files import Source
 from feedmill.reading.rows import Place, RowReader, id_before
 from feedmill.shared.errors import UserError
@@ -18,6 +18,7 @@ from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge as purge_posts
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
+from feedmill.tables import format_of
 from tests.support import RedisServer, make_classification
 
 DAY = 86_400
@@ -73,7 +74,7 @@ def run(
 def exported(out: Path) -> list[str]:
     """Return the ids in an export, in order."""
     paths = [path for path, _ in parts(out)] if out.is_dir() else [out]
-    return [post.id for path in paths for post in post_keys(path, format_of_file(path))]
+    return [post_id for path in paths for post_id in post_ids(path, str(format_of(path.name)))]
 
 
 @pytest.fixture
@@ -266,23 +267,13 @@ def test_parts_sort_in_stream_order(
     assert exported(tmp_path / "out") == [str(number) for number in range(11)]
 
 
-@pytest.mark.parametrize("name", ENDINGS)
-def test_latest_exports_each_posts_newest_result(
-    tmp_path: Path, server: RedisServer, reader: RowReader, name: str
-) -> None:
-    out = tmp_path / f"out.{name}"
+def test_finds_each_posts_newest_result(server: RedisServer, reader: RowReader) -> None:
     add(server, NOON, "1", "2", "3")
     add(server, NOON + 1, "3", "1", label="books")
     add(server, NOON + 2, "1", "4", label="games")
     purge_posts(server.client, Settings(), ["4"])
-    assert run(out, reader, name, ExportFilter(latest=True)).written == 3
-    assert exported(out) == ["2", "3", "1"]
-    if name == "csv":
-        assert [label in out.read_text() for label in ("food", "books", "games")] == [True] * 3
-    assert list(tmp_path.iterdir()) == [out]
-    add(server, NOON + 3, "2", label="books")
-    run(out, reader, name, ExportFilter(latest=True))
-    assert exported(out) == ["3", "1", "2"]
+    newest = newest_entries(reader.chunks(BEGINNING), ExportFilter())
+    assert newest == {f"{NOON}000-1", f"{NOON + 1}000-0", f"{NOON + 2}000-0"}
 
 
 # Purged posts.
@@ -321,8 +312,8 @@ def test_next_run_removes_posts_purged_since(tmp_path: Path, server: RedisServer
     assert exported(out) == ["1", "3"]
     assert not (out / "day=2026-11-21").exists()
     purge_now(server, "3")
-    assert purge(out, reader) == 1
-    assert purge(out, reader) == 0
+    assert purge(out, name, reader) == 1
+    assert purge(out, name, reader) == 0
     assert exported(out) == ["1"]
     add(server, NOON + 2 * DAY, "5")
     run(out, reader, name, in_parts=True)
@@ -335,7 +326,7 @@ def test_purges_a_single_file_export(tmp_path: Path, server: RedisServer, reader
     add(server, NOON, "1", "2")
     run(out, reader, name)
     purge_now(server, "1")
-    assert purge(out, reader) == 1
+    assert purge(out, name.partition(".")[0], reader) == 1
     assert exported(out) == ["2"]
     assert list(tmp_path.iterdir()) == [out]
 
@@ -409,14 +400,20 @@ def test_rejects_a_folder_of_an_export_with_other_options(
 @pytest.mark.parametrize("out", ["file", "folder", "none"])
 def test_purge_rejects_paths_that_are_no_export(places: Path, reader: RowReader, out: str) -> None:
     with pytest.raises(UserError, match=re.escape(str(places / out))):
-        purge(places / out, reader)
+        purge(places / out, "csv", reader)
 
 
 @pytest.mark.parametrize(
-    "text", ["id,title\n1,a\n\n2,b\n", 'id,title\n1,"a\n', '{"id":"1"}\n{"x":1}\n', '{"id":"1"}\n[]\n']
-)
-def test_purging_a_file_with_a_row_without_an_id_is_a_mistake(tmp_path: Path, reader: RowReader, text: str) -> None:
+    ("text", "form"),
+    [
+        ("id,title\n1,a\n\n2,b\n", "csv"), ('id,title\n1,"a\n', "csv"), ("title\na\n", "csv"),
+        ('{"id":"1"}\n{"x":1}\n', "jsonl"), ('{"id":"1"}\n[]\n', "jsonl"), ("no Parquet", "parquet"),
+    ],
+)  # fmt: skip
+def test_purging_a_file_with_a_row_without_an_id_is_a_mistake(
+    tmp_path: Path, reader: RowReader, text: str, form: str
+) -> None:
     (tmp_path / "own").write_text(text)
     with pytest.raises(UserError, match="own is damaged or not an export"):
-        purge(tmp_path / "own", reader)
+        purge(tmp_path / "own", form, reader)
     assert (tmp_path / "own").read_text() == text

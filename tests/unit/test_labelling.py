@@ -22,9 +22,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from feedmill.cli.offline import Labelling, OutFlags, Tally
+from feedmill.cli.options import FileFlags
 from feedmill.producers import files
-from feedmill.producers.files import Source
-from feedmill.producers.records import Columns
 from feedmill.shared.errors import InputError, UserError
 from feedmill.shared.messages import Classification, Outcome, Post, PostError
 from feedmill.tables import writing
@@ -59,11 +58,7 @@ def classify(posts: Iterable[Post]) -> Generator[tuple[Post, Outcome]]:
 
 def label_file(path: Path | str, out: Path | str, limit: int | None = None, **flags: Any) -> Tally:
     options = {name: flags.pop(name) for name in ("scores", "prefix") if name in flags}
-    encoding = flags.pop("encoding", None)
-    labelling = Labelling(
-        lambda: Source(str(path), columns=Columns.of(None, *flags.pop("text", ())), encoding=encoding),
-        str(path), OutFlags(str(out), **options), limit, alone=False,
-    )  # fmt: skip
+    labelling = Labelling(str(path), FileFlags(**flags), OutFlags(str(out), **options), limit, alone=False)
     labelling.run(lambda: (LABELS, classify))
     return labelling.tally
 
@@ -283,7 +278,7 @@ def test_an_interrupt_leaves_the_output_unchanged(tmp_path: Path) -> None:
         yield from islice(classify(posts), 20)
         raise KeyboardInterrupt
 
-    labelling = Labelling(lambda: Source(str(path)), str(path), OutFlags(str(out)), None, alone=False)
+    labelling = Labelling(str(path), FileFlags(), OutFlags(str(out)), None, alone=False)
     with pytest.raises(KeyboardInterrupt):
         labelling.run(lambda: (LABELS, interrupted))
     assert out.read_text() == "before"
@@ -305,7 +300,7 @@ def test_a_closed_pipe_stops_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     with os.fdopen(write, "wb", buffering=0) as pipe:
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=pipe))
-        labelling = Labelling(lambda: Source(str(path)), str(path), OutFlags("-"), None, alone=False)
+        labelling = Labelling(str(path), FileFlags(), OutFlags("-"), None, alone=False)
         try:
             labelling.run(lambda: ([], watched))
         except BrokenPipeError as error:

@@ -9,9 +9,8 @@ import polars
 import pyarrow
 import pytest
 
-from feedmill.api.items import columns_of
 from feedmill.api.predictions import Prediction
-from feedmill.api.request import Request, read_options
+from feedmill.api.request import Request, columns_of, read_options
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post
 from tests.support import make_classification, naming
