@@ -22,28 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from pydantic_core import from_json, to_jsonable_python
 from rich.console import Console
 
-from feedmill.producers.records import (
-    DETECTED,
-    FIELD_ALIASES,
-    NO_FILTERS,
-    NO_TEXT,
-    REMOVED,
-    BadRecord,
-    Columns,
-    Filters,
-    Labelled,
-    LeftOut,
-    check_columns,
-    has_id,
-    is_export_row,
-    normalize_column,
-    normalize_keys,
-    parse_export,
-    parse_post,
-    parse_text,
-    removal_of,
-    unescape_formula,
-)
+from feedmill.producers import records
+from feedmill.producers.records import NO_TEXT, REMOVED, BadRecord, Columns, Filters, Labelled, LeftOut, normalize_keys
 from feedmill.shared.errors import InputError, clause, explain_missing, json_problem, printable
 from feedmill.shared.messages import Post
 
@@ -112,21 +92,20 @@ class Source:
 
     columns: columns that the user chose; a missing one is an error.
     encoding: name of the text's encoding; None is UTF-8, or UTF-16 with a byte order mark.
-    Raises InputError for an unknown encoding.
     """
 
     def __init__(
         self,
         path: str,
-        filters: Filters = NO_FILTERS,
-        columns: Columns = DETECTED,
+        filters: Filters = records.NO_FILTERS,
+        columns: Columns = records.DETECTED,
         encoding: str | None = None,
     ) -> None:
         self._path = path
         #: Name in messages.
         self.name = "stdin" if path == "-" else printable(path)
         self._filters, self._columns = filters, columns
-        self._encoding = None if encoding is None else check_encoding(encoding)
+        self._encoding = encoding
         #: True if ids are derived from the texts, because no id column was found. Set after the first record.
         self.lacks_ids = False
         #: The table of CSV or Parquet; None for JSON. Set after the first record.
@@ -164,18 +143,18 @@ class Source:
                 fields = normalize_keys(record)
                 if not self._filters.admit(fields):
                     yield LeftOut.BY_FILTERS
-                elif removal_of(fields):
+                elif records.removal_of(fields):
                     yield LeftOut.REMOVED
-                elif is_export_row(fields):
-                    yield from parse_export(fields, f"{self.name}:{place}", labelled)
+                elif records.is_export_row(fields):
+                    yield from records.parse_export(fields, f"{self.name}:{place}", labelled)
                 else:
-                    yield from parse_post(fields, f"{self.name}:{place}", self._columns)
+                    yield from records.parse_post(fields, f"{self.name}:{place}", self._columns)
 
     def rows(self) -> Iterator[Row]:
         """Yield each record as in the file, with its text. Filters do not apply. Raises the same errors as `items`."""
         for number, (place, fields, cells) in enumerate(self._records(), 1):
             if isinstance(fields, dict):
-                post = parse_text(normalize_keys(fields), str(number), self._columns)
+                post = records.parse_text(normalize_keys(fields), str(number), self._columns)
                 yield Row(place, fields if cells is None else cells, post)
             else:
                 yield Row(place, cells, NO_TEXT if fields is None else fields)
@@ -192,11 +171,13 @@ class Source:
                     is_empty &= record.fields is None and record.cells is not None
                     yield record
         # pyarrow raises ValueError and NotImplementedError, too; UnicodeError for a text that is not UTF-8.
-        except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
-            if isinstance(error, UnicodeError) and not isinstance(self.table, ParquetTable):
-                encoding = self._encoding or "UTF-16"
+        except (OSError, EOFError, zlib.error, ValueError, LookupError, NotImplementedError) as error:
+            kinds = ValueError | LookupError if self._encoding else UnicodeError
+            if isinstance(error, kinds) and not isinstance(self.table, ParquetTable):
+                encoding = printable(self._encoding or "UTF-16")
                 raise InputError(
-                    f"Cannot read {self.name} as {encoding}: {error}. Give another --encoding, or none for UTF-8."
+                    f"Cannot read {self.name} as {encoding:.40}: {printable(str(error))}. Give another --encoding, "
+                    "such as cp1252 for Excel on Windows, or none for UTF-8."
                 ) from None
             reason = printable(getattr(error, "strerror", None) or clause(error))
             raise InputError(
@@ -208,13 +189,13 @@ class Source:
     def _check_columns(self, fields: dict[str, Any]) -> None:
         """Check the first record. Raises InputError if it lacks a chosen column, or a text."""
         first, columns = normalize_keys(fields), self._columns
-        if is_export_row(first) and (columns.id is not None or columns.keep):
+        if records.is_export_row(first) and (columns.id is not None or columns.keep):
             raise InputError(
                 f"{self.name} is an export of results and has its own ids and `extra`: omit --id-column and --keep."
             )
         names = self.table.header if self.table else list(fields)
-        check_columns(self.name, names, columns, needs_text=self.table is not None)
-        self.lacks_ids = columns.id is None and not has_id(first)
+        records.check_columns(self.name, names, columns, needs_text=self.table is not None)
+        self.lacks_ids = columns.id is None and not records.has_id(first)
 
     def _parsed(self, opened: ExitStack) -> Iterator[Record]:
         """Yield each record, detecting the format by the file's first characters."""
@@ -225,7 +206,8 @@ class Source:
             return self.table.records()
         if start.startswith(SPREADSHEETS):
             raise InputError(f"{self.name} is an Excel file or an archive. Save the sheet as CSV UTF-8, or unpack it.")
-        encoding = self._encoding or ("utf-16" if start[:2] in UTF16_MARKS else "utf-8")
+        given = self._encoding and codecs.lookup(self._encoding).name
+        encoding = given or ("utf-16" if start[:2] in UTF16_MARKS else "utf-8")
         self.has_mark = encoding != "utf-8" or start.startswith(codecs.BOM_UTF8)
         encoding = "utf-8-sig" if encoding == "utf-8" else encoding
         head = codecs.getincrementaldecoder(encoding)("replace").decode(binary.peek(CHUNK_BYTES))
@@ -236,7 +218,7 @@ class Source:
         if head.startswith("["):
             return json_array(text)
         first_line = LINE_END.split(head, maxsplit=1)[0]
-        header = [normalize_column(name) for name in column_names(first_line)]
+        header = [records.normalize_column(name) for name in column_names(first_line)]
         is_table = bool(self._columns.texts_among(header))
         # JSONL with a damaged first line is still JSONL.
         if head.startswith("{") or (not is_table and "\n{" in head):
@@ -303,7 +285,7 @@ class FileReading(Source):
             for item in self.items(labelled):
                 if self._shows_ids and self.lacks_ids:
                     self._shows_ids = False
-                    known = ", ".join(FIELD_ALIASES["id"])
+                    known = ", ".join(records.FIELD_ALIASES["id"])
                     note = f"no id column ({known}), so ids are derived from the text; --id-column names another"
                     self._notes.print(f"{self.name}: {note}", markup=False)
                 if isinstance(item, BadRecord):
@@ -339,18 +321,6 @@ def is_file(path: str) -> bool:
         return path != "-" and Path(path).is_file()
     except OSError:  # no access: opening the file reports it
         return False
-
-
-def check_encoding(name: str) -> str:
-    """Return Python's name of an encoding. Raises InputError if there is no such text encoding."""
-    try:
-        "".encode(name)
-        return codecs.lookup(name).name
-    except (LookupError, ValueError):
-        raise InputError(
-            f"--encoding: unknown encoding {name!r:.40}. Excel on Windows writes cp1252; others are latin-1, utf-16 "
-            "and shift_jis."
-        ) from None
 
 
 def decompressed(packed: BufferedReader, name: str, opened: ExitStack) -> BufferedReader:
@@ -518,9 +488,9 @@ class CsvTable:
         A short row gets empty cells. Empty cells beyond the header, as after a delimiter at the end of each line, are
         dropped.
         """
-        names, width = [normalize_column(name) for name in self.header], len(self.header)
+        names, width = [records.normalize_column(name) for name in self.header], len(self.header)
         # Exports escape formulas.
-        convert = unescape_formula if is_export_row(names) else str
+        convert = records.unescape_formula if records.is_export_row(names) else str
         while True:
             first = self._line + 1
             try:

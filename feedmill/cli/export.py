@@ -268,7 +268,7 @@ class ExportRun:
         self._complete = not self._follow
 
     def _flush(self) -> None:
-        from feedmill.export.batches import batch_of  # noqa: PLC0415 - pyarrow, which takes time to import
+        from feedmill.export.files import batch_of  # noqa: PLC0415 - pyarrow, which takes time to import
 
         if self._pending:
             self._target.add(batch_of(self._pending, self._target.schema), self._place)

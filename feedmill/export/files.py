@@ -3,7 +3,7 @@
 Data is written to a temporary file, and renamed once it is complete and synced to disk. In a folder, the names of the
 parts record which stream entries they hold, so a crash never causes duplicates. A single file starts over.
 
-Purged posts are left out: each row is checked when it is read, and all rows of a file again before it is published.
+Purged posts are left out: each row is checked when it is read, and again before its file is published.
 Posts purged later are removed when the same export runs again, every `SWEEP_INTERVAL_S` seconds while an export follows
 the stream, and by `purge`. Docs: docs/export.md.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from io import TextIOWrapper
-from itertools import compress, groupby, islice
+from itertools import accumulate, chain, compress, groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
@@ -26,14 +26,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import from_json
 
-from feedmill.export.batches import ENTRY, schema_of
-from feedmill.export.columns import COLUMNS, ExportFilter, check_options
+from feedmill.export.columns import COLUMNS, POST_FIELDS, ExportFilter, check_options, label_set_of
 from feedmill.producers.records import unescape_formula
-from feedmill.reading.rows import Place, RowReader, id_before, order, seconds_of
+from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, order, seconds_of
 from feedmill.shared.atomic_files import publish, replacing, sync, temporary_path
 from feedmill.shared.errors import UserError, printable
 from feedmill.tables import COMPRESSIONS
-from feedmill.tables.writing import ParquetWriter, writer_to
+from feedmill.tables.writing import JSON, ParquetWriter, json_column, writer_to
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE_FILE = "_export.json"
@@ -41,12 +40,61 @@ STATE_FILE = "_export.json"
 PART_NAME = re.compile(r"part-(\d+-\d+)_(\d+-\d+)\.(csv|jsonl|parquet)")
 #: Rows per batch. Batches of a single fetch, about 500 rows, take twice as long per row.
 BATCH_ROWS = 2000
-#: Approximate number of rows in a part. A part is closed at the end of a fetch, and when the day changes.
-PART_ROWS = 100_000
+#: Approximate number of rows in a part, which are held in memory until the part is written.
+PART_ROWS = 50_000
 #: Seconds between removals of posts that were purged after their part was closed, while an export follows the stream.
 SWEEP_INTERVAL_S = 3600.0
 #: Maximum characters of a cell. No exported one is longer; the csv module's default of 131,072 is too low.
 MAX_CELL = 2_000_000
+TEXT, NUMBER, TIME = pa.string(), pa.float64(), pa.timestamp("us", tz="UTC")
+SCORES = pa.map_(TEXT, NUMBER)
+TYPES = dict.fromkeys(COLUMNS, TEXT) | dict.fromkeys(("date", "edited", "classified_at"), TIME)
+TYPES |= dict.fromkeys(("stickied", "nsfw", "spoiler"), pa.bool_()) | dict.fromkeys(("extra", "scores"), JSON)
+TYPES |= {"label_score": NUMBER, "queued_seconds": NUMBER, "score": pa.int64()}
+#: Columns of some sinks only: when the result was stored, and the id of its stream entry, which is not written.
+STORED_AT, ENTRY = pa.field("stored_at", TIME), pa.field("feedmill:entry", TEXT)
+COMPUTED: dict[str, Callable[[ResultRow], Any]] = {
+    "label_score": lambda row: row.found["scores"][row.found["label"]],
+    "label_set": lambda row: label_set_of(row.found),
+    STORED_AT.name: lambda row: seconds_of(row.entry),
+    ENTRY.name: lambda row: row.entry,
+}
+
+
+def schema_of(columns: Sequence[str], parquet: bool = False) -> pa.Schema:
+    """Return the schema of these columns; those of the user's own hold JSON. parquet: with the scores as a map."""
+    types = TYPES | {"scores": SCORES} if parquet else TYPES
+    return pa.schema([pa.field(column, types.get(column, JSON)) for column in columns])
+
+
+def batch_of(rows: Sequence[ResultRow], schema: pa.Schema) -> pa.RecordBatch:
+    """Convert rows to a batch, by column: by row it takes ten times as long."""
+    return pa.RecordBatch.from_arrays([_array(rows, field) for field in schema], schema=schema)
+
+
+def _array(rows: Sequence[ResultRow], field: pa.Field) -> pa.Array:
+    if field.type == JSON and field.name not in COLUMNS:
+        return json_column((row.post.get("extra") or {}).get(field.name) for row in rows)
+    values = _values(rows, field.name)
+    if field.type == SCORES:
+        offsets = list(accumulate(map(len, values), initial=0))
+        labels, numbers = chain.from_iterable(values), chain.from_iterable(map(dict.values, values))
+        return pa.MapArray.from_arrays(offsets, pa.array(labels, TEXT), pa.array(numbers, NUMBER))
+    if field.type == JSON:
+        return json_column(values)
+    if field.type == TIME:
+        values = [None if seconds is None else round(seconds * 1_000_000) for seconds in values]
+    return pa.array(values, field.type)
+
+
+def _values(rows: Sequence[ResultRow], column: str) -> list[Any]:
+    """Return a column's values as they are stored: times in seconds since 1970."""
+    if column in POST_FIELDS:
+        field, default = POST_FIELDS[column]
+        return [row.post.get(field, default) for row in rows]
+    if column in COMPUTED:
+        return [*map(COMPUTED[column], rows)]
+    return [row.found.get(column) for row in rows]
 
 
 class Layout(NamedTuple):
@@ -61,10 +109,10 @@ class Layout(NamedTuple):
 
 
 class File:
-    """A file that is being written, to become `out` once the export is complete, or a part of it.
+    """A file that is being written, to become `out` once the export is complete.
 
-    path: of the part, until it is published. Raises UserError if another process writes it, and OSError. Its methods,
-    and those of `Folder`, raise OSError, and redis.exceptions.RedisError when they look for purged posts.
+    Raises UserError if another process writes it, and OSError. Its methods, and those of `Folder`, raise OSError, and
+    redis.exceptions.RedisError when they look for purged posts.
     """
 
     #: True if a later run continues this one; if this run continues an earlier one; and if rows replace earlier ones.
@@ -73,14 +121,12 @@ class File:
     refused = 0
     batch_rows = BATCH_ROWS
 
-    def __init__(
-        self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader, path: Path | None = None
-    ) -> None:
-        compression = out.suffix.lower() if out.suffix.lower() in COMPRESSIONS and not path else ""
-        self.path = path or out.with_name(f".{out.name}.partial{compression}")
-        self._file: BinaryIO = self.path.open("ab")
+    def __init__(self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader) -> None:
+        compression = out.suffix.lower() if out.suffix.lower() in COMPRESSIONS else ""
+        self._path = out.with_name(f".{out.name}.partial{compression}")
+        self._file: BinaryIO = self._path.open("ab")
         try:
-            _lock(self._file.fileno(), self.path, out)
+            _lock(self._file.fileno(), self._path, out)
         except UserError:
             self._file.close()
             raise
@@ -89,37 +135,33 @@ class File:
         self._writer = writer_to(self._file, layout.form, layout.schema, compression)
         #: Schema of the batches.
         self.schema = layout.schema
-        #: Rows that were added, rows in the published file, and rows removed because their posts were purged.
-        self.rows = self.written = self.removed = 0
+        #: Rows in the published file, and rows removed because their posts were purged.
+        self.written = self.removed = 0
         #: Stream position up to which rows were added, and the time of the beginning in monotonic seconds.
         self.place, self.begun = Place(id_before(selection.since or 0.0)), time.monotonic()
 
     def add(self, batch: pa.RecordBatch, place: Place) -> None:
         """Append rows. place: the reader's position after them."""
         self._writer.write(batch)
-        self.rows += batch.num_rows
+        self.written += batch.num_rows
         self.place = place
 
     def close(self, _: Place) -> None:
-        """Publish the file."""
-        self.publish(self._out)
-
-    def publish(self, path: Path) -> None:
-        """Complete the file, and rename it, or publish a copy without purged posts."""
+        """Complete the file and publish it, or a copy without purged posts."""
         self._writer.close()
         self._file.flush()
-        self.removed = _remove_purged(self.path, path, self._form, self._reader)
-        self.written = self.rows - self.removed
+        self.removed = _remove_purged(self._path, self._out, self._form, self._reader)
+        self.written -= self.removed
         if self.removed:
-            self.path.unlink()
+            self._path.unlink()
         else:
-            publish(self.path, path)
+            publish(self._path, self._out)
         self._file.close()
 
     def abandon(self) -> None:
         """Delete the file unless it was published."""
         if not self._file.closed:
-            self.path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
             with suppress(Exception):  # an interrupted writer may fail in any way
                 self._writer.close()
             self._file.close()
@@ -144,9 +186,8 @@ class Folder:
         for left_over in out.glob("**/.*.tmp"):
             left_over.unlink()
         self.removed = self.written = 0
-        self._part: File | None = None
-        self._first = self._last = ""
-        #: Time at which the open part was begun (monotonic seconds), and of the last removal of purged posts.
+        self._pending: list[pa.RecordBatch] = []
+        #: Time at which the first pending row was added (monotonic seconds), and of the last removal of purged posts.
         self.begun, self._swept_at = time.monotonic(), -SWEEP_INTERVAL_S
         self._save_state()
 
@@ -157,30 +198,21 @@ class Folder:
             self.place = Place(newest)
 
     def add(self, batch: pa.RecordBatch, place: Place) -> None:
-        entries = batch.column(ENTRY.name).to_pylist()
-        batch, start = batch.drop_columns([ENTRY.name]), 0
-        for day, group in groupby(entries, key=_day_of):
-            of_day = list(group)
-            if self._part and day != _day_of(self._last):
-                self._publish()
-            if self._part is None:
-                self._part = self._begin(day)
-                self._first, self.begun = of_day[0], self._part.begun
-            self._part.add(batch.slice(start, len(of_day)), place)
-            self._last = of_day[-1]
-            start += len(of_day)
-        if self._part and self._part.rows >= PART_ROWS:
+        if not self._pending:
+            self.begun = time.monotonic()
+        self._pending.append(batch)
+        if sum(each.num_rows for each in self._pending) >= PART_ROWS:
             self.close(place)
-
-    def _begin(self, day: str) -> File:
-        folder = self._out / f"day={day}"
-        folder.mkdir(exist_ok=True)
-        path = folder / f".part.{self._layout.form}.tmp"
-        return File(self._out, self._layout, self._selection, self._reader, path)
 
     def close(self, place: Place) -> None:
         """Publish all rows added so far, and remove posts that were purged since their parts were published."""
-        self._publish()
+        if self._pending:
+            rows, start = pa.Table.from_batches(self._pending), 0
+            for day, group in groupby(rows[ENTRY.name].to_pylist(), key=_day_of):
+                entries = list(group)
+                self._publish(day, entries, rows.slice(start, len(entries)).drop_columns([ENTRY.name]))
+                start += len(entries)
+            self._pending.clear()
         if place != self.place:
             self.place = place
             self._save_state()
@@ -188,27 +220,29 @@ class Folder:
             self._swept_at = time.monotonic()
             self.removed += _sweep(self._out, self._layout.form, self._reader)
 
-    def _publish(self) -> None:
-        """Close the open part, remove purged posts from it and publish it."""
-        if self._part is None:
-            return
-        path = self._part.path.with_name(f"part-{self._first}_{self._last}.{self._layout.form}")
-        self._part.publish(path)
-        if not self._part.written:
-            path.unlink()
+    def _publish(self, day: str, entries: Sequence[str], rows: pa.Table) -> None:
+        """Write a part, without posts that were purged since they were read. entries: the rows' stream entries."""
+        ids = rows["id"].to_pylist()
+        if gone := self._reader.gone(ids):
+            rows = rows.take([index for index, post_id in enumerate(ids) if post_id not in gone])
+        folder = self._out / f"day={day}"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"part-{entries[0]}_{entries[-1]}.{self._layout.form}"
+        with replacing(path, durable=True) as temporary, temporary.open("wb") as file:
+            writer = writer_to(file, self._layout.form, self._layout.schema)
+            for batch in rows.to_batches():
+                writer.write(batch)
+            writer.close()
         sync(self._out)  # the day's folder may be new
-        self.written += self._part.written
-        self._part = None
+        self.written += rows.num_rows
 
     def abandon(self) -> None:
-        """Discard the open part. The reader resumes at `place` and adds its rows again."""
-        if self._part is not None:
-            self._part.abandon()
-            self._part = None
-            self._skip_published_parts()
+        """Discard the pending rows. The reader resumes at `place` and adds them again."""
+        self._pending.clear()
+        self._skip_published_parts()
 
     def resume(self) -> Place:
-        """Discard the open part, and return the place to read from."""
+        """Discard the pending rows, and return the place to read from."""
         self.abandon()
         return self.place
 

@@ -23,8 +23,8 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.sql import SQL, Composable, Identifier
 from psycopg.types.json import set_json_dumps
 
-from feedmill.export.batches import STORED_AT, TIME, schema_of
 from feedmill.export.columns import COLUMNS, ExportFilter, check_options
+from feedmill.export.files import STORED_AT, TIME, schema_of
 from feedmill.reading.rows import Place, RowReader, id_before
 from feedmill.shared.errors import DatabaseUnavailable, UserError, printable
 from feedmill.shared.purge import Purge, Purges, newest_purge, read_purges

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from feedmill.export import files
-from feedmill.export.batches import batch_of
 from feedmill.export.columns import ExportFilter, newest_entries
-from feedmill.export.files import STATE_FILE, Layout, opened, parts, post_ids, purge
+from feedmill.export.files import STATE_FILE, Layout, batch_of, opened, parts, post_ids, purge
 from feedmill.producers.files import Source
 from feedmill.reading.rows import Place, RowReader, id_before
 from feedmill.shared.errors import UserError
@@ -231,9 +230,10 @@ def test_parts_appear_only_when_complete(tmp_path: Path, server: RedisServer, re
     add(server, NOON + DAY, "3")
     with opened(out, Layout(name), ExportFilter(), reader, in_parts=True) as target:
         chunk = reader.fetch(target.place)
-        target.add(batch_of(chunk.rows, target.schema), chunk.place)  # not closed: the second day's part stays open
-    assert exported(out) == ["1", "2"]
-    left_over = out / "day=2026-11-21" / f".part.{name}.tmp"
+        target.add(batch_of(chunk.rows, target.schema), chunk.place)  # not closed
+    assert exported(out) == []
+    left_over = out / "day=2026-11-21" / f".part-1-0_2-0.{name}.tmp"
+    left_over.parent.mkdir()
     left_over.write_bytes(b"half")  # left by kill -9
     run(out, reader, name, in_parts=True)
     assert exported(out) == ["1", "2", "3"]

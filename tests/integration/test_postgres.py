@@ -14,8 +14,8 @@ import pytest
 from redis import Redis
 
 from feedmill.export import postgres
-from feedmill.export.batches import batch_of
 from feedmill.export.columns import ExportFilter
+from feedmill.export.files import batch_of
 from feedmill.export.postgres import TYPES, Table, opened
 from feedmill.producers.clear import purge_run
 from feedmill.reading.rows import RowReader, seconds_of

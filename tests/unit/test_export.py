@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from feedmill.export.batches import TYPES, batch_of, schema_of
 from feedmill.export.columns import COLUMNS, ExportFilter, label_set_of
-from feedmill.export.files import Layout, opened, post_ids
+from feedmill.export.files import TYPES, Layout, batch_of, opened, post_ids, schema_of
 from feedmill.producers.files import Source
 from feedmill.reading.rows import Place, ResultRow
 from feedmill.shared.messages import Post

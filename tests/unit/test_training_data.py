@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from feedmill.cli.options import FileFlags
-from feedmill.export.batches import batch_of, schema_of
 from feedmill.export.columns import COLUMNS
+from feedmill.export.files import batch_of, schema_of
 from feedmill.producers.records import Labelled
 from feedmill.reading.rows import ResultRow
 from feedmill.shared.errors import InputError
