@@ -7,7 +7,7 @@ does not affect the others. narwhals reads and extends the frames of pandas, pol
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import narwhals as nw
 from tqdm import tqdm
@@ -38,23 +38,6 @@ ROWS_AT_ONCE = 10_000
 SERIES_NAME = "text"
 #: Types of columns that may hold text.
 TEXT_TYPES = (nw.String, nw.Categorical, nw.Enum, nw.Object, nw.Unknown)
-
-
-class Frame(Protocol):
-    """A DataFrame of pandas or polars, or a table of pyarrow."""
-
-    @property
-    def columns(self) -> Any: ...
-
-
-class Series(Protocol):
-    """A Series of pandas or polars."""
-
-    @property
-    def to_frame(self) -> Any: ...
-
-
-FrameT = TypeVar("FrameT", bound=Frame)
 
 
 class Item(NamedTuple):

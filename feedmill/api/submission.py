@@ -18,19 +18,7 @@ from redis import Redis
 from tqdm import tqdm
 
 from feedmill.api.predictions import Prediction, Predictions
-from feedmill.api.request import (
-    Failures,
-    Frame,
-    Item,
-    Labels,
-    OneItem,
-    Request,
-    Series,
-    columns_of,
-    prediction,
-    read_options,
-    warn,
-)
+from feedmill.api.request import Failures, Item, Labels, Request, columns_of, prediction, read_options, warn
 from feedmill.producers.push import Pusher
 from feedmill.producers.records import id_of_text, normalize_keys, parse_post
 from feedmill.shared import runs
@@ -249,7 +237,7 @@ def _complete(item: Item, post: Post, own_id: str) -> Post:
 
 
 def submit(
-    items: "OneItem | Frame | Series | Iterable[Any]",
+    items: Any,
     labels: Labels | None = None,
     *,
     run: str | None = None,

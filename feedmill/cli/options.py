@@ -221,22 +221,16 @@ def with_settings(*names: str, plain_logs: bool = False, explains_redis: bool = 
 def excludes(flag: str, *others: str) -> Callable[[Command], Command]:
     """Refuse a command line that has `flag` and one of `others`. Arguments are named as in the help, such as FILE."""
 
-    def problem(typed: set[str]) -> str | None:
-        other = next((other for other in others if {flag, other} <= typed), None)
+    def problem(typed: set[str]) -> str:
+        other = next((other for other in others if {flag, other} <= typed), "")
         return other and f"{flag} cannot be combined with {other.removesuffix('...')}. Leave out one of them."
 
-    return _rule(problem, {flag, *others})
+    return _rule(problem)
 
 
-def needs(flag: str, *others: str) -> Callable[[Command], Command]:
-    """Refuse a command line that has `flag` without any of `others`."""
-
-    def problem(typed: set[str]) -> str | None:
-        if flag not in typed or typed.intersection(others):
-            return None
-        return f"{flag} needs {' or '.join(others)}."
-
-    return _rule(problem, {flag, *others})
+def needs(flag: str, other: str) -> Callable[[Command], Command]:
+    """Refuse a command line that has `flag` without `other`."""
+    return _rule(lambda typed: f"{flag} needs {other}." if flag in typed and other not in typed else "")
 
 
 def refuse(*rules: tuple[bool, str]) -> None:
@@ -246,20 +240,18 @@ def refuse(*rules: tuple[bool, str]) -> None:
             raise UserError(printable(message))
 
 
-def _rule(problem: Callable[[set[str]], str | None], named: set[str]) -> Callable[[Command], Command]:
+def _rule(problem: Callable[[set[str]], str]) -> Callable[[Command], Command]:
     """Return a decorator that raises UserError with the problem of the typed flags, those with other than default
-    values. Raises ValueError if the command lacks one of the named flags.
+    values.
     """
 
     def decorate(command: Command) -> Command:
         parameters = inspect.signature(command, eval_str=True).parameters
-        names = {name: _shown_name(parameter) for name, parameter in parameters.items()}
-        if unknown := named.difference(names.values()):
-            raise ValueError(f"the command has no {', '.join(unknown)}")
 
         @wraps(command)
         def checked(**given: Any) -> None:
-            typed = {names[name] for name, value in given.items() if value not in (parameters[name].default, None, [])}
+            values = {parameters[name]: value for name, value in given.items()}
+            typed = {_shown_name(flag) for flag, value in values.items() if value not in (flag.default, None, [])}
             if text := problem(typed):
                 raise UserError(text)
             command(**given)
