@@ -369,7 +369,8 @@ def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) ->
         return REMOVED
     if _is_comment(record):
         return COMMENT
-    fields = {field: cut(field, value) for field in MAX_TEXT if (value := _text(record, field, columns)) is not None}
+    texts = {field: _text(record, field, columns) for field in MAX_TEXT}
+    fields = {field: text[: MAX_TEXT[field]] if isinstance(text, str) else text for field, text in texts.items()}
     try:
         return Post.parse(fields | {"id": row})
     except PostRefused as refused:
@@ -382,11 +383,6 @@ def _reason(refused: PostRefused, fields: dict[str, Any]) -> str:
         return printable(str(refused))  # may quote a key of `extra`
     body = fields.get("body")
     return REMOVED if isinstance(body, str) and body.strip() in REMOVED_BODIES else NO_TEXT
-
-
-def cut(field: str, value: Any) -> Any:
-    """Return a text without the characters beyond the limit of a post's field; other values unchanged."""
-    return value[: MAX_TEXT[field]] if isinstance(value, str) else value
 
 
 def _text(record: dict[str, Any], field: str, columns: Columns) -> Any:

@@ -24,17 +24,9 @@ from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOpti
 from feedmill.console import ID_WIDTH, LiveBar, counted, notes_console, output_console, span, with_title
 from feedmill.local_model import explain_refusals, load_calibrated
 from feedmill.producers.files import NOT_UTF8, CsvTable, FileReading, ParquetTable, Place, Row, Source, is_file
-from feedmill.producers.records import NO_TEXT, REMOVED, cut
+from feedmill.producers.records import NO_TEXT, REMOVED, parse_text
 from feedmill.shared.atomic_files import replacing
-from feedmill.shared.errors import (
-    InputError,
-    PostRefused,
-    UserError,
-    explain_missing,
-    explain_unwritable,
-    json_line,
-    printable,
-)
+from feedmill.shared.errors import InputError, UserError, explain_missing, explain_unwritable, json_line, printable
 from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from feedmill.shared.settings import Settings
 from feedmill.tables import Classify, check_new_columns, format_of, label_columns, with_outcomes
@@ -327,10 +319,9 @@ def _classify_file(path: str, file: FileFlags, limit: int | None, load: Load, as
 
 def _classify_text(text: str, load: Load, as_json: bool) -> bool:
     """Print the labels of a text. Raises UserError if it cannot be classified."""
-    try:
-        post = Post.parse({"id": "text", "body": cut("body", text)})
-    except PostRefused as refused:
-        raise InputError(f"Cannot classify the text: {refused.reason}.") from None
+    post = parse_text({"body": text}, "text")
+    if isinstance(post, str):
+        raise InputError(f"Cannot classify the text: {post}.")
     ((post, outcome),) = load()[1]([post])
     if isinstance(outcome, PostError):
         raise UserError(f"Cannot classify the text: {outcome.error}. Change the text, or use another --model.")
