@@ -23,7 +23,7 @@ from pydantic_core import from_json, to_jsonable_python
 from rich.console import Console
 
 from feedmill.producers import records
-from feedmill.producers.records import NO_TEXT, REMOVED, BadRecord, Columns, Filters, Labelled, LeftOut, normalize_keys
+from feedmill.producers.records import NO_TEXT, BadRecord, Columns, Filters, Labelled, LeftOut, normalize_keys
 from feedmill.shared.errors import InputError, clause, explain_missing, json_problem, printable
 from feedmill.shared.messages import Post
 
@@ -141,7 +141,7 @@ class Source:
                 yield BadRecord(f"{self.name}:{place}", record)
             else:
                 fields = normalize_keys(record)
-                if not self._filters.admit(fields):
+                if not self._filters.admit(fields, self._columns.date_format):
                     yield LeftOut.BY_FILTERS
                 elif records.removal_of(fields):
                     yield LeftOut.REMOVED
@@ -206,6 +206,7 @@ class Source:
             return self.table.records()
         if start.startswith(SPREADSHEETS):
             raise InputError(f"{self.name} is an Excel file or an archive. Save the sheet as CSV UTF-8, or unpack it.")
+        "".encode(self._encoding or "utf-8")  # raises LookupError for an unknown encoding of text
         given = self._encoding and codecs.lookup(self._encoding).name
         encoding = given or ("utf-16" if start[:2] in UTF16_MARKS else "utf-8")
         self.has_mark = encoding != "utf-8" or start.startswith(codecs.BOM_UTF8)
@@ -260,8 +261,8 @@ class FileReading(Source):
         self._broken: InputError | None = None
         #: Records read, dropped by the filters, and removed from Reddit.
         self.records = self.left_out = self.removed = 0
-        #: Skipped records, those of them that have no text, and those of these whose text was removed on Reddit.
-        self.skipped = self.without_text = self.removed_texts = 0
+        #: Skipped records, and those of them that have no text.
+        self.skipped = self.without_text = 0
 
     def posts(self) -> Iterator[Post]:
         """Yield the valid posts."""
@@ -304,8 +305,7 @@ class FileReading(Source):
         if not bad.skipped and self._text_only and bad.column not in ("", self._columns.id):
             return
         self.skipped += bad.skipped
-        self.without_text += bad.skipped and bad.reason in (NO_TEXT, REMOVED)
-        self.removed_texts += bad.skipped and bad.reason == REMOVED
+        self.without_text += bad.skipped and bad.reason == NO_TEXT
         what = f"column {bad.column}" if bad.column and not bad.skipped else bad.reason
         if what not in self._bad and len(self._bad) >= REASONS_SHOWN:
             what = "bad records"

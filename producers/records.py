@@ -187,23 +187,25 @@ class Filters(NamedTuple):
     """Filters by subreddit and time. A record without the field that a filter needs is rejected.
 
     subreddits: names in the form of `subreddit_name`; empty for all. since, until: seconds since 1970; `until` is
-    exclusive. date_format: see `Columns`.
+    exclusive.
     """
 
     subreddits: frozenset[str] = frozenset()
     since: float | None = None
     until: float | None = None
-    date_format: str | None = None
 
-    def admit(self, record: dict[str, Any]) -> bool:
-        """Return true if the record passes the filters. Its keys must be in the form of `normalize_key`."""
+    def admit(self, record: dict[str, Any], date_format: str | None = None) -> bool:
+        """Return true if the record passes the filters. Its keys must be in the form of `normalize_key`.
+
+        date_format: see `Columns`.
+        """
         if self.subreddits:
             subreddit = _first(record, "subreddit")
             if subreddit is None or subreddit_name(str(subreddit)) not in self.subreddits:
                 return False
         if self.since is None and self.until is None:
             return True
-        created = _seconds(_first(record, "created_utc"), self.date_format)
+        created = _seconds(_first(record, "created_utc"), date_format)
         return (
             isinstance(created, int | float)
             and (self.since is None or created >= self.since)
@@ -253,7 +255,7 @@ def _first(record: dict[str, Any], field: str) -> Any:
     """Return the value under the first of a field's names that the record has; None if it has none."""
     for name in FIELD_ALIASES[field]:
         value = record.get(name)
-        if value is not None and value != "" and not is_missing(value):
+        if value is not None and not is_missing(value) and value != "":
             return value
     return None
 
@@ -317,7 +319,7 @@ def has_id(record: dict[str, Any]) -> bool:
     return any(name in record for name in FIELD_ALIASES["id"]) or _own_id(record) is not None
 
 
-def parse_post(record: dict[str, Any], where: str, columns: Columns = DETECTED) -> Iterator[Post | BadRecord]:
+def parse_post(record: dict[str, Any], where: str, columns: Columns = DETECTED) -> Iterator[Post | BadRecord | LeftOut]:
     """Yield the record's post, preceded by its problems. Invalid optional fields are dropped; the post is kept.
 
     columns: keys chosen by the user; a chosen id takes precedence over other ids.
@@ -352,7 +354,7 @@ def parse_post(record: dict[str, Any], where: str, columns: Columns = DETECTED) 
                 )
             dispensable = field in OPTIONAL_FIELDS and fields.pop(field, None) is not None
             column = next((name for name in FIELD_ALIASES[field] if name in record), field) if dispensable else ""
-            yield BadRecord(where, reason, not dispensable, column)
+            yield LeftOut.REMOVED if reason == REMOVED else BadRecord(where, reason, not dispensable, column)
             if not dispensable:
                 return
         else:

@@ -5,7 +5,6 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -40,17 +39,6 @@ DIGEST_CHARACTERS = 6
 SUBREDDIT_NAME = re.compile(r"[a-z0-9_.-]{1,50}")
 
 
-def parse_date_format(date_format: str) -> str:
-    """Return the value of `--date-format`. Raises typer.BadParameter unless it has a year, month and day."""
-    with suppress(ValueError):
-        day = datetime(2003, 12, 31, tzinfo=UTC)
-        if datetime.strptime(day.strftime(date_format), date_format).date() == day.date():
-            return date_format
-    raise typer.BadParameter(
-        f"{date_format!r:.80} is not a format with year, month and day, such as %d.%m.%Y or %m/%d/%Y."
-    )
-
-
 @app.command()
 @excludes("--no-run", "--run", "--keep", "--wait")
 @with_settings(*SENDING, "posts_per_message")
@@ -62,11 +50,7 @@ def enqueue(
     period: Period,
     date_format: Annotated[
         str | None,
-        Option(
-            metavar="FORMAT",
-            parser=parse_date_format,
-            help="Format of the file's dates, such as %d.%m.%Y (default: ISO).",
-        ),
+        Option(metavar="FORMAT", help="Format of the file's dates, such as %d.%m.%Y (default: ISO)."),
     ] = None,
     subreddit: Annotated[
         list[str] | None, Option(help="Send only posts of these subreddits: a,b,c; may be repeated.")
@@ -96,7 +80,7 @@ def enqueue(
     or, with --wait, a post failed.
     """
     options = flags.options(settings)
-    filters = _filters(subreddit or [], period, date_format)
+    filters = _filters(subreddit or [], period)
     kept = _columns(keep or [])
     notes = notes_console()
     name = None if no_run else run or default_run(file)
@@ -175,13 +159,13 @@ def default_run(path: str) -> str:
     return f"{name[: MAX_RUN - len(suffix) - 1]}-{suffix}"
 
 
-def _filters(subreddits: Iterable[str], period: Period, date_format: str | None) -> Filters:
+def _filters(subreddits: Iterable[str], period: Period) -> Filters:
     """Return the filters of the options. Raises UserError for a malformed subreddit."""
     names = [subreddit_name(name) for given in subreddits for name in given.split(",")]
     for name in names:
         if not SUBREDDIT_NAME.fullmatch(name):
             raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Separate names by commas.")
-    return Filters(frozenset(names), period.since, period.until, None if period == Period() else date_format)
+    return Filters(frozenset(names), period.since, period.until)
 
 
 def _end(reading: FileReading, pusher: Pusher, filters: Filters) -> None:
@@ -199,13 +183,13 @@ def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
         f"{pusher.skipped:,} already sent or repeated",
         f"{reading.skipped - reading.without_text:,} malformed",
     ]
-    if without_text := reading.without_text - reading.removed_texts:
-        counts.append(f"{without_text:,} without text")
+    if reading.without_text:
+        counts.append(f"{reading.without_text:,} without text")
     if pusher.gone:
         first = printable(pusher.first_gone)
         counts.append(f"{pusher.gone:,} purged (such as id {first}; `feedmill purge {first} --lift` unblocks it)")
-    if removed := reading.removed + reading.removed_texts:
-        counts.append(f"{removed:,} deleted or removed")
+    if reading.removed:
+        counts.append(f"{reading.removed:,} deleted or removed")
     if filters != NO_FILTERS:
         counts.append(f"{reading.left_out:,} excluded by the filters")
     return ", ".join(counts)

@@ -224,7 +224,9 @@ class Folder:
         """Write a part, without posts that were purged since they were read. entries: the rows' stream entries."""
         ids = rows["id"].to_pylist()
         if gone := self._reader.gone(ids):
-            rows = rows.take([index for index, post_id in enumerate(ids) if post_id not in gone])
+            rows = rows.filter(pa.array([post_id not in gone for post_id in ids]))
+        if not rows.num_rows:
+            return
         folder = self._out / f"day={day}"
         folder.mkdir(exist_ok=True)
         path = folder / f"part-{entries[0]}_{entries[-1]}.{self._layout.form}"

@@ -426,8 +426,8 @@ def test_missing_values_are_not_text(tmp_path: Path, data: str) -> None:
     ("data", "named"),
     [
         (b"", ("empty",)),
-        (b"id,title", ("rows",)),
-        (b"\nid;title\r\n\r\n;\n", ("rows",)),
+        (b"id,title", ("no posts",)),
+        (b"\nid;title\r\n\r\n;\n", ("no posts",)),
         (b"foo,bar\n1,2\n", ("title", "body", "foo, bar")),
         (b"comment\nx\n", ("title", "body", "comment")),
         (b"PK\x03\x04", ("Excel", "CSV UTF-8")),
@@ -624,7 +624,7 @@ def test_deleted_texts_are_counted_apart(tmp_path: Path) -> None:
     path.write_text('{"id": 1, "text": "[deleted]"}\n{"id": 2, "text": " "}\n')
     read, _ = reading(path)
     assert list(read.posts()) == []
-    assert (read.without_text, read.removed_texts) == (2, 1)
+    assert (read.without_text, read.removed) == (1, 1)
 
 
 def test_long_texts_are_cut_and_noted_once(tmp_path: Path) -> None:
