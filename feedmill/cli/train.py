@@ -37,7 +37,7 @@ from feedmill.shared.errors import (
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import DESCRIBED_TOPICS
 from feedmill.training.data import Dataset, collect, make_dataset
-from feedmill.training.options import OF_FINE_TUNING, TrainOptions
+from feedmill.training.options import CHECKPOINTS, OF_FINE_TUNING, TrainOptions
 from feedmill.training.progress import Report
 
 #: Packages whose versions are recorded.
@@ -68,10 +68,10 @@ def train(
     except (DeviceFull, DeviceLost) as error:
         raise ModelError(
             f"The device failed: {clause(error)}. If it is out of memory, set a smaller --batch-size and a larger "
-            "--accumulation, or lower --max-tokens."
+            "--accumulation, or lower --max-tokens; else run the same command again to continue."
         ) from error
     finally:
-        with suppress(OSError):  # only an empty folder: a model stays
+        with suppress(OSError):  # only an empty folder: a model and an interrupted training stay
             folder.rmdir()
     if as_json:
         typer.echo(json_line({"folder": str(folder), **record}))
@@ -82,7 +82,7 @@ def train(
 def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[str, Any]:
     """Collect the posts, train, write the model, and return its record."""
     notes, folder = notes_console(), Path(options.out)
-    if make_folder(folder):
+    if make_folder(folder) - (set() if options.head else {CHECKPOINTS}):
         raise UserError(f"{folder} is not empty. Choose a new or empty folder.")
     train = _trainer(options)
     collected = collect(options, file, settings, notes)

@@ -18,7 +18,7 @@ from feedmill.producers.records import Labelled
 from feedmill.reading.rows import RowReader
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.errors import InputError, RedisUnavailable, printable
-from feedmill.shared.messages import Post
+from feedmill.shared.messages import Post, digest
 from feedmill.shared.settings import Settings
 from feedmill.training.options import TrainOptions
 
@@ -125,6 +125,12 @@ class Dataset(NamedTuple):
             total = sum(scores) or 1.0
             rows.append([weight * score / total for weight, score in zip(weights, scores, strict=True)])
         return rows
+
+    @property
+    def digest(self) -> str:
+        """Digest of the labels and all training examples. A training resumes only with an equal digest."""
+        parts = (part for each in self.train for part in (each.post.id, each.post.text, each.label))
+        return digest(*self.labels, *parts)
 
     def summary(self) -> Iterator[str]:
         """Yield lines with the sizes and labels of the dataset."""

@@ -4,14 +4,17 @@ Differences from the plain Trainer:
 
 - the new head is fitted to the base's features first. A random one sends large, undirected gradients into the base,
   which distorts its features ("Fine-Tuning can Distort Pretrained Features", arXiv 2202.10054);
-- the seed alone decides the order of examples (`Order`); the Trainer's grouping by length draws from the global
-  generator. Accumulated runs therefore see the same batches;
+- seed and epoch alone decide the order of examples (`Order`); the Trainer's grouping by length draws from the global
+  generator. Resumed and accumulated runs therefore see the same batches;
 - the loss is a sum divided by the examples of the whole optimization step, so gradient accumulation is exact.
 """
 
+import json
 import math
 import random
+import shutil
 from collections.abc import Iterator, Sequence, Sized
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +28,14 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
+from transformers.trainer_utils import get_last_checkpoint
 
 from feedmill.producers.records import Labelled
+from feedmill.shared.errors import UserError
 from feedmill.shared.settings import Settings
 from feedmill.training.data import Dataset
 from feedmill.training.head import fit_logistic, loss_of_rows
-from feedmill.training.options import TrainOptions
+from feedmill.training.options import CHECKPOINTS, TrainOptions
 from feedmill.training.progress import Report
 from feedmill.workers.models import device
 from feedmill.workers.models.classifiers.registry import check_size
@@ -73,6 +78,7 @@ class Trained(NamedTuple):
         self.model.to("cpu").save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):
             weights.chmod((folder / "config.json").stat().st_mode)  # written as owner-only, but other users serve it
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
 class Training:
@@ -101,8 +107,10 @@ class Training:
         model = make_model(self._weights, data.labels, self._tokenizer.pad_token_id)
         arguments = self._arguments()
         model.to(arguments.device)
-        self._report.phase("fitting the head")
-        self._fit_head(model, train)
+        last = self._last_checkpoint()
+        if last is None:
+            self._report.phase("fitting the head")
+            self._fit_head(model, train)
         trainer = _Trainer(
             model=model,
             args=arguments,
@@ -115,16 +123,31 @@ class Training:
         peak, plan = Peak(self._device.torch, "torch"), self._plan()
         self._report.phase("training", plan["steps"])
         transformers.set_seed(seed)  # fitting the head may have drawn random numbers
-        seconds = trainer.train().metrics["train_runtime"]
+        seconds = trainer.train(resume_from_checkpoint=last).metrics["train_runtime"]
+        steps = trainer.state.global_step - (0 if last is None else int(last.rpartition("-")[2]))
         record = {
             "plan": plan,
             "seconds": seconds,
-            # Without tokenizing and fitting the head.
-            "samples_per_s": trainer.state.global_step * plan["effective_batch"] / seconds,
+            "samples_per_s": steps * plan["effective_batch"] / seconds,  # without tokenizing and fitting the head
             "peak_mb": peak.mb(),
             "curve": [entry for entry in trainer.state.log_history if "loss" in entry],
         }
         return Trained(trainer.accelerator.unwrap_model(trainer.model), self._tokenizer, record)
+
+    def _last_checkpoint(self) -> str | None:
+        """Return the last checkpoint of an interrupted training, if any. Raises UserError if that training differs."""
+        folder = Path(self._options.out) / CHECKPOINTS
+        record = folder / "begun.json"
+        begun = json.dumps({"options": asdict(self._options), "examples": self._dataset.digest})
+        if not record.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            record.write_text(begun)
+        elif record.read_text() != begun:
+            raise UserError(
+                f"{folder.parent} contains a training that was interrupted, with other options or posts. Give the same "
+                "to continue it, or delete the folder."
+            )
+        return get_last_checkpoint(str(folder))  # type: ignore[no-any-return,no-untyped-call]
 
     def _plan(self) -> dict[str, Any]:
         """Return and print the plan."""
@@ -149,7 +172,7 @@ class Training:
         if on_gpu:
             torch.cuda.set_device(self._device.torch.index or 0)
         arguments = TrainingArguments(
-            output_dir=options.out,
+            output_dir=str(Path(options.out) / CHECKPOINTS),
             per_device_train_batch_size=options.batch_size,
             gradient_accumulation_steps=options.accumulation,
             num_train_epochs=options.epochs,
@@ -167,7 +190,8 @@ class Training:
             logging_steps=1 / CURVE_POINTS,
             report_to=[],
             disable_tqdm=True,
-            save_strategy="no",
+            save_strategy="epoch",
+            save_total_limit=2,  # a crash can leave the last one incomplete
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs would share the interpreter lock
         return arguments
@@ -213,7 +237,7 @@ class Training:
 
 
 class Order(LengthGroupedSampler):
-    """An order of examples, different in each epoch, that depends only on the seed.
+    """A reproducible order of examples, different in each epoch and determined by the seed.
 
     batch: examples per optimization step. Examples of similar length are in one step, so that its
     forward passes need little padding. The longest example is in the first step, so that running out of memory shows at
@@ -221,14 +245,19 @@ class Order(LengthGroupedSampler):
     """
 
     def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
-        super().__init__(batch, lengths=lengths, generator=torch.Generator().manual_seed(seed))
+        super().__init__(batch, lengths=lengths)
+        self._seed, self._epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
         order: list[int] = get_length_grouped_indices(  # type: ignore[no-untyped-call]
-            self.lengths, self.batch_size, STEPS_SORTED_TOGETHER, self.generator
+            self.lengths, self.batch_size, STEPS_SORTED_TOGETHER, generator
         )
         first, *others = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
-        places = torch.randperm(max(0, len(others) - 1), generator=self.generator).tolist()
+        places = torch.randperm(max(0, len(others) - 1), generator=generator).tolist()
         steps = [first, *(others[place] for place in places), *others[-1:]]
         return iter([example for step in steps for example in step])
 

@@ -8,6 +8,8 @@ from typer import Option
 
 from feedmill.shared.errors import UserError
 
+#: Folder of the checkpoints in the output folder, removed when the training is complete.
+CHECKPOINTS = "checkpoints"
 #: Flags that have no effect on the training of a head.
 OF_FINE_TUNING = ("--epochs", "--batch-size", "--accumulation", "--learning-rate")
 
@@ -22,7 +24,7 @@ class TrainOptions:
     # Data and model.
 
     source: Annotated[str, Option("--from", help="Training data: an export, or a file of posts.")]
-    out: Annotated[str, Option(help="Folder for the trained model; must be new or empty.")]
+    out: Annotated[str, Option(help="Folder for the trained model; new, empty, or of the same interrupted training.")]
     #: The default model is small and available offline.
     base: Annotated[
         str, Option(help="Model: a folder or a Hugging Face Hub name.", show_default="the bundled all-MiniLM-L6-v2")

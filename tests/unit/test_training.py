@@ -1,4 +1,4 @@
-"""Training a tiny model gives equal weights with accumulation."""
+"""Training a tiny model gives equal weights with accumulation and after an interruption."""
 
 import json
 import random
@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from feedmill.producers.records import Labelled
+from feedmill.shared.errors import UserError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.training.data import Dataset
@@ -63,11 +64,12 @@ def trained(
     out: Path,
     learnt: int = 100,
     dtype: str = "auto",
+    report: Report | None = None,
     **options: Any,
 ) -> Trained:
     dataset = Dataset(LABELS, examples(learnt), [], {})
     settings = Settings.model_validate({"device": "cpu", "dtype": dtype})
-    return Training(dataset, options_of(base, out, **options), settings, Report()).run()
+    return Training(dataset, options_of(base, out, **options), settings, report or Report()).run()
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -99,14 +101,45 @@ def test_accumulated_batches_equal_one_large_batch(still: Path, tmp_path: Path) 
     assert moved(whole.model, still) > 1e-3
 
 
+def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> None:
+    """The base has dropout, so the random state must be restored, too."""
+    straight = trained(base, tmp_path / "straight")
+
+    class Steps(Report):
+        def __init__(self, last: int) -> None:
+            super().__init__()
+            self.done: list[int] = []
+            self.last = last
+
+        def advance(self, done: int, note: str = "") -> None:  # noqa: ARG002
+            self.done.append(done)
+            if done == self.last:
+                raise KeyboardInterrupt
+
+    out = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        trained(base, out, report=Steps(9))
+    with pytest.raises(UserError, match="other options"):
+        trained(base, out, seed=8)
+    steps = Steps(99)
+    resumed = trained(base, out, report=steps)
+    assert steps.done == list(range(8, 15)), "an epoch has seven steps"
+    assert_same(resumed.model, straight.model, tolerance=0.0)
+
+
 def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:
     lengths = [random.Random(number).randrange(5, 100) for number in range(203)]
-    sampler = Order(lengths, 16, 3)
-    first = list(sampler)
-    assert list(Order(lengths, 16, 3)) == first
+
+    def order(epoch: int, seed: int = 3) -> list[int]:
+        sampler = Order(lengths, 16, seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    first = order(0)
+    assert order(0) == first
     assert sorted(first) == list(range(203))
-    assert list(sampler) != first
-    assert list(Order(lengths, 16, 4)) != first
+    assert order(1) != first
+    assert order(0, seed=4) != first
     assert lengths[first[0]] == max(lengths)
     steps = [[lengths[place] for place in first[at : at + 16]] for at in range(0, 203, 16)]
     assert sum(max(step) * len(step) for step in steps) < 1.25 * sum(lengths)
