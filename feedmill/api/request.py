@@ -43,12 +43,10 @@ TEXT_TYPES = (nw.String, nw.Categorical, nw.Enum, nw.Object, nw.Unknown)
 class Item(NamedTuple):
     """An item to classify.
 
-    post: None if it cannot be classified, because of `reason`. id: the caller's, if any. given: the dictionary, if it
-    was one.
+    post: the reason if it cannot be classified. id: the caller's, if any. given: the dictionary, if it was one.
     """
 
-    post: Post | None
-    reason: str = ""
+    post: Post | str
     id: str | None = None
     given: Mapping[Any, Any] | None = None
 
@@ -62,20 +60,18 @@ def columns_of(title: object, body: object, id: object) -> Columns:  # noqa: A00
 def item_of(value: object, position: int, columns: Columns) -> Item:
     """Return the item for a text, a dictionary or a post. Its post's id is the position."""
     if isinstance(value, Post):
-        return Item(value, "", value.id)
+        return Item(value, value.id)
     if isinstance(value, Mapping):
         given, by_name = value, {normalize_column(str(key)): field for key, field in value.items()}
         if problem := _missing_key(given, by_name, columns):
-            return Item(None, problem)
+            return Item(problem)
     else:
         given, by_name, columns = None, {"body": value}, DETECTED
     record = {name: by_name[name] for field in FIELDS for name in columns.names_of(field) if name in by_name}
     ids = (record.get(name) for name in columns.names_of("id"))
     own_id = next((str(plain_id(each)) for each in ids if not is_missing(each)), None)
     post = parse_text(record, str(position), columns)
-    if isinstance(post, str):
-        return Item(None, NO_TEXT if post == records.NO_TEXT else post, own_id)
-    return Item(post, "", own_id, given)
+    return Item(NO_TEXT if post == records.NO_TEXT else post, own_id, given)
 
 
 def _missing_key(given: Mapping[Any, Any], by_name: Mapping[str, object], columns: Columns) -> str:
@@ -243,7 +239,7 @@ class Request:
     def predictions(self, engine: Engine) -> Iterator[Prediction]:
         """Yield a prediction for each item, in order. Reads the items as they are needed."""
         for item, outcome in with_outcomes(self.items, lambda posts: engine(posts, self.options)):
-            yield prediction(item, vars(outcome) if outcome else {"error": item.reason})
+            yield prediction(item, vars(outcome) if outcome else {"error": item.post})
 
 
 class Failures:
@@ -284,7 +280,7 @@ def clause_of(reason: str) -> str:
 
 def prediction(item: Item, outcome: Mapping[str, Any]) -> Prediction:
     """Return the prediction for an item. outcome: its label and its scores, best first; or the error."""
-    text = item.post.text if item.post else ""
+    text = item.post.text if isinstance(item.post, Post) else ""
     if error := outcome.get("error"):
         return Prediction(None, None, text=text, id=item.id, error=error)
     label, scores = outcome["label"], outcome["scores"]

@@ -97,8 +97,8 @@ class SubmittedRun:
     def _posts(self) -> Iterator[Post]:
         for place, item in enumerate(self._request.items):
             self._items.append(item)
-            if item.post is None:
-                self._settle(place, {"error": item.reason})
+            if isinstance(item.post, str):
+                self._settle(place, {"error": item.post})
                 continue
             post = _complete(item, item.post, self._unique_id(item, item.post, place))
             self._places[post.id] = place

@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 from feedmill.cli.options import JsonSummary, Period, RunName, excludes, needs, refuse, with_settings
 from feedmill.console import LiveBar, counted, notes_console
-from feedmill.export.columns import COLUMNS, ExportFilter, choose, newest_entries
+from feedmill.export.columns import BATCH_ROWS, COLUMNS, ExportFilter, choose, newest_entries
 from feedmill.reading.rows import Place, ResultRow, RowReader, check_run, unknown_run
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import DatabaseUnavailable, UserError, clause, explain_missing, explain_unwritable
@@ -253,7 +253,7 @@ class ExportRun:
             if chunk.missed:
                 self._report_missed(chunk.missed.count)
             self._pending += rows
-            if len(self._pending) >= self._target.batch_rows:
+            if len(self._pending) >= BATCH_ROWS:
                 self._flush()
             self._rows += len(rows)
             self._read += len(chunk.rows)

@@ -16,6 +16,8 @@ RESULT_COLUMNS = (
 )  # fmt: skip
 #: All columns in order: the fields of the post, then the classification. Docs: docs/export.md.
 COLUMNS = (*POST_FIELDS, *RESULT_COLUMNS)
+#: Rows per batch, and per transaction of a database: in PostgreSQL, they fit into the default `temp_buffers`, 8 MB.
+BATCH_ROWS = 5000
 #: Separator of the labels in the name of a label set.
 LABEL_SEPARATOR = ", "
 

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import from_json
 
-from feedmill.export.columns import COLUMNS, POST_FIELDS, ExportFilter, check_options, label_set_of
+from feedmill.export.columns import BATCH_ROWS, COLUMNS, POST_FIELDS, ExportFilter, check_options, label_set_of
 from feedmill.producers.records import unescape_formula
 from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, order, seconds_of
 from feedmill.shared.atomic_files import publish, replacing, sync, temporary_path
@@ -38,8 +38,6 @@ from feedmill.tables.writing import JSON, ParquetWriter, json_column, writer_to
 STATE_FILE = "_export.json"
 #: Name of a part, with the ids of its first and last stream entry.
 PART_NAME = re.compile(r"part-(\d+-\d+)_(\d+-\d+)\.(csv|jsonl|parquet)")
-#: Rows per batch. Batches of a single fetch, about 500 rows, take twice as long per row.
-BATCH_ROWS = 2000
 #: Approximate number of rows in a part, which are held in memory until the part is written.
 PART_ROWS = 50_000
 #: Seconds between removals of posts that were purged after their part was closed, while an export follows the stream.
@@ -119,7 +117,6 @@ class File:
     can_resume = resumed = replaces_rows = False
     #: Rows that were refused.
     refused = 0
-    batch_rows = BATCH_ROWS
 
     def __init__(self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader) -> None:
         compression = out.suffix.lower() if out.suffix.lower() in COMPRESSIONS else ""
@@ -171,7 +168,6 @@ class Folder:
     """A folder of parts, one or more per UTC day on which results were stored: OUT/day=2026-11-21/part-….parquet."""
 
     can_resume, replaces_rows, refused = True, False, 0
-    batch_rows = BATCH_ROWS
 
     def __init__(self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader) -> None:
         self._out, self._layout, self._selection, self._reader = out, layout, selection, reader

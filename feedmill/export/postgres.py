@@ -32,8 +32,6 @@ from feedmill.tables.writing import JSON
 
 logger = logging.getLogger(__name__)
 
-#: Rows per transaction. They fit into PostgreSQL's default `temp_buffers`, 8 MB.
-BATCH_ROWS = 5000
 #: Purges that are repeated after the next rows: the reader may have fetched these before the purges.
 REPEATED_PURGES = 1000
 #: Rows whose posts are compared with the tombstones at once.
@@ -135,7 +133,7 @@ class Table:
     """
 
     can_resume = replaces_rows = True
-    batch_rows, schema = BATCH_ROWS, SCHEMA
+    schema = SCHEMA
 
     def __init__(self, address: dict[str, Any], table: str, selection: ExportFilter | None, reader: RowReader) -> None:
         parts = TABLE_NAME.fullmatch(table)

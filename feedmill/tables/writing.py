@@ -51,10 +51,9 @@ def writer_to(
     """Return a writer of a format to an open file, which stays open. compression: ".gz", ".zst" or none."""
     if form == "parquet":
         return ParquetWriter(file, schema)
-    stream = compressed(file, compression)
     if form == "jsonl":
-        return JsonlWriter(stream, schema, stream is not file)
-    return CsvWriter(stream, schema, stream is not file, layout or CsvLayout("\t" if form == "tsv" else ","))
+        return JsonlWriter(file, schema, compression)
+    return CsvWriter(file, schema, compression, layout or CsvLayout("\t" if form == "tsv" else ","))
 
 
 def compressed(file: BinaryIO, compression: str) -> Any:
@@ -106,35 +105,40 @@ class ParquetWriter:
         self._file.close()
 
 
-class _TextWriter:
-    """A writer of lines. They are put together by column: in Python, by row, it takes twice as long.
+class _TextFile:
+    """A text file, which stays open. compression: ".gz", ".zst" or none."""
 
-    closes: close the file at the end.
-    """
+    def __init__(self, file: BinaryIO, compression: str) -> None:
+        self._file, self._stream = file, compressed(file, compression)
 
-    def __init__(self, file: BinaryIO, closes: bool = False, line_end: str = "\n") -> None:
-        self._file, self._closes, self._line_end = file, closes, line_end
+    def close(self) -> None:
+        if self._stream is not self._file:
+            self._stream.close()
+
+
+class _TextWriter(_TextFile):
+    """A writer of lines. They are put together by column: in Python, by row, it takes twice as long."""
+
+    def __init__(self, file: BinaryIO, compression: str, line_end: str = "\n") -> None:
+        super().__init__(file, compression)
+        self._line_end = line_end
 
     def write(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
             lines = self._lines(batch)
             joined = pc.binary_join(pa.ListArray.from_arrays([0, len(lines)], lines), self._line_end)
-            self._file.write(joined[0].as_buffer())
-            self._file.write(self._line_end.encode())
+            self._stream.write(joined[0].as_buffer())
+            self._stream.write(self._line_end.encode())
 
     def _lines(self, batch: pa.RecordBatch) -> pa.Array:
         raise NotImplementedError
-
-    def close(self) -> None:
-        if self._closes:
-            self._file.close()
 
 
 class JsonlWriter(_TextWriter):
     """JSON Lines: one object per row, with null for missing and infinite values."""
 
-    def __init__(self, file: BinaryIO, schema: pa.Schema, closes: bool = False) -> None:
-        super().__init__(file, closes)
+    def __init__(self, file: BinaryIO, schema: pa.Schema, compression: str) -> None:
+        super().__init__(file, compression)
         self._keys = [f"{',' if index else '{'}{to_json(name).decode()}:" for index, name in enumerate(schema.names)]
 
     def _lines(self, batch: pa.RecordBatch) -> pa.Array:
@@ -145,12 +149,12 @@ class JsonlWriter(_TextWriter):
 class CsvWriter(_TextWriter):
     """CSV with a header. Cells are quoted where needed; nested values are JSON; missing values are empty."""
 
-    def __init__(self, file: BinaryIO, schema: pa.Schema, closes: bool, layout: CsvLayout) -> None:
-        super().__init__(file, closes, layout.line_end)
+    def __init__(self, file: BinaryIO, schema: pa.Schema, compression: str, layout: CsvLayout) -> None:
+        super().__init__(file, compression, layout.line_end)
         self._delimiter, self._escapes = layout.delimiter, layout.escapes
         self._quoted = f'[{layout.delimiter}"\r\n]'
         if layout.has_mark:
-            file.write("\ufeff".encode())
+            self._stream.write("\ufeff".encode())
         self.write(pa.RecordBatch.from_arrays([pa.array([name]) for name in schema.names], schema.names))
 
     def _lines(self, batch: pa.RecordBatch) -> pa.Array:
@@ -312,11 +316,11 @@ class LabelledCopy:
         self._writer.close()
 
 
-class JsonCopy:
+class JsonCopy(_TextFile):
     """Write JSON records with their labels as JSON lines, each as soon as it is added. Keys and values stay."""
 
     def __init__(self, file: BinaryIO, out: Path, new: Sequence[str], labels: Sequence[str]) -> None:
-        self._file, self._stream = file, compressed(file, out.suffix.lower())
+        super().__init__(file, out.suffix.lower())
         self._new, self._labels = new, labels
 
     def add(self, row: Row, found: Classification | None) -> None:
@@ -330,10 +334,6 @@ class JsonCopy:
         except PydanticSerializationError:  # lone surrogates
             line = json.dumps(record).encode()
         self._stream.write(line + b"\n")
-
-    def close(self) -> None:
-        if self._stream is not self._file:
-            self._stream.close()
 
 
 def _batch(row: Row) -> object:

@@ -8,7 +8,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from feedmill.export.files import BATCH_ROWS, STATE_FILE, parts, post_ids
+from feedmill.export.columns import BATCH_ROWS
+from feedmill.export.files import STATE_FILE, parts, post_ids
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
