@@ -41,8 +41,6 @@ POST_LABELS, TEXT_LABELS = 3, 16
 BAR_WIDTH = 30
 #: Labels and reasons in the summary; the rest are only counted.
 MAX_LABELS_SHOWN, MAX_REASONS_SHOWN = 20, 10
-#: A label is uncertain if the second-best label's score is closer than this.
-UNCERTAIN_MARGIN = 0.1
 STANDARD = "-"
 
 
@@ -66,12 +64,11 @@ Load = Callable[[], tuple[Sequence[str], Classify]]
 
 
 class Tally:
-    """Counts of labelled rows. alone: each label is scored by itself, so several may apply and none is uncertain."""
+    """Counts of labelled rows."""
 
-    def __init__(self, alone: bool) -> None:
-        self._alone = alone
+    def __init__(self) -> None:
         self._began = time.monotonic()
-        self.rows = self.uncertain = 0
+        self.rows = 0
         self.labels: Counter[str] = Counter()
         #: Rows without a label; and rows that the output lacks, because they could not be parsed; by reason.
         self.unlabelled: Counter[str] = Counter()
@@ -83,8 +80,6 @@ class Tally:
         self.rows += 1
         if isinstance(outcome, Classification):
             self.labels[outcome.label] += 1
-            best, *others = islice(outcome.scores.values(), 2)
-            self.uncertain += bool(others) and not self._alone and best - others[0] < UNCERTAIN_MARGIN
             return
         reason = str(row.post) if outcome is None else outcome.error
         (self.left_out if row.values is None else self.unlabelled)[reason] += 1
@@ -97,9 +92,8 @@ class Tally:
 
     def as_json(self) -> str:
         """Return the counts as JSON."""
-        names = ("rows", "uncertain", "unlabelled", "left_out")
-        counts = {"labels": dict(self.labels.most_common())} | {name: getattr(self, name) for name in names}
-        return json.dumps(counts | {"seconds": round(time.monotonic() - self._began, 3)})
+        counts = {"rows": self.rows, "labels": dict(self.labels.most_common()), "unlabelled": self.unlabelled}
+        return json.dumps(counts | {"left_out": self.left_out, "seconds": round(time.monotonic() - self._began, 3)})
 
     def described(self, source: Source, out: str) -> str:
         """Return the summary: rows per label, and rows without one by reason."""
@@ -112,9 +106,6 @@ class Tally:
         lines += [f"  {printable(label):<{width}}  {count:>9,}  {count / written:>4.0%}" for label, count in labels]
         if more := self.labels.total() - sum(count for _, count in labels):
             lines.append(f"  and {counted(more, 'row')} with other labels")
-        if self.uncertain:
-            rows = counted(self.uncertain, "row")
-            lines.append(f"uncertain: {rows}, whose two best labels are less than {UNCERTAIN_MARGIN} apart")
         for what, reasons in (("no label", self.unlabelled), ("left out", self.left_out)):
             shown = reasons.most_common(MAX_REASONS_SHOWN)
             for reason, count in shown:
@@ -130,11 +121,10 @@ class Labelling:
 
     If reading fails, the rows read before the error are still written, and `run` raises the error at the end.
 
-    path: path of the input; - is standard input. limit: maximum rows. alone: each label is scored by itself. Raises
-    UserError if the output cannot be written.
+    path: path of the input; - is standard input. limit: maximum rows. Raises UserError if the output cannot be written.
     """
 
-    def __init__(self, path: str, file: FileFlags, flags: OutFlags, limit: int | None, alone: bool) -> None:
+    def __init__(self, path: str, file: FileFlags, flags: OutFlags, limit: int | None) -> None:
         with explain_missing("--out", "tables"):
             from feedmill.tables import writing  # noqa: PLC0415 - pyarrow, an extra
         self._path, self._file, self._flags, self._limit = path, file, flags, limit
@@ -146,7 +136,7 @@ class Labelling:
         self._check_out()
         self._notes = notes_console()
         self._broken: InputError | None = None
-        self.tally = Tally(alone)
+        self.tally = Tally()
 
     def _check_out(self) -> None:
         """Raise UserError if the output cannot be written, or is the input."""
@@ -279,7 +269,7 @@ def classify(
     )
     with explain_refusals(settings):
         if output.out is not None:
-            labelling = Labelling(what, file, output, limit, multi_label)
+            labelling = Labelling(what, file, output, limit)
             labelling.run(load)
             if as_json:
                 typer.echo(labelling.tally.as_json())

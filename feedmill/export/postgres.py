@@ -241,19 +241,16 @@ class Table:
         row = self._connection.execute(query, parameters).fetchone()
         return row and row[0]
 
-    def add(self, batch: pa.RecordBatch, place: Place) -> None:
-        """Write rows. place: the reader's position after them."""
-        self._write(batch, place)
-
     def close(self, place: Place) -> None:
         """Delete the posts that were purged since, and store the place."""
-        while self._write(None, place):
+        while self.add(None, place):
             pass
 
-    def _write(self, batch: pa.RecordBatch | None, place: Place) -> bool:
+    def add(self, batch: pa.RecordBatch | None, place: Place) -> bool:
         """Write rows and delete purged ones in one transaction; return whether there may be more purges.
 
-        Purges are read after the rows, which may be of posts that were purged meanwhile.
+        Purges are read after the rows, which may be of posts that were purged meanwhile. place: the reader's position
+        after the rows.
         """
         self.begun = time.monotonic()
         purges = read_purges(self._redis, self._purged)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 from feedmill.producers.records import normalize_column
 from feedmill.shared.errors import UserError, printable
@@ -32,22 +32,12 @@ def format_of(name: str) -> str | None:
     return FORMATS.get(path.suffix)
 
 
-class HasPost(Protocol):
-    """A row or an item. post: anything but a Post if it has none."""
-
-    @property
-    def post(self) -> object: ...
-
-
-RowT = TypeVar("RowT", bound=HasPost)
-
-
-def with_outcomes(rows: Iterable[RowT], classify: Classify) -> Generator[tuple[RowT, Outcome | None]]:
-    """Yield every row, in order, with the outcome of its post; None without a post.
+def with_outcomes(rows: Iterable[Any], classify: Classify) -> Generator[tuple[Any, Outcome | None]]:
+    """Yield every row or item, in order, with the outcome of its `post`; None if that is not a Post.
 
     Close the generator to stop the model.
     """
-    waiting: deque[RowT] = deque()
+    waiting: deque[Any] = deque()
 
     def posts() -> Iterator[Post]:
         for row in rows:

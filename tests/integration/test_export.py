@@ -342,19 +342,10 @@ def places(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("out", "name", "said"),
-    [
-        ("file", "parquet", "/file"),
-        ("folder", "parquet", "/folder"),
-        ("none/out.csv", "csv", "/none"),
-    ],
-)
-def test_rejects_unsuitable_output_paths(
-    tmp_path: Path, places: Path, reader: RowReader, out: str, name: str, said: str
-) -> None:
-    with pytest.raises((UserError, OSError), match=said):
-        run(places / out, reader, name)
+@pytest.mark.parametrize("out", ["file", "folder"])
+def test_rejects_unsuitable_output_paths(tmp_path: Path, places: Path, reader: RowReader, out: str) -> None:
+    with pytest.raises((UserError, OSError), match=f"/{out}"):
+        run(places / out, reader, "parquet")
     assert (tmp_path / "file").read_text() == "x"
 
 

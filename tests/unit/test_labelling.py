@@ -58,7 +58,7 @@ def classify(posts: Iterable[Post]) -> Generator[tuple[Post, Outcome]]:
 
 def label_file(path: Path | str, out: Path | str, limit: int | None = None, **flags: Any) -> Tally:
     options = {name: flags.pop(name) for name in ("scores", "prefix") if name in flags}
-    labelling = Labelling(str(path), FileFlags(**flags), OutFlags(str(out), **options), limit, alone=False)
+    labelling = Labelling(str(path), FileFlags(**flags), OutFlags(str(out), **options), limit)
     labelling.run(lambda: (LABELS, classify))
     return labelling.tally
 
@@ -129,7 +129,6 @@ def test_counts_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert counts == {
         "rows": 7,
         "labels": {"bad": 2, "good": 1},
-        "uncertain": 1,
         "unlabelled": {"title or body must contain text": 2, "scores that are not finite": 1},
         "left_out": {"3 fields, but 2 columns; a quote may be missing": 1},
     }
@@ -137,7 +136,6 @@ def test_counts_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().err
     assert re.search(rf"^6 of 7 rows of {path} in .* s, written to {tmp_path}/out.csv$", shown, re.MULTILINE)
     assert re.search(r"^  bad +2 +33%$", shown, re.MULTILINE)
-    assert re.search(r"^uncertain: 1 row\b", shown, re.MULTILINE)
     assert re.search(r"^no label: 2 rows, first in line 4: .*text$", shown, re.MULTILINE)
     assert re.search(r"^left out: 1 row, first in line 6: 3 fields", shown, re.MULTILINE)
 
@@ -278,7 +276,7 @@ def test_an_interrupt_leaves_the_output_unchanged(tmp_path: Path) -> None:
         yield from islice(classify(posts), 20)
         raise KeyboardInterrupt
 
-    labelling = Labelling(str(path), FileFlags(), OutFlags(str(out)), None, alone=False)
+    labelling = Labelling(str(path), FileFlags(), OutFlags(str(out)), None)
     with pytest.raises(KeyboardInterrupt):
         labelling.run(lambda: (LABELS, interrupted))
     assert out.read_text() == "before"
@@ -300,7 +298,7 @@ def test_a_closed_pipe_stops_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     with os.fdopen(write, "wb", buffering=0) as pipe:
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=pipe))
-        labelling = Labelling(str(path), FileFlags(), OutFlags("-"), None, alone=False)
+        labelling = Labelling(str(path), FileFlags(), OutFlags("-"), None)
         try:
             labelling.run(lambda: ([], watched))
         except BrokenPipeError as error:

@@ -53,6 +53,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("enqueue - --since 2024-02-01 --until 2024-01-01", ["--since", "2024-02-01", "2024-01-01"]),
         ("results --from-start", ["--from-start needs --group."]),
         ("export x --purge --follow", ["--purge cannot be combined with --follow."]),
+        ("export postgresql://host/database --columns id,label", ["--columns"]),
+        ("export labels.csv --table labels", ["--table", "postgresql://user@host/database"]),
         ("enqueue x --no-run --wait", ["--no-run cannot be combined with --wait."]),
         ("purge --run x a", ["--run cannot be combined with ID."]),
         ("purge", ["ids", "--run"]),
@@ -123,20 +125,6 @@ def test_missing_packages_name_their_extra(
     monkeypatch.delitem(sys.modules, "feedmill.export.postgres", raising=False)
     monkeypatch.delattr(feedmill.export, "postgres", raising=False)
     said = CliRunner().invoke(app, arguments.split()).exception
-    assert isinstance(said, UserError)
-    assert re.search(naming(*words), str(said))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("postgresql://host/database --columns id,label", ["--columns"]),
-        ("postgres://host/database --latest --follow", ["--latest"]),
-        ("labels.csv --table labels", ["--table", "postgresql://user@host/database"]),
-    ],
-)
-def test_flags_that_a_table_lacks_are_refused(arguments: str, words: list[str]) -> None:
-    said = CliRunner().invoke(app, ["export", *arguments.split()]).exception
     assert isinstance(said, UserError)
     assert re.search(naming(*words), str(said))
 
