@@ -146,8 +146,8 @@ def export_results(
                 target = stack.enter_context(sinks.opened(destination, table or DEFAULT_TABLE, selection, reader))
             else:
                 chosen = (*COLUMNS, *own) if columns is None else choose(columns, own)
-                layout = sinks.Layout(str(kind), chosen)
-                target = stack.enter_context(sinks.opened(out, layout, selection, reader, in_parts))
+                schema = sinks.schema_of(chosen, kind == "parquet")
+                target = stack.enter_context(sinks.opened(out, kind, schema, selection, reader, in_parts))
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
             gc.freeze()
             close_after = TRANSACTION_S if is_table else part_seconds or DEFAULT_PART_S

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from io import TextIOWrapper
 from itertools import accumulate, chain, compress, groupby, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -95,17 +95,6 @@ def _values(rows: Sequence[ResultRow], column: str) -> list[Any]:
     return [row.found.get(column) for row in rows]
 
 
-class Layout(NamedTuple):
-    """Format (csv, jsonl or parquet) and columns of an export's files."""
-
-    form: str
-    columns: Sequence[str] = COLUMNS
-
-    @property
-    def schema(self) -> pa.Schema:
-        return schema_of(self.columns, self.form == "parquet")
-
-
 class File:
     """A file that is being written, to become `out` once the export is complete.
 
@@ -118,7 +107,7 @@ class File:
     #: Rows that were refused.
     refused = 0
 
-    def __init__(self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader) -> None:
+    def __init__(self, out: Path, form: str, schema: pa.Schema, selection: ExportFilter, reader: RowReader) -> None:
         compression = out.suffix.lower() if out.suffix.lower() in COMPRESSIONS else ""
         self._path = out.with_name(f".{out.name}.partial{compression}")
         self._file: BinaryIO = self._path.open("ab")
@@ -128,10 +117,10 @@ class File:
             self._file.close()
             raise
         self._file.truncate(0)
-        self._out, self._form, self._reader = out, layout.form, reader
-        self._writer = writer_to(self._file, layout.form, layout.schema, compression)
+        self._out, self._form, self._reader = out, form, reader
+        self._writer = writer_to(self._file, form, schema, compression)
         #: Schema of the batches.
-        self.schema = layout.schema
+        self.schema = schema
         #: Rows in the published file, and rows removed because their posts were purged.
         self.written = self.removed = 0
         #: Stream position up to which rows were added, and the time of the beginning in monotonic seconds.
@@ -169,10 +158,10 @@ class Folder:
 
     can_resume, replaces_rows, refused = True, False, 0
 
-    def __init__(self, out: Path, layout: Layout, selection: ExportFilter, reader: RowReader) -> None:
-        self._out, self._layout, self._selection, self._reader = out, layout, selection, reader
-        self.schema = layout.schema.append(ENTRY)
-        self._state = {"format": layout.form, "columns": [*layout.columns], **selection._asdict()}
+    def __init__(self, out: Path, form: str, schema: pa.Schema, selection: ExportFilter, reader: RowReader) -> None:
+        self._out, self._form, self._reader = out, form, reader
+        self.schema = schema.append(ENTRY)
+        self._state = {"format": form, "columns": schema.names, **selection._asdict()}
         stored = _read_state(out / STATE_FILE)
         if stored:
             check_options(str(out), stored, self._state)
@@ -214,7 +203,7 @@ class Folder:
             self._save_state()
         if time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S:
             self._swept_at = time.monotonic()
-            self.removed += _sweep(self._out, self._layout.form, self._reader)
+            self.removed += _sweep(self._out, self._form, self._reader)
 
     def _publish(self, day: str, entries: Sequence[str], rows: pa.Table) -> None:
         """Write a part, without posts that were purged since they were read. entries: the rows' stream entries."""
@@ -225,9 +214,9 @@ class Folder:
             return
         folder = self._out / f"day={day}"
         folder.mkdir(exist_ok=True)
-        path = folder / f"part-{entries[0]}_{entries[-1]}.{self._layout.form}"
+        path = folder / f"part-{entries[0]}_{entries[-1]}.{self._form}"
         with replacing(path, durable=True) as temporary, temporary.open("wb") as file:
-            writer = writer_to(file, self._layout.form, self._layout.schema)
+            writer = writer_to(file, self._form, rows.schema)
             for batch in rows.to_batches():
                 writer.write(batch)
             writer.close()
@@ -251,11 +240,11 @@ class Folder:
 
 @contextmanager
 def opened(
-    out: Path, layout: Layout, selection: ExportFilter, reader: RowReader, in_parts: bool = False
+    out: Path, form: str, schema: pa.Schema, selection: ExportFilter, reader: RowReader, in_parts: bool = False
 ) -> Iterator[File | Folder]:
     """Open the target of an export and lock it. A folder's export with the same options is continued.
 
-    in_parts: write a folder of parts. Raises UserError, OSError and redis.exceptions.RedisError.
+    form: csv, jsonl or parquet. in_parts: write a folder. Raises UserError, OSError and redis.exceptions.RedisError.
     """
     if in_parts:
         out.mkdir(parents=True, exist_ok=True)
@@ -263,7 +252,7 @@ def opened(
         if not (out / STATE_FILE).is_file() and {*out.iterdir()} - {temporary_path(out / STATE_FILE)}:
             raise UserError(f"{out} contains other files. Give a new or an empty folder.")
     with _locked(out) if in_parts else nullcontext():
-        target = (Folder if in_parts else File)(out, layout, selection, reader)
+        target = (Folder if in_parts else File)(out, form, schema, selection, reader)
         try:
             yield target
         finally:

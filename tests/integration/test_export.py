@@ -1,14 +1,15 @@
 """feedmill/reading/rows.py and feedmill/export/files.py on a real Redis: rows, formats, resuming and purging."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from feedmill.export import files
-from feedmill.export.columns import ExportFilter, newest_entries
-from feedmill.export.files import STATE_FILE, Layout, batch_of, opened, parts, post_ids, purge
+from feedmill.export.columns import COLUMNS, ExportFilter, newest_entries
+from feedmill.export.files import STATE_FILE, batch_of, opened, parts, post_ids, purge, schema_of
 from feedmill.producers.files import Source
 from feedmill.reading.rows import Place, RowReader, id_before
 from feedmill.shared.errors import UserError
@@ -57,11 +58,16 @@ def ids(reader: RowReader, place: Place = BEGINNING) -> list[str]:
     return [row.post["id"] for chunk in reader.chunks(place) for row in chunk.rows]
 
 
+def layout(form: str, columns: Sequence[str] = COLUMNS) -> tuple[str, Any]:
+    """Return a format and the schema of the columns in it."""
+    return form, schema_of(columns, form == "parquet")
+
+
 def run(
     out: Path, reader: RowReader, name: str, selection: ExportFilter | None = None, in_parts: bool | None = None
 ) -> Any:
     in_parts = (name == "parquet" and not out.suffix) if in_parts is None else in_parts
-    with opened(out, Layout(name.partition(".")[0]), selection or ExportFilter(), reader, in_parts) as target:
+    with opened(out, *layout(name.partition(".")[0]), selection or ExportFilter(), reader, in_parts) as target:
         place = target.place
         for chunk in reader.chunks(place):
             place = chunk.place
@@ -179,7 +185,7 @@ def test_interrupted_file_starts_over(tmp_path: Path, store: ResultsStore, reade
     earlier = out.read_bytes()
     (tmp_path / f".out.{name}.partial").write_bytes(b"half")  # left by kill -9
     store.write([result("230")])
-    with pytest.raises(KeyError), opened(out, Layout(form), ExportFilter(), reader) as target:  # noqa: PT012
+    with pytest.raises(KeyError), opened(out, *layout(form), ExportFilter(), reader) as target:  # noqa: PT012
         target.add(batch_of(reader.fetch(target.place).rows, target.schema), target.place)
         raise KeyError
     assert out.read_bytes() == earlier
@@ -228,7 +234,7 @@ def test_parts_appear_only_when_complete(tmp_path: Path, server: RedisServer, re
     out = tmp_path / "out"
     add(server, NOON, "1", "2")
     add(server, NOON + DAY, "3")
-    with opened(out, Layout(name), ExportFilter(), reader, in_parts=True) as target:
+    with opened(out, *layout(name), ExportFilter(), reader, in_parts=True) as target:
         chunk = reader.fetch(target.place)
         target.add(batch_of(chunk.rows, target.schema), chunk.place)  # not closed
     assert exported(out) == []
@@ -259,7 +265,7 @@ def test_parts_sort_in_stream_order(
     add(server, NOON, *map(str, range(11)))
     for part_rows, until in ((9, 9), (2, 11)):
         monkeypatch.setattr(files, "PART_ROWS", part_rows)
-        with opened(tmp_path / "out", Layout("csv"), ExportFilter(), reader, in_parts=True) as target:
+        with opened(tmp_path / "out", *layout("csv"), ExportFilter(), reader, in_parts=True) as target:
             (chunk,) = reader.chunks(target.place)
             rows = chunk.rows[: until - int(chunk.rows[0].post["id"])]
             target.add(batch_of(rows, target.schema), chunk.place._replace(cursor=rows[-1].entry))
@@ -292,7 +298,7 @@ def test_post_purged_before_it_is_published_is_left_out(
         out, form = tmp_path / name, name.split(".")[1]
     add(server, NOON, "1", "2", "3")
     add(server, NOON + DAY, "4")
-    with opened(out, Layout(form), ExportFilter(), reader, in_parts) as target:
+    with opened(out, *layout(form), ExportFilter(), reader, in_parts) as target:
         chunk = reader.fetch(target.place)
         purge_now(server, "2", "4")
         target.add(batch_of(chunk.rows, target.schema), chunk.place)
@@ -352,7 +358,7 @@ def test_rejects_unsuitable_output_paths(tmp_path: Path, places: Path, reader: R
 @pytest.mark.parametrize("name", ["parquet", "csv"])
 def test_rejects_a_second_export_to_the_same_path(tmp_path: Path, reader: RowReader, name: str) -> None:
     with (
-        opened(tmp_path / "out", Layout(name), ExportFilter(), reader, in_parts=name == "parquet"),
+        opened(tmp_path / "out", *layout(name), ExportFilter(), reader, in_parts=name == "parquet"),
         pytest.raises(UserError, match=re.escape(str(tmp_path / "out"))),
     ):
         run(tmp_path / "out", reader, name)
@@ -380,7 +386,7 @@ def test_rejects_a_folder_of_an_export_with_other_options(
             run(tmp_path / "out", reader, name, wanted, in_parts=True)
     with (
         pytest.raises(UserError, match="--columns"),
-        opened(tmp_path / "out", Layout("parquet", ["id", "label"]), ExportFilter(), reader, in_parts=True),
+        opened(tmp_path / "out", *layout("parquet", ["id", "label"]), ExportFilter(), reader, in_parts=True),
     ):
         pass
     (tmp_path / "out" / STATE_FILE).write_text("{}")

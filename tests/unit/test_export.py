@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from feedmill.export.columns import COLUMNS, ExportFilter, label_set_of
-from feedmill.export.files import TYPES, Layout, batch_of, opened, post_ids, schema_of
+from feedmill.export.files import TYPES, batch_of, opened, post_ids, schema_of
 from feedmill.producers.files import Source
 from feedmill.reading.rows import Place, ResultRow
 from feedmill.shared.messages import Post
@@ -51,8 +51,9 @@ class NoTombstones:
 
 
 def written(path: Path, rows: Sequence[ResultRow], columns: Sequence[str] = COLUMNS) -> Path:
-    layout = Layout(path.suffix[1:], columns)
-    with opened(path, layout, ExportFilter(), NoTombstones()) as target:  # type: ignore[arg-type]
+    form, reader = path.suffix[1:], NoTombstones()
+    schema = schema_of(columns, form == "parquet")
+    with opened(path, form, schema, ExportFilter(), reader) as target:  # type: ignore[arg-type]
         target.add(batch_of(rows, target.schema), Place("1-0"))
         target.close(Place("1-0"))
     return path
