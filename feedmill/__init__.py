@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from feedmill.api.classify import classify as classify
     from feedmill.api.predictions import Prediction as Prediction
     from feedmill.api.predictions import Predictions as Predictions
-    from feedmill.api.results import results as results
     from feedmill.api.submission import SubmittedRun as SubmittedRun
     from feedmill.api.submission import submit as submit
+    from feedmill.reading.readers import results as results
     from feedmill.reading.rows import Missed as Missed
     from feedmill.shared.errors import MessageFailed as MessageFailed
     from feedmill.shared.errors import UserError as UserError
@@ -61,7 +61,7 @@ _LAZY_NAMES = {
     "UserError": "feedmill.shared.errors",
     "classify": "feedmill.api.classify",
     "classify_task": "feedmill.workers.runtime.task",
-    "results": "feedmill.api.results",
+    "results": "feedmill.reading.readers",
     "submit": "feedmill.api.submission",
 }
 __all__ = ["__version__", *_LAZY_NAMES]  # noqa: PLE0604 - all of them are strings

@@ -1,7 +1,6 @@
-"""Read the results stream: followers with a private cursor, members of consumer groups, and their items.
+"""Read the results stream: followers with a private cursor, members of consumer groups, and `feedmill.results`.
 
 XREAD is used only to wait, because it cannot tell what was trimmed.
-Independent of the command line and of Celery's tasks.
 """
 
 import logging
@@ -10,19 +9,22 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from datetime import datetime
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from feedmill.producers.records import subreddit_name
+from feedmill.producers.records import in_utc, subreddit_name
 from feedmill.reading.rows import (
     Missed,
     Place,
     ResultRow,
     RowReader,
+    check_run,
     counter,
     id_before,
     missed_between,
@@ -30,11 +32,14 @@ from feedmill.reading.rows import (
     seconds_of,
     texts_of,
 )
+from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.errors import UserError, clause, printable
 from feedmill.shared.keys import RESULTS_STREAM
+from feedmill.shared.messages import parse_run
 from feedmill.shared.redis_errors import is_temporary, rejects_writes
 from feedmill.shared.results import Result, newest_first
 from feedmill.shared.scripts import call
+from feedmill.shared.settings import load_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -374,3 +379,75 @@ def items(reader: Reader, follow: bool = True) -> Iterator[Result | Missed]:
             reader.acknowledge(ids)
             if reader.stale and isinstance(item, Result):
                 break  # the rest is still pending, or was taken over; the next `read` decides
+
+
+def results(
+    redis_url: str | None = None,
+    *,
+    group: str | None = None,
+    consumer: str | None = None,
+    follow: bool = True,
+    label: str | None = None,
+    min_score: float | None = None,
+    subreddit: str | None = None,
+    run: str | None = None,
+    since: float | datetime | None = None,
+    claim_after: float = 60.0,
+) -> Generator[Result | Missed]:
+    """Yield classification results from Redis as they arrive.
+
+    The generator connects when the first item is requested. After a lost connection it reconnects and continues at the
+    same place.
+
+    Args:
+        redis_url: URL of Redis, such as `redis://:password@host:6379/0`. Default: FEEDMILL_REDIS_URL, else the running
+            `feedmill up`, else localhost.
+        group: Name of a consumer group. The readers of a group share its results, and the group continues where it
+            stopped. Each result is delivered at least once; requesting the next item acknowledges it.
+        consumer: Name of this reader, unique in the group. Default: host name and process ID.
+        follow: Wait for new results. With False, stop when no result is left.
+        label: Yield only results with this best label, spelled exactly.
+        min_score: Yield only results whose best label has at least this score.
+        subreddit: Yield only posts of this subreddit, in upper or lower case, with or without `r/`.
+        run: Yield only posts of this run.
+        since: Start at this time: a datetime (UTC if it has no zone), or seconds since 1970; 0 starts at the oldest
+            result in the stream. Default: now, or 0 with `follow=False` and no group. An existing group ignores it.
+        claim_after: Seconds after which this reader takes over results that another reader of the group received and
+            has not acknowledged. Must exceed the time that one result takes to process.
+
+    Yields:
+        A Result for each classification: `result.post` and `result.classification`. A Missed where results were
+        trimmed from the stream before this reader reached them.
+
+    Raises:
+        feedmill.UserError: At the call, for an invalid argument or setting. At the first item, if Redis cannot be
+            reached or refuses the connection, or has no such run and `follow` is False. Later, only if Redis refuses a
+            command.
+
+    Example:
+        import feedmill
+
+        for item in feedmill.results(group="archive", since=0, follow=False):
+            if isinstance(item, feedmill.Missed):
+                print("missed", item.count or "some", "results")
+            else:
+                found = item.classification
+                print(item.post.id, found.label, found.scores[found.label])
+    """
+    settings = load_arguments(redis_url=redis_url)
+    if since is None and not follow and group is None:
+        since = 0.0
+    if isinstance(since, datetime):
+        since = in_utc(since)
+    run = None if run is None else parse_run(run)
+    redis = connect(settings)
+    wanted = ResultFilter(label, min_score, subreddit, run)
+    reader = open_reader(redis, group, consumer, wanted, since, claim_after=claim_after)
+
+    def found() -> Generator[Result | Missed]:
+        with closing(redis), user_errors(settings):
+            if not follow and run is not None:
+                check_run(redis, run)
+            yield from items(reader, follow)
+
+    return found()
