@@ -30,7 +30,7 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from trustme import CA
 
-from feedmill.reading.dead_letters import DeadLetters
+from feedmill.cli.deletions import DeadLetters
 from feedmill.reading.readers import newest
 from feedmill.shared.keys import MARKS
 from feedmill.shared.messages import Classification, DeadLetter, Post, digest

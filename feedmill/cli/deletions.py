@@ -4,9 +4,10 @@ about posts, by id or by run, or the messages of a queue.
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Annotated
+from itertools import islice
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from redis import Redis
@@ -15,16 +16,17 @@ from typer import Argument, Option
 from feedmill.cli.options import AsJson, RunName, Yes, excludes, utc, with_settings
 from feedmill.producers.clear import clear, purge_run
 from feedmill.producers.push import Pusher
-from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from feedmill.reading.rows import check_run, unknown_run
 from feedmill.shared import runs
 from feedmill.shared.broker import Application, connect, make_app, queue_depth
 from feedmill.shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
-from feedmill.shared.keys import DEAD_LETTERS
+from feedmill.shared.keys import DEAD_LETTERS, dead_letter_key
 from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
 from feedmill.shared.model_routing import check_queue
 from feedmill.shared.purge import TOMBSTONE_TTL_S, lift_tombstones
 from feedmill.shared.purge import purge as purge_posts
+from feedmill.shared.results import PAGE_SIZE, dead_letter_digest, newest_first
+from feedmill.shared.scripts import call
 from feedmill.shared.settings import DAY_S, Settings
 
 #: Dead letters that `list` shows by default.
@@ -38,6 +40,74 @@ Done = tuple[dict[str, int], str]
 app = typer.Typer()
 dead_app = typer.Typer(no_args_is_help=True)
 app.add_typer(dead_app, name="dead", help="List, retry or drop dead letters (posts that could not be classified).")
+
+
+class DeadLetterEntry(NamedTuple):
+    """A dead letter and the id of its stream entry, such as `1795255200000-0`."""
+
+    name: str
+    letter: DeadLetter
+
+    @property
+    def post_id(self) -> str | None:
+        return None if self.letter.id is None else self.letter.id.strip()
+
+
+class DeadLetters:
+    """Access to the dead letters in Redis. Each method raises redis.exceptions.RedisError."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    def newest(self, count: int, run: str | None = None) -> Iterator[DeadLetterEntry]:
+        """Yield the newest `count` dead letters, of the run if given, oldest first, one page in memory at a time."""
+        entries = (_entry(*entry) for entry in newest_first(self._redis, DEAD_LETTERS))
+        names = list(islice((name for name, letter in entries if run in (None, letter.run)), count))
+        return (entry for name in reversed(names) if (entry := self.get(name)))
+
+    def all(self) -> Iterator[DeadLetterEntry]:
+        """Yield all dead letters, oldest first; skip letters added meanwhile."""
+        newest: Any = self._redis.xrevrange(DEAD_LETTERS, count=1)
+        if newest:
+            yield from self._between("-", newest[0][0])
+
+    def find(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the names of all entries that match each given name or post id. Does not keep their content."""
+        found: dict[str, list[str]] = {name: [] for name in names}
+        for entry in self.all():
+            for name in {entry.name, entry.post_id} & found.keys():
+                found[str(name)].append(entry.name)
+        return found
+
+    def get(self, name: str) -> DeadLetterEntry | None:
+        """Return the entry with this name, or None if it no longer exists."""
+        return next(self._between(name, name), None)
+
+    def expect_again(self, letter: DeadLetter) -> None:
+        """Allow a new dead letter for the same post. Call before a retry: otherwise a second failure writes none."""
+        self._redis.delete(dead_letter_key(dead_letter_digest(letter)))
+
+    def remove_retried(self, entry: DeadLetterEntry) -> None:
+        """Delete an entry whose post was sent again, and subtract it from the failures of its run."""
+        if entry.letter.run is None:
+            self.remove(entry)
+        else:
+            call(self._redis, "remove_retried", entry.name, entry.letter.run)
+
+    def remove(self, entry: DeadLetterEntry) -> None:
+        self._redis.xdel(DEAD_LETTERS, entry.name)
+
+    def _between(self, start: str, end: str) -> Iterator[DeadLetterEntry]:
+        """Yield the letters between two stream ids, oldest first."""
+        client: Any = self._redis
+        while letters := client.xrange(DEAD_LETTERS, start, end, count=PAGE_SIZE):
+            yield from (_entry(*letter) for letter in letters)
+            start = f"({letters[-1][0]}"
+
+
+def _entry(name: str, fields: dict[str, str]) -> DeadLetterEntry:
+    return DeadLetterEntry(name, DeadLetter.model_validate_json(fields["letter"]))
+
 
 DeadLetterIds = Annotated[list[str] | None, Argument(metavar="ID...", help="Ids of dead letters or of their posts.")]
 All = Annotated[bool, Option("--all", help="Select every dead letter.")]

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -28,7 +27,7 @@ from feedmill.producers.push import Pusher
 from feedmill.producers.reddit import topics as topics_file
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import UserError, printable
-from feedmill.shared.settings import PLUGIN_PATTERN, Settings
+from feedmill.shared.settings import Settings
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from feedmill.workers.models.plugins import load_plugin
 
@@ -125,8 +124,6 @@ def live(
     source: Annotated[str, Argument(metavar="MODULE:CLASS", help="Class of the source (docs/extending.md).")],
 ) -> None:
     """Send the new posts of your own live source to the queue until SIGTERM, as `ingest bluesky` does."""
-    if not re.fullmatch(PLUGIN_PATTERN, source):
-        raise UserError(f"'{printable(source):.80}' is not the class of a source. Name it as MODULE:CLASS.")
     make = load_plugin(source, "MODULE:CLASS")
     _follow(lambda settings, clock, _: make(settings, clock), settings, flags)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from feedmill.cli.deletions import DeadLetters
 from feedmill.cli.main import app
-from feedmill.reading.dead_letters import DeadLetters
 from feedmill.shared import logs
 from feedmill.shared.broker import queue_depth
 from feedmill.shared.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from feedmill.reading.dead_letters import DeadLetters
+from feedmill.cli.deletions import DeadLetters
 from feedmill.shared.broker import make_app, queue_depth
 from feedmill.shared.keys import MODELS, RESULTS_STREAM
 from feedmill.shared.messages import Classification

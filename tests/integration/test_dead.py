@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from feedmill.cli import main
-from feedmill.cli.deletions import _named
-from feedmill.reading.dead_letters import DeadLetters
+from feedmill.cli.deletions import DeadLetters, _named
 from feedmill.report import gather
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import DEAD_LETTERS

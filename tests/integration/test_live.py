@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from feedmill.cli.deletions import DeadLetters
 from feedmill.producers.bluesky import BlueskySource
 from feedmill.producers.live import daemon as live_daemon
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Event, Source, SourceFailed
 from feedmill.producers.live.state import EXPECTED_S, STATUS_TTL, Gap, Gaps, LiveState, Position, statuses
 from feedmill.producers.push import Pusher
-from feedmill.reading.dead_letters import DeadLetters
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.keys import LIVE_STATUS
 from feedmill.shared.messages import ClassifyOptions

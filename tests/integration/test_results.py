@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.reading.dead_letters import DeadLetters
+from feedmill.cli.deletions import DeadLetters
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, tombstone_key
 from feedmill.shared.messages import DeadLetter, Post, digest
 from feedmill.shared.purge import forget

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from feedmill.cli.deletions import DeadLetters
 from feedmill.producers.clear import Cleared, RunPurged, clear, purge_run
 from feedmill.producers.push import Pusher
-from feedmill.reading.dead_letters import DeadLetters
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
 from feedmill.shared.errors import UserError
