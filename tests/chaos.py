@@ -512,7 +512,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--row-ms", type=float, default=0.0, help="milliseconds per row of a forward pass")
     parser.add_argument("--batch-rows", type=int, default=64)
     parser.add_argument("--limit", type=float, default=1800.0, help="time limit of the run, in seconds")
-    parser.add_argument("--folder", type=Path, help="empty folder for logs (default: a temporary folder)")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(arguments)
 
@@ -520,7 +519,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     with TemporaryDirectory(prefix="feedmill-chaos-") as folder:
-        found = Chaos(given, given.folder or Path(folder)).run()
+        found = Chaos(given, Path(folder)).run()
     sys.stdout.write(json.dumps(found) + "\n")
     wrong = ("lost", "duplicated", "innocent_dead_letters", "miscounted", "poison_stored")
     good = found["finished"] and not any(found[name] for name in wrong)

@@ -35,7 +35,8 @@ from feedmill.shared.settings import Settings
 from tests.fakes.differential_messages import REVOKED_STAMP, WAITING, Draw, Sending, everything, is_message
 from tests.fakes.differential_tasks import TOLD
 from tests.fakes.models import NLI, make_model
-from tests.support import Forking, RedisServer, _environment, redis_servers, wait_for_replies, wait_until
+from tests.forkserver import ForkedChild
+from tests.support import RedisServer, _environment, application, forks, redis_servers, wait_for_replies, wait_until
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -187,18 +188,17 @@ class Side:
     seconds: float
 
 
-def start(name: str, redis: RedisServer, model: Path, folder: Path) -> Forking:
+def start(name: str, redis: RedisServer, model: Path, folder: Path) -> ForkedChild:
     """Start a worker. `work` waits until it is ready."""
     folder.mkdir()
     ours = {"PYTHONPATH": str(ROOT), "FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_MODEL": str(model)}
-    return Forking(name, WORKERS[name], folder, _environment(folder, **ENVIRONMENT | ours))
+    return ForkedChild(forks(), name, WORKERS[name], folder, _environment(folder, **ENVIRONMENT | ours))
 
 
-def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit: float) -> Side:
+def work(worker: ForkedChild, redis: RedisServer, sendings: Sequence[Sending], limit: float) -> Side:
     """Send all messages to a worker, wait for the last event, and stop the worker with SIGTERM."""
     worker.wait_until(lambda: " ready." in worker.log.read_text())
-    app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
-    app.conf.task_default_queue = "feedmill"
+    app = application(redis)
     # Do not subscribe to results, because this process never waits for one.
     app.backend.result_consumer.consume_from = lambda _: None  # type: ignore[attr-defined]  # not in the stub
     wait_for_replies(app)
@@ -246,7 +246,7 @@ def revoke(app: Celery, ids: Sequence[str]) -> None:
         raise RuntimeError("the worker does not reply to revoke")
 
 
-def all_done(worker: Forking, redis: RedisServer, log: EventLog, sendings: Sequence[Sending]) -> Callable[[], bool]:
+def all_done(worker: ForkedChild, redis: RedisServer, log: EventLog, sendings: Sequence[Sending]) -> Callable[[], bool]:
     """Return a function that checks whether all messages are done, and writes progress to standard error."""
     first = [call.id for each in sendings for call in (each.calls[:1] if each.kind == "chain" else each.calls)]
     began = reported = time.monotonic()
@@ -483,17 +483,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--messages", type=int, default=10_000)
     parser.add_argument("--posts", type=int, default=64, help="maximum posts per message")
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="folder to keep logs in (default: a temporary folder)"
-    )
     given = parser.parse_args(arguments)
     # Celery warns about each message that is already expired when sent.
     logging.getLogger("celery").setLevel(logging.ERROR)
     seed = randrange(2**31) if given.seed is None else given.seed
-    with TemporaryDirectory(prefix="feedmill-differential-") as temporary:
-        folder = given.folder or Path(temporary)
-        folder.mkdir(exist_ok=True)
-        found, differences = run(given.messages, given.posts, seed, folder)
+    with TemporaryDirectory(prefix="feedmill-differential-") as folder:
+        found, differences = run(given.messages, given.posts, seed, Path(folder))
     for difference in differences[:20]:
         sys.stderr.write(f"{difference}\n")
     sys.stdout.write(json.dumps(found) + "\n")

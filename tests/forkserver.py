@@ -6,12 +6,14 @@
 Imports take a worker four seconds of CPU time and a command one second, and the tests start hundreds of them. A forked
 process has its own memory, connections, signals, files and exit status. It differs from a new interpreter in three
 ways: when modules are imported, its command line, and that Feedmill's task is registered in every Celery application.
-tests/e2e/test_starting.py and test_demo.py start new interpreters, as users do.
+A forked `feedmill up` or `demo` forks its worker and Flower, too. tests/e2e/test_starting.py, test_demo.py and
+test_secrets.py start new interpreters, as users do.
 """
 
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -26,11 +28,14 @@ import time
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from feedmill.shared.linux import die_with
+from feedmill.stack import embedded
+from feedmill.stack.processes import Child
 
 #: Maximum size of a request in bytes. Most of it is the environment.
 MAX_REQUEST_BYTES = 1 << 20
@@ -39,12 +44,14 @@ MAX_REQUEST_BYTES = 1 << 20
 #: NEW_INTERPRETER, starts a new interpreter.
 FORKABLE = (
     "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "PYTHONPATH", "TERM", "TMPDIR",
-    "FLOWER_", "XDG_CONFIG_HOME",
-    "BROKER", "FAKE_", "STANDIN_", "TRANSPORT",
+    "FLOWER_", "HF_", "XDG_CONFIG_HOME",
+    "BROKER", "FAKE_", "HACKER_NEWS_URL", "PATIENCE", "STANDIN_", "TRANSPORT",
     "KMP_", "PYTEST_", "RAYON_", "TENSORBOARD_", "TOKENIZERS_", "TORCHINDUCTOR_", "_RJEM_",
 )  # fmt: skip
 #: This process's environment, before any test changed it.
 ENVIRONMENT = dict(os.environ)
+#: Commands that start other Python processes.
+STACKS = {"up", "demo"}
 
 
 class Forked:
@@ -111,11 +118,16 @@ class ForkServer:
 
 
 class Forks:
-    """A client of the fork server at this address."""
+    """A client of the fork server with which this socket is connected."""
 
-    def __init__(self, address: str) -> None:
-        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests.connect(address)
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+
+    @classmethod
+    def at(cls, address: str) -> "Forks":
+        requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        requests.connect(address)
+        return cls(requests)
 
     @staticmethod
     def take(command: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -141,6 +153,22 @@ class Forks:
         self._requests.close()
 
 
+class ForkedChild(Child):
+    """A child process of the stack, forked if possible."""
+
+    def __init__(
+        self, forks: Forks, name: str, command: list[str], folder: Path, environment: dict[str, str], *more: Any
+    ) -> None:
+        if not Forks.take(command, environment):
+            super().__init__(name, command, folder, environment, *more)
+            return
+        self.name, self.log = name, folder / f"{name}.log"
+        with self.log.open("ab") as log, Path(os.devnull).open("rb") as null:
+            self._log_start = log.tell()
+            files = null.fileno(), log.fileno(), log.fileno()
+            self.process = forks.start(command, folder, environment, *files)  # type: ignore[assignment]
+
+
 def _listen(listener: socket.socket) -> list[str]:
     """Fork a process to serve each client. Return only in the processes that clients request, with their command."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the serving processes
@@ -156,8 +184,9 @@ def _listen(listener: socket.socket) -> list[str]:
 def _serve(requests: socket.socket) -> list[str]:
     """Fork a process for each request of a client. Return only in these processes, with their command.
 
-    The fork itself takes 20 ms, because of the memory of the imported modules.
+    The fork itself takes 20 ms, because of the memory of the imported modules. The processes end with this one.
     """
+    server = os.getpid()
     waited = selectors.DefaultSelector()
     waited.register(requests, selectors.EVENT_READ)
     while True:
@@ -167,6 +196,7 @@ def _serve(requests: socket.socket) -> list[str]:
                 if not request:
                     os._exit(0)
                 if (pid := os.fork()) == 0:
+                    die_with(server)
                     for other in waited.get_map().values():
                         if other.data:
                             os.close(other.fd)
@@ -189,7 +219,7 @@ def _serve(requests: socket.socket) -> list[str]:
 
 
 def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]) -> list[str]:
-    """Take on the requested files, working directory and environment. Return the command."""
+    """Take on the requested files, working directory and environment. Return the command, or that of a child of it."""
     command, cwd, environment = request
     for number, file in enumerate(files[1:]):
         os.dup2(file, number)
@@ -204,7 +234,34 @@ def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]
     sys.path[:0] = [folder for folder in path if folder and folder not in sys.path]
     if threads := environment.get("OMP_NUM_THREADS"):
         _compute_on(int(threads))
+    if any(name.startswith("HF_") for name, _ in ENVIRONMENT.items() ^ environment.items()):
+        _reload_hub()
+    return _with_children(command) if STACKS & set(command) else command
+
+
+def _with_children(command: list[str]) -> list[str]:
+    """Fork a process that serves the stack of this one. Return the command, or in the stack's processes theirs."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    if os.fork() == 0:
+        die_with(parent)
+        ours.close()
+        os.setsid()
+        os.chdir("/")
+        with Path(os.devnull).open("r+b") as null:
+            for file in range(3):
+                os.dup2(null.fileno(), file)
+        return _serve(theirs)
+    theirs.close()
+    embedded.Child = partial(ForkedChild, Forks(ours))  # type: ignore[assignment, attr-defined]
     return command
+
+
+def _reload_hub() -> None:
+    """Import huggingface_hub again, which reads its variables when it is imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]
+    importlib.reload(sys.modules["feedmill.workers.models.hub"])
 
 
 def _compute_on(threads: int) -> None:

@@ -17,7 +17,6 @@ Any other message has vanished. The last line is JSON. Exits 1 if a message vani
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections import Counter
@@ -28,7 +27,6 @@ from random import randrange
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from celery import Celery
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from kombu.exceptions import ContentDisallowed, DecodeError
 
@@ -40,9 +38,8 @@ from feedmill.workers.runtime.task import arguments_by_name
 from feedmill.workers.transport.leases import MAX_UNDECODABLE_BYTES, UndecodableError, count_delivery, decoded
 from feedmill.workers.transport.redis_transport import Channel
 from tests.fakes.hostile_messages import HOSTILE, Hostile
-from tests.support import Process, RedisServer, has_results, redis_servers, start, wait_until
+from tests.support import Feedmill, RedisServer, application, has_results, redis_servers, standing_in, wait_until
 
-ROOT = Path(__file__).parent.parent
 #: Hostile messages per good message.
 BATCH_SIZE = 200
 #: The worker's log line about a message that no task can take.
@@ -105,10 +102,8 @@ def read(element: bytes) -> str:
 class Served:
     """A real worker with its own redis-server."""
 
-    def __init__(self, redis: RedisServer, worker: Process, log: Path) -> None:
-        self._redis, self._worker, self._log = redis.client, worker, log
-        self._app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
-        self._app.conf.task_default_queue = "feedmill"
+    def __init__(self, redis: RedisServer, worker: Feedmill) -> None:
+        self._redis, self._worker, self._app = redis.client, worker, application(redis)
         self._sent = 0
         self.fates: Counter[str] = Counter()
         self.vanished: list[str] = []
@@ -122,14 +117,14 @@ class Served:
         elements = {f"h{self._sent + number:09d}": each for number, each in enumerate(batch)}
         written = {task_id: each.element(task_id) for task_id, each in elements.items()}
         self._sent += len(batch)
-        logged = len(self._log.read_text())
+        logged = len(self._worker.text())
         self._redis.lpush("feedmill", *written.values())
         posts = [{"id": "good", "title": f"after {self._sent}"}]
         result = self._app.send_task("feedmill.classify", kwargs={"posts": posts})
-        wait_until(lambda: self._lives() and result.ready(), "a good message is answered")
+        wait_until(lambda: self._worker.lives() and result.ready(), "a good message is answered")
         assert "label" in result.get()[0]
-        wait_until(lambda: self._lives() and self._is_done(), "the whole batch is processed")
-        logged_dead = Counter(LOGGED_DEAD.findall(self._log.read_text()[logged:]))
+        wait_until(lambda: self._worker.lives() and self._is_done(), "the whole batch is processed")
+        logged_dead = Counter(LOGGED_DEAD.findall(self._worker.text()[logged:]))
         lost = []
         for task_id, fate in self._fates(written):
             if fate or logged_dead[task_id]:
@@ -167,10 +162,6 @@ class Served:
         redis: Any = self._redis
         return redis.execute_command(*command, NEVER_DECODE=True)
 
-    def _lives(self) -> bool:
-        assert self._worker.poll() is None, f"the worker ended: {self._log.read_text()[-6000:]}"
-        return True
-
     def _is_done(self) -> bool:
         waiting = sum(
             self._redis.llen(name) for name in self._redis.keys("feedmill*") if "\x06" in name or name == "feedmill"
@@ -190,21 +181,14 @@ def _is_named(element: bytes, task_id: str) -> bool:
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
     redis = RedisServer(next(iter(redis_servers().values())), folder)
-    environment = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
-    log = folder / "worker.log"
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", "tests.fakes.standin_worker", "standin"]
-        worker = start(command, ROOT, os.environ | environment, output)
     try:
-        served = Served(redis, worker, log)
-        wait_until(lambda: served._lives() and " ready." in log.read_text(), "the worker is ready")
-        served.revoke_a_stamp()
-        yield served
-        worker.terminate()
-        assert worker.wait(60) == 0, log.read_text()[-6000:]
+        with standing_in(redis, folder) as worker:
+            wait_until(lambda: worker.says(" ready."), "the worker is ready")
+            served = Served(redis, worker)
+            served.revoke_a_stamp()
+            yield served
+            assert worker.end() == 0
     finally:
-        worker.kill()
-        worker.wait()
         redis.stop()
 
 

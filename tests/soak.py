@@ -18,14 +18,14 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 from feedmill.producers import bluesky
 from feedmill.producers.live.budget import RequestBudget
@@ -51,6 +51,8 @@ POSTS_AN_HOUR = {"reddit": 12_000, "arctic-shift": 12_000, "bluesky": 108_000, "
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples" / "extending"
 TOPICS = {f"topic {number}": (f"sub{number:02}",) for number in range(16)}
 HOUR_S = 3600.0
+#: Kills of the daemon and of Redis, in the first hour.
+KILLS, RESTARTS = 10, 3
 CONTEXT = multiprocessing.get_context("spawn")
 #: Longest step of simulated time between two batches of published posts.
 TICK_S = 30.0
@@ -88,24 +90,6 @@ class SharedClock(SimulatedClock):
         self._shared.value = self.time()
         while self._published.value < self.time() - TICK_S:
             time.sleep(0.001)
-
-
-class Server(Protocol):
-    """A source's loopback server. settings: for the daemon. ids: posts that must be sent; faults: their number."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-
-    @property
-    def ids(self) -> Collection[str]: ...
-
-    @property
-    def faults(self) -> int: ...
-
-    @property
-    def over_budget(self) -> int: ...
-
-    def publish(self, number: int) -> None: ...
 
 
 class RedditServer:
@@ -201,7 +185,9 @@ class HackerNewsServer:
         self._server.items[number + 1] = item
 
 
-SERVERS: dict[str, Callable[[ExitStack, Any], Server]] = {
+#: A source's loopback server. settings: for the daemon; ids: posts that must be sent; faults: their number so far;
+#: over_budget: requests beyond the limit; publish(number): publishes a post.
+SERVERS: dict[str, Callable[[ExitStack, Any], Any]] = {
     "reddit": RedditServer, "arctic-shift": RedditServer, "bluesky": BlueskyServer, "hacker-news": HackerNewsServer,
 }  # fmt: skip
 
@@ -265,19 +251,19 @@ def _resident() -> int:
 
 
 class Soak:
-    """A run of the test. an_hour: posts per hour; kills, restarts: of the daemon and of Redis, in the first hour."""
+    """A run of the test."""
 
-    def __init__(self, source: str, hours: int, an_hour: int, kills: int, restarts: int, folder: Path) -> None:
-        self._source, self._hours, self._an_hour, self._folder = source, hours, an_hour, folder
+    def __init__(self, source: str, hours: int, folder: Path) -> None:
+        self._source, self._folder = source, folder
         self._begin = SimulatedClock().time()
         self._clock, self._until = CONTEXT.Value("d", self._begin), CONTEXT.Value("d", self._begin)
         self._ends = [self._begin + HOUR_S * hour for hour in range(1, hours + 1)]
-        faults = [self._kill] * kills + [self._restart_redis] * restarts
+        faults = [self._kill] * KILLS + [self._restart_redis] * RESTARTS
         random = Random(1)
         moments = sorted(self._begin + random.uniform(0.05, 0.95) * HOUR_S for _ in faults)
         random.shuffle(faults)
         self._faults = deque(zip(moments, faults, strict=True))
-        self._figures: dict[str, Any] = {"source": source, "hours": hours, "kills": kills, "restarts": restarts}
+        self._figures: dict[str, Any] = {"source": source, "hours": hours, "kills": KILLS, "restarts": RESTARTS}
         self._published = 0
         self._memory: list[float] = []
         #: Number of messages with each post.
@@ -315,7 +301,7 @@ class Soak:
         now = self._clock.value
         while self._faults and self._faults[0][0] <= now:
             self._faults.popleft()[1]()
-        due = int((now - self._begin) / HOUR_S * self._an_hour)
+        due = int((now - self._begin) / HOUR_S * POSTS_AN_HOUR[self._source])
         for number in range(self._published, due):
             self._server.publish(number)
         self._published, self._until.value = max(due, self._published), now
@@ -363,13 +349,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--source", choices=tuple(SERVERS), default="reddit")
     parser.add_argument("--hours", type=int, default=8)
-    parser.add_argument("--posts-an-hour", type=int, help="default: as many as the source usually has")
-    parser.add_argument("--kills", type=int, default=10, help="kills of the daemon")
-    parser.add_argument("--redis-restarts", type=int, default=3)
     given = parser.parse_args(arguments)
-    an_hour = given.posts_an_hour or POSTS_AN_HOUR[given.source]
     with TemporaryDirectory(prefix="feedmill-soak-") as folder:
-        found = Soak(given.source, given.hours, an_hour, given.kills, given.redis_restarts, Path(folder)).run()
+        found = Soak(given.source, given.hours, Path(folder)).run()
     sys.stdout.write(json.dumps(found) + "\n")
     wrong = any(found[name] for name in ("missing", "doubled", "gaps", "budget_exceeded"))
     return 1 if wrong or found["growth"] > MAX_GROWTH else 0

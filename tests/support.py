@@ -15,30 +15,35 @@ import time
 import zlib
 from base64 import b64decode, b64encode
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from functools import cache
 from hashlib import sha1
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from celery import Celery
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from redis import Redis
 from redis.client import NEVER_DECODE
 from trustme import CA
 
 from feedmill.cli.deletions import DeadLetters
+from feedmill.producers.push import Pusher
 from feedmill.reading.readers import newest
+from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import MARKS
-from feedmill.shared.messages import Classification, DeadLetter, Post, digest
+from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post, digest
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.scripts import queue as queue_scripts
 from feedmill.shared.scripts.queue import BUCKET_BYTES, ID_BYTES, MARK_BYTES
-from feedmill.shared.settings import LOCK_FILE, STACK_FILE
+from feedmill.shared.settings import LOCK_FILE, STACK_FILE, Settings
 from feedmill.stack.processes import Child
 from feedmill.stack.redis_server import embedded_server, installed_redis_server, server_version
 from tests.fakes import constants
@@ -46,9 +51,12 @@ from tests.forkserver import Forked, Forks, ForkServer
 
 #: Of each process' own: a worker of another test run, whose server had the same port before, cannot log in.
 PASSWORD = f"test-password-{secrets.token_hex(8)}"
+ROOT = Path(__file__).parent.parent
 #: The installed command.
 FEEDMILL = str(Path(sys.executable).parent / "feedmill")
 Process = subprocess.Popen[bytes] | Forked
+#: In the environment of a command that needs a new interpreter instead of being forked.
+NEW_INTERPRETER = {"NEW_INTERPRETER": "1"}
 #: The environment variable with the fork server's address, set if several processes share the tests.
 FORK_SERVER = "PYTEST_FORK_SERVER"
 #: The environment variable with the redis-server to test, one of those of this machine.
@@ -66,7 +74,7 @@ class Key(NamedTuple):
 
 def find(name: str) -> Key | None:
     """Return the first row of docs/reference/keys.md that matches a key."""
-    page = (Path(__file__).parent.parent / "docs/reference/keys.md").read_text()
+    page = (ROOT / "docs/reference/keys.md").read_text()
     rows = (Key(*row) for row in re.findall(r"^\| `(.+?)` \| (\w+) \| (.*) \| (.*) \|$", page, re.MULTILINE))
     return next((key for key in rows if fnmatchcase(name, key.pattern.encode().decode("unicode_escape"))), None)
 
@@ -247,6 +255,12 @@ class Restartable(RedisServer):
         os.kill(self.child.process.pid, which)
 
 
+def queued(redis: RedisServer) -> list[dict[str, Any]]:
+    """Return the posts in the queue in the order they were sent."""
+    messages: Any = redis.client.lrange("feedmill", 0, -1)
+    return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
+
+
 class Authority:
     """A certificate authority. `file`: its certificate in PEM; `other`: the certificate of an unrelated authority.
 
@@ -280,7 +294,7 @@ def _environment(folder: Path, **environment: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
     ours = {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_CACHE_FOLDER": str(folder / "cache")}
     if constants.VARIABLE in environment:
-        ours["PYTHONPATH"] = str(Path(__file__).parent.parent)
+        ours["PYTHONPATH"] = str(ROOT)
     return clean | ours | environment
 
 
@@ -289,21 +303,10 @@ def _program(environment: dict[str, str]) -> list[str]:
     return [sys.executable, "-m", constants.__name__] if constants.VARIABLE in environment else [FEEDMILL]
 
 
-class Forking(Child):
-    """A child process of the stack, started by the fork server if possible."""
-
-    def __init__(self, name: str, command: list[str], folder: Path, environment: dict[str, str]) -> None:
-        self.name = name
-        self.log = folder / f"{name}.log"
-        self._log_start = 0
-        with self.log.open("ab") as log:
-            self.process = start(command, folder, environment, log)  # type: ignore[assignment]
-
-
 class Feedmill:
     """A running command, most often `feedmill`, and its output."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, environment: dict[str, str], output: Path) -> None:
+    def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
         self.output = output
         with output.open("wb") as file:
             self.process = start(command, cwd, environment, file)
@@ -311,12 +314,14 @@ class Feedmill:
     def text(self) -> str:
         return self.output.read_text()
 
+    def lives(self) -> bool:
+        """Return True. Fails if the process has ended."""
+        assert self.process.poll() is None, f"exited with status {self.process.returncode}:\n{self.text()}"
+        return True
+
     def says(self, words: str, times: int = 1) -> bool:
         """Return whether the output contains the words so often. Fails if the process has ended without them."""
-        if self.text().count(words) >= times:
-            return True
-        assert self.process.poll() is None, f"exited with status {self.process.returncode}:\n{self.text()}"
-        return False
+        return self.text().count(words) >= times or not self.lives()
 
     def end(self, how: signal.Signals = signal.SIGTERM, seconds: float = 120.0) -> int:
         """Send the signal, wait, and return the exit status."""
@@ -334,7 +339,7 @@ def running(*arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill
 
 
 @contextmanager
-def executing(command: Sequence[str], cwd: Path, environment: dict[str, str], output: Path) -> Iterator[Feedmill]:
+def executing(command: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> Iterator[Feedmill]:
     """Run a command until the block ends."""
     running = Feedmill(command, cwd, environment, output)
     try:
@@ -370,13 +375,39 @@ def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: 
         yield worker
 
 
+@contextmanager
+def standing_in(redis: RedisServer, cwd: Path, name: str = "standin", **environment: str) -> Iterator[Feedmill]:
+    """Run a worker with a stand-in for the model (tests/fakes/standin_worker.py)."""
+    command = [sys.executable, "-m", "tests.fakes.standin_worker", name]
+    given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"} | environment
+    with executing(command, ROOT, os.environ | given, cwd / f"{name}.log") as worker:
+        yield worker
+
+
+def application(redis: RedisServer, queue: str = "feedmill") -> Celery:
+    """Return another application: plain Celery without Feedmill."""
+    app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
+    app.conf.task_default_queue = queue
+    return app
+
+
+def push(settings: Settings, posts: list[Post]) -> None:
+    """Send posts to the queue."""
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+
+
+def wait_until_empty(redis: Redis) -> None:
+    """Wait until no message waits or is held."""
+    wait_until(lambda: not sum(queue_depth(redis, "feedmill")), "all messages are finished")
+
+
 def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `feedmill` until it exits."""
     return run([*_program(environment), *arguments], cwd, _environment(cwd, COLUMNS="200", **environment), stdin)
 
 
 def run(
-    command: Sequence[str], cwd: Path, environment: dict[str, str], stdin: str = "", seconds: float = 120.0
+    command: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: str = "", seconds: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a command until it exits, at most `seconds`."""
     pipes = [os.pipe() for _ in range(3)]
@@ -404,7 +435,7 @@ def _write(pipe: IO[str], text: str) -> None:
 def start(
     command: Sequence[str],
     cwd: Path,
-    environment: dict[str, str],
+    environment: Mapping[str, str],
     output: IO[Any],
     errors: IO[Any] | None = None,
     stdin: IO[Any] | None = None,
@@ -429,9 +460,22 @@ def forks() -> Forks:
         server = ForkServer()
         atexit.register(server.stop)
         address = server.address
-    forks = Forks(address)
+    forks = Forks.at(address)
     atexit.register(forks.close)
     return forks
+
+
+def distributions_of(requirements: Sequence[str]) -> set[str]:
+    """Return the names of the distributions, all of them installed here, that pip installs for these requirements."""
+    found: set[tuple[str, str]] = set()
+    unseen = [Requirement(each) for each in requirements]
+    while unseen:
+        one = unseen.pop()
+        for extra in {"", *one.extras} - {extra for name, extra in found if name == canonicalize_name(one.name)}:
+            found.add((canonicalize_name(one.name), extra))
+            required = map(Requirement, distribution(one.name).requires or ())
+            unseen += [each for each in required if each.marker is None or each.marker.evaluate({"extra": extra})]
+    return {name for name, _ in found}
 
 
 def processes_in(folder: Path) -> list[str]:

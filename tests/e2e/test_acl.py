@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-import subprocess
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.support import (
     installed_redis,
     last_json,
     make_posts,
+    run,
     running,
     wait_until,
 )
@@ -323,13 +324,6 @@ def test_producers_and_readers_bring_no_code_to_redis(guarded: Guarded, user: st
 
 
 def test_redis_does_not_start_with_placeholder_passwords(system_server: str, tmp_path: Path) -> None:
-    said = subprocess.run(
-        [system_server, "-"],
-        input=f"port 0\ndir {tmp_path}\n{USERS.read_text()}",
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
+    said = run([system_server, "-"], tmp_path, os.environ, f"port 0\ndir {tmp_path}\n{USERS.read_text()}")
     assert said.returncode != 0
     assert "#WORKER" in said.stderr

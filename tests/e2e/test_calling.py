@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import RedisServer, free_port, working
+from tests.support import NEW_INTERPRETER, RedisServer, free_port, run, working
 
 #: Code of the application's process. It runs one program per line of input, and prints the program's variable `said`
 #: or its exception.
@@ -135,9 +135,7 @@ before = [name in sys.modules for name in ("celery", "torch", "workers")]
 feedmill.classify_task
 print(before, "celery" in sys.modules, "torch" in sys.modules)
 """
-    said = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    said = run([sys.executable, "-P", "-c", program], tmp_path, os.environ | NEW_INTERPRETER)
     assert (said.stdout, said.stderr) == ("[False, False, False] True False\n", "")
 
 

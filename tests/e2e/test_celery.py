@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, chord, group
+from celery import chord, group
 from celery.canvas import Signature
 from celery.result import AsyncResult
 
 from tests.fakes import constants
-from tests.support import Feedmill, RedisServer, running, wait_for_replies, wait_until
+from tests.support import Feedmill, RedisServer, application, running, wait_for_replies, wait_until
 
 # Celery itself causes these warnings: about a default that may change, and about a Redis command.
 pytestmark = [
@@ -50,9 +50,8 @@ class Scene:
     def __init__(self, redis: RedisServer, worker: Feedmill) -> None:
         self.redis: Any = redis.client
         self.worker = worker
-        self.app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
+        self.app = application(redis)
         self._control: Any = self.app.control  # the stubs declare too narrow types for replies
-        self.app.conf.task_default_queue = "feedmill"
         self.events: dict[str, list[str]] = {}
 
     @contextmanager
@@ -174,7 +173,7 @@ def numbers(found: Any) -> Any:
 def whole(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     environment = {
         "FEEDMILL_REDIS_URL": redis_server.url,
-        "FEEDMILL_INCLUDE": "tests.fakes.celery_tasks",
+        "FEEDMILL_INCLUDE": "tests.fakes.own_tasks",
         "FEEDMILL_TOKEN_BUDGET": "512",
         # So that a slow device also takes the next message.
         constants.VARIABLE: json.dumps({"feedmill.workers.pipeline.pipeline.PREFETCH_S": 60}),

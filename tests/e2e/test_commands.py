@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from tests.support import (
     FEEDMILL,
     RedisServer,
     as_jsonl,
-    body_of,
     feedmill,
     latest,
     make_classification,
     make_posts,
+    queued,
+    run,
     running,
     sent_count,
     wait_until,
@@ -93,8 +93,7 @@ def counts(text: str) -> list[int]:
 
 
 def sent_ids(redis: RedisServer) -> list[str]:
-    messages: list[Any] = redis.client.lrange("feedmill", 0, -1)
-    return sorted(post["id"] for message in messages for post in body_of(message)[1]["posts"])
+    return sorted(post["id"] for post in queued(redis))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
@@ -179,15 +178,7 @@ def test_classifies_a_file_and_shows_results(served: RedisServer, tmp_path: Path
 )
 def test_commands_work_with_closed_streams(redis: RedisServer, tmp_path: Path, command: str, status: int) -> None:
     """As some daemons leave them."""
-    environment = os.environ | {"FEEDMILL_REDIS_URL": redis.url}
-    said = subprocess.run(
-        ["/bin/sh", "-c", f"{FEEDMILL} {command}"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    said = run(["/bin/sh", "-c", f"{FEEDMILL} {command}"], tmp_path, os.environ | {"FEEDMILL_REDIS_URL": redis.url})
     assert "Traceback" not in said.stderr
     assert said.returncode == status, said.stderr
 

@@ -14,7 +14,7 @@ from feedmill.shared.broker import make_app, queue_depth
 from feedmill.shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import PASSWORD, Feedmill, RedisServer, dead_letters, wait_until, working
+from tests.support import PASSWORD, Feedmill, RedisServer, dead_letters, wait_until, wait_until_empty, working
 
 SECRET = "what somebody wrote"
 POST: dict[str, Any] = {"id": "x", "title": SECRET, "author": "someone"}
@@ -42,7 +42,7 @@ def app(worker: Feedmill, redis_server: RedisServer) -> Iterator[Celery]:
     (found,) = app.send_task("feedmill.classify", kwargs={"posts": [{"id": "y", "title": "A goal"}]}).get(timeout=120)
     assert found["id"] == "y"
     assert worker.process.poll() is None
-    wait_until(lambda: not sum(queue_depth(redis_server.client, "feedmill")), "no message is waiting or held")
+    wait_until_empty(redis_server.client)
     redis_server.client.delete("feedmill:dead")
 
 
@@ -129,7 +129,7 @@ def test_long_labels_are_not_copied_for_each_post(
     assert len(str(raised.value)) < 1000
     assert all(len(letter.reason) < 200 for letter in letters(redis_server, min(posts, 100)))
     wait_until(lambda: redis_server.client.xlen("feedmill:dead") == posts, "every post is a dead letter")
-    wait_until(lambda: not sum(queue_depth(redis_server.client, "feedmill")), "the message is finished")
+    wait_until_empty(redis_server.client)
     kept: Any = redis_server.client.xrange("feedmill:dead")
     assert sum(len(fields["letter"]) for _, fields in kept) < 100_000
     after = redis_server.client.info("memory")["used_memory"]

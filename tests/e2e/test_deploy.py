@@ -14,10 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from feedmill.producers.push import Pusher
-from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.broker import make_app
 from feedmill.shared.keys import RESULTS_STREAM
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.model_routing import known_queues, requested_model
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
@@ -30,9 +28,11 @@ from tests.support import (
     feedmill,
     free_port,
     make_posts,
+    push,
     redis_servers,
     running,
     wait_until,
+    wait_until_empty,
     working,
 )
 
@@ -60,12 +60,12 @@ def test_deploying_under_load_loses_and_repeats_nothing(empty: RedisServer, tmp_
     with standin(redis, tmp_path, "worker", row_seconds=0.01):
         said = feedmill("deploy", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
         assert re.search(r"^feedmill  .*\n  worker@", said.stdout)
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(POSTS))
+        push(settings, make_posts(POSTS))
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) > 100, "some results are stored")
         said = feedmill("deploy", str(folder), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
         assert said.returncode == 0, said.stdout + said.stderr
         assert re.search(r"\b1 workers", said.stdout)
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+        wait_until_empty(redis.client)
     found = stored(redis)
     assert Counter(each["id"] for each in found) == dict.fromkeys((post.id for post in make_posts(POSTS)), 1)
     made = [(each["model"], each["weights"]) for each in found]

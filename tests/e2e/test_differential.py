@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from celery import Celery
 
 from tests.differential import ROOT, run
 from tests.fakes.differential_messages import FATES, TASKS, Draw
-from tests.support import RedisServer, redis_servers, wait_until, working
+from tests.support import RedisServer, application, redis_servers, wait_until, working
 
 SEED, MESSAGES, POSTS = 7, 200, 8
 
@@ -38,8 +37,7 @@ def test_seeded_draw_is_repeatable_and_covers_everything() -> None:
 
 def test_a_failing_callback_does_not_stop_the_worker(redis: RedisServer, tmp_path: Path) -> None:
     """A stock worker logs the failure and continues; an invalid callback must not stop ours either."""
-    app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
-    app.conf.task_default_queue = "feedmill"
+    app = application(redis)
     posts = [{"id": "1", "title": "The keeper saved two penalties in the final"}]
     include = {"FEEDMILL_INCLUDE": "tests.fakes.differential_tasks", "PYTHONPATH": str(ROOT)}
     with working(redis, tmp_path, **include) as worker:

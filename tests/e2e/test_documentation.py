@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -83,15 +82,7 @@ def test_messages_page_example_runs(served: RedisServer, tmp_path: Path) -> None
 def test_readme_example_runs(served: RedisServer, tmp_path: Path) -> None:
     _, example = blocks("README.md", "python")
     (said,) = re.findall(r"# (\w+)\n$", example)
-    found = subprocess.run(
-        [sys.executable, "-c", example],
-        cwd=tmp_path,
-        env=os.environ | {"FEEDMILL_REDIS_URL": served.url},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    found = run([sys.executable, "-c", example], tmp_path, os.environ | {"FEEDMILL_REDIS_URL": served.url})
     assert found.stdout == f"{said}\n", found.stderr
 
 

@@ -81,7 +81,7 @@ def test_commands_find_an_up_that_still_imports(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_up_starts_is_a_clean_stop(tmp_path: Path) -> None:
     """While the worker loads its model."""
-    with running("up", cwd=tmp_path, FEEDMILL_DATA_FOLDER="data", NEW_INTERPRETER="1") as up:
+    with running("up", cwd=tmp_path, FEEDMILL_DATA_FOLDER="data") as up:
         wait_until(lambda: up.says(" on port "), "the stack is starting", 150)
         assert up.end(signal.SIGINT) == 0
         assert "Traceback" not in up.text()

@@ -1,19 +1,15 @@
 """Graceful shutdown: a worker finishes or returns the messages it holds. Uses a stand-in model."""
 
-import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from feedmill.producers.push import Pusher
-from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.broker import queue_depth
 from feedmill.shared.keys import RESULTS_STREAM
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests import chaos
-from tests.support import Feedmill, RedisServer, executing, make_posts, wait_until
+from tests.support import Feedmill, RedisServer, make_posts, push, standing_in, wait_until, wait_until_empty
 
 #: Number of posts to send, 32 per message.
 POSTS = 320
@@ -24,16 +20,11 @@ def standin(
     redis: RedisServer, folder: Path, name: str, row_seconds: float = 0.02, **environment: str
 ) -> Iterator[Feedmill]:
     """Run a worker that holds all messages at once and takes `row_seconds` per post."""
-    given = {"REDIS_URL": redis.url, "BATCH_ROWS": "8", "WINDOW_ROWS": "1024", "TOKEN_BUDGET": "65536"} | environment
+    given = {"BATCH_ROWS": "8", "WINDOW_ROWS": "1024", "TOKEN_BUDGET": "65536"} | environment
     environment = {f"FEEDMILL_{key}": value for key, value in given.items()} | {"STANDIN_ROW_SECONDS": str(row_seconds)}
-    command = [sys.executable, "-m", "tests.fakes.standin_worker", name]
-    with executing(command, chaos.ROOT, os.environ | environment, folder / f"{name}.log") as worker:
+    with standing_in(redis, folder, name, **environment) as worker:
         wait_until(lambda: worker.says(chaos.READY), f"{name} is ready")
         yield worker
-
-
-def push(settings: Settings) -> None:
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(POSTS))
 
 
 def stored(redis: RedisServer) -> int:
@@ -43,7 +34,7 @@ def stored(redis: RedisServer) -> int:
 def finish(redis: RedisServer, folder: Path) -> None:
     """Let another worker process the remaining messages; check that each result is stored exactly once."""
     with standin(redis, folder, "next") as worker:
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+        wait_until_empty(redis.client)
         assert worker.end() == 0
     assert stored(redis) == POSTS
 
@@ -52,7 +43,7 @@ def test_unfinished_messages_are_returned_after_the_drain_time(
     redis: RedisServer, settings: Settings, tmp_path: Path
 ) -> None:
     with standin(redis, tmp_path, "first", DRAIN="0.5") as worker:
-        push(settings)
+        push(settings, make_posts(POSTS))
         wait_until(lambda: stored(redis), "the first results are stored")
         assert worker.end() == 0
     waiting, held = queue_depth(redis.client, "feedmill")
@@ -63,7 +54,7 @@ def test_unfinished_messages_are_returned_after_the_drain_time(
 
 def test_second_sigterm_stops_the_worker_at_once(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     with standin(redis, tmp_path, "first", DRAIN="600") as worker:
-        push(settings)
+        push(settings, make_posts(POSTS))
         wait_until(lambda: stored(redis), "the first results are stored")
         worker.process.send_signal(signal.SIGTERM)
         wait_until(lambda: worker.says("Warm shutdown"), "the worker has received SIGTERM")

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 
 from feedmill.cli.enqueue import default_run
-from feedmill.producers.push import Pusher
 from feedmill.shared import runs
-from feedmill.shared.broker import make_app
 from feedmill.shared.keys import MODELS, run_key
-from feedmill.shared.messages import MAX_RUN, ClassifyOptions, DeadLetter, Post, fingerprint
+from feedmill.shared.messages import MAX_RUN, DeadLetter, Post, fingerprint
 from feedmill.shared.model_routing import announce, deregister, known_queues, register
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, body_of, feedmill, make_classification, running, wait_until
+from tests.support import RedisServer, feedmill, make_classification, push, queued, running, wait_until
 
 
 @pytest.fixture
@@ -33,10 +31,6 @@ def enqueue(redis: RedisServer, *arguments: object, stdin: str = "", **environme
     return feedmill(
         "enqueue", *map(str, arguments), cwd=cwd, stdin=stdin, FEEDMILL_REDIS_URL=redis.url, **environment
     )  # fmt: skip
-
-
-def sent(redis: RedisServer) -> list[dict[str, Any]]:
-    return [post for message in redis.client.lrange("feedmill", 0, -1) for post in body_of(message)[1]["posts"]]
 
 
 def store(redis: RedisServer, posts: list[dict[str, Any]], at: float = 1.0) -> None:
@@ -57,29 +51,29 @@ def test_files_with_equal_ids_are_runs_of_their_own(redis: RedisServer, csv: Pat
     other.write_text("id,title\n0,another first\n")
     assert enqueue(redis, csv).returncode == 0
     assert enqueue(redis, other).returncode == 0
-    names = {post["run"] for post in sent(redis)}
+    names = {post["run"] for post in queued(redis)}
     assert len(names) == 2
     assert all(re.fullmatch(r"posts\.csv-[0-9a-f]{6}", name) for name in names)
     again = enqueue(redis, csv)
     assert again.stdout.startswith("0 posts sent")
     assert re.search(r"run posts\.csv-[0-9a-f]{6} has these posts already\. --again", again.stderr)
-    assert len(sent(redis)) == 3
+    assert len(queued(redis)) == 3
 
 
 def test_a_limit_sends_the_first_posts_once(redis: RedisServer, csv: Path) -> None:
     assert enqueue(redis, csv, "--limit", 1, "--run", "a").stdout.startswith("1 post sent")
     assert enqueue(redis, csv, "--limit", 1, "--run", "a").stdout.startswith("0 posts sent")
     assert enqueue(redis, csv, "--run", "a").stdout.startswith("1 post sent")
-    assert [post["title"] for post in sent(redis)] == ["second", "first"]
+    assert [post["title"] for post in queued(redis)] == ["first", "second"]
 
 
 def test_no_run_skips_what_a_daemon_sent(redis: RedisServer, tmp_path: Path, settings: Settings) -> None:
     posts = [{"id": "t3_a", "title": "sent by the daemon"}, {"id": "t3_b", "title": "in the gap"}]
-    Pusher(make_app(settings), redis.client, settings, ClassifyOptions()).push([Post.parse(posts[0])])
+    push(settings, [Post.parse(posts[0])])
     dump = tmp_path / "dump.jsonl"
     dump.write_text("\n".join(map(json.dumps, posts)))
     assert enqueue(redis, dump, "--no-run").returncode == 0
-    assert [(post["id"], post.get("run")) for post in sent(redis)] == [("t3_b", None), ("t3_a", None)]
+    assert [(post["id"], post.get("run")) for post in queued(redis)] == [("t3_a", None), ("t3_b", None)]
     refused = enqueue(redis, dump, "--no-run", "--run", "mine")
     assert refused.returncode == 2
     assert "--no-run" in refused.stderr
@@ -100,14 +94,14 @@ def test_default_names_are_valid(tmp_path: Path) -> None:
 
 def test_keeps_chosen_columns(redis: RedisServer, csv: Path) -> None:
     assert enqueue(redis, csv, "--keep", "store,country", "--run", "a").returncode == 0
-    assert [post["extra"] for post in sent(redis)] == [{"store": "Ulm", "country": "DE"}, {"country": "FR"}]
+    assert [post["extra"] for post in queued(redis)] == [{"store": "Ulm", "country": "DE"}, {"country": "FR"}]
     found = runs.progress(redis.client, "a")
     assert found
     assert found.columns == ("store", "country")
     for wrong in ("city", "title", ",".join(f"c{number}" for number in range(21)), "x" * 101):
         refused = enqueue(redis, csv, "--keep", wrong, "--run", "b")
         assert refused.returncode == 2, wrong
-    assert len(sent(redis)) == 2
+    assert len(queued(redis)) == 2
 
 
 def test_refuses_labels_that_the_model_would_refuse(redis: RedisServer, csv: Path) -> None:
@@ -118,7 +112,7 @@ def test_refuses_labels_that_the_model_would_refuse(redis: RedisServer, csv: Pat
     assert refused.returncode == 2
     assert all(word in refused.stderr for word in ("tuned", "ham", "spam", "--labels"))
     assert enqueue(redis, csv, "--template", "About {}.").returncode == 2
-    assert sent(redis) == []
+    assert queued(redis) == []
     accepted = enqueue(redis, csv, "--labels", "spam,ham")
     assert accepted.returncode == 0
     assert "no worker" not in accepted.stderr
@@ -154,13 +148,13 @@ def test_an_interrupted_command_says_how_to_go_on(redis: RedisServer, tmp_path: 
     assert run == default_run(str(path))
     redis.client.delete("feedmill")
     assert feedmill("enqueue", str(path), "--run", run, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
-    assert len(sent(redis)) == 2000 - 320
+    assert len(queued(redis)) == 2000 - 320
 
 
 def test_waits_until_the_run_is_done(redis: RedisServer, csv: Path) -> None:
     with running("enqueue", str(csv), "--run", "a", "--wait", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url) as command:
         wait_until(lambda: redis.client.hget(run_key("a"), "sent") == "2", "the posts are sent")
-        store(redis, sent(redis))
+        store(redis, queued(redis))
         assert command.process.wait() == 0
         assert "run a: 2 done, 0 failed" in command.text()
 
@@ -177,7 +171,7 @@ def test_waiting_ends_with_an_empty_queue(redis: RedisServer, csv: Path) -> None
 def test_exports_of_a_run_have_its_columns(redis: RedisServer, csv: Path) -> None:
     for name in ("a", "b"):
         assert enqueue(redis, csv, "--keep", "Store", "--run", name).returncode == 0
-    store(redis, sent(redis))
+    store(redis, queued(redis))
     export = partial(feedmill, "export", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
     assert export("a.jsonl", "--run", "a").returncode == 0
     rows = [json.loads(line) for line in (csv.parent / "a.jsonl").read_text().splitlines()]
@@ -195,7 +189,7 @@ def test_results_status_and_dead_letters_of_a_run(redis: RedisServer, csv: Path)
     ask = partial(feedmill, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
     for name in ("a", "b"):
         assert enqueue(redis, csv, "--run", name).returncode == 0
-    posts = sorted(sent(redis), key=lambda post: str(post["run"]))
+    posts = sorted(queued(redis), key=lambda post: str(post["run"]))
     store(redis, posts[:3])
     lost = Post.parse(posts[3])
     letter = DeadLetter(

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -15,15 +14,16 @@ from urllib.error import HTTPError
 
 import pytest
 
-from feedmill.stack.processes import Child
-from tests.support import RedisServer, free_port, run, running, wait_until
+from tests.e2e.test_flower import flower
+from tests.forkserver import ForkedChild
+from tests.support import RedisServer, forks, free_port, run
 
 EXAMPLES = Path(__file__).parent.parent.parent / "docs" / "examples"
 POSTS = [{"id": "1", "title": "The keeper saved two penalties in the final"}, {"id": "x"}]
 
 
 def environment(redis: RedisServer, **more: str) -> dict[str, str]:
-    return os.environ | {"FEEDMILL_REDIS_URL": redis.url, "PYTHONDONTWRITEBYTECODE": "1"} | more
+    return os.environ | {"FEEDMILL_REDIS_URL": redis.url} | more
 
 
 def fetch(url: str, body: object = None) -> tuple[int, Any, dict[str, str]]:
@@ -61,7 +61,7 @@ def web_server(folder: Path, environment: dict[str, str]) -> Iterator[str]:
     """Serve docs/examples/fastapi_endpoint.py."""
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "--app-dir", str(EXAMPLES), "--port", str(port), "fastapi_endpoint:app"]
-    child = Child("uvicorn", command, folder, environment)
+    child = ForkedChild(forks(), "uvicorn", command, folder, environment)
     try:
         child.wait_until(lambda: answers(f"http://127.0.0.1:{port}/openapi.json"))
         yield f"http://127.0.0.1:{port}"
@@ -117,38 +117,12 @@ def test_endpoint_answers_202_when_no_worker_responds(redis: RedisServer, tmp_pa
 PASSWORD = 'a "quoted" \\ password: of words'
 
 
-@contextmanager
-def flower(redis: RedisServer, folder: Path, **environment: str) -> Iterator[str]:
-    port = free_port()
-    with running("flower", "--port", str(port), cwd=folder, FEEDMILL_REDIS_URL=redis.url, **environment) as process:
-        wait_until(lambda: process.says("") and answers(f"http://127.0.0.1:{port}/healthcheck"), "Flower answers")
-        yield f"http://127.0.0.1:{port}"
-
-
-@pytest.fixture(scope="module")
-def guarded(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Flower that requires a password."""
-    logins = {"FEEDMILL_FLOWER_PASSWORD": PASSWORD}
-    with flower(served, tmp_path_factory.mktemp("flower"), **logins) as url:
-        yield url
-
-
-def curl(url: str, folder: Path, *arguments: str, **login: str) -> subprocess.CompletedProcess[str]:
+def test_curl_example_with_a_password(served: RedisServer, tmp_path: Path) -> None:
     if not shutil.which("curl"):
         pytest.skip("needs curl: apt install curl")
-    return subprocess.run(
-        [EXAMPLES / "flower_curl.sh", *arguments],
-        cwd=folder,
-        env=os.environ | {"FLOWER_URL": url} | login,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_curl_example_with_a_password(guarded: str, tmp_path: Path) -> None:
-    said = curl(guarded, tmp_path, FEEDMILL_FLOWER_PASSWORD=PASSWORD)
+    password = {"FEEDMILL_FLOWER_PASSWORD": PASSWORD}
+    with flower(served, tmp_path, **password) as (_, visitor):
+        said = run([str(EXAMPLES / "flower_curl.sh")], tmp_path, os.environ | {"FLOWER_URL": visitor.url} | password)
     assert said.returncode == 0, said
     (outcome,) = json.loads(said.stdout)["result"]
     assert (outcome["id"], outcome["label"]) == ("c1", "sport")

@@ -12,7 +12,7 @@ import pytest
 from feedmill.producers.live.state import Gaps, LiveState, statuses
 from feedmill.shared.keys import live_deleted_key
 from tests.fakes.hacker_news import HackerNews
-from tests.support import Feedmill, RedisServer, body_of, feedmill, running, wait_until
+from tests.support import Feedmill, RedisServer, feedmill, queued, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples" / "extending"
@@ -33,17 +33,13 @@ def test_custom_live_source_sends_posts_once(redis: RedisServer, hacker_news: Ha
         command = ("ingest", "live", "hacker_news:HackerNews", "--labels", "software,politics")
         return running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, HACKER_NEWS_URL=hacker_news.url, **OURS)
 
-    def queued() -> list[dict[str, Any]]:
-        messages: list[Any] = redis.client.lrange("feedmill", 0, -1)
-        return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
-
     state = LiveState(redis.client, "hacker_news")
     hacker_news.items[101] = story()
     hacker_news.faults = [503]
     with ingesting() as daemon:
         wait_until(lambda: "/v0/updates.json" in hacker_news.asked, "the first poll")
         assert daemon.end() == 0
-    assert (queued(), state.position()) == ([], None), "the first start begins with the next story"
+    assert (queued(redis), state.position()) == ([], None), "the first start begins with the next story"
     with ingesting():
         asked = hacker_news.asked.count("/v0/maxitem.json")
         wait_until(lambda: hacker_news.asked.count("/v0/maxitem.json") >= asked + 2, "the first poll")
@@ -55,7 +51,7 @@ def test_custom_live_source_sends_posts_once(redis: RedisServer, hacker_news: Ha
             106: story(title="A faster sort"),
         }
         wait_until(lambda: (now := state.position()) and now.cursor == 106, "all items are read")
-    first, second = queued()
+    first, second = queued(redis)
     assert first.pop("body").strip() == "It waits."
     assert first == {
         "id": "hn-102", "title": "Show HN: A queue", "score": 3,
@@ -66,10 +62,11 @@ def test_custom_live_source_sends_posts_once(redis: RedisServer, hacker_news: Ha
     hacker_news.items |= {106: {"type": "story", "time": 1700000000, "deleted": True}, 107: story(title="The last")}
     hacker_news.changed = [106, 103]
     with ingesting():
-        wait_until(lambda: queued()[-1]["id"] == "hn-107", "the new story is sent")
+        wait_until(lambda: queued(redis)[-1]["id"] == "hn-107", "the new story is sent")
         wait_until(
             lambda: (
-                queued()[1] == {"id": "hn-106"} or redis.client.smembers(live_deleted_key("hacker_news")) == {"hn-106"}
+                queued(redis)[1] == {"id": "hn-106"}
+                or redis.client.smembers(live_deleted_key("hacker_news")) == {"hn-106"}
             ),
             "the deletion is known",
         )

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,16 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from celery import Celery
 
-from feedmill.producers.push import Pusher
-from feedmill.shared.broker import CLASSIFY_TASK, connect, make_app
-from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.broker import CLASSIFY_TASK, make_app
 from feedmill.shared.model_routing import announce
 from feedmill.shared.settings import Settings, load
+from feedmill.stack import embedded
 from feedmill.stack.demo import sample_posts
 from feedmill.stack.embedded import WORKER_NODE, Stack
 from tests.e2e.test_acl import rules
 from tests.e2e.test_tls import SecureRedis, plain_connections
-from tests.support import Authority, Feedmill, RedisServer, feedmill, running, wait_until
+from tests.forkserver import ForkedChild
+from tests.support import Authority, Feedmill, RedisServer, feedmill, forks, push, running, wait_until
 
 #: Text of posts, which Flower must never show.
 WORDS = "Rhubarb and custard"
@@ -96,20 +97,21 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         patched.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
         patched.setenv("FEEDMILL_CACHE_FOLDER", str(folder / "cache"))
         patched.delenv("FEEDMILL_FLOWER_PASSWORD", raising=False)
+        patched.setattr(embedded, "Child", partial(ForkedChild, forks()))
         made = Stack(Settings(), folder / "data", durable=False)
-    try:
-        list(made.start())
-        _send(made)
-        visitor = visitor_of(made)
-        wait_until(lambda: _ended(visitor) == MESSAGES, "Flower has seen all messages end")
-        yield made
-    finally:
-        made.stop()
+        try:
+            list(made.start())
+            _send(made)
+            visitor = visitor_of(made)
+            wait_until(lambda: _ended(visitor) == MESSAGES, "Flower has seen all messages end")
+            yield made
+        finally:
+            made.stop()
 
 
 def _send(stack: Stack) -> None:
     settings = stack.settings.model_copy(update={"posts_per_message": POSTS})
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(sample_posts()[: OURS * POSTS])
+    push(settings, sample_posts()[: OURS * POSTS])
     sender = Celery(broker=settings.broker_url, backend=settings.broker_url, set_as_current=False)
     sender.conf.task_send_sent_event = True
     for args, kwargs in FOREIGN:

@@ -13,10 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from feedmill.producers.push import Pusher
-from feedmill.shared.broker import connect, make_app
 from feedmill.shared.keys import WORKERS
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests.support import (
     FEEDMILL,
@@ -26,6 +23,7 @@ from tests.support import (
     free_port,
     last_json,
     make_posts,
+    push,
     wait_until,
     working,
 )
@@ -47,7 +45,7 @@ def test_worker_serves_metrics_and_is_missed_when_stopped(
     with working(redis, tmp_path, FEEDMILL_METRICS_PORT=str(port)) as worker:
         assert f"http://127.0.0.1:{port}/metrics" in worker.text()
         wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the worker is ready")
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(40))
+        push(settings, make_posts(40))
         wait_until(
             lambda: 'feedmill_worker_posts_total{state="classified"} 40.0' in ask(port, "/metrics")[1],
             "the metrics count all posts as classified",
@@ -120,16 +118,9 @@ def test_status_as_json(served: RedisServer, tmp_path: Path) -> None:
 
 def redirected(output: IO[Any] | int, *arguments: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
     """Run the command with its output redirected; return its status, its output if `output` is PIPE, and its errors."""
-    said = subprocess.run(
-        [FEEDMILL, *arguments],
-        cwd=cwd,
-        env=os.environ | {"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1/0"} | environment,
-        stdout=output,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    given = os.environ | {"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1/0"} | environment
+    command = [FEEDMILL, *arguments]
+    said = subprocess.run(command, cwd=cwd, env=given, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
     return said.returncode, said.stdout, said.stderr
 
 

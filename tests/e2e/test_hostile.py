@@ -1,14 +1,12 @@
 """A real worker with a stand-in model, under hostile messages and on a Redis at its memory limit."""
 
 import json
-import os
 import re
 import signal
-import sys
 import time
 import zlib
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -18,22 +16,41 @@ from typing import Any
 import pytest
 from celery.exceptions import InvalidTaskError
 
-from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import RESULTS_STREAM
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.runtime.request import check
 from tests import fuzz
 from tests.fakes.hostile_messages import Hostile, good
 from tests.fakes.standin_worker import KILLS, KILLS_EARLY
-from tests.support import Process, RedisServer, dead_letters, make_posts, start, wait_until
+from tests.support import (
+    Feedmill,
+    RedisServer,
+    dead_letters,
+    make_posts,
+    push,
+    standing_in,
+    wait_until,
+    wait_until_empty,
+)
+
+#: Patterns of the modules that store Feedmill's and Celery's results.
+RECORDING, CONSUMER = r"pipeline\.recording", r"runtime\.consumer"
 
 
-def rejected(log: str, logger: str) -> int:
-    """Count the logger's lines about writes that Redis rejected at its memory limit."""
-    return sum(f" {logger}: " in line and "maxmemory" in line for line in log.splitlines())
+def rejected(worker: Feedmill, *modules: str) -> int:
+    """Count the modules' log lines about writes that Redis rejected at its memory limit."""
+    return len(re.findall(rf"^.* feedmill\.workers\.(?:{'|'.join(modules)}): .*maxmemory", worker.text(), re.MULTILINE))
+
+
+@contextmanager
+def serving(redis: RedisServer, folder: Path, **environment: str) -> Iterator[Feedmill]:
+    """Run a worker that must survive the test. Yields it once it is ready."""
+    with standing_in(redis, folder, **environment) as worker:
+        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+        yield worker
+        assert worker.lives()
 
 
 def _errback(**options: Any) -> dict[str, Any]:
@@ -84,11 +101,8 @@ def test_odd_headers_and_links_do_not_stop_the_worker(
     redis: RedisServer, settings: Settings, tmp_path: Path, posts: list[dict[str, str]]
 ) -> None:
     app = make_app(settings)
-    with standing_in(redis, tmp_path) as (worker, said):
+    with serving(redis, tmp_path) as worker:
         app.control.revoke_by_stamped_headers({"user": "b"}, reply=True)
-
-        def is_done() -> bool:
-            return not sum(queue_depth(redis.client, "feedmill"))
 
         redis.client.set("in-the-way", "no list")
         for number, changes in enumerate(SPOILT):
@@ -97,8 +111,7 @@ def test_odd_headers_and_links_do_not_stop_the_worker(
             for name, value in changes.items():
                 (whole["headers"] if name in whole["headers"] else whole["body"][2])[name] = value
             redis.client.lpush("feedmill", Hostile("changed", whole).element(f"m{number}"))
-            wait_until(lambda: worker.poll() is not None or is_done(), f"{changes} is acknowledged")
-            assert worker.poll() is None, said()
+            wait_until(lambda: worker.lives() and not sum(queue_depth(redis.client, "feedmill")), f"{changes} is done")
             assert app.AsyncResult(f"m{number}").ready(), changes
         # The other dead letters are errbacks, whose task no worker knows.
         letters = [letter for letter in dead_letters(ResultsStore(redis.client, settings), 100) if letter.id == "a"]
@@ -109,16 +122,15 @@ def test_odd_headers_and_links_do_not_stop_the_worker(
 def test_an_odd_reply_queue_does_not_stop_the_worker(
     redis: RedisServer, settings: Settings, tmp_path: Path, reply_to: Any
 ) -> None:
-    with standing_in(redis, tmp_path, FEEDMILL_CELERY_RESULTS="rpc") as (worker, said):
+    with serving(redis, tmp_path, FEEDMILL_CELERY_RESULTS="rpc") as worker:
         for number, headers in enumerate(({"task": "no.such"}, {"eta": "soon"}, {})):
             whole = good()
             whole["headers"] |= headers
             whole["properties"]["reply_to"] = reply_to
             redis.client.lpush("feedmill", Hostile("changed", whole).element(f"m{number}"))
         store = ResultsStore(redis.client, settings)
-        wait_until(lambda: worker.poll() is not None or store.get("m2"), "the last message is classified")
-        assert worker.poll() is None, said()
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all messages are acknowledged")
+        wait_until(lambda: worker.lives() and store.get("m2"), "the last message is classified")
+        wait_until_empty(redis.client)
         assert [letter.id for letter in dead_letters(store, 9)] == ["m0", "m1"]
 
 
@@ -129,39 +141,30 @@ def test_results_wait_at_redis_memory_limit(
     """Feedmill's and Celery's results are both kept until Redis has memory again, and the worker continues."""
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
     app = make_app(settings)
-    Pusher(app, connect(settings), settings, ClassifyOptions()).push(make_posts(400))
+    push(settings, make_posts(400))
     kwargs = {"posts": [{"id": "asked", "title": "Who waits for this?"}]}
     asked = app.send_task("feedmill.classify", kwargs=kwargs)
     redis.client.config_set("maxmemory", 1)
-    with standing_in(redis, tmp_path) as (worker, said):
-        wait_until(lambda: rejected(said(), "feedmill.workers.pipeline.recording"), "a result waits")
+    with serving(redis, tmp_path) as worker:
+        wait_until(lambda: rejected(worker, RECORDING), "a result waits")
         assert redis.client.xlen(RESULTS_STREAM) == 0
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=120)[0]["id"] == "asked"
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
-        waited = rejected(said(), "feedmill.workers.pipeline.recording") + rejected(
-            said(), "feedmill.workers.runtime.consumer"
-        )
-        worker.send_signal(signal.SIGSTOP)
+        wait_until_empty(redis.client)
+        waited = rejected(worker, RECORDING, CONSUMER)
+        worker.process.send_signal(signal.SIGSTOP)
         # The classification is already stored: only Celery's result remains to be written.
         asked = app.send_task("feedmill.classify", kwargs=kwargs)
         another = app.send_task("celery.accumulate", (5, 7), {"index": 1})
         redis.client.config_set("maxmemory", 1)
-        worker.send_signal(signal.SIGCONT)
-        wait_until(
-            lambda: (
-                rejected(said(), "feedmill.workers.pipeline.recording")
-                + rejected(said(), "feedmill.workers.runtime.consumer")
-                > waited
-            ),
-            "Celery's result waits",
-        )
-        wait_until(lambda: "the task will run again" in said(), "the other task is postponed")
+        worker.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: rejected(worker, RECORDING, CONSUMER) > waited, "Celery's result waits")
+        wait_until(lambda: "the task will run again" in worker.text(), "the other task is postponed")
         assert queue_depth(redis.client, "feedmill") == (0, 2)
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=120)[0]["id"] == "asked"
         assert another.get(timeout=120) == 7
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+        wait_until_empty(redis.client)
         assert redis.client.xlen(RESULTS_STREAM) == 401
 
 
@@ -176,26 +179,23 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
         kwargs = {"posts": [{"id": f"p{next(names)}", "title": "Who waits for this?"} for _ in range(posts)]}
         return app.send_task("feedmill.classify", kwargs=kwargs, **options)
 
-    with standing_in(redis, tmp_path, STANDIN_ROW_SECONDS="0.5") as (worker, said):
+    with serving(redis, tmp_path, STANDIN_ROW_SECONDS="0.5") as worker:
         busy = send(16)
         wait_until(lambda: queue_depth(redis.client, "feedmill") == (0, 1), "the worker has the first message")
         late = send(1, expires=5)
         wait_until(lambda: queue_depth(redis.client, "feedmill") == (0, 2), "the second message waits for its turn")
         redis.client.config_set("maxmemory", 1)
-        wait_until(
-            lambda: rejected(said(), "feedmill.workers.runtime.in_flight"),
-            "Redis rejects the result of the expired message",
-        )
+        wait_until(lambda: rejected(worker, r"runtime\.in_flight"), "Redis rejects the result of the expired message")
         redis.client.config_set("maxmemory", 0)
-        worker.send_signal(signal.SIGSTOP)
+        worker.process.send_signal(signal.SIGSTOP)
         until = time.monotonic() + 0.2
         expired = send(1, expires=0.1)
         redis.client.config_set("maxmemory", 1)
         wait_until(lambda: time.monotonic() > until, "the second message has expired")
-        worker.send_signal(signal.SIGCONT)
-        wait_until(lambda: rejected(said(), "feedmill.workers.runtime.consumer"), "Redis rejects the result on arrival")
+        worker.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: rejected(worker, CONSUMER), "Redis rejects the result on arrival")
         redis.client.config_set("maxmemory", 0)
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+        wait_until_empty(redis.client)
         assert len(busy.get(timeout=120)) == 16
         assert (late.state, expired.state) == ("REVOKED", "REVOKED")
 
@@ -212,9 +212,9 @@ def test_decompression_bombs_do_not_exhaust_memory(redis: RedisServer, settings:
         for number in range(13):
             found["headers"]["id"] = found["properties"]["correlation_id"] = f"{template.id}-{number}"
             redis.client.lpush("feedmill", json.dumps(found))
-    with standing_in(redis, tmp_path) as (worker, _):
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all messages are finished", 150)
-        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{worker.pid}/status").read_text())
+    with serving(redis, tmp_path) as worker:
+        wait_until_empty(redis.client)
+        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{worker.process.pid}/status").read_text())
         assert int(peak) < 1_500_000
     store = ResultsStore(connect(settings), settings)
     assert (store.counters().failed, store.counters().stored) == (26, 1)
@@ -228,16 +228,16 @@ def test_scheduled_messages_do_not_delay_due_ones(redis: RedisServer, settings: 
         app.send_task("feedmill.classify", kwargs={"posts": large}, countdown=10_000, compression="gzip")
     for number in range(2500):
         app.send_task("feedmill.classify", kwargs={"posts": [{"id": f"l{number}", "title": "Later"}]}, countdown=10_000)
-    Pusher(app, connect(settings), settings, ClassifyOptions()).push(make_posts(64))
+    push(settings, make_posts(64))
     store = ResultsStore(connect(settings), settings)
-    with standing_in(redis, tmp_path):
+    with serving(redis, tmp_path):
         wait_until(lambda: store.counters().stored == 64, "messages that are due are classified")
 
 
 def test_a_new_worker_reserves_few_messages_at_first(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """Before its first message, a worker does not know how many posts messages contain, so it limits their bytes."""
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(64 * 32))
-    with standing_in(redis, tmp_path, STANDIN_ROW_SECONDS="0.1"):
+    push(settings, make_posts(64 * 32))
+    with serving(redis, tmp_path, STANDIN_ROW_SECONDS="0.1"):
         wait_until(lambda: redis.client.hlen("feedmill:reserved"), "the worker has reserved messages")
         assert redis.client.hlen("feedmill:reserved") < 16
 
@@ -263,45 +263,14 @@ def test_what_kills_workers_is_dead_lettered(
     ]
     store, deaths = ResultsStore(connect(settings), settings), 0
     while not dead_letters(store, 1):
-        with standin(redis, tmp_path) as (worker, said):
-            wait_until(lambda: worker.poll() is not None or dead_letters(store, 1), "the worker or the message ends")
-            deaths += worker.poll() is not None
-            assert deaths <= 5, said()
-            if worker.poll() is None:
-                wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+        with standing_in(redis, tmp_path) as worker:
+            wait_until(lambda: worker.process.poll() is not None or dead_letters(store, 1), "one of both ends")
+            deaths += worker.process.poll() is not None
+            assert deaths <= 5, worker.text()
+            if worker.process.poll() is None:
+                wait_until_empty(redis.client)
     (letter,) = dead_letters(store, 2)
     assert (deaths, letter.attempts, store.counters().stored) == (5, 5 + (fatal == KILLS), 40)
     assert fatal in str(letter.post if fatal == KILLS else letter.payload)
     with pytest.raises(Exception, match="3 workers died"):
         sent[titles.index(fatal)].get(timeout=120)
-
-
-@contextmanager
-def standing_in(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tuple[Process, Callable[[], str]]]:
-    """Start a worker that must survive the test. Once it is ready, yield it and a function that reads its log."""
-    with standin(redis, folder, **environment) as (worker, said):
-        wait_until(lambda: " ready." in said(), "the worker is ready")
-        yield worker, said
-        assert worker.poll() is None, said()
-
-
-@contextmanager
-def standin(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tuple[Process, Callable[[], str]]]:
-    """Start a worker; yield it and a function that reads its log."""
-    log = folder / "worker.log"
-    with log.open("wb") as output:
-        worker = start(
-            [sys.executable, "-m", "tests.fakes.standin_worker", "standin"],
-            fuzz.ROOT,
-            os.environ | {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"} | environment,
-            output,
-        )
-    try:
-        yield worker, log.read_text
-    except AssertionError as error:
-        error.add_note(f"the worker's log:\n{log.read_text()[-8000:]}")
-        raise
-    finally:
-        if worker.poll() is None:
-            worker.terminate()
-            worker.wait(120)

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
 from transformers import pipeline
 
 from tests.fakes.hub import Hub
 from tests.fakes.models import NLI, make_model
-from tests.support import RedisServer, feedmill, wait_until, working
+from tests.support import RedisServer, application, feedmill, wait_until, working
 
 POSTS = [
     {"id": "a", "title": "The match ended in a draw"},
@@ -21,8 +20,7 @@ LABELS = ["sports", "food", "travel"]
 
 
 def ask(redis: RedisServer, **options: Any) -> list[dict[str, Any]]:
-    client = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
-    sent = client.send_task("feedmill.classify", kwargs={"posts": POSTS, **options}, queue="feedmill")
+    sent = application(redis).send_task("feedmill.classify", kwargs={"posts": POSTS, **options})
     found: list[dict[str, Any]] = sent.get(timeout=120)
     return found
 

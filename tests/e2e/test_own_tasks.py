@@ -18,7 +18,7 @@ from celery.exceptions import TimeLimitExceeded
 
 from feedmill.shared.broker import queue_depth
 from tests.fakes import constants
-from tests.support import Feedmill, RedisServer, run, running, wait_until
+from tests.support import Feedmill, RedisServer, application, run, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 POSTS: list[dict[str, Any]] = [
@@ -44,7 +44,7 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
     ) as it:
         wait_until(lambda: it.says(" ready."), "the worker is ready")
         # Until its first forward pass, a worker does not know its throughput and prefetches little.
-        _app(redis_server).send_task("feedmill.classify", [POSTS]).get(timeout=120)
+        application(redis_server).send_task("feedmill.classify", [POSTS]).get(timeout=120)
         yield it
 
 
@@ -53,13 +53,7 @@ def app(worker: Feedmill, redis_server: RedisServer) -> Celery:
     """An application in another process, which knows the tasks by name."""
     assert worker.process.poll() is None
     redis_server.client.delete("ran")
-    return _app(redis_server)
-
-
-def _app(redis: RedisServer) -> Celery:
-    app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
-    app.conf.task_default_queue = "feedmill"
-    return app
+    return application(redis_server)
 
 
 def ran(redis: RedisServer) -> list[str]:
@@ -121,8 +115,7 @@ def test_own_tasks_can_call_classify_directly(app: Celery) -> None:
 
 def test_a_time_limit_fails_the_task_and_stops_the_worker(redis_server: RedisServer, tmp_path: Path) -> None:
     """A thread cannot be interrupted, so the worker exits. Its other messages go back to the queue."""
-    redis, app = redis_server, _app(redis_server)
-    app.conf.task_default_queue = "limits"
+    redis, app = redis_server, application(redis_server, "limits")
     redis.client.delete("ran")
     environment = {
         "FEEDMILL_REDIS_URL": redis.url,

@@ -1,7 +1,7 @@
 """`feedmill.classify` and `feedmill.Classifier` with the embedded model."""
 
 import json
-import subprocess
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -299,9 +299,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted", feedmill.classify("I love it", labels=["praise", "complaint"]).label)
 """
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run([sys.executable, "-P", "-c", program], tmp_path, os.environ)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted praise\n", "")
 
 

@@ -12,16 +12,14 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as TimeoutFault
 
-from feedmill.producers.push import Pusher
 from feedmill.shared import broker
 from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import RESULTS_STREAM
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.transport.redis_transport import Channel
-from tests.support import Restartable, feedmill, make_posts, running, wait_until, working
+from tests.support import Restartable, feedmill, make_posts, push, running, wait_until, wait_until_empty, working
 
 pytestmark = pytest.mark.each_redis
 
@@ -63,7 +61,7 @@ def test_worker_survives_redis_failures(
     settings = Settings.model_validate({"redis_url": durable.url})
     store = ResultsStore(connect(settings), settings)
     with working(durable, tmp_path, **QUICK) as worker:
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+        push(settings, posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are stored")
         befalls(durable)
         wait_until(lambda: _quietly(lambda: store.counters().stored == len(posts)), "all results are stored", 90)
@@ -117,12 +115,12 @@ def test_the_next_worker_finishes_a_killed_workers_messages(durable: Restartable
     settings = Settings.model_validate({"redis_url": durable.url})
     store = ResultsStore(connect(settings), settings)
     with working(durable, tmp_path, "first", **QUICK) as first:
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+        push(settings, posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are stored")
         first.process.kill()
         first.process.wait()
     assert queue_depth(durable.client, "feedmill").held > 0
     with working(durable, tmp_path, "second", **QUICK):
         wait_until(lambda: store.counters().stored == len(posts), "all results are stored")
-        wait_until(lambda: not sum(queue_depth(durable.client, "feedmill")), "the queue is empty")
+        wait_until_empty(durable.client)
     assert durable.client.xlen(RESULTS_STREAM) == len(posts)

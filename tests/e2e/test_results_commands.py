@@ -19,7 +19,7 @@ from feedmill.shared.keys import RESULTS_STREAM, run_key
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, feedmill, make_classification, running, wait_until
+from tests.support import NEW_INTERPRETER, RedisServer, feedmill, make_classification, run, running, wait_until
 
 DOCUMENTATION = Path(__file__).parent.parent.parent / "docs" / "results.md"
 
@@ -208,15 +208,8 @@ def test_documented_example_prints_as_shown(redis: RedisServer, tmp_path: Path) 
     store = ResultsStore(redis.client, Settings())
     store.write([result("a1", "sport", 0.91), result("a2", "kitchen", 0.84)])
     for _ in range(2):  # the second run finds nothing new
-        said = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            cwd=tmp_path,
-            env=os.environ | {"FEEDMILL_REDIS_URL": redis.url},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        environment = os.environ | NEW_INTERPRETER | {"FEEDMILL_REDIS_URL": redis.url}
+        said = run([sys.executable, "-W", "error", "-c", code], tmp_path, environment)
         assert (said.stdout, said.stderr) == (printed, "")
 
 

@@ -11,6 +11,7 @@ import subprocess
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,12 +24,14 @@ from feedmill.shared.settings import STACK_FILE, Settings
 from feedmill.stack import embedded as stack_module
 from feedmill.stack import processes
 from feedmill.stack.embedded import Stack, addresses_in
+from tests.forkserver import ForkedChild
 from tests.support import (
     FEEDMILL,
     Feedmill,
     RedisServer,
     as_jsonl,
     feedmill,
+    forks,
     last_json,
     make_posts,
     naming,
@@ -260,6 +263,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
     # Variables for another Flower must not affect ours.
     monkeypatch.setenv("FLOWER_URL_PREFIX", "elsewhere")
+    monkeypatch.setattr(stack_module, "Child", partial(ForkedChild, forks()))
     made = Stack(Settings(), tmp_path / "data", durable=False)
     try:
         lines = made.start()

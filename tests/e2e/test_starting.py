@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,21 +19,28 @@ from typing import Any
 
 import click
 import pytest
-from celery import Celery
 from celery.bin.base import CLIContext
 from celery.bin.worker import WorkersPool
 from celery.bin.worker import worker as worker_command
 
-from feedmill.producers.push import Pusher
-from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.broker import connect, queue_depth
 from feedmill.shared.linux import notify
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.stack.supervisor import KILL_GRACE_S
 from feedmill.workers.app import make_worker_app
 from feedmill.workers.runtime.pool import DevicePool
-from tests.support import RedisServer, executing, make_posts, processes_in, wait_until
+from tests.support import (
+    NEW_INTERPRETER,
+    RedisServer,
+    application,
+    executing,
+    make_posts,
+    processes_in,
+    push,
+    run,
+    wait_until,
+)
 
 UNITS = Path(__file__).parent.parent.parent / "docker" / "systemd"
 UNIT, UNIT_OF_ALL = UNITS / "feedmill-worker@.service", UNITS / "feedmill-workers.service"
@@ -59,15 +65,9 @@ def environment(redis: RedisServer, tmp_path: Path) -> dict[str, str]:
     }
 
 
-def client(redis: RedisServer) -> Celery:
-    app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
-    app.conf.task_default_queue = "feedmill"
-    return app
-
-
 def classifies(redis: RedisServer) -> dict[str, Any]:
     """Classify posts; return the worker's pool statistics."""
-    app = client(redis)
+    app = application(redis)
     found = app.send_task("feedmill.classify", [POSTS]).get(timeout=120)
     assert [outcome["label"] for outcome in found] == ["sports", "food"]
     stats: Any = app.control.inspect(timeout=30, limit=1).stats()
@@ -80,7 +80,7 @@ def is_stopped_while_it_works(redis: RedisServer, settings: Settings, stop: Call
     posts = make_posts(32 * MESSAGES)
     store = ResultsStore(connect(settings), settings)
     before = store.counters().stored
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+    push(settings, posts)
     wait_until(lambda: store.counters().stored > before, "the first results are stored")
     assert not stop()
     waiting, held = queue_depth(redis.client, "feedmill")
@@ -93,7 +93,7 @@ def test_celery_worker_starts_classifies_and_stops(
 ) -> None:
     """The worker ignores `--pool prefork` and warns about a concurrency that its device does not support."""
     command = [*CELERY, "worker", "--loglevel", "info", "--concurrency", "4", "--pool", "prefork"]
-    with executing(command, tmp_path, environment | {"NEW_INTERPRETER": "1"}, tmp_path / "worker.log") as worker:
+    with executing(command, tmp_path, environment | NEW_INTERPRETER, tmp_path / "worker.log") as worker:
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
         pool = classifies(redis)
         assert (pool["implementation"], pool["max-concurrency"]) == ("feedmill.workers.runtime.pool:DevicePool", 1)
@@ -107,10 +107,8 @@ def test_celery_multi_starts_classifies_and_stops(
     """`celery multi` starts the worker in the background, with `--autoscale`, which a device does not support."""
 
     def multi(what: str, *flags: str) -> None:
-        said = subprocess.run(
-            [sys.executable, "-P", "-m", "celery", "multi", what, "w1", f"--pidfile={tmp_path}/%n.pid", *flags],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90, check=False,
-        )  # fmt: skip
+        command = [sys.executable, "-P", "-m", "celery", "multi", what, "w1", f"--pidfile={tmp_path}/%n.pid", *flags]
+        said = run(command, tmp_path, environment | NEW_INTERPRETER)
         assert said.returncode == 0, said.stdout + said.stderr
 
     log, pid = tmp_path / "w1.log", tmp_path / "w1.pid"
@@ -156,7 +154,7 @@ def test_systemd_accepts_the_units(tmp_path: Path, unit: Path, name: str) -> Non
         pytest.skip("needs systemd-analyze: apt install systemd")
     installed = tmp_path / name
     installed.write_text(unit.read_text().replace("/opt/feedmill/bin/feedmill", str(BIN / "feedmill")))
-    verified = subprocess.run([analyze, "--man=no", "verify", installed], capture_output=True, text=True, check=False)
+    verified = run([analyze, "--man=no", "verify", str(installed)], tmp_path, os.environ)
     assert (verified.returncode, verified.stdout, verified.stderr) == (0, "", "")
 
 

@@ -11,14 +11,22 @@ from pathlib import Path
 import pytest
 
 from feedmill.monitoring.watch import worker_statistics
-from feedmill.producers.push import Pusher
-from feedmill.shared.broker import connect, make_app
+from feedmill.shared.broker import make_app
 from feedmill.shared.keys import RESULTS_STREAM
-from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests import chaos
 from tests.e2e.test_starting import notified
-from tests.support import Feedmill, RedisServer, executing, feedmill, make_posts, processes_in, running, wait_until
+from tests.support import (
+    Feedmill,
+    RedisServer,
+    executing,
+    feedmill,
+    make_posts,
+    processes_in,
+    push,
+    running,
+    wait_until,
+)
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPU cores, one per worker")
 
@@ -42,7 +50,7 @@ ONE_REFUSES = "import sys; 'cpu:0' in sys.argv[-1] and (print('feedmill: too man
 @contextmanager
 def supervised(folder: Path, *command: str, **environment: str) -> Iterator[Feedmill]:
     """Run a supervisor of two workers with the given command."""
-    given = {"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1/0", "STANDIN_ROW_SECONDS": "0.01", "NEW_INTERPRETER": "1"}
+    given = {"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1/0", "STANDIN_ROW_SECONDS": "0.01"}
     words = [sys.executable, "-m", "tests.fakes.supervised", *command]
     with executing(words, chaos.ROOT, os.environ | given | environment, folder / "supervisor.log") as supervisor:
         yield supervisor
@@ -78,7 +86,7 @@ def test_workers_share_cpus_and_a_killed_one_is_restarted(
         assert not first & second
         told = Path(f"/proc/{before['cpu:0']}/environ").read_bytes().split(b"\0")
         assert f"RAYON_NUM_THREADS={os.environ.get('RAYON_NUM_THREADS', len(first))}".encode() in told
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(640))
+        push(settings, make_posts(640))
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) > 0, "the first results are stored")
         os.kill(before["cpu:0"], signal.SIGKILL)
         wait_until(lambda: supervisor.says(" ready.", 3), "the replacement is ready")
@@ -142,7 +150,7 @@ def test_two_cpu_workers_classify_and_stop(redis: RedisServer, settings: Setting
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
     with running("worker", "--devices", "cpu:2", "--name", "mill@here", cwd=tmp_path, **given) as command:
         wait_until(lambda: command.says("2 of 2 workers"), "both workers are up")
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(64))
+        push(settings, make_posts(64))
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 64, "all posts are classified")
         assert command.end(signal.SIGINT) == 0, command.text()
         text = command.text()

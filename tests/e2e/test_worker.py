@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from feedmill.producers.push import Pusher
-from feedmill.shared.broker import connect, make_app, queue_depth
-from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.broker import queue_depth
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, feedmill, find, make_posts, run, wait_until, working
+from tests.support import RedisServer, application, feedmill, find, make_posts, push, run, wait_until_empty, working
 from tests.unit.test_canary import overflowing
 
 POSTS: list[dict[str, Any]] = [
@@ -26,10 +24,7 @@ POSTS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def client(served: RedisServer) -> Celery:
-    """Another application: plain Celery without Feedmill."""
-    app = Celery("elsewhere", broker=served.url, backend=served.url, set_as_current=False)
-    app.conf.task_default_queue = "feedmill"
-    return app
+    return application(served)
 
 
 def ask(client: Celery, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +55,8 @@ def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
 def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer) -> None:
     settings = Settings.model_validate({"redis_url": served.url})
     ask(client, POSTS)
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(5))
-    wait_until(lambda: not sum(queue_depth(served.client, "feedmill")), "all messages are finished")
+    push(settings, make_posts(5))
+    wait_until_empty(served.client)
     for name in map(str, served.client.scan_iter()):
         key = find(name)
         assert key, f"{name!r} is not in docs/reference/keys.md"
@@ -116,7 +111,7 @@ sys.exit(run.run_worker(settings, "broken"))
 def test_a_dead_or_hung_thread_stops_the_worker(
     redis: RedisServer, settings: Settings, tmp_path: Path, what: str, words: str
 ) -> None:
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(100))
+    push(settings, make_posts(100))
     environment = {
         "FEEDMILL_REDIS_URL": redis.url,
         "FEEDMILL_TOKEN_BUDGET": "2048",

@@ -21,7 +21,7 @@ from feedmill.shared.results import ResultsStore, stored_ids
 from feedmill.shared.settings import Settings
 from tests.fakes.jetstream import FAULTS, Jetstream
 from tests.integration.test_results import letter, result
-from tests.support import RedisServer, body_of, find, wait_until
+from tests.support import RedisServer, find, queued, wait_until
 
 Make = Callable[..., LiveDaemon]
 
@@ -72,12 +72,6 @@ def run(daemon: LiveDaemon, holds: Callable[[], object], description: str) -> No
         return holds()
 
     wait_until(step, description, 30)
-
-
-def queued(redis: RedisServer) -> list[dict[str, Any]]:
-    """Return the posts in the queue in the order they were sent."""
-    messages: list[Any] = redis.client.lrange("feedmill", 0, -1)
-    return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
 
 
 def ids(redis: RedisServer) -> list[str]:

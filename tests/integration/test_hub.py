@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from feedmill.workers.models import hub as hub_module
 from feedmill.workers.models.hub import download
 from tests.fakes.hub import Hub
 from tests.fakes.models import make_sentence_model
+from tests.support import run
 
 NAME = "someone/small-bert"
 TOKEN = "hf_thisIsASecretOfMine"
@@ -66,18 +66,12 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 def locate(tmp_path: Path) -> Locate:
     """`locate` with a separate cache for each test."""
 
-    def run(hub: Hub | str, model: str = NAME, environment: dict[str, str] | None = None, **options: Any) -> Located:
+    def located(hub: Hub | str, model: str = NAME, environment: dict[str, str] = {}, **options: Any) -> Located:  # noqa: B006 - never changed
         outside = re.compile(r"HF_|FEEDMILL_|.*_proxy$", re.IGNORECASE)
         kept = {name: value for name, value in os.environ.items() if not outside.match(name)}
         ours = {"HF_ENDPOINT": hub if isinstance(hub, str) else hub.url, "HF_HOME": str(tmp_path / "cache")}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, model, json.dumps(options)],
-            env=kept | ours | (environment or {}),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-c", SCRIPT, model, json.dumps(options)]
+        done = run(command, tmp_path, kept | ours | environment)
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode == 0, done.stderr
         assert TOKEN not in done.stdout + done.stderr
@@ -86,7 +80,7 @@ def locate(tmp_path: Path) -> Locate:
             return Located(found["error"], done.stderr, Path(), "", "", [], 0)
         return Located(log=done.stderr, **found | {"folder": Path(found["folder"])})
 
-    return run
+    return located
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from feedmill.shared.keys import LIVE_STATUS
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
-from tests.support import RedisServer, body_of
+from tests.support import RedisServer, queued
 
 
 class Script(Source):
@@ -75,8 +75,7 @@ def run(daemon: LiveDaemon, clock: SimulatedClock, seconds: float) -> None:
 
 
 def ids(redis: RedisServer) -> list[str]:
-    messages: list[Any] = redis.client.lrange("feedmill", 0, -1)
-    return [post["id"] for message in reversed(messages) for post in body_of(message)[1]["posts"]]
+    return [post["id"] for post in queued(redis)]
 
 
 def test_failure_sends_what_was_read_and_resumes_before_it(

@@ -23,7 +23,7 @@ from feedmill.shared.purge import forget
 from feedmill.shared.scripts import load_functions
 from feedmill.shared.scripts import queue as scripts
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, body_of, find, make_posts, sent_count, sent_marks
+from tests.support import RedisServer, find, make_posts, queued, sent_count, sent_marks
 
 pytestmark = pytest.mark.each_redis
 
@@ -32,10 +32,9 @@ def pusher(settings: Settings, again: bool = False, **options: Any) -> Pusher:
     return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions.parse(options), again)
 
 
-def queued(redis: RedisServer) -> list[str]:
+def ids(redis: RedisServer) -> list[str]:
     """Return the ids of the posts in the queue."""
-    raw: Any = redis.client.lrange("feedmill", 0, -1)
-    return [post["id"] for each in raw for post in body_of(each)[1]["posts"]]
+    return [post["id"] for post in queued(redis)]
 
 
 def messages(redis: RedisServer) -> list[dict[str, Any]]:
@@ -173,7 +172,7 @@ def test_an_interrupted_wait_keeps_what_was_sent(settings: Settings, redis: Redi
     redis.client.delete("feedmill")
     pushing.push(make_posts(60))
     assert (pushing.sent, pushing.skipped) == (60, 40)
-    assert sorted(queued(redis)) == sorted(f"p{number}" for number in range(40, 60))
+    assert sorted(ids(redis)) == sorted(f"p{number}" for number in range(40, 60))
 
 
 def test_purged_posts_are_never_sent(settings: Settings, redis: RedisServer) -> None:
@@ -184,7 +183,7 @@ def test_purged_posts_are_never_sent(settings: Settings, redis: RedisServer) -> 
         pushing.push(make_posts(5))
         assert (pushing.gone, pushing.first_gone, pushing.skipped) == (2, "p1", 0)
         forget(redis.client, [f"p{number}" for number in range(5)])
-    assert queued(redis) == ["p0", "p2", "p4"] * 2
+    assert ids(redis) == ["p0", "p2", "p4"] * 2
     redis.client.delete(tombstone_key("p1"))
     pushing.push(make_posts(5)[1:2])
     assert pushing.sent == 4
@@ -206,7 +205,7 @@ def test_a_post_purged_while_being_sent_is_not_marked(
 
 def consistent(pushing: Pusher, redis: RedisServer) -> None:
     """Assert that every marked or counted post is in the queue."""
-    there = queued(redis)
+    there = ids(redis)
     assert sent_count(redis.client) == sum(sent_marks(redis.client, post_id) for post_id in set(there))
     assert pushing.sent <= len(there)
     assert pushing.messages <= len(messages(redis))
@@ -256,12 +255,12 @@ def test_push_can_be_repeated_after_any_failure(
     assert pushing.sent < len(posts)
     pushing.push(posts)
     consistent(pushing, redis)
-    there = queued(redis)
+    there = ids(redis)
     assert set(there) == {post.id for post in posts}
     # Posts that were published but not marked are repeated, at most one round trip of them.
     assert len(there) - len(posts) == (20 if step in ("published", "remember") else 0)
     pushing.push(posts)
-    assert len(queued(redis)) == len(there)
+    assert len(ids(redis)) == len(there)
 
 
 def test_push_can_be_repeated_after_its_source_failed(
@@ -281,7 +280,7 @@ def test_push_can_be_repeated_after_its_source_failed(
     assert pushing.sent == 32
     pushing.push(posts)
     assert (pushing.sent, pushing.skipped) == (50, 32)
-    assert sorted(queued(redis)) == sorted(post.id for post in posts)
+    assert sorted(ids(redis)) == sorted(post.id for post in posts)
 
 
 def test_push_can_be_repeated_after_a_signal_at_any_line(
@@ -330,7 +329,7 @@ def test_push_can_be_repeated_after_a_signal_at_any_line(
         pushing.push(posts)
         redis.client.rpush("feedmill", *worked) if worked else None
         consistent(pushing, redis)
-        assert set(queued(redis)) == {post.id for post in posts}, f"after line {line}"
+        assert set(ids(redis)) == {post.id for post in posts}, f"after line {line}"
         assert all(sent_marks(redis.client, post.id) for post in posts)
         return passed >= line
 
@@ -352,7 +351,7 @@ def test_push_fails_at_the_memory_limit_and_can_be_repeated(settings: Settings, 
     finally:
         redis.client.config_set("maxmemory", "0")
     pushing.push(posts)
-    assert set(queued(redis)) == {post.id for post in posts}
+    assert set(ids(redis)) == {post.id for post in posts}
 
 
 def test_waits_for_redis_memory_if_configured(
@@ -391,7 +390,7 @@ def test_waits_for_redis_memory_if_configured(
     assert len(waits) == 2
     assert all("memory" in reason for reason in waits)
     assert (pushing.sent, pushing.skipped, pushing.waiting) == (80, 40, "")
-    assert set(queued(redis)) == {post.id for post in make_posts(80)}
+    assert set(ids(redis)) == {post.id for post in make_posts(80)}
     again = pusher(settings)
     again.push(make_posts(80))
     assert again.skipped == 80

@@ -12,14 +12,13 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import closing
-from importlib.metadata import distribution, packages_distributions
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml  # type: ignore[import-untyped]
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -30,7 +29,7 @@ from typer.main import get_command
 from feedmill.cli.main import app
 from feedmill.shared.metrics import serve
 from feedmill.shared.settings import Settings
-from tests.support import free_port, installed_redis, wait_until
+from tests.support import NEW_INTERPRETER, distributions_of, free_port, installed_redis, run, wait_until
 from tests.unit.test_metrics import known, names_in, promtool
 
 ROOT = Path(__file__).parent.parent.parent
@@ -152,20 +151,12 @@ def _runs(script: str) -> bool:
 
 def test_command_imports_only_its_dependencies() -> None:
     """`feedmill` must start without packages that only come with a worker's or Reddit's dependencies."""
-    brought, unseen = {"feedmill"}, [Requirement(each) for each in PROJECT["project"]["dependencies"]]
-    while unseen:
-        name = canonicalize_name(unseen.pop().name)
-        if name not in brought:
-            brought.add(name)
-            required = map(Requirement, distribution(name).requires or ())
-            unseen += [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    brought = {"feedmill", *distributions_of(PROJECT["project"]["dependencies"])}
     owners = {module: set(map(canonicalize_name, names)) for module, names in packages_distributions().items()}
     others = [module for module, names in owners.items() if not names & brought]
     assert {"torch", "transformers", "praw"} <= set(others)
     script = f"import sys; sys.modules.update(dict.fromkeys({others})); import feedmill.cli.main"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run([sys.executable, "-P", "-c", script], ROOT, os.environ | NEW_INTERPRETER)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -19,7 +19,7 @@ from feedmill.shared.settings import Settings
 from tests.fakes import constants
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
-from tests.support import RedisServer, body_of, make_classification
+from tests.support import RedisServer, make_classification, queued
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 TOPICS = {"food": ("cooking", "baking", "recipes"), "sport": ("tennis", "chess", "golf")}
@@ -88,9 +88,7 @@ class House:
         return [self.loopback.publish(name, title=f"post {number + each}", **fields) for each in range(count)]
 
     def queued(self) -> list[dict[str, Any]]:
-        """Return the posts in the queue in the order they were sent."""
-        messages: list[Any] = self.redis.client.lrange("feedmill", 0, -1)
-        return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
+        return queued(self.redis)
 
     def ids(self) -> list[str]:
         return [post["id"] for post in self.queued()]
