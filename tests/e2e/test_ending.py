@@ -33,7 +33,7 @@ def stored(redis: RedisServer) -> int:
 
 def finish(redis: RedisServer, folder: Path) -> None:
     """Let another worker process the remaining messages; check that each result is stored exactly once."""
-    with standin(redis, folder, "next") as worker:
+    with standin(redis, folder, "next", row_seconds=0) as worker:
         wait_until_empty(redis.client)
         assert worker.end() == 0
     assert stored(redis) == POSTS

@@ -3,8 +3,9 @@
     python -m tests.fakes.standin_worker NAME
 
 Only the classifier is replaced. torch and transformers, which take most of a worker's start-up time, are not imported.
-STANDIN_ROW_SECONDS is the time per row; deployed models take none. With STANDIN_TOPICS, results have the scores of the
-sixteen default topics instead of two labels'. Post titles and the signals below inject faults.
+STANDIN_ROW_SECONDS is the time per row; deployed models take none. STANDIN_LEASE_S is the length of leases. Results
+have the scores of the sixteen default topics with STANDIN_TOPICS, and else of two labels. Titles and the signals below
+inject faults.
 """
 
 import os
@@ -137,7 +138,9 @@ def main(name: str) -> int:
     from feedmill.workers.models import device  # noqa: PLC0415
     from feedmill.workers.run import run_worker  # noqa: PLC0415
     from feedmill.workers.runtime import hot_swap  # noqa: PLC0415
+    from feedmill.workers.transport.redis_transport import Channel  # noqa: PLC0415
 
+    Channel.visibility_timeout = float(os.environ.get("STANDIN_LEASE_S", Channel.visibility_timeout))
     hot_swap.load_classifier = load  # type: ignore[assignment, attr-defined]
     device.select_device = lambda *_: StandIn.device  # type: ignore[assignment]
     return run_worker(settings.load(), name)
