@@ -18,10 +18,11 @@ from feedmill.shared.settings import Settings
 from tests.forkserver import ForkServer
 from tests.support import FORK_SERVER, RedisServer, redis_servers, working
 
-#: Test files that take more than half a minute each.
+#: Test files that take the most time, the longest first.
 LONGEST = (
-    "test_celery", "test_ending", "test_models", "test_onnx_engine", "test_redis_goes_away",
-    "test_stack", "test_starting", "test_supervisor", "test_train", "test_transport_faults", "test_worker",
+    "test_hostile", "test_stack", "test_supervisor", "test_celery", "test_redis_goes_away", "test_ending",
+    "test_worker", "test_demo", "test_transport_faults", "test_starting", "test_train", "test_models",
+    "test_onnx_engine",
 )  # fmt: skip
 
 #: Test files that run on every redis-server of this machine, like the tests with the mark each_redis.
@@ -88,7 +89,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "each_redis_server" in getattr(item, "fixturenames", ()) or item.path.stem in ON_EACH_REDIS:
             item.add_marker(pytest.mark.each_redis)
-    items.sort(key=lambda item: (item.path.stem not in LONGEST, "unit" in item.path.parts))
+    places = {stem: place for place, stem in enumerate(LONGEST)}
+    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), "unit" in item.path.parts))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

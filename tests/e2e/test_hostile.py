@@ -222,12 +222,12 @@ def test_decompression_bombs_do_not_exhaust_memory(redis: RedisServer, settings:
 
 def test_scheduled_messages_do_not_delay_due_ones(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """Scheduled messages, many or large, do not count towards the limits of the messages that a worker works on."""
-    app = make_app(settings)
-    large = [{"id": "e", "title": "x", "body": "a" * 40_000_000}]
-    for _ in range(4):
-        app.send_task("feedmill.classify", kwargs={"posts": large}, countdown=10_000, compression="gzip")
-    for number in range(2500):
-        app.send_task("feedmill.classify", kwargs={"posts": [{"id": f"l{number}", "title": "Later"}]}, countdown=10_000)
+    large, small = {"id": "e", "title": "x", "body": "a" * 40_000_000}, {"id": "l", "title": "Later"}
+    for post, messages, compression in ((large, 4, "gzip"), (small, 2500, None)):
+        options: dict[str, Any] = {"kwargs": {"posts": [post]}, "countdown": 10_000, "compression": compression}
+        task_id = make_app(settings).send_task("feedmill.classify", **options).id
+        message = str(redis.client.lpop("feedmill"))
+        redis.client.lpush("feedmill", *(message.replace(task_id, f"{task_id}-{number}") for number in range(messages)))
     push(settings, make_posts(64))
     store = ResultsStore(connect(settings), settings)
     with serving(redis, tmp_path):
