@@ -277,6 +277,8 @@ def main() -> None:
     import transformers.models.bert.modeling_bert  # noqa: F401, PLC0415 - imported for forked processes
 
     import feedmill.cli.main  # noqa: PLC0415
+    import feedmill.export.postgres  # noqa: PLC0415
+    import feedmill.monitoring.dashboard  # noqa: PLC0415
     import feedmill.workers.run  # noqa: F401, PLC0415
 
     del sys.path[0]  # the working directory, added by `-m`

@@ -25,10 +25,10 @@ def ask(redis: RedisServer, **options: Any) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["torch", "onnx"])
-def test_worker_classifies_by_entailment(redis: RedisServer, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(("engine", "architecture"), [("torch", "bart"), ("onnx", "bert")])
+def test_worker_classifies_by_entailment(redis: RedisServer, tmp_path: Path, engine: str, architecture: str) -> None:
     """Scores equal those of the transformers pipeline. Each post has three rows; one post is invalid."""
-    folder = make_model("bart", tmp_path / "model", NLI)
+    folder = make_model(architecture, tmp_path / "model", NLI)
     with working(
         redis, tmp_path, FEEDMILL_MODEL=str(folder), FEEDMILL_DTYPE="float32", FEEDMILL_ENGINE=engine
     ) as worker:

@@ -184,7 +184,7 @@ def test_an_archive_that_is_down_or_behind_keeps_the_gap(
     posts = fresh(house, "cooking", 300)
     archive.lag = HOUR
     archive.faults.next("server_error_503", times=2)
-    running = house.daemon(archive=archived.client())
+    running = house.daemon(archive=archived.client(), reddit_poll_interval=10 * MINUTE)
     house.run(running, 40 * MINUTE)
     assert [gap.problem for gap in house.gaps.open()] == [BEHIND]
     assert running.status()["gaps_recorded"] == 1

@@ -57,7 +57,7 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
 
 
 def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:
-    daemon = house.daemon()
+    daemon = house.daemon(reddit_poll_interval=SELDOM)
     fullnames = house.publish("cooking", 50)
     house.run(daemon, RECHECK_DELAYS_S[0] - MINUTE)
     house.loopback.faults.always("empty_listing", where="/api/info")
@@ -149,13 +149,13 @@ def test_a_post_comes_back_after_a_kill_during_its_purge(house: House, monkeypat
 
 def test_expired_marks_send_nothing_twice(house: House) -> None:
     """Posts that are older than the records of sent posts may have been sent; rechecks do not depend on them."""
-    daemon = house.daemon(sent_ttl=HOUR)
+    daemon = house.daemon(sent_ttl=HOUR, reddit_poll_interval=SELDOM)
     posts = house.publish("cooking", 5)
     house.run(daemon, RECHECK_DELAYS_S[0] - MINUTE)
     house.loopback.edit(posts[0], "after")
     house.clock.wait(2 * MINUTE)
     forget_marks(house)
-    house.run(house.daemon(sent_ttl=HOUR), RECHECK_DELAYS_S[1])
+    house.run(house.daemon(sent_ttl=HOUR, reddit_poll_interval=SELDOM), RECHECK_DELAYS_S[1])
     assert [house.ids().count(post) for post in posts] == [2, 1, 1, 1, 1]
 
 
