@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zstandard
