@@ -140,7 +140,7 @@ def main(name: str) -> int:
     from feedmill.workers.runtime import hot_swap  # noqa: PLC0415
     from feedmill.workers.transport.redis_transport import Channel  # noqa: PLC0415
 
-    Channel.visibility_timeout = float(os.environ.get("STANDIN_LEASE_S", Channel.visibility_timeout))
+    Channel.visibility_timeout = int(os.environ.get("STANDIN_LEASE_S", Channel.visibility_timeout))
     hot_swap.load_classifier = load  # type: ignore[assignment, attr-defined]
     device.select_device = lambda *_: StandIn.device  # type: ignore[assignment]
     return run_worker(settings.load(), name)
