@@ -540,7 +540,7 @@ class ParquetTable:
         if not binary.seekable():
             raise InputError(f"{name} is Parquet, which cannot be read from a pipe. Give the path of a file.")
         self._file = opened.enter_context(pq.ParquetFile(binary))
-        self.schema, self.length = self._file.schema_arrow, self._file.metadata.num_rows
+        self.schema = self._file.schema_arrow
         self.header = self.schema.names
 
     def records(self) -> Iterator[Record]:

@@ -23,7 +23,7 @@ from typer import Argument, Option
 from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOption, needs, refuse, with_settings
 from feedmill.console import ID_WIDTH, LiveBar, counted, notes_console, output_console, span, with_title
 from feedmill.local_model import explain_refusals, load_calibrated
-from feedmill.producers.files import NOT_UTF8, CsvTable, FileReading, ParquetTable, Place, Row, Source, is_file
+from feedmill.producers.files import NOT_UTF8, CsvTable, FileReading, Place, Row, Source, is_file
 from feedmill.producers.records import NO_TEXT, REMOVED, parse_text
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import InputError, UserError, explain_missing, explain_unwritable, json_line, printable
@@ -162,7 +162,7 @@ class Labelling:
         # Read a row before loading the model, which takes seconds.
         first = next(rows)
         form = self._form or ("csv" if isinstance(source.table, CsvTable) else "jsonl")
-        keys, total = self._keys(source, form)
+        keys = self._keys(source, form)
         is_copied = source.table is None and form == "jsonl"
         given = source.table.header if source.table else list(first.values or ()) if keys is None else keys.names
         prefix = self._flags.prefix
@@ -174,7 +174,7 @@ class Labelling:
         check_new_columns(source.name, given, new, "--prefix")
         found = with_outcomes(islice(self._readable(chain([first], rows)), self._limit), classify)
         # Closed after any error: threads of a running model would abort the process at its exit.
-        with self._output() as file, self._bar(source, total), closing(found):
+        with self._output() as file, self._bar(source), closing(found):
             batch_rows = 1 if self._is_printed and not is_file(self._path) else self._writing.COPIED_ROWS
             copy = (
                 self._writing.JsonCopy(file, self._out, new, labels)
@@ -194,12 +194,10 @@ class Labelling:
         if self._broken:
             raise self._broken
 
-    def _keys(self, source: Source, form: str) -> tuple[Any, int | None]:
-        """Return the columns of JSON records, which are read twice for them, and the number of rows, if known."""
-        if isinstance(source.table, ParquetTable):
-            return None, min(source.table.length, self._limit or source.table.length)
+    def _keys(self, source: Source, form: str) -> Any:
+        """Return the columns of JSON records, which are read twice for them; None for other sources and outputs."""
         if source.table is not None or form == "jsonl":
-            return None, None
+            return None
         if not is_file(self._path):
             raise UserError(f"{source.name} is a pipe with JSON, whose keys are not known beforehand. Write .jsonl, or "
                             "save it as a file first.")  # fmt: skip
@@ -222,14 +220,13 @@ class Labelling:
             with explain_unwritable(self._out), replacing(self._out) as temporary, temporary.open("wb") as file:
                 yield file
 
-    def _bar(self, source: Source, total: int | None) -> LiveBar:
-        """Return a bar of the rows; of the bytes, if the number of rows is unknown."""
+    def _bar(self, source: Source) -> LiveBar:
+        """Return a bar of the bytes read."""
 
         def figures(seconds: float) -> tuple[str, float, float | None]:
             rows = self.tally.rows
             rate = f", {rows / seconds:,.0f}/s" if seconds and rows else ""
-            done, of = (source.done, source.size) if total is None else (rows, total)
-            return f"{counted(rows, 'row')}{rate}", done, of
+            return f"{counted(rows, 'row')}{rate}", source.done, source.size
 
         return LiveBar(self._notes, figures)
 

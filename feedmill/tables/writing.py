@@ -228,18 +228,17 @@ def _json(column: pa.Array) -> pa.Array:
     return pc.binary_join_element_wise('"', texts, '"', "")
 
 
-def schema_of(rows: Iterable[Row], form: str) -> tuple[pa.Schema, int]:
-    """Return a column for each key of JSON records, in order, and the number of rows."""
+def schema_of(rows: Iterable[Row], form: str) -> pa.Schema:
+    """Return a column for each key of JSON records, in order."""
     kinds: dict[str, set[type]] = {}
-    count = 0
-    for count, row in enumerate(rows, 1):  # noqa: B007
+    for row in rows:
         for key, value in row.values.items() if isinstance(row.values, dict) else ():
             known = kinds.setdefault(key, set())
             if not is_missing(value):
                 is_large = type(value) is int and abs(value) > MAX_INTEGER
                 known.add(str if is_large else type(value))
     types = {key: KINDS.get(frozenset(known), JSON) if form == "parquet" else JSON for key, known in kinds.items()}
-    return pa.schema(list(types.items())), count
+    return pa.schema(list(types.items()))
 
 
 class LabelledCopy:
