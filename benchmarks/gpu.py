@@ -25,7 +25,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -149,11 +150,12 @@ def stalls(loaded: Loaded, effort: Effort) -> dict[str, Any]:
     }
 
 
-def _shapes_of_traffic(effort: Effort) -> Iterator[tuple[int, int]]:
-    """Yield shapes of several rows in random order."""
+@cache
+def _shapes_of_traffic(effort: Effort) -> list[tuple[int, int]]:
+    """Return shapes of several rows in random order."""
     found = list(day(EXACT, 20 * effort.day, 16_384, 5000, window_rows=64).shapes)
     random.Random(7).shuffle(found)
-    yield from (shape for shape in found if shape[0] > 1 and shape[0] * shape[1] <= effort.batch_tokens)
+    return [shape for shape in found if shape[0] > 1 and shape[0] * shape[1] <= effort.batch_tokens]
 
 
 def _new(used: set[tuple[int, int]], shapes: Shapes, rows: int, length: int) -> bool:

@@ -276,7 +276,9 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
         made.stop()
 
 
-def test_restarts_every_process(stack: Stack) -> None:
+def test_restarts_every_process_and_explains_why_one_keeps_failing(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = [service.child.process.pid for service in stack._services]
     for service in stack._services:
         service.child.kill()
@@ -289,12 +291,11 @@ def test_restarts_every_process(stack: Stack) -> None:
     wait_until(is_restarted, "every process answers again", 150)
     assert not set(before) & {service.child.process.pid for service in stack._services}
     assert {line.split()[0] for line in said} == {"redis", "worker", "flower"}
-
-
-def test_a_redis_that_keeps_failing_is_explained(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "RESTART_DELAY_S", 0.0)
-    kill_redis(stack)
-    said: list[str] = []
+    redis = stack._services[-1].child
+    assert redis.name == "redis"
+    redis.kill()
+    said.clear()
 
     def says(words: str) -> bool:
         stack.supervise(said.append)
@@ -304,9 +305,3 @@ def test_a_redis_that_keeps_failing_is_explained(stack: Stack, monkeypatch: pyte
     with socket.create_server(("127.0.0.1", stack.settings.redis.hosts[0][1])):
         wait_until(lambda: says("Address already in use"), "the reason is shown")
     wait_until(lambda: says("redis answers again"), "Redis is restarted")
-
-
-def kill_redis(stack: Stack) -> None:
-    redis = stack._services[-1].child
-    assert redis.name == "redis"
-    redis.kill()

@@ -287,9 +287,9 @@ def test_push_can_be_repeated_after_a_signal_at_any_line(
     settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Signal handlers may raise between any two lines: raise at each line in turn."""
-    small = settings.model_copy(update={"posts_per_message": 2, "queue_limit": 2})
+    small = settings.model_copy(update={"posts_per_message": 2, "queue_limit": 1})
     monkeypatch.setattr(push, "POSTS_PER_ROUND_TRIP", 2)
-    posts = make_posts(5)
+    posts = make_posts(3)
     files = (push.__file__, broker.__file__)
     app, client = make_app(small), connect(small)
     worked: list[str] = []

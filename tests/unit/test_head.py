@@ -154,6 +154,7 @@ def test_rejects_setfit_models_but_takes_them_as_a_base(tmp_path: Path, file: st
 
 def test_command_writes_a_tested_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")  # measuring it takes most of a minute
     posts = tmp_path / "posts.jsonl"
     rows = [each.post.model_dump(exclude_defaults=True) | {"topic": each.label} for each in examples(60)]
     posts.write_text("".join(json.dumps(row) + "\n" for row in rows))

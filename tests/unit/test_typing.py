@@ -24,11 +24,16 @@ reveal_type([item for item in feedmill.results() if isinstance(item, feedmill.Re
 feedmill.classify(["x"], labels=5)
 """
 
-#: Without the large packages, which take minutes to analyse and have no part in these types.
-CONFIGURATION = """\
+#: Large packages that take minutes to analyse and have no part in these types.
+OTHERS = (
+    "celery", "kombu", "redis", "rich", "typer", "torch", "transformers", "workers", "producers", "feedmill.cli",
+    "IPython", "PIL", "fastapi", "huggingface_hub", "hypothesis", "matplotlib", "numpy", "pandas",
+    "prompt_toolkit", "pyarrow",
+)  # fmt: skip
+CONFIGURATION = f"""\
 [mypy]
 python_version = 3.11
-[mypy-celery.*,kombu.*,redis.*,rich.*,typer.*,torch.*,transformers.*,workers.*,producers.*,feedmill.cli.*]
+[mypy-{",".join(f"{package}.*" for package in OTHERS)}]
 follow_imports = skip
 """
 

@@ -32,7 +32,7 @@ def house(
     redis: RedisServer, clock: SimulatedClock, loopback: LoopbackReddit, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[House]:
     # Tests simulate days: reporting the status every ten seconds would be most of the daemon's work.
-    monkeypatch.setattr(daemon, "STATUS_INTERVAL_S", 50.0)
+    monkeypatch.setattr(daemon, "STATUS_INTERVAL_S", 300.0)
     monkeypatch.setattr(http, "READ_TIMEOUT_S", 2.0)
     house = House(redis, clock, loopback, monkeypatch)
     yield house

@@ -77,7 +77,7 @@ class House:
         """Run the daemon for this much simulated time."""
         until = self.clock.monotonic() + seconds
         while (left := until - self.clock.monotonic()) > 0:
-            self.clock.wait(min(daemon.step(), left, 50.0))
+            self.clock.wait(min(daemon.step(), left, 300.0))
 
     def replaced(self) -> dict[str, ReplacedSubreddit]:
         """Return the subreddits that are not read, by name."""
