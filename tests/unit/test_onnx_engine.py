@@ -96,7 +96,7 @@ def test_int8_agrees_with_float32_on_most_posts(cache: Path, posts: list[str], e
 
 
 def test_gpu_without_provider_does_not_fall_back_to_cpu(tmp_path: Path, cache: Path) -> None:
-    weights = locate(str(make_model("bert", tmp_path, NLI)))
+    weights = locate(str(make_model("bart", tmp_path, NLI)))
     gpu = Device(torch.device("cuda:0"), torch.float32, "for a test")
     with pytest.raises(ModelError, match="cuda:0"):
         OnnxEngine(weights, gpu, LOGITS, 0, Settings(cache_folder=cache))
