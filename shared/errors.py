@@ -129,15 +129,13 @@ class MessageFailed(FeedmillError):  # noqa: N818
 
     #: Reasons quoted in the text. A message can contain a thousand invalid posts.
     QUOTED = 3
-    #: Text before the reasons. Each reason begins with a post's id and a colon.
-    BEFORE_REASONS = " posts failed: "
 
     @classmethod
     def of(cls, reasons: Sequence[str], posts: int) -> "MessageFailed":
         """Build the error for a message of `posts` posts, given one reason per failed post."""
         quoted = "; ".join(reasons[: cls.QUOTED])
         more = f"; and {len(reasons) - cls.QUOTED} more" if len(reasons) > cls.QUOTED else ""
-        return cls(f"{len(reasons)} of {posts}{cls.BEFORE_REASONS}{quoted}{more}")
+        return cls(f"{len(reasons)} of {posts} posts failed: {quoted}{more}")
 
 
 #: Maximum characters of an untrusted value, or of a field's or option's name, quoted in an error.

@@ -23,8 +23,6 @@ MODELS = "feedmill:models"
 WORKERS = "feedmill:workers"
 #: Queue -> the model requested with `feedmill deploy`, as JSON.
 REQUESTED_MODELS = "feedmill:wanted"
-#: Task results that an application waits for. Feedmill's hold one outcome per post, as JSON.
-CELERY_RESULTS = "celery-task-meta-*"
 
 #: Topic -> its subreddits that are not read, the reasons, and their substitutes, as JSON.
 REDDIT_SUBSTITUTES = "feedmill:reddit:replaced"

@@ -4,15 +4,13 @@ Deleting alone is not enough: a worker may be classifying the post, and a produc
 sets a tombstone, which stops all further sending and storing (shared/results.py, producers/push.py), and then deletes
 existing data. A purge is idempotent and can be repeated after a failure. It works at `maxmemory` too.
 
-Limits: a post stays in a worker's memory until its message is finished. Its result is not stored; but if another
-application waits for that message, Celery keeps the outcome for CELERY_RESULT_TTL_S, and results of a chord's messages
-until the chord is finished. Redis frees a deleted stream entry when all entries of its stream node are deleted:
-immediately if `stream-node-max-entries` is 1, as in docker/redis.conf. The append-only file keeps old data until it is
-rewritten.
+Limits: Celery keeps outcomes (id, label and scores, or a reason) for the application that waits for them, for
+CELERY_RESULT_TTL_S, and those of a chord's messages until the chord is finished. Redis frees a deleted stream entry
+when all entries of its stream node are deleted: immediately if `stream-node-max-entries` is 1, as in docker/redis.conf.
+The append-only file keeps old data until it is rewritten.
 """
 
 import json
-import re
 import time
 import zlib
 from base64 import b64encode
@@ -25,8 +23,8 @@ from redis.client import NEVER_DECODE
 
 from feedmill.shared import encoding, model_routing
 from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, queue_lists
-from feedmill.shared.errors import MessageFailed, UserError, printable
-from feedmill.shared.keys import CELERY_RESULTS, DEAD_LETTERS, PURGES, RESULTS_STREAM, tombstone_key
+from feedmill.shared.errors import UserError, printable
+from feedmill.shared.keys import DEAD_LETTERS, PURGES, RESULTS_STREAM, tombstone_key
 from feedmill.shared.messages import MAX_ID, Post
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import DAY_S, Settings
@@ -39,15 +37,11 @@ MAX_PURGES, PURGES_PER_READ, BEGINNING = 4000, 20, "0-0"
 #: Ids per pass over a stream; and bytes of entries that one call reads, during which Redis is blocked for a few
 #: milliseconds.
 IDS_AT_ONCE, SWEEP_BYTES = 1000, 2**18
-#: Keys per SCAN; and Celery results per MGET, one of which can hold 1,000 outcomes.
-SCAN_COUNT, RESULTS_AT_ONCE = 1000, 50
 #: Messages per read. Feedmill's are about 20 KB; other applications' can be a thousand times as large.
 MESSAGES_AT_ONCE = 10
 #: Fields that distinguish a post from other objects with an id.
 OTHER_FIELDS = Post.model_fields.keys() - {"id"}
-#: Fields that identify a classification, and a post's error. Other applications' results match CELERY_RESULTS too.
-CLASSIFICATION, POST_ERROR = frozenset({"id", "label", "scores", "fingerprint"}), frozenset({"id", "error"})
-#: Text that replaces the purged parts of an outcome or an error, and the argument previews in a message's headers.
+#: Text that replaces the argument previews in a message's headers.
 PURGED = "purged"
 
 
@@ -62,8 +56,6 @@ class PurgeCounts(NamedTuple):
     entries: int = 0
     #: Entries of the dead-letter stream.
     dead_letters: int = 0
-    #: Celery results that contained outcomes or errors of the posts.
-    celery_results: int = 0
     #: Messages, waiting or held by a worker, that contained any of the posts.
     messages: int = 0
 
@@ -88,7 +80,7 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> PurgeCounts:
         entries, dead_letters = (_sweep(redis, stream, batch) for stream in (RESULTS_STREAM, DEAD_LETTERS))
         counts = PurgeCounts(sent, results, entries, dead_letters)
         found = PurgeCounts(*map(sum, zip(found, counts, strict=True)))
-    return found._replace(celery_results=_clean_celery_results(redis, frozenset(posts)))
+    return found
 
 
 def forget(redis: Redis, ids: Iterable[str]) -> tuple[int, int]:
@@ -278,64 +270,6 @@ def _redact(value: Any, posts: Collection[str], is_request: bool) -> Any:
 def _post_id(value: object) -> str | None:
     """Return an id in the form of `Post.id`; None for other types."""
     return str(value).encode("utf-8", "replace").decode().strip() if isinstance(value, str | int | float) else None
-
-
-# Celery results: outcomes of messages that other applications wait for.
-
-
-def _clean_celery_results(redis: Redis, posts: Collection[str]) -> int:
-    """Remove the posts' outcomes from Celery results. Return the number of changed results."""
-    keys = redis.scan_iter(match=CELERY_RESULTS, count=SCAN_COUNT)
-    return sum(
-        _clean(redis, key, text, posts)
-        for batch in _batches(keys, RESULTS_AT_ONCE)
-        for key, text in zip(batch, _fetch(redis, batch), strict=True)
-    )
-
-
-def _fetch(redis: Any, keys: Sequence[bytes | str]) -> list[bytes | None]:
-    """Return the raw values of these keys. Other applications' results need not be UTF-8."""
-    texts: list[bytes | None] = redis.execute_command("MGET", *keys, **{NEVER_DECODE: True})
-    return texts
-
-
-def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection[str]) -> bool:
-    """Remove the posts from one result, last read as `text`. Return whether it was changed."""
-    while text is not None and (clean := _result_without(text, posts)) is not None:
-        if call(redis, "replace", key, text, clean, ""):
-            return True
-        (text,) = _fetch(redis, [key])  # another client changed the result meanwhile
-    return False
-
-
-def _result_without(text: bytes, posts: Collection[str]) -> str | None:
-    """Return a Celery result without these posts; None if it does not contain them, or is not Feedmill's.
-
-    The result stays valid for Celery's readers: outcomes become errors, and a failed message's error keeps its type.
-    """
-    try:
-        meta = json.loads(text)
-        result = meta["result"]
-    except (ValueError, RecursionError, KeyError, TypeError):  # not JSON, or not a Celery result
-        return None
-    if isinstance(result, list):
-        outcomes = [{"id": item["id"], "error": PURGED} if _is_outcome(item, posts) else item for item in result]
-        return None if outcomes == result else json.dumps(meta | {"result": outcomes})
-    said = result.get("exc_message") if isinstance(result, dict) else None
-    before, separator, reasons = (" ".join(map(str, said)) if isinstance(said, list) else "").partition(
-        MessageFailed.BEFORE_REASONS
-    )
-    if not any(post_id in reasons and re.search(rf"(^|\s){re.escape(post_id)}\s*: ", reasons) for post_id in posts):
-        return None
-    # Reasons can quote posts. Remove the reasons of all posts: dead letters still contain those of the other posts.
-    return json.dumps(meta | {"result": result | {"exc_message": [before + separator + PURGED]}, "traceback": None})
-
-
-def _is_outcome(item: object, posts: Collection[str]) -> bool:
-    """Return whether the item is a Feedmill outcome of one of these posts."""
-    if not isinstance(item, dict) or not isinstance(item.get("id"), str):
-        return False
-    return (item.keys() >= CLASSIFICATION or item.keys() == POST_ERROR) and item["id"].strip() in posts
 
 
 # The log of purges, by which copies of results outside of Redis lose the purged posts, too. Redis keeps a limited

@@ -29,7 +29,7 @@ from typing import Any
 from celery import Celery
 
 from feedmill.shared.broker import queue_depth
-from feedmill.shared.keys import CELERY_RESULTS, COUNTERS, DEAD_LETTERS, RESULTS_STREAM
+from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM
 from feedmill.shared.results import ResultsStore, stored_ids
 from feedmill.shared.settings import Settings
 from tests.fakes.differential_messages import REVOKED_STAMP, WAITING, Draw, Sending, everything, is_message
@@ -370,7 +370,7 @@ def _both(comparison: Comparison, what: str, stock: Side, feedmill: Side, patter
 
 def _compare_results(comparison: Comparison, stock: Side, feedmill: Side) -> None:
     """Compare Celery's stored state, result, error, traceback and children of each message and callback."""
-    for keys in _both(comparison, "result", stock, feedmill, CELERY_RESULTS):
+    for keys in _both(comparison, "result", stock, feedmill, "celery-task-meta-*"):
         values: list[Any] = [side.redis.client.mget(keys) for side in (stock, feedmill)]
         for key, theirs, ours in zip(keys, *values, strict=True):
             found = [json.loads(each) for each in (theirs, ours)]
@@ -472,7 +472,7 @@ def _states(side: Side, sendings: Sequence[Sending]) -> Counter[str]:
     ids = [call.id for call in everything(sendings) if is_message(call)]
     states: Counter[str] = Counter()
     for start in range(0, len(ids), 500):
-        keys = [CELERY_RESULTS.replace("*", task_id) for task_id in ids[start : start + 500]]
+        keys = [f"celery-task-meta-{task_id}" for task_id in ids[start : start + 500]]
         values: Any = side.redis.client.mget(keys)
         states.update(json.loads(value)["status"] if value else "no result" for value in values)
     return states

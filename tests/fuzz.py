@@ -32,7 +32,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 
 from feedmill.shared.broker import SENT_AT, TRANSPORT_KEYS, format_arguments
 from feedmill.shared.errors import RequestRefused
-from feedmill.shared.keys import CELERY_RESULTS, DEAD_LETTERS
+from feedmill.shared.keys import DEAD_LETTERS
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.runtime.task import arguments_by_name
 from feedmill.workers.transport.leases import MAX_UNDECODABLE_BYTES, UndecodableError, count_delivery, decoded
@@ -146,7 +146,7 @@ class Served:
             letter[name] for letter in letters for name in ("message", "id")
         }  # the generated posts have the message's id
         unread = {letter["payload"] for letter in letters}
-        results: Any = self._redis.mget([CELERY_RESULTS.replace("*", task_id) for task_id in written])
+        results: Any = self._redis.mget([f"celery-task-meta-{task_id}" for task_id in written])
         for (task_id, element), result in zip(written.items(), results, strict=True):
             if result:
                 yield task_id, json.loads(result)["status"]

@@ -26,11 +26,7 @@ from feedmill.shared.scripts.leases import Reservation
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, body_of, make_classification, mark_sent, shapes, wait_until
 
-pytestmark = [
-    pytest.mark.each_redis,
-    # A warning of Celery's backend, which stores results in this process.
-    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),
-]
+pytestmark = pytest.mark.each_redis
 
 REDIS_CONF = Path(__file__).parent.parent.parent / "docker" / "redis.conf"
 WORDS, OTHERS = "Rhubarb and custard, she said", "Nobody asked for these to go"
@@ -63,10 +59,9 @@ def post(post_id: str, words: str) -> Post:
 
 
 def fill(kept: Kept) -> None:
-    """Write everything that Feedmill and Celery store about two posts, and other applications' messages with them."""
+    """Write everything that Feedmill stores about two posts, and other applications' messages with them."""
     redis = connect(kept.settings)
     ours, theirs = make_app(kept.settings), Celery(broker=kept.settings.broker_url, set_as_current=False)
-    backend: Any = ours.backend
     store = ResultsStore(redis, kept.settings)
     for post_id, words in (("gone", WORDS), ("kept", OTHERS)):
         each = post(post_id, words)
@@ -76,7 +71,6 @@ def fill(kept: Kept) -> None:
         )
         store.write([Result(each, found)], [letter])
         mark_sent(redis, post_id)
-        backend.mark_as_done(f"m-{post_id}", [{"id": post_id, "error": words}])
     publish(ours, [[post("gone", WORDS), post("kept", OTHERS)], [post("kept", OTHERS)]], ClassifyOptions())
     both = [post("gone", WORDS).model_dump(), post("kept", OTHERS).model_dump()]
     for priority in (0, 3, 6, 9):
@@ -109,10 +103,10 @@ def rewritten(kept: Kept) -> bool:
 def test_no_copy_of_a_purged_posts_text_remains(kept: Kept) -> None:
     fill(kept)
     full = places(kept, WORDS)
-    # Two streams, Celery's result, four lists, another model's list, the held messages, and the append-only file.
-    assert len(full) == len(places(kept, OTHERS)) == 2 + 1 + 4 + 1 + 1 + 1
+    # Two streams, four lists, another model's list, the held messages, and the append-only file.
+    assert len(full) == len(places(kept, OTHERS)) == 2 + 4 + 1 + 1 + 1
     found = purge(connect(kept.settings), kept.settings, ["gone"])
-    assert (found.results, found.entries, found.dead_letters, found.celery_results) == (1, 1, 1, 1)
+    assert (found.results, found.entries, found.dead_letters) == (1, 1, 1)
     assert found.messages == 1 + 4 * 3 + 1
     assert all(Path(place).is_file() for place in places(kept, WORDS))
     kept.raw.bgrewriteaof()
