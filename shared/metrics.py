@@ -18,13 +18,12 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from feedmill.shared.broker import SENT_AT, connect, queue_depth, queue_lists
 from feedmill.shared.errors import UserError, clause, explain_missing
 from feedmill.shared.model_routing import queues
-from feedmill.shared.redis_errors import is_denied
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import PREFIX, Settings
@@ -70,60 +69,26 @@ def declare(**kinds: Mapping[str, str]) -> tuple[Metric, ...]:
     )
 
 
-# Memory. Results are the table of records with their contexts, and the results stream. Sent records take memory in
-# addition. The function that writes a micro-batch drops what exceeds the bounds (shared/scripts/results.lua).
-
-
-class Kept(NamedTuple):
-    """Estimated size of what is kept of posts in bytes, the bounds, and the numbers of records."""
-
-    #: Results: their records with contexts, and entries of the stream.
-    results_bytes: float
-    results_limit: int
-    results: int
-    stream_bytes: float
-    stream_entries: int
-    #: Records of sent posts.
-    sent_bytes: float
-    sent_limit: int
-    sent: int
-
-
-def measure(redis: Redis, settings: Settings) -> Kept:
-    """Estimate what is kept of posts, in less than a millisecond. Raises redis.exceptions.RedisError."""
-    records_bytes, results, stream_bytes, entries, sent_bytes, sent = call(redis, "measure")
-    return Kept(
-        records_bytes + stream_bytes,
-        settings.results_memory,
-        results,
-        stream_bytes,
-        entries,
-        sent_bytes,
-        settings.sent_memory,
-        sent,
-    )
-
-
 class RedisMemory(NamedTuple):
     """Redis' memory in bytes, and what is kept of posts. is_machine: maxmemory is not set, so the machine's counts."""
 
     used: int
     limit: int
     is_machine: bool
-    kept: Kept
+    #: Bytes of results, their contexts and their stream included; estimated number of results; bytes of the stream.
+    results_bytes: int
+    results: int
+    stream_bytes: int
+    #: Bytes and estimated number of records of sent posts.
+    sent_bytes: int
+    sent: int
 
 
-def read_memory(redis: Redis, settings: Settings) -> RedisMemory | None:
-    """Measure memory; None if this Redis user may not run INFO and MEMORY USAGE. Raises RedisError."""
-    try:
-        info: Any = redis.info("memory")
-        kept = measure(redis, settings)
-    except ResponseError as fault:
-        if not is_denied(fault):
-            raise
-        return None
+def read_memory(redis: Redis) -> RedisMemory:
+    """Measure memory, in less than a millisecond. Raises redis.exceptions.RedisError."""
+    info: Any = redis.info("memory")
     limit = info["maxmemory"]
-    return RedisMemory(info["used_memory"], limit or info["total_system_memory"], not limit, kept)
+    return RedisMemory(info["used_memory"], limit or info["total_system_memory"], not limit, *call(redis, "measure"))
 
 
 #: Help texts of the metrics of the store's counters, by field.
@@ -189,6 +154,7 @@ class RedisMetrics:
         try:
             depths = {name: queue_depth(redis, name) for name in queues(redis, settings)}
             messages = {(name, "waiting"): depth.waiting for name, depth in depths.items()}
+            memory = read_memory(redis)
             return {
                 "feedmill_redis_up": 1,
                 "feedmill_queue_messages": messages | {(settings.queue, "held"): depths[settings.queue].held},
@@ -197,22 +163,17 @@ class RedisMetrics:
                     name: oldest_seconds(redis, name) for name, depth in depths.items() if depth.waiting
                 },
                 **{f"feedmill_results_{name}_total": n for name, n in self._store.counters()._asdict().items()},
-                **self._memory(),
-            }
+                "feedmill_memory_bytes": {
+                    "results": memory.results_bytes, "sent": memory.sent_bytes, "redis": memory.used,
+                },
+                "feedmill_memory_limit_bytes": {
+                    "results": settings.results_memory, "sent": settings.sent_memory, "redis": memory.limit,
+                },
+                "feedmill_memory_records": {"results": memory.results, "sent": memory.sent},
+            }  # fmt: skip
         except RedisError as fault:
             logger.debug("cannot read metrics from Redis: %s", fault)
             return {"feedmill_redis_up": 0}
-
-    def _memory(self) -> Values:
-        """Return values about Redis' memory; none if this Redis user may not read it."""
-        if (memory := read_memory(self._redis, self._settings)) is None:
-            return {}
-        used, limit, _, kept = memory
-        return {
-            "feedmill_memory_bytes": {"results": kept.results_bytes, "sent": kept.sent_bytes, "redis": used},
-            "feedmill_memory_limit_bytes": {"results": kept.results_limit, "sent": kept.sent_limit, "redis": limit},
-            "feedmill_memory_records": {"results": kept.results, "sent": kept.sent},
-        }
 
     def problems(self) -> list[str]:
         """Return a sentence if Redis is unreachable, else an empty list."""

@@ -125,22 +125,19 @@ def wait_for_run(redis: Redis, settings: Settings, notes: Console, run: str, by_
     return max(0, found.failed - before.failed)
 
 
-def _memory(seen: watch.Status) -> list[str]:
-    """Return lines about Redis' memory, and that of results and sent records (estimated from a sample)."""
-    lines, counts = [seen.described_memory()], seen.results
-    if seen.memory:
-        kept = seen.memory.kept
-        # Results that were stored are counted. The estimate may be higher.
-        stored = min(kept.results, counts.stored)
-        lines.append(_kept("results", kept.results_bytes, kept.results_limit, stored, counts.dropped))
-        lines.append(_kept("sent records", kept.sent_bytes, kept.sent_limit, kept.sent, counts.sent_dropped))
-    return lines
+def _memory(seen: watch.Status, settings: Settings) -> list[str]:
+    """Return lines about Redis' memory, and that of results and sent records, which is estimated from a sample."""
+    memory, counts = seen.memory, seen.results
+    # Results that were stored are counted. The estimate may be higher.
+    results = memory.results_bytes, settings.results_memory, min(memory.results, counts.stored), counts.dropped
+    sent = memory.sent_bytes, settings.sent_memory, memory.sent, counts.sent_dropped
+    return [seen.memory_use, _kept("results", *results), _kept("sent records", *sent)]
 
 
-def _kept(what: str, used: float, limit: int, count: int, dropped: int) -> str:
-    """Format the memory in bytes of records of one kind."""
-    line = f"{what}: about {decimal(int(used))} of {decimal(limit)} · about {count:,} stored"
-    return f"{line} · {dropped:,} dropped" if dropped else line
+def _kept(what: str, used: int, limit: int, count: int, dropped: int) -> str:
+    """Format the memory of records of one kind."""
+    said = f"{what}: about {decimal(used)} of {decimal(limit)} · about {count:,} stored"
+    return f"{said} · {dropped:,} dropped" if dropped else said
 
 
 def _queues(seen: watch.Status) -> list[str]:
@@ -183,7 +180,7 @@ def _facts(seen: watch.Status, settings: Settings) -> Iterator[tuple[str, list[s
     for name, report in seen.live.items():
         yield name, [ingest.format_status(report)]
     yield "gaps", [f"{seen.gaps:,} · `feedmill ingest gaps`" if seen.gaps else "0"]
-    yield "memory", _memory(seen)
+    yield "memory", _memory(seen, settings)
     for node, age in seen.missing.items():
         yield "worker", [f"{node} does not answer; last report, one a minute, {span(age)} ago"]
     if not seen.asked:

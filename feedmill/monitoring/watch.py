@@ -36,7 +36,6 @@ FEEDMILL_POOL = "feedmill.workers.runtime.pool:DevicePool"
 FULL_SHARE = 0.95
 MEMORY_ADVICE = f"raise maxmemory, or lower {PREFIX}RESULTS_MEMORY"
 #: Shown in place of what cannot be read.
-MEMORY_UNKNOWN = "unknown: this Redis user may not run INFO and MEMORY USAGE (docs/redis.md)"
 WORKERS_UNKNOWN = "unknown: workers cannot answer while Redis refuses writes"
 
 
@@ -75,21 +74,18 @@ class Status(NamedTuple):
     asked: bool
     #: Expected workers that did not answer, each with the seconds since its last sign of life.
     missing: dict[str, float]
-    #: None if this Redis user may not run INFO and MEMORY USAGE.
-    memory: RedisMemory | None
+    memory: RedisMemory
     #: The most recently active runs, newest first.
     runs: list[Progress]
 
     def as_json(self) -> dict[str, Any]:
         queues = {name: queue._asdict() for name, queue in self.queues.items()}
-        memory = self.memory and self.memory._asdict() | {"kept": self.memory.kept._asdict()}
         fields = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
-        return fields | {"memory": memory, "runs": [run.as_json() for run in self.runs]}
+        return fields | {"memory": self.memory._asdict(), "runs": [run.as_json() for run in self.runs]}
 
-    def described_memory(self) -> str:
-        """Describe Redis' memory."""
-        if not self.memory:
-            return MEMORY_UNKNOWN
+    @property
+    def memory_use(self) -> str:
+        """Redis' memory, for display."""
         note = " (the machine's memory: maxmemory is not set)" if self.memory.is_machine else ""
         return f"{decimal(self.memory.used)} of {decimal(self.memory.limit)}{note}"
 
@@ -114,7 +110,7 @@ def status(redis: Redis, app: Celery | None, settings: Settings) -> Status:
     depth, queues = _queues(redis, settings)
     oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
     rate = sum(float(pool["recent"]["posts_per_second"]) for pool in workers.values())
-    memory = read_memory(redis, settings)
+    memory = read_memory(redis)
     gaps = len(Gaps(redis).open())
     live = {name: found.report for name, found in statuses(redis).items() if found.running}
     return Status(depth, queues, workers, results, rate, live, oldest, gaps, dead, asked, missing, memory, runs)
@@ -211,10 +207,9 @@ def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
 
 
 def _memory(seen: Status) -> tuple[bool, str]:
-    """Check that Redis' memory is not full."""
-    said, memory = seen.described_memory(), seen.memory
-    is_full = memory is not None and memory.used >= FULL_SHARE * memory.limit
-    return not is_full, f"{said}: {MEMORY_ADVICE}" if is_full else said
+    """Check that Redis' memory is not nearly full."""
+    is_full = seen.memory.used >= FULL_SHARE * seen.memory.limit
+    return not is_full, f"{seen.memory_use}: {MEMORY_ADVICE}" if is_full else seen.memory_use
 
 
 def _full(seen: Status, settings: Settings) -> tuple[bool, str]:

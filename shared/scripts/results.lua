@@ -180,7 +180,7 @@ register('bound', SHRINKS, function(ARGV)
   if trimmed > 0 then redis.call('HINCRBY', COUNTERS, 'trimmed', trimmed) end
 end)
 
--- Returns the bytes and the numbers of results, stream entries and sent records.
+-- Returns bytes of results with their stream; their number; bytes of the stream; bytes and number of sent records.
 register('measure', READS, function()
   local found = {}
   for _, name in ipairs({STORED, MARKS}) do
@@ -190,7 +190,8 @@ register('measure', READS, function()
     end
     found[#found + 1], found[#found + 2] = bytes, count
   end
-  return {found[1], found[2], stream_bytes(), redis.call('XLEN', RESULTS_STREAM), found[3], found[4]}
+  local stream = stream_bytes()
+  return {found[1] + stream, found[2], stream, found[3], found[4]}
 end)
 
 --   ARGV[1]  ids, as JSON    ARGV[2]  key of the fingerprint of each

@@ -113,7 +113,7 @@ def test_status_as_json(served: RedisServer, tmp_path: Path) -> None:
     }  # fmt: skip
     assert (once["asked"], once["missing"]) == (True, {})
     assert once["memory"]["limit"] > once["memory"]["used"] > 0
-    assert once["memory"]["kept"]["results_limit"] == Settings().results_memory
+    assert once["memory"]["results"] == 0
 
 
 def redirected(output: IO[Any] | int, *arguments: str, cwd: Path, **environment: str) -> tuple[int, str, str]:

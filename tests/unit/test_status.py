@@ -9,22 +9,22 @@ import pytest
 from feedmill.cli import status
 from feedmill.cli.status import progress_line as line
 from feedmill.monitoring.watch import FEEDMILL_POOL, worker_statistics
-from feedmill.shared.metrics import Kept
+from feedmill.shared.metrics import RedisMemory
 from feedmill.shared.results import Counters
 from feedmill.shared.runs import Progress
+from feedmill.shared.settings import Settings
 
 #: An estimate of 1,340 where 1,300 results were stored.
-KEPT = Kept(33e6, 512_000_000, 1340, 1.3e6, 900, 26_000.0, 500_000_000, 1306)
+MEMORY = RedisMemory(412_000_000, 10**9, False, 33_000_000, 1340, 1_300_000, 26_000, 1306)
 
 
-def test_memory_shows_dropped_records_and_no_more_results_than_were_stored() -> None:
-    seen: Any = SimpleNamespace(
-        memory=SimpleNamespace(kept=KEPT), results=Counters(stored=1300, dropped=7), described_memory=lambda: "412 MB"
-    )
-    assert status._memory(seen) == [
-        "412 MB",
-        "results: about 33.0 MB of 512.0 MB · about 1,300 stored · 7 dropped",
-        "sent records: about 26.0 kB of 500.0 MB · about 1,306 stored",
+def test_memory_shows_no_more_results_than_were_stored_and_those_dropped() -> None:
+    results = Counters(stored=1300, sent_dropped=1_204_331)
+    seen: Any = SimpleNamespace(memory=MEMORY, results=results, memory_use="412 MB of 1.0 GB")
+    assert status._memory(seen, Settings()) == [
+        "412 MB of 1.0 GB",
+        "results: about 33.0 MB of 1.0 GB · about 1,300 stored",
+        "sent records: about 26.0 kB of 500.0 MB · about 1,306 stored · 1,204,331 dropped",
     ]
 
 
