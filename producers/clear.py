@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.producers.push import mark_of, send_scope
 from feedmill.shared import encoding, model_routing, runs
 from feedmill.shared.broker import CLASSIFY_TASK, queue_lists
-from feedmill.shared.errors import PostRefused, RequestRefused
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
-from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.messages import Post, parse_posts
 from feedmill.shared.purge import TOMBSTONE_TTL_S, read_list, sweep_run
 from feedmill.shared.scripts import call
-from feedmill.shared.scripts.queue import Mark
 from feedmill.shared.settings import Settings
 
 
@@ -74,51 +71,30 @@ def _remove_waiting(redis: Any, queue: str, removes: Callable[[int, Sequence[str
     removes: decides on a message by the number of its posts and the runs of those that are readable.
     """
     messages = posts = 0
-    weights = model_routing.deployed_weights(redis, queue)
     for name in queue_lists(queue):
         start = 0
         # Newest first: new messages shift the others towards the part not yet read.
         while read := read_list(redis, name, start):
             before = start, messages
             for message in read:
-                count, marks = marks_in(message, queue, weights)
-                if not removes(count, [run for _, run in marks]):
+                count, found = _posts_in(message)
+                if not removes(count, [run for _, run in found]):
                     start += 1
-                elif call(redis, "remove_waiting", name, message, _sent(marks)):  # else it is gone: read again
+                elif call(redis, "remove_waiting", name, message, json.dumps(found)):  # else it is gone: read again
                     messages, posts = messages + 1, posts + count
             if (start, messages) == before:
                 start += len(read)
     return Cleared(messages, posts)
 
 
-def _sent(marks: Sequence[tuple[Sequence[Mark], str]]) -> str:
-    """Return each post's possible marks, of which the first that exists is removed, and its run, as JSON."""
-    return json.dumps([([mark.content.hex() for mark in found], run) for found, run in marks])
-
-
-def marks_in(message: bytes, queue: str, weights: str) -> tuple[int, list[tuple[list[Mark], str]]]:
-    """Return the number of posts in a message, and each readable post's possible marks and run.
-
-    A post can have been sent before the weights were deployed, so that it has either of two marks. weights: see
-    `send_scope`. Other messages have no posts.
-    """
+def _posts_in(message: bytes) -> tuple[int, list[tuple[str, str]]]:
+    """Return the number of posts in a message, and id and run of each readable one. Other messages have no posts."""
     try:
-        arguments = _arguments(message)
-        raw = arguments.pop("posts")
-        options = ClassifyOptions.parse(arguments)
-    except (ValueError, zlib.error, AttributeError, KeyError, TypeError, IndexError, RecursionError, RequestRefused):
+        raw = _arguments(message)["posts"]
+        posts = parse_posts(raw) if isinstance(raw, list) else []
+    except (ValueError, zlib.error, AttributeError, KeyError, TypeError, IndexError, RecursionError):
         return 0, []
-    if not isinstance(raw, list):
-        return 0, []
-    purposes = [send_scope(queue, options, each) for each in dict.fromkeys((weights, ""))]
-    marks = []
-    for each in raw:
-        try:
-            post = Post.parse(each)
-        except PostRefused:
-            continue
-        marks.append(([mark_of(post, purpose) for purpose in purposes], post.run or ""))
-    return len(raw), marks
+    return len(posts), [(post.id, post.run or "") for post in posts if isinstance(post, Post)]
 
 
 def _arguments(message: bytes) -> dict[str, Any]:

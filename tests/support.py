@@ -36,7 +36,7 @@ from trustme import CA
 from feedmill.cli.deletions import DeadLetters
 from feedmill.producers.push import Pusher
 from feedmill.reading.readers import newest
-from feedmill.shared.broker import connect, make_app, queue_depth
+from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth
 from feedmill.shared.keys import MARKS
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post, digest
 from feedmill.shared.results import Result, ResultsStore
@@ -61,6 +61,18 @@ NEW_INTERPRETER = {"NEW_INTERPRETER": "1"}
 FORK_SERVER = "PYTEST_FORK_SERVER"
 #: The environment variable with the redis-server to test, one of those of this machine.
 SERVER = "PYTEST_REDIS"
+
+
+def reserve(
+    redis: Redis,
+    lists: Sequence[str],
+    prefix: str,
+    keys: Sequence[str] = tuple(TRANSPORT_KEYS.values()),
+    seconds: float = 60.0,
+    limit: int = 64,
+) -> int:
+    """Reserve messages, as a worker does. Return their number. prefix: of their tags. keys: of messages and leases."""
+    return len(call(redis, "reserve", *keys, prefix, limit, 10**7, seconds, *lists)[1])
 
 
 class Key(NamedTuple):

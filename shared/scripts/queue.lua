@@ -44,17 +44,14 @@ register('mark', WRITES, function(ARGV)
   if new > 0 and ARGV[5] ~= '' then count_progress(ARGV[5], {sent = new}, ttl, true) end
 end)
 
---   ARGV[1]  list of a queue    ARGV[2]  the message
---   ARGV[3]  the possible marks of each post, in hex, and its run, as JSON
+--   ARGV[1]  list of a queue    ARGV[2]  the message    ARGV[3]  {id, run} of each post, as JSON
 register('remove_waiting', SHRINKS, function(ARGV)
   if redis.call('LREM', ARGV[1], 1, ARGV[2]) == 0 then return 0 end
-  for _, sent in ipairs(cjson.decode(ARGV[3])) do
-    local removed, run = false, RUN .. sent[2]
-    for _, hex in ipairs(sent[1]) do
-      local buckets, marks = split_marks(unhex(hex))
-      removed = removed or forget_marks(buckets[1], marks[1])
-    end
-    if removed and sent[2] ~= '' and tonumber(redis.call('HGET', run, 'sent') or 0) > 0 then
+  for _, post in ipairs(cjson.decode(ARGV[3])) do
+    local bucket, start = bucket_of(post[1])
+    local run = RUN .. post[2]
+    forget_marks(bucket, start .. digest_of(post[2], RUN_BYTES))
+    if post[2] ~= '' and tonumber(redis.call('HGET', run, 'sent') or 0) > 0 then
       redis.call('HINCRBY', run, 'sent', -1)
     end
   end

@@ -12,14 +12,13 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from feedmill.shared.broker import TRANSPORT_KEYS, connect, queue_depth, user_errors
+from feedmill.shared.broker import connect, queue_depth, user_errors
 from feedmill.shared.broker import make_app as make_celery
 from feedmill.shared.errors import RedisUnavailable
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.purge import BEGINNING, newest_purge, purge, read_purges
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.scripts import call
-from feedmill.shared.scripts.leases import Reservation
 from feedmill.shared.settings import load
 from tests.support import (
     RedisServer,
@@ -29,6 +28,7 @@ from tests.support import (
     installed_redis,
     last_json,
     make_posts,
+    reserve,
     run,
     running,
     wait_until,
@@ -137,9 +137,7 @@ def test_worker_user_may_purge_waiting_and_held_messages(guarded: Guarded) -> No
 def test_worker_user_may_return_messages_of_a_killed_worker(guarded: Guarded) -> None:
     """A worker runs other commands for expired leases than it runs for its own."""
     guarded.client.lpush("feedmill-killed", "x")
-    keys = (TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"])
-    reservation = Reservation(*keys, f"{uuid4().hex}-000000000000", ["feedmill-killed"], 0.05, 1, 10**6)
-    assert len(reservation.reserve(guarded.client)) == 1
+    assert reserve(guarded.client, ["feedmill-killed"], f"{uuid4().hex}-000000000000", seconds=0.05) == 1
     wait_until(lambda: guarded.refused() or guarded.client.llen("feedmill-killed"), "the message is back in its list")
     assert guarded.refused() == []
     guarded.client.delete("feedmill-killed")

@@ -166,19 +166,6 @@ def test_clearing_forgets_posts_sent_before_a_deployment(server: RedisServer, se
     assert push(server, settings, posts, "a").sent == 2
 
 
-def test_clearing_keeps_marks_of_posts_that_another_model_classified(server: RedisServer, settings: Settings) -> None:
-    posts = [post("0", "a"), post("1", "a")]
-    push(server, settings, posts, "a")
-    server.client.delete(settings.queue)  # as if a worker had finished the message
-    request_model(server.client, settings.queue, RequestedModel("/models/a", "00", 1.0))
-    push(server, settings, posts, "a")
-    clear(server.client, settings)
-    assert counts(server, "a") == (2, 0, 0)
-    assert push(server, settings, posts, "a").sent == 2
-    request_model(server.client, settings.queue, None)
-    assert push(server, settings, posts, "a").sent == 0
-
-
 def test_purging_a_run_keeps_the_posts_of_other_runs(
     server: RedisServer, settings: Settings, store: ResultsStore
 ) -> None:

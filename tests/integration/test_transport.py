@@ -21,16 +21,17 @@ from kombu.exceptions import ContentDisallowed
 from redis import Redis, RedisError
 
 from feedmill.shared import encoding
-from feedmill.shared.scripts.leases import LeaseScripts, Reservation
+from feedmill.shared.scripts import call
 from feedmill.workers.transport import leases, redis_transport
-from feedmill.workers.transport.leases import WHOLE, LeasedMessage, count_delivery, deaths_in
-from tests.support import RedisServer, wait_until
+from feedmill.workers.transport.leases import WHOLE, LeasedMessage, Leases, count_delivery, deaths_in
+from tests.support import RedisServer, reserve, wait_until
 
 pytestmark = pytest.mark.each_redis
 
 OURS = "feedmill.workers.transport.redis_transport:Transport"
 STOCK = "redis"
 QUEUE = Queue("posts", Exchange("posts"), routing_key="posts")
+KEYS = ("reserved", "reserved_index")
 LISTS = ("posts", "posts\x06\x163", "posts\x06\x166", "posts\x06\x169")
 #: Leases that expire soon, and are swept often.
 SHORT = {"visibility_timeout": 0.6, "unacked_restore_interval": 0.1}
@@ -127,9 +128,7 @@ def waiting(server: RedisServer) -> int:
 
 def reserve_and_die(server: RedisServer, count: int = 64, seconds: float = 0.05) -> int:
     """Reserve messages, like a worker that is killed before it acknowledges any. Return their number."""
-    prefix = f"{uuid4().hex}-000000000000"
-    reservation = Reservation("reserved", "reserved_index", prefix, LISTS, seconds, count, 10**6)
-    return len(reservation.reserve(server.client))
+    return reserve(server.client, LISTS, f"{uuid4().hex}-000000000000", KEYS, seconds, count)
 
 
 # Reserve, hold, acknowledge.
@@ -326,7 +325,7 @@ def test_leases_end_soon_after_the_clock_is_set_back(redis: RedisServer) -> None
 
 
 def reserve_and_die_with_tag(server: RedisServer, prefix: str, seconds: float) -> list[str]:
-    Reservation("reserved", "reserved_index", prefix, LISTS, seconds, 64, 10**6).reserve(server.client)
+    reserve(server.client, LISTS, prefix, KEYS, seconds)
     return [str(tag) for tag in server.client.hkeys("reserved")]
 
 
@@ -337,7 +336,7 @@ def test_an_unclaimed_message_does_not_lapse_while_redis_is_unreachable(
     with consuming(redis, options=SHORT) as consumer:
         postponed, rejected = consumer.until(2)
         with monkeypatch.context() as away:
-            away.setattr(LeaseScripts, "restore", Mock(side_effect=RedisError))
+            away.setattr(Leases, "_restore", Mock(side_effect=RedisError))
             rejected.reject(requeue=True)
             consumer.channel.close()
             assert not postponed.is_held
@@ -520,7 +519,7 @@ def test_returns_unclaimed_messages_once_redis_is_back(redis: RedisServer, monke
     publish(redis, 1)
     with consuming(redis, options=SHORT) as consumer:
         consumer.until(1)
-        monkeypatch.setattr(consumer.channel.leases.scripts, "restore", Mock(side_effect=RedisError("away")))
+        monkeypatch.setattr(consumer.channel.leases, "_restore", Mock(side_effect=RedisError("away")))
     assert held(redis) == (1, 1)
     monkeypatch.undo()
     with consuming(redis, options=SHORT) as consumer:
@@ -584,7 +583,7 @@ def test_consumes_and_acknowledges_at_redis_memory_limit(server: RedisServer) ->
                 consumer.until(1)
                 tag = consumer.got[0].delivery_tag or ""
                 before = ends(server, tag)
-                consumer.channel.leases.scripts.renew([tag], 10, 0, 0, 0, 0)
+                consumer.channel.leases._renew([tag], 0)
                 assert ends(server, tag) > before
                 consumer.acknowledge()
             assert held(server) == (0, 0)
@@ -594,11 +593,10 @@ def test_consumes_and_acknowledges_at_redis_memory_limit(server: RedisServer) ->
 
 def test_no_sweep_right_after_redis_was_unreachable(redis: RedisServer) -> None:
     redis.client.zadd("leases", {"one that ended": 1.0})
-    scripts = LeaseScripts(redis.client, "messages", "leases")
 
-    def ended(seconds_ago: float) -> list[str]:
-        now, *_ = scripts.renew([], 10, 0, 4, 0, 1)
-        return scripts.renew([], 10, now - seconds_ago, 4, 100, 1)[1]
+    def ended(seconds_ago: float) -> Any:
+        contact: Any = redis.client.time()
+        return call(redis.client, "renew", "messages", "leases", 10, 100, contact[0] - seconds_ago, 4, 1)[1]
 
     assert ended(1) == ["one that ended"]
     assert ended(5) == []

@@ -22,9 +22,8 @@ from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
 from feedmill.shared.model_routing import announce
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
-from feedmill.shared.scripts.leases import Reservation
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, body_of, make_classification, mark_sent, shapes, wait_until
+from tests.support import RedisServer, body_of, make_classification, mark_sent, reserve, shapes, wait_until
 
 pytestmark = pytest.mark.each_redis
 
@@ -81,9 +80,7 @@ def fill(kept: Kept) -> None:
     theirs.send_task(CLASSIFY_TASK, [both], queue="feedmill-other")
     announce(redis, "feedmill-other", "another model")
     # A worker holds some of the messages.
-    keys = TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"]
-    Reservation(*keys, "worker-0", queue_lists("feedmill"), 60, 4, 10**7).reserve(redis)
-    assert redis.hlen(TRANSPORT_KEYS["reserved_key"]) == 4
+    assert reserve(redis, queue_lists("feedmill"), "worker-0", limit=4) == 4
     ours.close()
     theirs.close()
 

@@ -30,9 +30,9 @@ from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -41,11 +41,9 @@ from kombu.utils.json import loads
 from redis import Redis
 from redis.exceptions import RedisError
 
-from feedmill.shared import encoding
+from feedmill.shared import encoding, scripts
 from feedmill.shared.broker import PRIORITY_MARK, UNDECODABLE
 from feedmill.shared.redis_errors import is_replica
-from feedmill.shared.scripts import call
-from feedmill.shared.scripts.leases import LeaseScripts
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +59,40 @@ EXPIRIES_BEFORE_ISOLATION = 2
 WHOLE = -1
 #: Optional parts of a message, and the types that kombu assumes without checking.
 PART_TYPES = {"headers": dict, "content-type": str, "content-encoding": str}
+
+
+class Taken(NamedTuple):
+    """A reserved message, the position of its list in the reservation, and its tag."""
+
+    list_number: int
+    tag: str
+    message: bytes
+
+
+class Reservation(NamedTuple):
+    """A request for messages of several lists, in order of delivery. prefix: of the messages' tags."""
+
+    reserved: str
+    reserved_index: str
+    prefix: str
+    #: Maximum messages, bytes of messages after which the reservation ends, and seconds of a lease.
+    limit: int
+    max_bytes: int
+    lease_s: float
+    lists: Sequence[str]
+
+    def command(self) -> tuple[Any, ...]:
+        """Return the command, to be sent with others."""
+        return scripts.command("reserve", *self[:-1], *self.lists)
+
+    def taken(self, answer: tuple[Sequence[int], Sequence[bytes]]) -> list[Taken]:
+        """Parse the command's answer."""
+        runs, messages = answer
+        numbers = [number for number, times in zip(runs[::2], runs[1::2], strict=True) for _ in range(times)]
+        return [
+            Taken(number, f"{self.prefix}-{place:04d} {self.lists[number]}", message)
+            for place, (number, message) in enumerate(zip(numbers, messages, strict=True), 1)
+        ]
 
 
 class UndecodableError(ValueError):
@@ -142,7 +174,6 @@ class Leases:
         for option in {"socket_timeout", "socket_connect_timeout"} & pool.connection_kwargs.keys():
             pool.connection_kwargs[option] = self.timeout_s
         self.client: Redis = Redis(connection_pool=pool)
-        self.scripts = LeaseScripts(self.client, self.reserved, self.index)
         #: Tags of the messages that this process holds, and of those that stay held when their connection ends; with
         #: the bytes of the message in its list.
         self.held: dict[str, int] = {}
@@ -168,9 +199,10 @@ class Leases:
         self._pid = os.getpid()
         atexit.register(self.release)
 
-    def prefix(self) -> str:
-        """Return a new prefix for the tags of one reservation. Later prefixes sort later."""
-        return f"{self._process}-{self.seconds:g}-{next(self._numbers):012d}"
+    def reservation(self, lists: Sequence[str], limit: int, max_bytes: int) -> Reservation:
+        """Return a reservation. Tags of later ones sort later."""
+        prefix = f"{self._process}-{self.seconds:g}-{next(self._numbers):012d}"
+        return Reservation(self.reserved, self.index, prefix, limit, max_bytes, self.seconds, lists)
 
     # Held messages.
 
@@ -213,17 +245,19 @@ class Leases:
 
         suspicious: handle it alone. Records that in Redis, so that a crash counts against it.
         """
-        if self._isolated == tag:
-            return True
-        if self._is_claimed_alone():
-            return False
-        if suspicious:
-            if self._claimed:
+        with self._lock:  # the lease thread may return the message meanwhile
+            if self._isolated == tag or tag not in self.held:
+                return True
+            if self._is_claimed_alone():
+                return False
+            if suspicious and self._claimed:
                 self._waiting_for_isolation.add(tag)
                 return False
             self._waiting_for_isolation.discard(tag)
+        if suspicious:
             self._suspect(tag, [WHOLE])
-            self._isolated = tag
+            with self._lock:
+                self._isolated = tag if tag in self.held else None
         return True
 
     def suspect(self, tag: str, posts: Sequence[int]) -> None:
@@ -235,12 +269,13 @@ class Leases:
         if message:
             noted = json.loads(message)
             noted["properties"]["delivery_info"]["suspects"] = list(posts)
-            call(self.client, "replace", self.reserved, message, json.dumps(noted), tag)
+            scripts.call(self.client, "replace", self.reserved, message, json.dumps(noted), tag)
 
     def postpone(self, tag: str) -> None:
         if self._isolated == tag and not self._is_claimed_alone():
             self._suspect(tag, [])
-            self._isolated = None
+            with self._lock:
+                self._isolated = None
 
     def is_isolating(self) -> bool:
         """Return whether a message is handled in isolation, or waits for that."""
@@ -281,7 +316,7 @@ class Leases:
 
         lapse: as if their leases had expired.
         """
-        self._restore(tags, lapse, None, command)
+        self._restore(tags, lapse, "+inf", command)
         for tag in tags:
             self._forget(tag)
 
@@ -298,12 +333,15 @@ class Leases:
         for command in {command for _, command in leaving}:
             self.return_messages([tag for tag, by in leaving if by == command], command)
 
-    def _restore(self, tags: Sequence[str], lapse: bool, until: float | None, command: str) -> None:
-        """Put messages back into their lists, with their counters. Skip messages whose leases end after `until`."""
+    def _restore(self, tags: Sequence[str], lapse: bool, until: float | str, command: str) -> None:
+        """Put messages back into their lists, with their counters. Skip messages whose leases end after `until`.
+
+        command: RPUSH makes a message the next to be delivered, LPUSH the last.
+        """
         if tags:
             messages: list[Any] = self.client.hmget(self.reserved, tags)
             counted = (count_delivery(message or b"", lapse=lapse) for message in messages)
-            self.scripts.restore(list(zip(tags, counted, strict=True)), until, command)
+            self._call("restore", command, until, *chain.from_iterable(zip(tags, counted, strict=True)))
 
     # The lease thread.
 
@@ -360,8 +398,17 @@ class Leases:
         return more
 
     def _renew(self, tags: Sequence[str], limit: int) -> tuple[float, list[str], bool]:
-        """Renew these leases, and find up to `limit` expired ones. See `LeaseScripts.renew`."""
-        return self.scripts.renew(tags, self.seconds, self._contact, 2 * self._interval_s, limit, EXPIRED_BYTES)
+        """Renew these leases. Then find up to `limit` expired ones, latest first, of up to EXPIRED_BYTES.
+
+        Finds none if Redis was unreachable since the last contact: living workers could not renew their leases. Returns
+        Redis' time, the tags of expired leases, and whether more may have expired.
+        """
+        limits = limit, self._contact, 2 * self._interval_s, EXPIRED_BYTES
+        now, expired, more = self._call("renew", self.seconds, *limits, *tags)
+        return float(now), [tag.decode() for tag in expired], bool(more)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return scripts.call(self.client, name, self.reserved, self.index, *args)
 
     def release(self) -> None:
         """Send pending acknowledgements and return all held messages without waiting for their leases to expire."""

@@ -47,8 +47,16 @@ from feedmill.shared import broker
 from feedmill.shared.encoding import limit_bodies
 from feedmill.shared.redis_errors import is_full
 from feedmill.shared.scripts import is_missing, load_functions
-from feedmill.shared.scripts.leases import Reservation, Taken
-from feedmill.workers.transport.leases import LeasedMessage, Leases, UndecodableError, decoded, leases_of, stand_in
+from feedmill.workers.transport.leases import (
+    LeasedMessage,
+    Leases,
+    Reservation,
+    Taken,
+    UndecodableError,
+    decoded,
+    leases_of,
+    stand_in,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -216,13 +224,10 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
 
     def _reservation(self, limit: int, max_bytes: int) -> tuple[Reservation, list[str]]:
         """Return a reservation over the lists of all priorities, in order of delivery, and the queue of each list."""
-        leases, queues = self.leases, self._queue_cycle.consume(len(self.active_queues))
+        queues = self._queue_cycle.consume(len(self.active_queues))
         lists = [self.global_keyprefix + self._q_for_pri(q, step) for step in self.priority_steps for q in queues]
         queue_of_list = [queue for _ in self.priority_steps for queue in queues]
-        prefix = leases.prefix()
-        return Reservation(
-            leases.reserved, leases.index, prefix, lists, leases.seconds, limit, max_bytes
-        ), queue_of_list
+        return self.leases.reservation(lists, limit, max_bytes), queue_of_list
 
     def _expect(self, commands: list[tuple[Any, ...]], kind: str, detail: Any, *command: Any) -> None:
         commands.append(command)
