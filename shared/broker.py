@@ -4,10 +4,9 @@ Every connection is opened here, so that passwords, timeouts and errors are hand
 Feedmill never reads or writes pickle.
 """
 
-import re
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -16,17 +15,17 @@ from celery import Celery
 from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore[attr-defined]  # the stubs are older
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, InvalidResponse, NoPermissionError, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import InvalidResponse, ResponseError
 from redis.exceptions import TimeoutError as TimeoutFault
 from redis.retry import Retry
-from redis.sentinel import MasterNotFoundError, Sentinel
+from redis.sentinel import Sentinel
 
 from feedmill.shared import encoding
-from feedmill.shared.errors import RedisUnavailable, clause, printable
+from feedmill.shared.errors import RedisUnavailable, printable
 from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
-from feedmill.shared.redis_errors import cannot_save, exception_chain, is_denied, is_full, is_replica, is_wrong_type
-from feedmill.shared.settings import PREFIX, Settings
+from feedmill.shared.redis_errors import is_replica, user_message
+from feedmill.shared.settings import Settings
 
 #: Name of the classification task. Producers send it by name; only workers contain its code.
 CLASSIFY_TASK = "feedmill.classify"
@@ -170,72 +169,6 @@ def user_errors(settings: Settings) -> Iterator[None]:
         if message := user_message(fault, settings):
             raise RedisUnavailable(message) from None
         raise
-
-
-def user_message(fault: BaseException, settings: Settings) -> str | None:
-    """Return a message for users: what failed and how to fix it. None if the error is unknown."""
-    why = _why(fault, settings)
-    return why and f"Redis at {settings.redis_address} {why}"
-
-
-def _why(fault: BaseException, settings: Settings) -> str | None:
-    causes: dict[type, Any] = {type(cause): cause for cause in exception_chain(fault)}
-    refusals = _refusals(fault, causes, settings)
-    if reason := next((text for applies, text in refusals if applies(fault)), None):
-        return reason
-    if broken := next((cause for cause in causes.values() if isinstance(cause, ssl.SSLError)), None):
-        return (
-            f"failed the TLS handshake ({getattr(broken, 'verify_message', '') or broken.reason or broken.strerror}). "
-            f"Check that the port is its TLS port, and that its certificate is valid for {settings.redis.hosts[0][0]} "
-            f"and signed by an authority in {PREFIX}REDIS_CA_FILE. If it requires certificates, set {_CERTIFICATES}."
-        )
-    if isinstance(fault, ResponseError):
-        return None
-    if lost := causes.get(MasterNotFoundError):  # its own text would show redis-py's client objects
-        if re.search("AuthenticationError|NOAUTH|WRONGPASS", str(lost)):
-            return f"cannot be found: its Sentinels require a password. Set {PREFIX}REDIS_SENTINEL_PASSWORD."
-        return f"cannot be found: no reachable Sentinel knows this master. Set {PREFIX}REDIS_MASTER to its name."
-    hint = f"Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
-    if settings.redis.scheme == "rediss":
-        # In TLS 1.3, a server rejects a client without a certificate after the handshake, and the reason can get lost.
-        hint = f"Check that the port in {PREFIX}REDIS_URL is its TLS port, and set {_CERTIFICATES} if it requires them."
-    elif re.search("closed|reset", str(fault)):
-        hint = f"If it requires TLS, {PREFIX}REDIS_URL must begin with rediss://."
-    return f"is unreachable ({clause(fault)}). {hint}"
-
-
-_CERTIFICATES = f"{PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE"
-
-
-def _refusals(
-    fault: BaseException, causes: Mapping[type, Any], settings: Settings
-) -> Iterator[tuple[Callable[[BaseException], bool], str]]:
-    """Yield what tells a refusal of Redis, and the reason."""
-    found, said, denied = settings.redis, clause(fault), clause(causes.get(NoPermissionError, fault))
-    user = found.user or "default"
-    yield (
-        is_wrong_type,
-        f"holds another application's data under one of Feedmill's keys ({said}). Set another database in "
-        f"{PREFIX}REDIS_URL, for example redis://host:6379/1.",
-    )
-    yield is_full, "has reached its memory limit and rejects writes. Raise its `maxmemory`."
-    yield (
-        lambda _: "function|load" in denied,
-        f"does not have the functions of this version of Feedmill, and user {user} may not load them. Start a worker "
-        "of this version first.",
-    )
-    yield is_denied, f"does not let user {user} do this ({denied}). See docs/redis.md for the permissions of each user."
-    yield is_replica, f"is a read-only replica. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
-    yield (
-        lambda _: InvalidResponse in causes,
-        f"answers, but not with Redis' protocol ({said}). Check the port in {PREFIX}REDIS_URL.",
-    )
-    yield cannot_save, f"cannot save its data and rejects writes ({said}). Check its disk and its replicas."
-    yield (
-        lambda _: AuthenticationError in causes,
-        f"{'rejects the password' if found.password else 'requires a password, and none is set'}. Set "
-        f"{PREFIX}REDIS_URL to {found.scheme}://:password@host:6379/0.",
-    )
 
 
 def publish(

@@ -1,13 +1,14 @@
-"""Classify Redis errors as transient or permanent. Independent of Celery."""
+"""Classify Redis errors as transient or permanent, and explain them to users. Independent of Celery."""
 
 import re
 from collections.abc import Callable, Iterator
 
-from redis.exceptions import AuthenticationError, InvalidResponse
+from redis.exceptions import AuthenticationError, InvalidResponse, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 
 from feedmill.shared.errors import clause
+from feedmill.shared.settings import PREFIX, Settings
 
 #: Text of Redis' error when a key has the wrong type. In a script's error it is surrounded by other text.
 WRONG_TYPE = "WRONGTYPE"
@@ -43,13 +44,9 @@ is_denied = _matches("^NoPermissionError|user executing the script can't|ACL fai
 is_wrong_type = _matches(WRONG_TYPE)
 
 
-def permanent_reason(fault: BaseException) -> str | None:
-    """Return the reason why Redis will never accept the command, and the remedy; None if the error may be transient."""
-    if is_denied(fault):
-        return f"the Redis user lacks a permission ({clause(fault)}). See docs/redis.md for each user's permissions."
-    if is_wrong_type(fault):
-        return f"another application uses one of Feedmill's keys ({clause(fault)}). Use a separate Redis database."
-    return None
+def is_permanent(fault: BaseException) -> bool:
+    """Return whether Redis will never accept the command."""
+    return is_denied(fault) or is_wrong_type(fault)
 
 
 def rejects_writes(fault: BaseException) -> bool:
@@ -65,3 +62,44 @@ def is_temporary(fault: BaseException) -> bool:
     if isinstance(fault, AuthenticationError):
         return False
     return isinstance(fault, ConnectionFault | TimeoutFault | InvalidResponse) or rejects_writes(fault)
+
+
+#: What tells a refusal, and what users read of it: what Redis does, and how to fix it. The first one applies.
+REFUSALS: tuple[tuple[Callable[[BaseException], bool], str], ...] = (
+    (
+        is_wrong_type,
+        f"holds another application's data under one of Feedmill's keys ({{said}}). Set another database in {PREFIX}"
+        "REDIS_URL, for example redis://host:6379/1.",
+    ),
+    (is_full, "has reached its memory limit and rejects writes. Raise its `maxmemory`."),
+    (is_denied, "does not let user {user} do this ({said}). See docs/redis.md for the permissions of each user."),
+    (is_replica, f"is a read-only replica. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."),
+    (cannot_save, "cannot save its data and rejects writes ({said}). Check its disk and its replicas."),
+    (
+        _matches("^MasterNotFoundError"),  # its own text would show redis-py's client objects
+        "cannot be found: no reachable Sentinel knows this master, or they require a password. Check "
+        f"{PREFIX}REDIS_MASTER and {PREFIX}REDIS_SENTINEL_PASSWORD.",
+    ),
+    (
+        _matches("^AuthenticationError"),
+        f"requires a password, or rejects the one in {PREFIX}REDIS_URL. Set it to {{scheme}}://:password@host:6379/0.",
+    ),
+)
+#: What users read of other failures to connect, by the scheme of the address.
+UNREACHABLE = {
+    "redis": "is unreachable ({said}). Start the embedded stack with `feedmill up`, or set "
+    f"{PREFIX}REDIS_URL, which must begin with rediss:// for TLS.",
+    "rediss": "is unreachable over TLS ({said}). Check that the port in "
+    f"{PREFIX}REDIS_URL is its TLS port, and that its certificate is valid for the host and signed by an authority in "
+    f"{PREFIX}REDIS_CA_FILE. If it requires certificates, set {PREFIX}REDIS_CERTIFICATE_FILE and _KEY_FILE.",
+}
+
+
+def user_message(fault: BaseException, settings: Settings) -> str | None:
+    """Return a message for users: what failed and how to fix it. None if the error is unknown."""
+    found = settings.redis
+    reason = next((text for applies, text in REFUSALS if applies(fault)), None)
+    if reason is None and not isinstance(fault, ResponseError):
+        reason = UNREACHABLE.get(found.scheme, UNREACHABLE["redis"])
+    said = {"said": clause(fault), "user": found.user or "default", "scheme": found.scheme}
+    return reason and f"Redis at {settings.redis_address} {reason.format(**said)}"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from feedmill.shared.redis_errors import is_denied, is_full, is_replica, permanent_reason, rejects_writes
+from feedmill.shared.redis_errors import is_denied, is_full, is_permanent, is_replica, rejects_writes
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from feedmill.shared.redis_errors import is_denied, is_full, is_replica, permane
 def test_recognizes_why_writes_are_rejected(recognizes: Callable[[Exception], bool], fault: Exception) -> None:
     assert recognizes(fault)
     assert rejects_writes(fault)
-    assert permanent_reason(fault) is None
+    assert not is_permanent(fault)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_recognizes_why_writes_are_rejected(recognizes: Callable[[Exception], bo
     ids=["Redis 7", "Redis 8 and Valkey"],
 )
 def test_recognizes_denied_commands_of_scripts(text: str) -> None:
-    assert "docs/redis.md" in str(permanent_reason(ResponseError(text)))
+    assert is_permanent(ResponseError(text))
 
 
 def test_examines_the_causes_of_an_error() -> None:

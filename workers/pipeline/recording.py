@@ -19,9 +19,9 @@ from typing import cast
 
 from redis.exceptions import RedisError
 
-from feedmill.shared.errors import RedisUnavailable, printable
+from feedmill.shared.errors import RedisUnavailable, clause, printable
 from feedmill.shared.messages import Classification, DeadLetter, Outcome, PostError
-from feedmill.shared.redis_errors import permanent_reason
+from feedmill.shared.redis_errors import is_permanent
 from feedmill.shared.results import Result
 from feedmill.workers.models.classifiers import Row, Scores
 from feedmill.workers.models.weights import Weights
@@ -127,8 +127,9 @@ class Recording:
                 write()
                 return True
             except RedisError as fault:
-                if why := permanent_reason(fault):
-                    raise RedisUnavailable(f"Redis permanently rejects results: {why}") from None
+                if is_permanent(fault):
+                    why = f"Redis permanently rejects results ({clause(fault)}). See docs/redis.md."
+                    raise RedisUnavailable(why) from None
                 logger.warning("cannot store results (%s); retrying in %.1f s", fault, delay)
                 self._context.stopping.wait(delay)
                 delay = min(2 * delay, MAX_RETRY_DELAY_S)

@@ -34,11 +34,11 @@ from celery.worker.control import control_command
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import RedisError, ResponseError
 
-from feedmill.shared.broker import UNDECODABLE, Application, user_message
+from feedmill.shared.broker import UNDECODABLE, Application
 from feedmill.shared.errors import RequestRefused, printable
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.metrics import connect_for_monitoring
-from feedmill.shared.redis_errors import is_denied
+from feedmill.shared.redis_errors import is_denied, user_message
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import PREFIX
 from feedmill.workers.pipeline.message import MAX_DEATHS, Message, traceback_of
