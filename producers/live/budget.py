@@ -1,4 +1,4 @@
-"""When requests may be sent: a token bucket at the configured rate, and exponential backoff after failures."""
+"""When requests may be sent: at the configured rate, and with exponential backoff after failures."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,8 +18,6 @@ RESERVED_REQUESTS = 5
 MAX_WAIT_S = 3600.0
 #: Smallest value of a reset that is a time, in seconds since 1970, instead of a duration.
 MIN_RESET_TIME = 1e9
-#: Tolerance for rounding in the token count, without which a nearly full token causes ever smaller waits.
-TOKEN_TOLERANCE = 1e-6
 #: Pauses in seconds after failures in a row.
 BACKOFF = EqualJitterBackoff(cap=600, base=5)
 #: Attempts before a failure is final, if something waits for the answer.
@@ -29,16 +27,13 @@ Answer = TypeVar("Answer")
 
 
 class RequestBudget:
-    """A token bucket. It refills at the configured rate, or slower if needed to spread what Reddit has left evenly
-    over the rest of its rate-limit window.
-    """
+    """Allows the configured rate after a burst, or less, to spread what Reddit has left over its rate-limit window."""
 
     def __init__(self, clock: Clock, per_minute: float) -> None:
         self._clock = clock
-        self._rate = per_minute / 60
-        self._tokens = float(BURST_REQUESTS)
-        self._filled = clock.monotonic()
-        self._paused_until = -math.inf
+        self._interval = 60 / per_minute
+        #: Time of the next request if they came evenly, and end of a pause (monotonic seconds).
+        self._next, self._paused_until = clock.monotonic(), -math.inf
         #: Requests left in Reddit's rate-limit window, and its end (monotonic seconds); None and infinite if unknown.
         self.remaining: float | None = None
         self._resets = math.inf
@@ -46,31 +41,26 @@ class RequestBudget:
         self.spent = 0
 
     def take(self) -> None:
-        """Wait for a token, then spend it. Raises Stopped."""
+        """Wait until a request is allowed, and count it. Raises Stopped."""
         while (pause := self.pending()) > 0:
             self._clock.wait(pause)
-        self._tokens -= 1
-        self.spent += 1
+        now, interval = self._clock.monotonic(), self._interval
         if self.remaining is not None:
+            interval = max(interval, (self._resets - now) / (self.remaining - RESERVED_REQUESTS))
             self.remaining -= 1
+        self._next = max(self._next, now) + interval
+        self.spent += 1
 
     def pending(self) -> float:
         """Return the seconds until the next request is allowed; 0 if it is allowed now."""
         now = self._clock.monotonic()
-        if now < self._paused_until:
-            return self._paused_until - now
         if now >= self._resets:
             self.remaining, self._resets = None, math.inf
-        rate = self._rate
-        if self.remaining is not None:
-            spare = self.remaining - RESERVED_REQUESTS
-            if spare < 1:
-                return self._resets - now
-            rate = min(rate, spare / max(self._resets - now, 1.0))
-        self._tokens = min(float(BURST_REQUESTS), self._tokens + (now - self._filled) * rate)
-        self._filled = now
-        lacking = 1 - self._tokens
-        return lacking / rate if lacking > TOKEN_TOLERANCE else 0.0
+        if self.remaining is not None and self.remaining - RESERVED_REQUESTS < 1:
+            return max(self._resets, self._paused_until) - now
+        burst = (BURST_REQUESTS - 1) * self._interval
+        # Rounded, because waiting for less than a clock's step would not end.
+        return max(0.0, round(max(self._paused_until, self._next - burst) - now, 6))
 
     def pause(self, seconds: float) -> None:
         """Block requests for this many seconds, after a 429 response or an outage."""

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 #: Posts per look-up, and seconds between two look-ups: while more posts are due, and otherwise.
 POSTS_AT_ONCE, BUSY_INTERVAL_S, POLL_INTERVAL_S = 100, 5.0, 60.0
+#: Maximum seconds that a look-up waits for the source's next request. In a longer pause, the daemon does other things.
+MAX_REQUEST_WAIT_S = 5.0
 #: Seconds until posts are rechecked whose request failed.
 FAILED_RETRY_S = 600.0
 #: Seconds between rechecks of a post that was removed or is missing.
@@ -88,7 +90,9 @@ class Rechecks:
         """Return the seconds until rechecks may run; infinite if the source has none."""
         if not self._source.recheck_delays:
             return math.inf
-        return max(0.0, self._due - self._clock.monotonic(), self._source.pending())
+        asked = self._source.pending()
+        # A source that catches up takes each request as soon as it is allowed: rechecks wait for one in turn.
+        return max(0.0, self._due - self._clock.monotonic(), asked if asked > MAX_REQUEST_WAIT_S else 0.0)
 
     def run_if_due(self) -> None:
         """Recheck some posts, if it is time and the source may be asked. Raises as `run`."""

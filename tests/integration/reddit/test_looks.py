@@ -70,6 +70,16 @@ def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:
     assert daemon.status()["rechecked"] >= 50
 
 
+def test_rechecks_get_requests_while_the_source_takes_each_one(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = house.daemon()
+    house.publish("cooking")
+    house.run(daemon, MINUTE)
+    house.clock.wait(2 * HOUR)
+    monkeypatch.setattr(daemon._source, "pending", lambda: 0.7)  # as while it catches up, page by page
+    house.run(daemon, MINUTE)
+    assert daemon.status()["rechecked"] == len(house.ids())
+
+
 def test_failed_requests_do_not_hold_up_later_rechecks(house: House) -> None:
     daemon = house.daemon(reddit_poll_interval=SELDOM)
     first = house.publish("cooking", 100)
