@@ -31,12 +31,12 @@ from rich.table import Table
 from benchmarks.hardware import describe
 from benchmarks.running import run_folder
 from benchmarks.throughput import read_posts
+from feedmill.producers import push
 from feedmill.producers.push import POSTS_PER_ROUND_TRIP, mark_of
 from feedmill.shared import broker
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import Classification, ClassifyOptions, Post, digest
 from feedmill.shared.results import Result, ResultsStore
-from feedmill.shared.scripts import queue
 from feedmill.shared.settings import PREFIX, load
 from feedmill.shared.topics import TOPICS
 from feedmill.stack.embedded import Stack
@@ -100,7 +100,7 @@ def measure(posts: Sequence[Post]) -> dict[str, float]:
     marks = [mark_of(post, "purpose") for post in posts]
     wanted = [(post.id, found.fingerprint) for post, found in results]
     store.write(results[:1])
-    queue.mark(redis, marks[:1], settings.sent_ttl, settings.sent_memory)  # loads the scripts
+    push.mark_sent(redis, marks[:1], settings.sent_ttl, settings.sent_memory)  # loads the scripts
     redis.flushall()
     found: dict[str, float] = {}
     gc.collect()
@@ -114,14 +114,14 @@ def measure(posts: Sequence[Post]) -> dict[str, float]:
             found[f"{what}, µs of {name}"] = round(1e6 * (seconds - earlier) / len(items), 2)
         found[f"{what}, bytes"] = round((_used(redis) - used) / len(items), 1)
 
-    each("look up unsent", lambda some: queue.lookup(redis, some), marks, POSTS_PER_ROUND_TRIP)
+    each("look up unsent", lambda some: push.lookup(redis, some), marks, POSTS_PER_ROUND_TRIP)
     each(
         "mark",
-        lambda some: queue.mark(redis, some, settings.sent_ttl, settings.sent_memory),
+        lambda some: push.mark_sent(redis, some, settings.sent_ttl, settings.sent_memory),
         marks,
         POSTS_PER_ROUND_TRIP,
     )
-    each("look up sent", lambda some: queue.lookup(redis, some), marks, POSTS_PER_ROUND_TRIP)
+    each("look up sent", lambda some: push.lookup(redis, some), marks, POSTS_PER_ROUND_TRIP)
     redis.flushall()
     each("find nothing", store.find, wanted, MESSAGE_SIZE)
     each("write", store.write, results, WRITE_SIZE)

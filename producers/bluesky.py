@@ -15,8 +15,7 @@ from urllib.parse import urlencode
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from feedmill.producers.live.clock import Clock
-from feedmill.producers.live.source import Event, Source, SourceFailed
+from feedmill.producers.live.source import Clock, Event, Source, SourceFailed
 from feedmill.shared.errors import clause
 from feedmill.shared.settings import Settings
 

@@ -6,12 +6,14 @@ the message.
 Depends on a private method of Celery 5.7: `Celery._after_fork` drops the application's connection and producer pools.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from hashlib import sha1
+from typing import Any, NamedTuple
 
 from kombu import pools, uuid
 from kombu.exceptions import OperationalError
@@ -22,7 +24,7 @@ from feedmill.shared import broker
 from feedmill.shared.messages import ClassifyOptions, Post, digest, scope_of
 from feedmill.shared.model_routing import deployed_weights
 from feedmill.shared.redis_errors import is_full
-from feedmill.shared.scripts import queue as scripts
+from feedmill.shared.scripts import call
 from feedmill.shared.settings import DEFAULT_QUEUE, Settings
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,64 @@ POSTS_PER_ROUND_TRIP = 256
 MAX_COLLECT_S = 0.25
 #: Seconds between checks of a full queue.
 FULL_QUEUE_POLL_S = 0.5
+#: Status of a post in `lookup`; 0 if it is unknown.
+SENT, PURGED = 1, 2
+#: Bytes of an id's digest: its bucket (shared/scripts/tables.lua), and the start of its marks.
+BUCKET_BYTES, ID_BYTES = 2, 4
+#: Bytes of the other parts of a mark: digests of the run and of what was sent. The probability that a new post is taken
+#: for sent is 2**-48 (4e-15) for each mark of its id, and 2**-112 for each mark of another id.
+RUN_BYTES, DIGEST_BYTES = 2, 6
+MARK_BYTES = ID_BYTES + RUN_BYTES + DIGEST_BYTES
+#: Ids per call of `known`. Redis is blocked during a call.
+IDS_PER_CALL = 500
+
+
+def _digest(text: str, size: int) -> bytes:
+    return sha1(text.encode(), usedforsecurity=False).digest()[:size]
+
+
+class Mark(NamedTuple):
+    """Record of a sent post: digests of its id, of its run, and of its text and where it was sent."""
+
+    post_id: str
+    #: Its bucket, and what Redis stores there.
+    content: bytes
+
+    @classmethod
+    def of(cls, post_id: str, field: str, run: str = "") -> "Mark":
+        """Return a mark. field: digest of what was sent, in hex. run: the post's run; "" for none."""
+        start = _digest(post_id, BUCKET_BYTES + ID_BYTES) + _digest(run, RUN_BYTES)
+        return cls(post_id, start + bytes.fromhex(field[: 2 * DIGEST_BYTES]))
+
+
+def lookup(redis: Redis, marks: Sequence[Mark]) -> list[int]:
+    """Return the status of each post: 0, SENT or PURGED."""
+    return list(map(int, call(redis, "lookup", *_packed(marks)))) if marks else []
+
+
+def mark_sent(redis: Redis, marks: Sequence[Mark], ttl: int, memory: int, run: str = "") -> None:
+    """Mark posts as sent, except posts that were purged meanwhile, and count new marks in the progress of their run.
+
+    ttl: seconds for which a mark is kept; at most an eighth longer. memory: bytes of all marks. run: the posts' run; ""
+    for none.
+    """
+    if marks:
+        call(redis, "mark", *_packed(marks), ttl, memory, run)
+
+
+def _packed(marks: Sequence[Mark]) -> tuple[str, bytes]:
+    """Return the ids as JSON, and what Redis stores."""
+    return json.dumps([mark.post_id for mark in marks]), b"".join([mark.content for mark in marks])
+
+
+def known_ids(redis: Redis, ids: Sequence[str]) -> list[str]:
+    """Return the ids of posts that were sent or have results."""
+    found: list[str] = []
+    for start in range(0, len(ids), IDS_PER_CALL):
+        batch = ids[start : start + IDS_PER_CALL]
+        digits = call(redis, "known", json.dumps(batch))
+        found += [post_id for post_id, digit in zip(batch, digits, strict=True) if digit == "1"]
+    return found
 
 
 def send_scope(queue: str, options: ClassifyOptions, weights: str) -> str:
@@ -46,9 +106,9 @@ def send_scope(queue: str, options: ClassifyOptions, weights: str) -> str:
     return " ".join(part for part in (named, weights, options.model_dump_json()) if part)
 
 
-def mark_of(post: Post, purpose: str) -> scripts.Mark:
+def mark_of(post: Post, purpose: str) -> Mark:
     """Return the mark of a post. purpose: see `send_scope`."""
-    return scripts.Mark.of(post.id, digest(post.text, purpose, *scope_of(post)), post.run or "")
+    return Mark.of(post.id, digest(post.text, purpose, *scope_of(post)), post.run or "")
 
 
 class Pusher:
@@ -141,7 +201,7 @@ class Pusher:
         size = self._settings.posts_per_message
         queue = self._settings.queue
         self._purpose = send_scope(queue, self._options, deployed_weights(self._redis, queue))
-        unsent: list[tuple[scripts.Mark, Post]] = []
+        unsent: list[tuple[Mark, Post]] = []
         if self._run is not None:
             run = {"run": self._run}
             posts = (post.model_copy(update=run) for post in posts)
@@ -152,20 +212,20 @@ class Pusher:
             del unsent[:whole]
         self._send(unsent)
 
-    def _unsent(self, posts: Sequence[Post], waiting: set[scripts.Mark]) -> Iterator[tuple[scripts.Mark, Post]]:
+    def _unsent(self, posts: Sequence[Post], waiting: set[Mark]) -> Iterator[tuple[Mark, Post]]:
         """Yield posts that must be sent, with their marks. waiting: marks of posts already collected, extended here."""
         marks = [mark_of(post, self._purpose) for post in posts]
-        for mark, post, status in zip(marks, posts, scripts.lookup(self._redis, marks), strict=True):
-            if status == scripts.PURGED:
+        for mark, post, status in zip(marks, posts, lookup(self._redis, marks), strict=True):
+            if status == PURGED:
                 self.gone += 1
                 self.first_gone = self.first_gone or post.id
-            elif mark in waiting or (status == scripts.SENT and not self._again):
+            elif mark in waiting or (status == SENT and not self._again):
                 self.skipped += 1
             else:
                 waiting.add(mark)
                 yield mark, post
 
-    def _send(self, unsent: Sequence[tuple[scripts.Mark, Post]]) -> None:
+    def _send(self, unsent: Sequence[tuple[Mark, Post]]) -> None:
         size = self._settings.posts_per_message
         while unsent:
             fitting = unsent[: size * self._wait_for_room()]
@@ -178,7 +238,7 @@ class Pusher:
             marks = [mark for mark, _ in fitting]
             self.retry_until_memory(
                 partial(
-                    scripts.mark,
+                    mark_sent,
                     self._redis,
                     marks,
                     self._settings.sent_ttl,

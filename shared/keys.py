@@ -8,7 +8,7 @@ DEAD_LETTERS = "feedmill:dead"
 #: Counters since the store was created: `stored`, `repeated`, `failed`, `gone`, `answered`, `trimmed`, `dead_trimmed`,
 #: `dropped` and `sent_dropped`, as in the metrics `feedmill_results_*_total`.
 COUNTERS = "feedmill:counters"
-#: Table of marks, the records of sent posts (shared/scripts/queue.py): its generations, scored by when they end, in
+#: Table of marks, the records of sent posts (producers/push.py): its generations, scored by when they end, in
 #: seconds since 1970. `feedmill:sent-marks:NUMBER` is one: post id -> marks.
 MARKS = "feedmill:sent-marks"
 #: Table of stored results (shared/result_records.py). `feedmill:stored:NUMBER` is a generation: post id -> records.

@@ -34,15 +34,14 @@ from redis.client import NEVER_DECODE
 from trustme import CA
 
 from feedmill.cli.deletions import DeadLetters
-from feedmill.producers.push import Pusher
+from feedmill.producers import push
+from feedmill.producers.push import BUCKET_BYTES, ID_BYTES, MARK_BYTES, Pusher
 from feedmill.reading.readers import newest
 from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth
 from feedmill.shared.keys import MARKS
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post, digest
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts import call
-from feedmill.shared.scripts import queue as queue_scripts
-from feedmill.shared.scripts.queue import BUCKET_BYTES, ID_BYTES, MARK_BYTES
 from feedmill.shared.settings import LOCK_FILE, STACK_FILE, Settings
 from feedmill.stack.processes import Child
 from feedmill.stack.redis_server import embedded_server, installed_redis_server, server_version
@@ -134,7 +133,7 @@ def _buckets(client: Any) -> defaultdict[bytes, bytes]:
 
 def mark_sent(client: Redis, post_id: str) -> None:
     """Mark a post as sent."""
-    queue_scripts.mark(client, [queue_scripts.Mark.of(post_id, digest(post_id))], 3600, 10**9)
+    push.mark_sent(client, [push.Mark.of(post_id, digest(post_id))], 3600, 10**9)
 
 
 def has_results(client: Redis, post_id: str) -> bool:

@@ -6,8 +6,7 @@ from typing import TypeVar
 
 from redis.backoff import EqualJitterBackoff
 
-from feedmill.producers.live.clock import Clock
-from feedmill.producers.live.source import SourceFailed
+from feedmill.producers.live.source import Clock, SourceFailed
 
 #: Maximum requests without a pause after an idle period.
 BURST_REQUESTS = 30

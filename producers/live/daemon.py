@@ -21,10 +21,9 @@ from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
 
 from feedmill.producers.live.budget import MAX_WAIT_S
-from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.purges import Purges, author_of
 from feedmill.producers.live.rechecks import Rechecks
-from feedmill.producers.live.source import Event, Pause, RequestFailed, Source, SourceFailed
+from feedmill.producers.live.source import Clock, Event, Pause, RequestFailed, Source, SourceFailed
 from feedmill.producers.live.state import Gap, Gaps, LiveState, Position
 from feedmill.producers.push import FULL_QUEUE_POLL_S, Pusher
 from feedmill.shared.errors import PostRefused, UserError, clause, printable

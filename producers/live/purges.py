@@ -12,12 +12,12 @@ from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
-from feedmill.producers.live.clock import Clock
+from feedmill.producers.live.source import Clock
+from feedmill.producers.push import known_ids
 from feedmill.shared import model_routing
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, live_authors_key, live_deleted_key
 from feedmill.shared.purge import IDS_AT_ONCE, find_entries, ids_in_messages, purge
 from feedmill.shared.results import stored_ids
-from feedmill.shared.scripts.queue import known_ids
 from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from feedmill.producers.live.clock import Clock
-from feedmill.producers.live.source import Event, RequestFailed, Source
-from feedmill.producers.push import Pusher
+from feedmill.producers.live.source import Clock, Event, RequestFailed, Source
+from feedmill.producers.push import Pusher, known_ids
 from feedmill.shared.errors import PostRefused
 from feedmill.shared.keys import live_rechecks_key
 from feedmill.shared.messages import Post, digest
 from feedmill.shared.purge import lift_matching, purge, tombstones
 from feedmill.shared.results import ResultsStore
-from feedmill.shared.scripts.queue import known_ids
 from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)

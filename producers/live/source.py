@@ -1,5 +1,9 @@
-"""What a live source implements: a stream of events, each with a position from which reading can be resumed."""
+"""What a live source implements: a stream of events, each with a position from which reading can be resumed.
 
+`Clock` is its time and its waits. Tests replace it.
+"""
+
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -92,3 +96,37 @@ class Source:
     def status(self) -> Mapping[str, Any]:
         """Return counters and state that the daemon adds to its own, or that replace them. `faults` are added up."""
         return {}
+
+
+class Stopped(BaseException):
+    """The process must end. A BaseException, so that handlers of Exception do not catch it."""
+
+
+class Clock:
+    """The system clock. `stop` ends its waits immediately."""
+
+    def __init__(self) -> None:
+        self._stopping = False
+
+    def time(self) -> float:
+        """Return seconds since 1970."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """Return monotonic seconds from an arbitrary start."""
+        return time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep. Raises Stopped once `stop` was called."""
+        if self._stopping:
+            raise Stopped
+        if seconds > 0:
+            time.sleep(seconds)
+
+    def stop(self) -> None:
+        """Raise Stopped, from a signal handler. Writes are ordered so that an interruption at any point is safe.
+
+        If Python drops the exception, as it does in finalisers, the next wait raises Stopped again.
+        """
+        self._stopping = True
+        raise Stopped

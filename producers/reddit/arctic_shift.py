@@ -17,13 +17,12 @@ import requests
 from redis import Redis
 
 from feedmill.producers.live.budget import RequestBudget
-from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.http import HttpClient
-from feedmill.producers.live.source import RequestFailed, SourceFailed
+from feedmill.producers.live.source import Clock, RequestFailed, SourceFailed
 from feedmill.producers.live.state import Gap, Gaps
+from feedmill.producers.push import known_ids
 from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, parse_items
 from feedmill.shared.errors import printable
-from feedmill.shared.scripts.queue import known_ids
 from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)

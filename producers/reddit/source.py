@@ -1,6 +1,6 @@
 """Reddit as a live source: the new posts of every topic.
 
-A poll walks down the joint listing of a topic's subreddits (`walk.py`). Its posts are yielded oldest first, and the
+A poll walks down the joint listing of a topic's subreddits (`listing.py`). Its posts are yielded oldest first, and the
 watermark of each subreddit follows once they are in the queue: a generator continues after a `yield None` when
 everything before is sent. So a daemon that is killed continues where it stopped. While the queue is full, the daemon
 does not continue the generator, and Reddit keeps the posts.
@@ -16,16 +16,22 @@ from typing import Any, NamedTuple
 from redis import Redis
 
 from feedmill.producers.live.budget import with_retries
-from feedmill.producers.live.clock import Clock
-from feedmill.producers.live.source import Event, Pause, RequestFailed, Source, SourceFailed
+from feedmill.producers.live.source import Clock, Event, Pause, RequestFailed, Source, SourceFailed
 from feedmill.producers.live.state import Gap
+from feedmill.producers.push import known_ids
 from feedmill.producers.reddit.arctic_shift import CROWDED, ArcticShiftClient, GapFiller
-from feedmill.producers.reddit.listing import ListingItem, ListingPage, SubredditUnreadable
+from feedmill.producers.reddit.listing import (
+    OVERLAP_S,
+    ListingItem,
+    ListingPage,
+    SubredditUnreadable,
+    Track,
+    Walk,
+    walk,
+)
 from feedmill.producers.reddit.topics import ASLEEP, ReplacedSubreddit, Topics, choose, replaced, store_replaced
-from feedmill.producers.reddit.walk import OVERLAP_S, Track, Walk, walk
 from feedmill.shared.keys import reddit_track_key
 from feedmill.shared.messages import Post
-from feedmill.shared.scripts.queue import known_ids
 from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -215,7 +215,7 @@ local function forget_results(id, fingerprint)
   end)
 end
 
--- Sent records: a mark is a digest of an id, one of a run, and one of what was sent (shared/scripts/queue.py). A post's own
+-- Sent records: a mark is a digest of an id, one of a run, and one of what was sent (producers/push.py). A post's own
 -- field would take five times as much, so marks of several posts share one of the generation's 65,536 fields, a bucket.
 
 local BUCKET, ID, RUN_BYTES, SIZE = 2, 4, 2, 12

@@ -1,6 +1,6 @@
 """A simulated clock for the Reddit daemon."""
 
-from feedmill.producers.live.clock import Clock, Stopped
+from feedmill.producers.live.source import Clock, Stopped
 
 
 class SimulatedClock(Clock):

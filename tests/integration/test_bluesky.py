@@ -9,8 +9,8 @@ import pytest
 
 from feedmill.producers.bluesky import OVERLAP_S, BlueskySource
 from feedmill.producers.live import daemon, purges
-from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.live.source import Clock
 from feedmill.producers.live.state import LiveState
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app

@@ -7,14 +7,14 @@ stands there, posts are sent and stored, and other users' commands work.
 import pytest
 from redis import Redis
 
+from feedmill.producers import push
+from feedmill.producers.push import SENT, Mark
 from feedmill.shared import runs
 from feedmill.shared.keys import MARKS, RUNS, run_key
 from feedmill.shared.messages import digest
 from feedmill.shared.purge import forget
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.runs import Progress
-from feedmill.shared.scripts import queue
-from feedmill.shared.scripts.queue import SENT, Mark
 from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer
@@ -36,9 +36,9 @@ def use_everything(client: Redis) -> None:
     """Send, store, count, bound and forget posts."""
     settings = Settings()
     store = ResultsStore(client, settings)
-    queue.mark(client, MARKED, 86_400, 10**9, "r")
-    assert queue.lookup(client, MARKED) == [SENT] * len(MARKED)
-    assert set(queue.known_ids(client, [mark.post_id for mark in MARKED])) == {mark.post_id for mark in MARKED}
+    push.mark_sent(client, MARKED, 86_400, 10**9, "r")
+    assert push.lookup(client, MARKED) == [SENT] * len(MARKED)
+    assert set(push.known_ids(client, [mark.post_id for mark in MARKED])) == {mark.post_id for mark in MARKED}
     post, classification = result("t3_1")
     stored = Result(
         post.model_copy(update={"run": "r"}), classification.model_copy(update={"fingerprint": digest("r")})
@@ -75,7 +75,7 @@ def test_any_generations(server: RedisServer, client: Redis, ends: str) -> None:
 
 @pytest.mark.parametrize("records", BUCKETS)
 def test_any_records_in_buckets(server: RedisServer, client: Redis, records: bytes) -> None:
-    queue.mark(client, MARKED[:1], 86_400, 10**9)
+    push.mark_sent(client, MARKED[:1], 86_400, 10**9)
     (key,) = server.client.scan_iter(f"{MARKS}:*")
     for mark in MARKED:
         server.client.hset(key, mark.content[:2], records)

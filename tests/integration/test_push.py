@@ -13,6 +13,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import OutOfMemoryError
 
 from feedmill.producers import push
+from feedmill.producers import push as push_module
 from feedmill.producers.push import Pusher
 from feedmill.shared import broker
 from feedmill.shared.broker import connect, make_app, queue_depth
@@ -21,7 +22,6 @@ from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import forget
 from feedmill.shared.scripts import load_functions
-from feedmill.shared.scripts import queue as scripts
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, find, make_posts, queued, sent_count, sent_marks
 
@@ -214,12 +214,12 @@ def consistent(pushing: Pusher, redis: RedisServer) -> None:
 def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int, fault: BaseException) -> None:
     """Make call number `at` of the step raise the fault. Steps in the past tense raise it after their work."""
     where: tuple[Any, str] = {
-        "look": (scripts, "lookup"),
+        "look": (push_module, "lookup"),
         "room": (pushing, "room"),
         "publish": (broker, "publish"),
         "published": (broker, "publish"),
-        "remember": (scripts, "mark"),
-        "remembered": (scripts, "mark"),
+        "remember": (push_module, "mark_sent"),
+        "remembered": (push_module, "mark_sent"),
     }[step]
     work = getattr(*where)
     calls: list[int] = []
@@ -378,14 +378,14 @@ def test_waits_for_redis_memory_if_configured(
     load_functions(redis.client)  # a full Redis takes no functions
     full()
     pushing.push(make_posts(40))
-    mark = scripts.mark
+    mark = push_module.mark_sent
 
     def marked(*arguments: Any) -> None:
         if len(waits) == 1:
             full()
         mark(*arguments)
 
-    monkeypatch.setattr(scripts, "mark", marked)
+    monkeypatch.setattr(push_module, "mark_sent", marked)
     pushing.push(make_posts(80))
     assert len(waits) == 2
     assert all("memory" in reason for reason in waits)

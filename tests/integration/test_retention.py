@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
+from feedmill.producers.push import SENT, Mark, lookup, mark_sent
 from feedmill.reading.readers import Follower
 from feedmill.reading.rows import Missed
 from feedmill.shared.keys import MARKS, RESULTS_STREAM, STORED
@@ -12,8 +13,6 @@ from feedmill.shared.messages import digest
 from feedmill.shared.metrics import read_memory
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore, memory_limits, stored_ids
-from feedmill.shared.scripts import queue
-from feedmill.shared.scripts.queue import SENT, Mark, lookup
 from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer, age, find, sent_count
@@ -113,7 +112,7 @@ def marks(start: int, count: int) -> list[Mark]:
 def test_drops_the_oldest_sent_records(server: RedisServer) -> None:
     count, store = 20_000, ResultsStore(server.client, settings(results_memory=2 * SMALL))
     for start in range(0, count, 500):
-        queue.mark(server.client, marks(start, 500), HOUR_S, SMALL)
+        mark_sent(server.client, marks(start, 500), HOUR_S, SMALL)
         store.write(results(start, 1))
         assert memory(server, f"{MARKS}:*") < SMALL
     found = [each for start in range(0, count, 500) for each in lookup(server.client, marks(start, 500))]
@@ -125,7 +124,7 @@ def test_drops_the_oldest_sent_records(server: RedisServer) -> None:
 
 def test_a_mark_takes_few_bytes(server: RedisServer) -> None:
     for start in range(0, 100_000, 20_000):
-        queue.mark(server.client, marks(start, 20_000), HOUR_S, 10**9)
+        mark_sent(server.client, marks(start, 20_000), HOUR_S, 10**9)
     assert memory(server, f"{MARKS}:*") < 60 * 100_000
 
 
@@ -140,7 +139,7 @@ def test_does_not_count_expired_results_as_dropped(server: RedisServer) -> None:
 
 def test_drops_at_maxmemory(server: RedisServer) -> None:
     fill(server, 1000, results_memory=10**7)
-    queue.mark(server.client, marks(0, 5000), HOUR_S, 10**7)
+    mark_sent(server.client, marks(0, 5000), HOUR_S, 10**7)
     low = ResultsStore(server.client, settings(results_memory=60_000))
     server.client.config_set("maxmemory", 1)
     try:
@@ -165,7 +164,7 @@ def test_adds_up_with_purged_results(server: RedisServer) -> None:
 def test_measures_what_is_kept(server: RedisServer) -> None:
     assert read_memory(server.client)[3:] == (0, 0, 0, 0, 0)
     fill(server, 2000, results_memory=10**7)
-    queue.mark(server.client, marks(0, 3000), HOUR_S, 10**7)
+    mark_sent(server.client, marks(0, 3000), HOUR_S, 10**7)
     kept = read_memory(server.client)
     assert kept.results == pytest.approx(2000, rel=0.1)
     assert kept.sent == pytest.approx(3000, rel=0.1)

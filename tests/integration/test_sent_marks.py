@@ -1,13 +1,12 @@
-"""Marks of sent posts (shared/scripts/queue.py): a table of buckets, in generations."""
+"""Marks of sent posts (producers/push.py): a table of buckets, in generations."""
 
 import pytest
 
+from feedmill.producers.push import IDS_PER_CALL, PURGED, SENT, Mark, known_ids, lookup, mark_sent
 from feedmill.shared.keys import MARKS, RUNS, run_key, tombstone_key
 from feedmill.shared.messages import digest
 from feedmill.shared.purge import forget
 from feedmill.shared.results import ResultsStore
-from feedmill.shared.scripts import queue as scripts
-from feedmill.shared.scripts.queue import PURGED, SENT, Mark, lookup, mark
 from feedmill.shared.settings import Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer, age, sent_count, sent_marks
@@ -22,7 +21,7 @@ def marks_of(count: int, start: int = 0, what: str = "text") -> list[Mark]:
 
 
 def write(server: RedisServer, marks: list[Mark], ago: int = 0, ttl: int = 30 * DAY_S, run: str = "") -> None:
-    mark(server.client, marks, ttl, 10**9, run)
+    mark_sent(server.client, marks, ttl, 10**9, run)
     age(server.client, MARKS, ago)
 
 
@@ -64,9 +63,9 @@ def test_knows_ids_that_were_sent_or_have_results(server: RedisServer) -> None:
     ResultsStore(server.client, Settings()).write(results)
     known = ["t3_3e7", "stored 0", "stored 299"]
     unknown = ["t3_3e8", "t3_", "stored 300", "", "sent"]
-    assert scripts.known_ids(server.client, unknown + known + unknown) == known
-    many = [mark.post_id for mark in marks_of(scripts.IDS_PER_CALL * 3)]
-    assert scripts.known_ids(server.client, many) == many[:1000]
+    assert known_ids(server.client, unknown + known + unknown) == known
+    many = [mark.post_id for mark in marks_of(IDS_PER_CALL * 3)]
+    assert known_ids(server.client, many) == many[:1000]
 
 
 @pytest.mark.parametrize("post_id", ["t3_1", "Käse", "x" * 128, "\u6f22\u5b57 🧀"])

@@ -1,12 +1,11 @@
-"""producers/reddit/walk.py: posts found and gaps reported by a walk down a listing."""
+"""producers/reddit/listing.py: posts found and gaps reported by a walk down a listing."""
 
 from collections.abc import Iterable
 
 import pytest
 
 from feedmill.producers.live.source import RequestFailed
-from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage
-from feedmill.producers.reddit.walk import Track, walk
+from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, Track, walk
 from feedmill.shared.messages import Post
 
 OVERLAP = 0.0

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from feedmill.producers.live.budget import RequestBudget
-from feedmill.producers.live.clock import Clock
 from feedmill.producers.live.http import HttpClient
-from feedmill.producers.live.source import Event, Pause, Source, SourceFailed
+from feedmill.producers.live.source import Clock, Event, Pause, Source, SourceFailed
 from feedmill.shared.settings import Settings
 
 #: Another server with the same API, for tests.

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from feedmill.producers import push
 from feedmill.producers.live.state import Gaps
 from feedmill.producers.reddit.source import RedditSource
 from feedmill.shared import broker
 from feedmill.shared.broker import queue_depth
 from feedmill.shared.messages import Post
 from feedmill.shared.results import ResultsStore
-from feedmill.shared.scripts import queue as queue_scripts
 from tests.integration.reddit.house import HOUR, MINUTE, House, result, short_listings
 from tests.support import latest
 
@@ -49,7 +49,7 @@ class Killed(BaseException):
 STEPS: dict[str, tuple[Any, str]] = {
     "note gaps": (Gaps, "record"),
     "publish": (broker, "publish"),
-    "mark as sent": (queue_scripts, "mark"),
+    "mark as sent": (push, "mark_sent"),
     "advance the watermark": (RedditSource, "_store"),
 }
 
