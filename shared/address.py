@@ -14,8 +14,9 @@ PORTS = {"redis": 6379, "rediss": 6379, "sentinel": 26379}
 ALIASES = {"valkey://": "redis://", "valkeys://": "rediss://"}
 HOST, DATABASE = re.compile(r"[^,\s]+"), re.compile(r"(/\d*)?")
 MALFORMED = (
-    "must look like redis://:password@host:6379/0, as rediss://… for TLS, or as "
-    "sentinel://:password@host:26379/0;sentinel://…. Percent-encode / # ? and ; in the password"
+    "must look like redis://:password@host:6379/0, as rediss://… for TLS, or, for several servers, as "
+    "sentinel://:password@host:26379/0;sentinel://… with the same user, password and database (the master's) for each "
+    "Sentinel; without ?options, and with / # ? and ; in the password percent-encoded (docs/redis.md)"
 )
 
 
@@ -40,24 +41,21 @@ def parse(url: str) -> Address:
     """Parse an address. Raises ValueError with the accepted form; the text never contains the password."""
     parts = [_split(each) for each in url.split(";")]
     first = parts[0]
-    if first.scheme not in PORTS or any(part.scheme != first.scheme for part in parts):
-        raise ValueError(MALFORMED)
-    if not all(
-        HOST.fullmatch(part.hostname or "") and part.port != 0 and DATABASE.fullmatch(part.path) for part in parts
+    shared = {(part.scheme, part.username, part.password, part.path.strip("/") or "0") for part in parts}
+    if (
+        first.scheme not in PORTS
+        or len(shared) > 1
+        or (first.scheme != "sentinel" and len(parts) > 1)
+        or any(
+            not HOST.fullmatch(part.hostname or "")
+            or part.port == 0
+            or not DATABASE.fullmatch(part.path)
+            or part.query
+            or part.fragment
+            for part in parts
+        )
     ):
         raise ValueError(MALFORMED)
-    if any(part.query or part.fragment for part in parts):
-        raise ValueError(
-            "must not contain options after a ?; set certificates with FEEDMILL_REDIS_CA_FILE (docs/redis.md)"
-        )
-    if first.scheme != "sentinel" and len(parts) > 1:
-        raise ValueError(
-            "names several Redis servers, but not which one is the master. Run Redis Sentinel and use "
-            "sentinel://:password@host:26379/0;sentinel://… (write a ; in the password as %3B)"
-        )
-    shared = {(part.username, part.password, part.path.strip("/") or "0") for part in parts}
-    if len(shared) > 1:
-        raise ValueError("must repeat the same user, password and database (the master's) for each Sentinel")
     return Address(
         first.scheme,
         tuple((part.hostname or "", part.port or PORTS[part.scheme]) for part in parts),

@@ -30,18 +30,15 @@ def read(value: str) -> object:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES:,} bytes")
+        text = data.decode("utf-8-sig")
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(
             f"there is no file {name} with labels; values after @, or ending in .json, .csv or .txt, name a file"
         ) from None
-    except (OSError, ValueError) as error:  # a path may contain a null character
+    except (OSError, ValueError) as error:  # a path may contain a null character; the text may not be UTF-8
         raise ValueError(f"the file {name} cannot be read ({error})") from None
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"the file {name} exceeds {MAX_BYTES:,} bytes")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"the file {name} is not UTF-8") from None
     if not text.strip():
         raise ValueError(f"the file {name} is empty")
     if path.suffix.lower() == ".csv":

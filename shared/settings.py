@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import re
-import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -73,8 +72,8 @@ class Settings(BaseSettings):
     redis_ca_file: Path | None = None
     #: PEM file of the client certificate, for rediss:// servers that require one.
     redis_certificate_file: Path | None = None
-    #: PEM file of the client certificate's key, without a passphrase.
-    redis_key_file: Path | None = Field(None, validate_default=True)
+    #: PEM file of the client certificate's key, without a passphrase; unset if the certificate's file has it.
+    redis_key_file: Path | None = None
     #: Name of the master in the Sentinels' configuration. Required for a sentinel:// address.
     redis_master: Annotated[str, _form(r"[!-~]{1,128}", "a name without spaces")] | None = Field(
         None, validate_default=True
@@ -279,26 +278,10 @@ class Settings(BaseSettings):
     @field_validator("redis_ca_file", "redis_certificate_file", "redis_key_file")
     @classmethod
     def _is_for_tls(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        certificate = info.data.get("redis_certificate_file") if info.field_name == "redis_key_file" else None
         if value is None:
-            if certificate:
-                raise ValueError(f"must be set to the key of {PREFIX}REDIS_CERTIFICATE_FILE")
             return None
         _require_scheme("rediss", info)
-        value = value.expanduser().absolute()
-        context = ssl.create_default_context()
-        try:
-            value.read_bytes()
-            if info.field_name == "redis_ca_file":
-                context.load_verify_locations(value)
-            elif certificate:
-                context.load_cert_chain(certificate, value, password="")
-        except OSError as error:
-            raise ValueError(
-                f"{value} cannot be used ({getattr(error, 'reason', error.strerror)}): expected a PEM file that this "
-                "user may read, without a passphrase, and a key that matches its certificate"
-            ) from None
-        return value
+        return value.expanduser().absolute()
 
     @field_validator("redis_master", "redis_sentinel_password")
     @classmethod

@@ -212,20 +212,24 @@ def test_tls_to_a_plain_text_port_mentions_tls(secure: SecureRedis, authority: A
     ("flags", "words"),
     [
         ({"redis_ca_file": "ca"}, "--redis-ca-file: .*rediss://.*FEEDMILL_REDIS_URL"),
-        ({"redis_url": "rediss://h", "redis_ca_file": "key"}, "PEM"),
-        ({"redis_url": "rediss://h", "redis_certificate_file": "ca"}, "FEEDMILL_REDIS_KEY_FILE: "),
-        (
-            {"redis_url": "rediss://h", "redis_certificate_file": "ca", "redis_key_file": "other"},
-            "--redis-key-file: .*PEM",
-        ),
         ({"redis_url": "rediss://h?ssl_cert_reqs=none"}, "--redis-url: .*options"),
     ],
 )
 def test_rejects_incompatible_tls_settings(authority: Authority, flags: dict[str, str], words: str) -> None:
-    files = {
-        "ca": authority.file,
-        "key": authority.file.with_suffix(".key"),
-        "other": authority.other.with_suffix(".key"),
-    }
     with pytest.raises(SettingsError, match=words):
-        load(**{name: files.get(value, value) for name, value in flags.items()})
+        load(**{name: authority.file if value == "ca" else value for name, value in flags.items()})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_unusable_files_name_their_setting(
+    secure: SecureRedis, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr("feedmill.shared.broker.RETRY_DELAYS_S", ())
+    for flags in (
+        {"redis_ca_file": tmp_path / "missing"},
+        {"redis_ca_file": authority.file.with_suffix(".key")},
+        {"redis_certificate_file": authority.file, "redis_key_file": authority.other.with_suffix(".key")},
+    ):
+        settings = load(redis_url=secure.secure_url, **{"redis_ca_file": authority.file} | flags)
+        with pytest.raises(RedisUnavailable, match="FEEDMILL_REDIS_CA_FILE"), user_errors(settings):
+            WAYS[way](settings)

@@ -95,10 +95,7 @@ def test_calibrates_once_per_configuration(monkeypatch: pytest.MonkeyPatch, tmp_
     measured = len(stand_in.sizes)
     assert calibrate(stand_in, settings).tokens == 1024
     assert len(stand_in.sizes) == measured
-    (entry,) = json.loads((tmp_path / "cache" / "calibration.json").read_text()).values()
-    assert entry["token_budget"] == 1024
-    assert entry["tokens_per_second"]["1024"] > entry["tokens_per_second"]["512"]
-    assert entry["torch"]
+    assert [*json.loads((tmp_path / "cache" / "calibration.json").read_text()).values()] == [1024]
     # Another text length needs a new measurement.
     assert calibrate(stand_in, settings.model_copy(update={"max_tokens": 64})).tokens == 1024
     assert len(stand_in.sizes) > measured

@@ -89,7 +89,7 @@ def test_reads_labels_from_text_json_or_a_file(
         ("missing.json", None, "no file missing.json"),
         ("@x\0", None, "cannot be read"),
         ("labels.json", b'{"a": ', "labels.json.*JSON"),
-        ("labels.txt", b"caf\xe9", "labels.txt.*UTF-8"),
+        ("labels.txt", b"caf\xe9", "labels.txt.*utf-8"),
         ("labels.csv", b"label,description\na,b\na,c\n", "'a' is named twice"),
         ("labels.txt", b"x" * (2**20 + 1), "labels.txt.*1,048,576"),
     ],

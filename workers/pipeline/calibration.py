@@ -10,7 +10,6 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from feedmill.workers.pipeline.window import Window
 
 logger = logging.getLogger(__name__)
 
-#: Name of the file in the cache folder that maps each identity (device, model, …) to its measurements.
+#: Name of the file in the cache folder with the budget of each device, model and settings.
 CALIBRATION_FILE = "calibration.json"
 #: Budgets to try, smallest first, by device type.
 CANDIDATES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048, 4096, 8192)}
@@ -59,9 +58,7 @@ def known_budget(classifier: Classifier, settings: Settings) -> int | None:
     """Return the configured budget in tokens, else the remembered one, else None."""
     if settings.token_budget:
         return settings.token_budget
-    file, key = _place(classifier, settings)
-    entry = _remembered(file).get(key)
-    known = entry.get("token_budget") if isinstance(entry, dict) else None
+    known = _remembered(settings.cache_folder / CALIBRATION_FILE).get(_key(classifier, settings))
     return known if isinstance(known, int) and known > 0 else None
 
 
@@ -86,25 +83,12 @@ def _clock(classifier: Classifier, settings: Settings) -> Callable[[], float]:
     return time.thread_time if built_in and classifier.device.torch.type == "cpu" else time.perf_counter
 
 
-def _place(classifier: Classifier, settings: Settings) -> tuple[Path, str]:
-    """Return the file and the key under which the budget for this device, model and settings is remembered."""
-    return settings.cache_folder / CALIBRATION_FILE, digest(*identity(classifier, settings).values())
-
-
-def identity(classifier: Classifier, settings: Settings) -> dict[str, str]:
-    """Return everything the best budget depends on. A digest of the values is its key in the calibration file."""
-    return {
-        "device": classifier.device.hardware,
-        "lanes": str(classifier.device.lanes),
-        "dtype": str(classifier.device.dtype),
-        "engine": settings.engine,
-        "classifier": classifier.kind,
-        "max_tokens": str(settings.max_tokens),
-        "batch_rows": str(settings.batch_rows),
-        "model": classifier.weights.sha256,
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-    }
+def _key(classifier: Classifier, settings: Settings) -> str:
+    """Return the key of the budget in the file: a digest of everything that it depends on."""
+    device = classifier.device
+    of_device = device.hardware, str(device.lanes), str(device.dtype), settings.engine
+    of_rows = classifier.kind, classifier.weights.sha256, str(settings.max_tokens), str(settings.batch_rows)
+    return digest(*of_device, *of_rows, version("torch"), version("transformers"))
 
 
 def remember(classifier: Classifier, settings: Settings, rates: dict[int, float]) -> bool:
@@ -112,15 +96,18 @@ def remember(classifier: Classifier, settings: Settings, rates: dict[int, float]
 
     rates: tokens per second by budget. Logs a warning and returns False if the file cannot be written.
     """
-    tokens = best(rates)
+    tokens, file = best(rates), settings.cache_folder / CALIBRATION_FILE
     by_budget = ", ".join(f"{rate:.0f} at {budget}" for budget, rate in rates.items())
     logger.info("token budget %d, the best of (tokens/s): %s", tokens, by_budget)
-    measured = {
-        "token_budget": tokens,
-        "tokens_per_second": {str(budget): round(rate) for budget, rate in rates.items()},
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    return _write(*_place(classifier, settings), identity(classifier, settings) | measured)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as temporary:
+            found = _remembered(file) | {_key(classifier, settings): tokens}
+            temporary.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        logger.warning("cannot write %s (%s); the next start measures again", file, error)
+        return False
+    return True
 
 
 def best(rates: dict[int, float]) -> int:
@@ -181,15 +168,3 @@ def _remembered(file: Path) -> dict[str, Any]:
         logger.warning("cannot read %s (%s); starting a new file", file, error)
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _write(file: Path, key: str, entry: dict[str, Any]) -> bool:
-    """Update the calibration file atomically. Return False if it cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as temporary:
-            temporary.write_text(json.dumps(_remembered(file) | {key: entry}, indent=1) + "\n")
-    except OSError as error:
-        logger.warning("cannot write %s (%s); the next start measures again", file, error)
-        return False
-    return True
