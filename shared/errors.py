@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from json import JSONDecodeError
 from pathlib import Path
 
@@ -147,17 +146,6 @@ LONGEST_PATH, LONGEST_REASON = 5, 1000
 def truncate(text: str, limit: int = QUOTED_CHARACTERS) -> str:
     """Return the text, truncated to `limit` characters including a final "…"."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
-
-
-#: Names that a misspelt one is compared with, and characters of each.
-MAX_COMPARED_NAMES, MAX_COMPARED_CHARACTERS = 1000, 100
-
-
-def similar_name(given: str, names: Sequence[str]) -> str | None:
-    """Return the name that the user may have meant; None if no name is similar. Ignores upper and lower case."""
-    known = {name.strip().lower()[:MAX_COMPARED_CHARACTERS]: name for name in names[:MAX_COMPARED_NAMES]}
-    found = get_close_matches(given.strip().lower()[:MAX_COMPARED_CHARACTERS], known, 1)
-    return known[found[0]] if found else None
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:

@@ -39,7 +39,6 @@ from feedmill.shared.errors import (
     UserError,
     first_problem,
     printable,
-    similar_name,
     truncate,
 )
 
@@ -349,10 +348,7 @@ class ClassifyOptions(BaseModel):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            option, reason = first_problem(error)
-            if option not in cls.model_fields and (meant := similar_name(option, list(cls.model_fields))):
-                reason = f"{reason}; did you mean {meant}?"
-            raise RequestRefused(f"{option}: {reason}") from None
+            raise RequestRefused(": ".join(first_problem(error))) from None
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `feedmill.classify` for these options, without defaults."""

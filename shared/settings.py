@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from feedmill.shared import address, label_files
-from feedmill.shared.errors import SettingsError, first_problem, json_problem, similar_name
+from feedmill.shared.errors import SettingsError, first_problem, json_problem
 from feedmill.shared.messages import Labels, Template
 
 PREFIX = "FEEDMILL_"
@@ -417,6 +417,4 @@ def unknown_variables() -> Iterator[str]:
     for variable in sorted(os.environ):
         name = variable.lower().removeprefix(PREFIX.lower())
         if name != variable.lower() and name not in Settings.model_fields:
-            nearest = similar_name(name, list(Settings.model_fields))
-            suggestion = f"; did you mean {PREFIX}{nearest.upper()}?" if nearest else ""
-            yield f"{variable} is not a setting and is ignored{suggestion}"
+            yield f"{variable} is not a setting and is ignored"

@@ -21,7 +21,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from feedmill.shared import runs
-from feedmill.shared.errors import UserError, printable, similar_name
+from feedmill.shared.errors import UserError, printable
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM
 from feedmill.shared.messages import Classification, Post
 from feedmill.shared.results import Result
@@ -174,10 +174,8 @@ def check_run(redis: Redis, run: str) -> None:
 
 def unknown_run(redis: Redis, run: str) -> str:
     """Return a message about a run that does not exist."""
-    names = [progress.run for progress in runs.recent(redis, runs.MAX_RUNS)]
-    similar = similar_name(run, names)
-    hint = f"Did you mean {similar!r}?" if similar else f"Recent runs: {', '.join(names[:MAX_RUNS]) or 'none'}."
-    return printable(f"There is no run {run!r}, or its posts were sent too long ago. {hint}")
+    recent = ", ".join(progress.run for progress in runs.recent(redis, MAX_RUNS)) or "none"
+    return printable(f"There is no run {run!r}, or its posts were sent too long ago. Recent runs: {recent}.")
 
 
 def texts_of(entry_id: str, fields: Mapping[str, str]) -> list[str]:

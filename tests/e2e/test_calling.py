@@ -153,7 +153,7 @@ def test_direct_call_returns_outcomes(here: Caller) -> None:
         ("posts=[{'id': 'x'}]", f"MessageFailed: 1 of 1 posts failed: x: {NO_TEXT}"),
         ("posts=[*POSTS, {'id': 'x'}], strict=True", f"MessageFailed: 1 of 3 posts failed: x: {NO_TEXT}"),
         ("", "RequestRefused: posts: expected a list of at least one post"),
-        ("posts=POSTS, lables='a'", "RequestRefused: lables: unknown argument; did you mean labels?"),
+        ("posts=POSTS, lables='a'", "RequestRefused: lables: unknown argument"),
         ("POSTS, None, None, 0, 0, None, 1", "RequestRefused: argument 7: unknown argument"),
         ("posts=POSTS, labels=''", "RequestRefused: labels: name at least one label"),
     ],

@@ -30,9 +30,8 @@ def test_tune_measures_and_stores_a_token_budget(tmp_path: Path) -> None:
     assert all(point["posts_per_s"] > 0 for point in points)
     assert re.search(rf"\b{found['token_budget']['knee']}\b.*2%", said.stdout)
     # The budget that the next worker would use, if the tests' environment did not set one.
-    (entry,) = json.loads((tmp_path / "cache" / "calibration.json").read_text()).values()
-    assert entry["token_budget"] == found["token_budget"]["knee"]
-    assert (entry["classifier"], list(entry["tokens_per_second"])) == ("nli", [str(size) for size in CANDIDATES["cpu"]])
+    budgets = json.loads((tmp_path / "cache" / "calibration.json").read_text())
+    assert [*budgets.values()] == [found["token_budget"]["knee"]]
     assert "FEEDMILL_TOKEN_BUDGET" in said.stdout
 
 

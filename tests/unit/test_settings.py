@@ -110,7 +110,6 @@ def test_finds_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEEDMILL_XYZZY", "x")
     misspelt, unknown = unknown_variables()
     assert "FEEDMILL_MODLE" in misspelt
-    assert "FEEDMILL_MODEL" in misspelt
     assert "FEEDMILL_XYZZY" in unknown
 
 
