@@ -63,7 +63,7 @@ def test_rejects_settings_for_another_address_scheme(flags: dict[str, str], word
         (ResponseError("NOREPLICAS Not enough good replicas"), "NOREPLICAS"),
         (
             InvalidResponse('Protocol error, got "<" as reply type byte'),
-            "Redis",
+            "Protocol error.*FEEDMILL_REDIS_URL",
         ),
     ],
 )
