@@ -28,9 +28,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from feedmill.producers import bluesky
-from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.daemon import LiveDaemon
-from feedmill.producers.live.source import Source
+from feedmill.producers.live.source import RequestBudget, Source
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit import arctic_shift, client
 from feedmill.producers.reddit.source import ArchiveSource, RedditSource

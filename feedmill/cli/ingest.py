@@ -16,11 +16,18 @@ from typer import Argument, Option
 
 from feedmill.cli.options import SENDING, AsJson, MessageFlags, excludes, needs, utc, with_settings
 from feedmill.console import counted, span
-from feedmill.producers.live.budget import RequestBudget, with_retries
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.metrics import LiveMetrics
-from feedmill.producers.live.rechecks import Rechecks
-from feedmill.producers.live.source import Clock, RequestFailed, Source, SourceFailed, Stopped
+from feedmill.producers.live.purges import Rechecks
+from feedmill.producers.live.source import (
+    Clock,
+    RequestBudget,
+    RequestFailed,
+    Source,
+    SourceFailed,
+    Stopped,
+    with_retries,
+)
 from feedmill.producers.live.state import Gap, Gaps
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit import topics as topics_file

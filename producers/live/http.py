@@ -8,8 +8,7 @@ from requests.exceptions import ConnectionError as ConnectionFault
 from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-from feedmill.producers.live.budget import MAX_WAIT_S, RequestBudget, number
-from feedmill.producers.live.source import RequestFailed, SourceFailed
+from feedmill.producers.live.source import MAX_WAIT_S, RequestBudget, RequestFailed, SourceFailed, number
 
 #: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.
 MAX_RESPONSE_BYTES = 64 * 2**20

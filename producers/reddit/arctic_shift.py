@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import requests
 from redis import Redis
 
-from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.http import HttpClient
-from feedmill.producers.live.source import Clock, RequestFailed, SourceFailed
+from feedmill.producers.live.source import Clock, RequestBudget, RequestFailed, SourceFailed
 from feedmill.producers.live.state import Gap, Gaps
 from feedmill.producers.push import known_ids
 from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, parse_items

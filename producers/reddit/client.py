@@ -15,9 +15,8 @@ import praw
 import requests
 from praw.exceptions import MissingRequiredAttributeException
 
-from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.http import HttpClient
-from feedmill.producers.live.source import RequestFailed, SourceFailed
+from feedmill.producers.live.source import RequestBudget, RequestFailed, SourceFailed
 from feedmill.producers.reddit.listing import (
     PAGE_SIZE,
     ListingItem,

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.producers.live.budget import with_retries
-from feedmill.producers.live.source import Clock, Event, Pause, RequestFailed, Source, SourceFailed
+from feedmill.producers.live.source import Clock, Event, Pause, RequestFailed, Source, SourceFailed, with_retries
 from feedmill.producers.live.state import Gap
 from feedmill.producers.push import known_ids
 from feedmill.producers.reddit.arctic_shift import CROWDED, ArcticShiftClient, GapFiller

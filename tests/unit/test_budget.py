@@ -1,8 +1,8 @@
-"""producers/live/budget.py: rate limiting of requests."""
+"""producers/live/source.py: rate limiting of requests."""
 
 import pytest
 
-from feedmill.producers.live.budget import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
+from feedmill.producers.live.source import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
 from tests.fakes.clock import SimulatedClock
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 
-from feedmill.producers.live.budget import RequestBudget
+from feedmill.producers.live.source import RequestBudget
 from feedmill.producers.records import reddit_body, removal_of
 from feedmill.producers.reddit.listing import parse_items
 from feedmill.shared.messages import clean

@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.http import HttpClient
-from feedmill.producers.live.source import Clock, Event, Pause, Source, SourceFailed
+from feedmill.producers.live.source import Clock, Event, Pause, RequestBudget, Source, SourceFailed
 from feedmill.shared.settings import Settings
 
 #: Another server with the same API, for tests.

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from feedmill.producers.live.budget import RequestBudget
 from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.live.source import RequestBudget
 from feedmill.producers.live.state import Gaps
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit.arctic_shift import ArcticShiftClient

@@ -6,9 +6,8 @@ from threading import Event, Thread
 
 import pytest
 
-from feedmill.producers.live.budget import with_retries
-from feedmill.producers.live.rechecks import Rechecks
-from feedmill.producers.live.source import RequestFailed
+from feedmill.producers.live.purges import Rechecks
+from feedmill.producers.live.source import RequestFailed, with_retries
 from feedmill.producers.live.state import statuses
 from tests.fakes import constants
 from tests.fakes.clock import SimulatedClock

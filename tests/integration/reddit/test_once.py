@@ -2,8 +2,7 @@
 
 import pytest
 
-from feedmill.producers.live.budget import MAX_ATTEMPTS, with_retries
-from feedmill.producers.live.source import SourceFailed
+from feedmill.producers.live.source import MAX_ATTEMPTS, SourceFailed, with_retries
 from feedmill.producers.reddit.source import Listing
 from tests.fakes import constants
 from tests.integration.reddit.house import MINUTE, House
