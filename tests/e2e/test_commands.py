@@ -137,7 +137,6 @@ def test_warns_once_about_an_unknown_setting(redis: RedisServer, tmp_path: Path)
     said = feedmill("results", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_MODLE="x")
     assert said.returncode == 0
     assert said.stderr.count("FEEDMILL_MODLE") == 1
-    assert "FEEDMILL_MODEL" in said.stderr
 
 
 def test_classifies_a_file_and_shows_results(served: RedisServer, tmp_path: Path) -> None:
