@@ -34,7 +34,7 @@ from redis.client import NEVER_DECODE
 from trustme import CA
 
 from feedmill.cli.deletions import DeadLetters
-from feedmill.producers import push
+from feedmill.producers import push as producing
 from feedmill.producers.push import BUCKET_BYTES, ID_BYTES, MARK_BYTES, Pusher
 from feedmill.reading.readers import newest
 from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth
@@ -133,7 +133,7 @@ def _buckets(client: Any) -> defaultdict[bytes, bytes]:
 
 def mark_sent(client: Redis, post_id: str) -> None:
     """Mark a post as sent."""
-    push.mark_sent(client, [push.Mark.of(post_id, digest(post_id))], 3600, 10**9)
+    producing.mark_sent(client, [producing.Mark.of(post_id, digest(post_id))], 3600, 10**9)
 
 
 def has_results(client: Redis, post_id: str) -> bool:
