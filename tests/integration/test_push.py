@@ -13,7 +13,6 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import OutOfMemoryError
 
 from feedmill.producers import push
-from feedmill.producers import push as push_module
 from feedmill.producers.push import Pusher
 from feedmill.shared import broker
 from feedmill.shared.broker import connect, make_app, queue_depth
@@ -214,12 +213,12 @@ def consistent(pushing: Pusher, redis: RedisServer) -> None:
 def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int, fault: BaseException) -> None:
     """Make call number `at` of the step raise the fault. Steps in the past tense raise it after their work."""
     where: tuple[Any, str] = {
-        "look": (push_module, "lookup"),
+        "look": (push, "lookup"),
         "room": (pushing, "room"),
         "publish": (broker, "publish"),
         "published": (broker, "publish"),
-        "remember": (push_module, "mark_sent"),
-        "remembered": (push_module, "mark_sent"),
+        "remember": (push, "mark_sent"),
+        "remembered": (push, "mark_sent"),
     }[step]
     work = getattr(*where)
     calls: list[int] = []
@@ -378,14 +377,14 @@ def test_waits_for_redis_memory_if_configured(
     load_functions(redis.client)  # a full Redis takes no functions
     full()
     pushing.push(make_posts(40))
-    mark = push_module.mark_sent
+    mark = push.mark_sent
 
     def marked(*arguments: Any) -> None:
         if len(waits) == 1:
             full()
         mark(*arguments)
 
-    monkeypatch.setattr(push_module, "mark_sent", marked)
+    monkeypatch.setattr(push, "mark_sent", marked)
     pushing.push(make_posts(80))
     assert len(waits) == 2
     assert all("memory" in reason for reason in waits)
