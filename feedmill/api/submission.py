@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from itertools import islice
+from itertools import count, islice
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -105,9 +105,12 @@ class SubmittedRun:
             yield post
 
     def _unique_id(self, item: Item, post: Post, place: int) -> str:
-        """Return the item's id, or one derived from its text. The place is appended to an id that occurred before."""
-        own = (item.id or "").strip()[: MAX_ID - len(f"~{place}")] or id_of_text(post.title, post.body)
-        return f"{own}~{place}" if own in self._places else own
+        """Return the item's id, or one derived from its text. A number is appended to an id that occurred before."""
+        own = (item.id or "").strip()[:MAX_ID] or id_of_text(post.title, post.body)
+        if own not in self._places:
+            return own
+        numbered = (f"{own[: MAX_ID - len(f'~{number}')]}~{number}" for number in count(place))
+        return next(each for each in numbered if each not in self._places)
 
     def _settle(self, place: int, outcome: Mapping[str, Any]) -> None:
         self._found[place] = prediction(self._items[place], outcome)

@@ -68,6 +68,16 @@ def test_scores_equal_those_of_the_worker() -> None:
 
 
 @pytest.mark.usefixtures("worker")
+def test_repeated_ids_get_their_own_labels() -> None:
+    items = [{"id": name, "title": text} for name, text in zip(("a~2", "a", "a"), (*TEXTS, TEXTS[0]), strict=True)]
+    sent = api.submit(items, LABELS)
+    found = sent.results(timeout=120)
+    assert [each.label for each in found] == [*EXPECTED, EXPECTED[0]]
+    results = [each for each in api.results(run=sent.name, follow=False) if isinstance(each, api.Result)]
+    assert len({each.post.id for each in results}) == 3
+
+
+@pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize("package", [pandas, polars])
 def test_frame_keeps_its_order(package: Any) -> None:
     frame = package.DataFrame({"id": [7, 7, 8, 9], "review": [*TEXTS, None, TEXTS[0]]})
@@ -114,7 +124,7 @@ def test_other_fields_travel_with_a_dictionary(key: str) -> None:
     post = {key: TEXTS[0], "subreddit": "praise", "score": "many", "created_utc": float("nan"), "author": "x"}
     api.submit([post], LABELS, run=f"fields {key}", title=key).wait(120)
     (result,) = api.results(run=f"fields {key}", follow=False)
-    with pytest.raises(api.UserError, match="no run 'feilds.*mean 'fields"):
+    with pytest.raises(api.UserError, match="no run 'feilds.*Recent runs: .*fields"):
         next(api.results(run=f"feilds {key}", follow=False))
     assert isinstance(result, api.Result)
     assert (result.post.subreddit, result.post.score, result.post.created_utc) == ("praise", None, None)
