@@ -7,6 +7,7 @@ the training posts does not reach them.
 import json
 import platform
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -82,7 +83,8 @@ def train(
 def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[str, Any]:
     """Collect the posts, train, write the model, and return its record."""
     notes, folder = notes_console(), Path(options.out)
-    if make_folder(folder) - (set() if options.head else {CHECKPOINTS}):
+    held = make_folder(folder)
+    if held and (options.head or CHECKPOINTS not in held):
         raise UserError(f"{folder} is not empty. Choose a new or empty folder.")
     train = _trainer(options)
     collected = collect(options, file, settings, notes)
@@ -110,6 +112,7 @@ def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[s
         | {name: version(name) for name in LIBRARIES},
     }
     _write(folder, options, record)
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # until here, the same command continues
     return record
 
 

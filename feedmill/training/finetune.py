@@ -12,7 +12,6 @@ Differences from the plain Trainer:
 import json
 import math
 import random
-import shutil
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +27,6 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
-from transformers.trainer_utils import get_last_checkpoint
 
 from feedmill.producers.records import Labelled
 from feedmill.shared.errors import UserError
@@ -78,7 +76,6 @@ class Trained(NamedTuple):
         self.model.to("cpu").save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):
             weights.chmod((folder / "config.json").stat().st_mode)  # written as owner-only, but other users serve it
-        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
 class Training:
@@ -147,7 +144,8 @@ class Training:
                 f"{folder.parent} contains a training that was interrupted, with other options or posts. Give the same "
                 "to continue it, or delete the folder."
             )
-        return get_last_checkpoint(str(folder))  # type: ignore[no-any-return,no-untyped-call]
+        complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]  # written last
+        return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
 
     def _plan(self) -> dict[str, Any]:
         """Return and print the plan."""

@@ -34,6 +34,8 @@ def base(tmp_path: Path) -> Path:
 def test_train_writes_a_model_that_can_be_served(redis: RedisServer, tmp_path: Path, base: Path) -> None:
     """Train from a file and serve the resulting folder; purged posts are left out."""
     posts = write_posts(tmp_path / "posts.jsonl")
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)  # a kill while the model was saved
+    (tmp_path / "out" / "config.json").write_text("{")
     purge(redis.client, Settings.model_validate({"redis_url": redis.url}), ["p5"])
     said = feedmill(
         "train", "--from", "posts.jsonl", "--base", str(base), "--out", "out", "--test-share", "0.25",

@@ -121,6 +121,7 @@ def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> No
         trained(base, out, report=Steps(9))
     with pytest.raises(UserError, match="other options"):
         trained(base, out, seed=8)
+    (out / "checkpoints" / "checkpoint-99").mkdir()  # a kill before it was complete
     steps = Steps(99)
     resumed = trained(base, out, report=steps)
     assert steps.done == list(range(8, 15)), "an epoch has seven steps"
@@ -164,6 +165,7 @@ def test_saves_the_trained_model(base: Path, tmp_path: Path) -> None:
     assert [point["step"] for point in found.record["curve"]] == [1, 2, 3]
     found.save(out)
     assert {path.name for path in out.iterdir()} == {
+        "checkpoints",
         "config.json",
         "model.safetensors",
         "tokenizer.json",
