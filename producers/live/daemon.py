@@ -272,6 +272,7 @@ class LiveDaemon:
         for event in batch:
             if event.post is not None and (post := self._parse(event.post)):
                 posts[post.id] = post
+                deleted.discard(post.id)
                 authors.discard(author_of(post.id))
             if event.deleted is not None:
                 deleted.add(event.deleted)
@@ -283,7 +284,7 @@ class LiveDaemon:
                 authors.add(event.deleted_author)
         self._rechecks.schedule(posts.values(), removed)
         self._pusher.push(posts.values())
-        self._purges.add(deleted, authors, {author_of(post_id) for post_id in posts} - authors)
+        self._purges.add(deleted, authors, posts)
         self._advance(batch)
         self.filtered += sum(event.filtered for event in batch)
 

@@ -25,7 +25,7 @@ from feedmill.producers.push import Pusher, known_ids
 from feedmill.shared import model_routing
 from feedmill.shared.errors import PostRefused
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, live_authors_key, live_deleted_key, live_rechecks_key
-from feedmill.shared.messages import Post, digest
+from feedmill.shared.messages import MAX_ID, Post, digest
 from feedmill.shared.purge import IDS_AT_ONCE, find_entries, ids_in_messages, lift_matching, purge, tombstones
 from feedmill.shared.results import ResultsStore, stored_ids
 from feedmill.shared.settings import Settings
@@ -69,14 +69,16 @@ class Purges:
         self._due = self._authors_due = clock.monotonic()  # a killed daemon may have left some
         self.purged = 0
 
-    def add(self, ids: Collection[str], authors: Collection[str], writers: Collection[str]) -> None:
+    def add(self, ids: Collection[str], authors: set[str], written: Collection[str]) -> None:
         """Remember deleted posts and accounts. Call it after the posts before their deletion were sent.
 
-        authors: deleted accounts. writers: accounts that have written since; their new posts stay.
+        authors: deleted accounts. written: ids of posts that were sent since; they stay.
         """
+        if written:
+            self._redis.srem(self._deleted, *written)
         if ids and (known := known_ids(self._redis, sorted(ids))):
             self._redis.sadd(self._deleted, *known)
-        if writers:
+        if writers := {author_of(post_id) for post_id in written} - authors:
             self._redis.zrem(self._authors, *writers)
         if authors:
             self._redis.zadd(self._authors, dict.fromkeys(authors, self._clock.time()))
@@ -111,7 +113,8 @@ class Purges:
         # Messages first: their posts move to the results.
         queues = model_routing.queues(self._redis, self._settings)
         ids = chain(ids_in_messages(self._redis, queues), stored_ids(self._redis))
-        found = {post_id for post_id in ids if author_of(post_id) in authors}
+        # Another application's message may have an id that no post has.
+        found = {post_id for post_id in ids if len(post_id) <= MAX_ID and author_of(post_id) in authors}
         for stream in (RESULTS_STREAM, DEAD_LETTERS):
             parts = find_entries(self._redis, stream, "author", authors)
             found.update(entry.post_id for part in parts for entry in part)

@@ -16,11 +16,12 @@ from feedmill.cli.deletions import DeadLetters
 from feedmill.producers.bluesky import BlueskySource
 from feedmill.producers.live import daemon as live_daemon
 from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.live.purges import PURGE_INTERVAL_S
 from feedmill.producers.live.source import Event, Source, SourceFailed
 from feedmill.producers.live.state import EXPECTED_S, STATUS_TTL, Gap, Gaps, LiveState, Position, statuses
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.keys import LIVE_STATUS
+from feedmill.shared.keys import LIVE_STATUS, tombstone_key
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
@@ -195,6 +196,17 @@ def test_position_ahead_of_the_clock_waits_and_stays(redis: RedisServer, setting
     clock = SimulatedClock(1_800_001_000.0)
     run(make(Script([post(4), post(5)]), settings, clock), clock, 3.0)
     assert ids(redis) == ["s-4", "s-5"]
+
+
+@pytest.mark.parametrize("pause", [[], [None]])
+def test_post_written_again_after_its_deletion_stays(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock, pause: list[Any]
+) -> None:
+    again = Event(3, 1_800_000_003.0, post={"id": "s-1", "body": "another text"})
+    events = [post(1), *pause, Event(2, 1_800_000_002.0, deleted="s-1"), *pause, again]
+    run(make(Script(events), settings, clock), clock, 2 * PURGE_INTERVAL_S)
+    assert [each["body"] for each in queued(redis)][-1] == "another text"
+    assert not redis.client.exists(tombstone_key("s-1"))
 
 
 @pytest.mark.parametrize(
