@@ -137,7 +137,8 @@ class Table:
 
     def __init__(self, address: dict[str, Any], table: str, selection: ExportFilter | None, reader: RowReader) -> None:
         parts = TABLE_NAME.fullmatch(table)
-        if parts is None or parts[2] == POSITIONS or max(map(len, table.encode().split(b"."))) > MAX_NAME_BYTES:
+        longest = max(map(len, table.encode(errors="replace").split(b".")))
+        if parts is None or table != printable(table) or parts[2] == POSITIONS or longest > MAX_NAME_BYTES:
             raise UserError(
                 f"--table: {printable(table)!r:.80} cannot be the name of the table. Give NAME or SCHEMA.NAME, of at "
                 f"most {MAX_NAME_BYTES} bytes each, and not {POSITIONS}."
@@ -268,6 +269,8 @@ class Table:
         with self._explaining(), self._connection.transaction(), self._connection.cursor() as cursor:
             if batch is not None:
                 inserted = self._insert(cursor, _latest(batch), refused)
+                if not inserted and len(refused) >= MIN_ALL_REFUSED:
+                    raise _refusal(refused[0][1])
             removed = self._remove(cursor, [*self._repeated, *purges.purges])
             cursor.execute(
                 SQL(
@@ -290,7 +293,7 @@ class Table:
     def _insert(self, cursor: Any, batch: pa.RecordBatch, refused: list[tuple[str, str]]) -> int:
         """Insert rows; return how many were inserted. Rows that the database refuses are left out, in `refused`.
 
-        Raises psycopg.Error for other failures, and if it refuses every one of many rows.
+        Raises psycopg.Error for other failures.
         """
         try:
             with self._connection.transaction():  # a savepoint
@@ -304,10 +307,7 @@ class Table:
             half = batch.num_rows // 2
             inserted = self._insert(cursor, batch.slice(0, half), refused)
             cursor.execute("TRUNCATE pg_temp.feedmill_staging")
-            inserted += self._insert(cursor, batch.slice(half), refused)
-            if not inserted and batch.num_rows >= MIN_ALL_REFUSED:
-                raise
-            return inserted
+            return inserted + self._insert(cursor, batch.slice(half), refused)
 
     def _insert_all(self, cursor: Any, batch: pa.RecordBatch) -> int:
         with cursor.copy("COPY pg_temp.feedmill_staging FROM STDIN (FORMAT BINARY)") as copy:
@@ -364,10 +364,12 @@ class Table:
         except psycopg.Error as error:
             if isinstance(error, TRANSIENT) and not _refuses_row(error):
                 raise DatabaseUnavailable(f"PostgreSQL is unavailable ({_reason(error)}).") from None
-            raise UserError(
-                f"PostgreSQL refuses the export ({_reason(error)}). See docs/export.md for the privileges and the "
-                "columns that an export needs."
-            ) from None
+            raise _refusal(_reason(error)) from None
+
+
+def _refusal(reason: str) -> UserError:
+    advice = "See docs/export.md for the privileges and the columns that an export needs."
+    return UserError(f"PostgreSQL refuses the export ({reason}). {advice}")
 
 
 def _names(columns: Collection[str]) -> Composable:

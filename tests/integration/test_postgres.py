@@ -456,10 +456,11 @@ def test_refused_rows_are_named_and_the_others_are_written(
     database.rows("ALTER TABLE feedmill_results ADD CHECK (subreddit <> 'forbidden')")
     texts = "".join(random.Random(1).choices(string.ascii_letters, k=5000))  # does not compress
     store.write([result(f"{number:03}", title=f"a title {number}") for number in range(300)])
-    store.write([result("long", title=texts[:3900]), result("other", subreddit="forbidden"), result("z")])
+    store.write([result("long", title=texts[:3900]), result("other", subreddit="forbidden")])
+    store.write([result(f"spam {number}", subreddit="forbidden") for number in range(150)] + [result("z")])
     command = ("export", database.url, "--json")
     said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert last_json(said.stdout) == {"rows": 301, "removed": 0, "complete": True, "missed": 0, "refused": 2}
+    assert last_json(said.stdout) == {"rows": 301, "removed": 0, "complete": True, "missed": 0, "refused": 152}
     assert said.returncode == 1
     assert re.search(r"post long \(index row .*post other \(.*check constraint", said.stderr, re.DOTALL)
     assert ids(database) == [*(f"{number:03}" for number in range(300)), "z"]
