@@ -104,6 +104,7 @@ def export_results(
     runs again; a single file starts over. Exits 1 if nothing was exported or results were missed.
     """
     is_table = destination.startswith(DATABASE_SCHEMES)
+    is_address = "://" in destination or destination.startswith(("postgresql:", "postgres:"))
     out = Path(destination)
     of_name = None if is_table else format_of(out.name)
     kind = form or of_name
@@ -112,7 +113,8 @@ def export_results(
     needs_form = not (is_table or (purge and is_folder))
     of_file = any(value is not None for value in (form, columns, part_seconds)) or latest
     refuse(
-        (not is_table and "://" in destination, "OUT must be a path, or begin with postgresql://."),
+        # Not quoted: it may contain a password.
+        (not is_table and is_address, "OUT must be a path, or begin with postgresql://."),
         (destination == "-", "OUT must be a file or folder. `feedmill results --json` prints results."),
         (is_table and of_file, "A table has all columns and results. Leave out --format, --columns, --latest and "
          "--part-seconds."),

@@ -271,16 +271,16 @@ def purge(out: Path, form: str, reader: RowReader) -> int:
     form: format of a file; that of a folder is in its state. Raises UserError, OSError and
     redis.exceptions.RedisError.
     """
-    if out.is_dir():
-        state = _read_state(out / STATE_FILE)
-        if not state:
-            raise UserError(f"{out} is not a folder of `feedmill export`: it has no {STATE_FILE}. Give another OUT.")
-        with _locked(out):
-            return _sweep(out, state["format"], reader)
-    if not out.is_file():
+    state = _read_state(out / STATE_FILE) if out.is_dir() else {}
+    if out.is_dir() and not state:
+        raise UserError(f"{out} is not a folder of `feedmill export`: it has no {STATE_FILE}. Give another OUT.")
+    if not out.exists():
         raise UserError(f"{out} does not exist. Give the OUT of an earlier export.")
     try:
-        return _remove_purged(out, out, form, reader)
+        if not state:
+            return _remove_purged(out, out, form, reader)
+        with _locked(out):
+            return _sweep(out, state["format"], reader)
     except (csv.Error, ValueError, LookupError, TypeError):
         raise UserError(
             f"{printable(str(out))} is damaged or not an export of results: a row has no id. Give the OUT of an "

@@ -175,6 +175,8 @@ def test_only_an_unknown_label_is_an_error(redis: RedisServer, tmp_path: Path) -
         (("-", "--format", "csv"), "results --json"),
         (("x" * 300 + ".csv",), "File name too long"),
         (("POSTGRESQL://u:secret@host/db.csv",), "begin with postgresql://"),
+        (("postgresql:/u:secret@host/db.csv",), "begin with postgresql://"),
+        (("postgresql://u@host/db", "--table", "caf\udce9"), "--table"),
         (("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"), "2026-01-02.*2026-01-01"),
         (("--format", "csv", "/proc/out"), "/proc|Permission|No such file"),
     ],

@@ -1,5 +1,6 @@
 """feedmill/reading/rows.py and feedmill/export/files.py on a real Redis: rows, formats, resuming and purging."""
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -414,3 +415,13 @@ def test_purging_a_file_with_a_row_without_an_id_is_a_mistake(
     with pytest.raises(UserError, match="own is damaged or not an export"):
         purge(tmp_path / "own", form, reader)
     assert (tmp_path / "own").read_text() == text
+
+
+def test_purging_a_folder_with_a_damaged_part_is_a_mistake(tmp_path: Path, reader: RowReader) -> None:
+    part = tmp_path / "own" / "day=2026-11-20" / "part-1-0_2-0.parquet"
+    part.parent.mkdir(parents=True)
+    part.write_text("no Parquet")
+    place = {"cursor": "2-0", "number": None}
+    (tmp_path / "own" / STATE_FILE).write_text(json.dumps({"format": "parquet", "place": place}))
+    with pytest.raises(UserError, match="own is damaged"):
+        purge(tmp_path / "own", "parquet", reader)
