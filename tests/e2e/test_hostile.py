@@ -176,7 +176,8 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
     app, names = make_app(settings), count()
 
     def send(posts: int, **options: Any) -> Any:
-        kwargs = {"posts": [{"id": f"p{next(names)}", "title": "Who waits for this?"} for _ in range(posts)]}
+        title = "Who waits for this".ljust(512, "?")  # 16 such posts fill a micro-batch, so that others wait
+        kwargs = {"posts": [{"id": f"p{next(names)}", "title": title} for _ in range(posts)]}
         return app.send_task("feedmill.classify", kwargs=kwargs, **options)
 
     with serving(redis, tmp_path, STANDIN_ROW_SECONDS="0.5") as worker:
