@@ -179,8 +179,9 @@ def enter(system: System, root: Path, command: str) -> "subprocess.Popen[str]":
     if system.instructions:
         variables.append(f"ONEDNN_MAX_CPU_ISA={system.instructions}")
     if emulated := system.architecture != "amd64":
-        # Measuring the budget would take more than an hour.
-        variables += ["QEMU_CPU=neoverse-n1", "FEEDMILL_TOKEN_BUDGET=512", "TEST_PATIENCE=10"]
+        # Measuring the budget would take more than an hour, and a pass minutes.
+        variables += ["QEMU_CPU=neoverse-n1", "FEEDMILL_TOKEN_BUDGET=512", "FEEDMILL_FORWARD_TIMEOUT=3600"]
+        variables.append("TEST_PATIENCE=10")
     script = ENTER.replace("$2", " ".join(variables)).replace("$3", ARM64 if emulated else "")
     return subprocess.Popen([*unshare, "sh", "-c", script, root, command], stdout=subprocess.PIPE, text=True)
 
