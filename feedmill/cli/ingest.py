@@ -18,7 +18,7 @@ from feedmill.cli.options import SENDING, AsJson, MessageFlags, excludes, needs,
 from feedmill.console import counted, span
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.metrics import LiveMetrics
-from feedmill.producers.live.purges import Rechecks
+from feedmill.producers.live.rechecks import Rechecks
 from feedmill.producers.live.source import (
     Clock,
     RequestBudget,

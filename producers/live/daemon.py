@@ -20,7 +20,8 @@ from redis import Redis
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
 
-from feedmill.producers.live.purges import Purges, Rechecks, author_of
+from feedmill.producers.live.purges import Purges, author_of
+from feedmill.producers.live.rechecks import Rechecks
 from feedmill.producers.live.source import MAX_WAIT_S, Clock, Event, Pause, RequestFailed, Source, SourceFailed
 from feedmill.producers.live.state import Gap, Gaps, LiveState, Position
 from feedmill.producers.push import FULL_QUEUE_POLL_S, Pusher

@@ -48,7 +48,7 @@ class Event(NamedTuple):
     post: a `feedmill.shared.messages.Post` or its fields; its id must be the same whenever the event is repeated.
     deleted: id of a post that was deleted. deleted_author: beginning of the ids of all posts of a deleted account, up
     to and including the last slash. filtered: true if a filter left the event's post out. removed: id of a post that is
-    hidden, and may come back: its rechecks decide (producers/live/purges.py).
+    hidden, and may come back: its rechecks decide (producers/live/rechecks.py).
     """
 
     cursor: int | None

@@ -6,7 +6,7 @@ from threading import Event, Thread
 
 import pytest
 
-from feedmill.producers.live.purges import Rechecks
+from feedmill.producers.live.rechecks import Rechecks
 from feedmill.producers.live.source import RequestFailed, with_retries
 from feedmill.producers.live.state import statuses
 from tests.fakes import constants

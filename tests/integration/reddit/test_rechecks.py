@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from feedmill.producers.live import purges as rechecks
-from feedmill.producers.live.purges import MISSING_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_PAUSES_S, WAITING_RETRY_S
+from feedmill.producers.live import rechecks
+from feedmill.producers.live.rechecks import MISSING_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_PAUSES_S, WAITING_RETRY_S
 from feedmill.producers.reddit.source import RedditSource
 from feedmill.shared.keys import MARKS, tombstone_key
 from feedmill.shared.messages import Post
