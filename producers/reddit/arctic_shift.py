@@ -9,11 +9,10 @@ that they are, and items outside the bounds are dropped.
 
 import logging
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from random import choice
 from typing import Any, NamedTuple
 
-import requests
 from redis import Redis
 
 from feedmill.producers.live.http import HttpClient
@@ -87,7 +86,7 @@ class ArcticShiftClient:
         after = since if self._inclusive else since - 1
         bounds = {"after": after} | ({} if until is None else {"before": int(until) + 1})
         try:
-            found = self._search(name, sort="asc", limit=size, **bounds)
+            found, is_full = self._search(name, size, sort="asc", **bounds)
         except RequestFailed:
             self._slow.add(name.lower())
             raise
@@ -99,7 +98,7 @@ class ArcticShiftClient:
         wanted = [each for each in found if each.created_utc >= since and (until is None or each.created_utc < until)]
         items = sorted(wanted, key=_age)
         last = max((item.created_utc for item in found), default=since)
-        more = len(found) >= size and (until is None or last < until)
+        more = is_full and (until is None or last < until)
         if more and last <= since:
             return Span(items, since + 1, more, crowded=since)
         return Span(items, max(since, last), more)
@@ -110,27 +109,27 @@ class ArcticShiftClient:
         found: dict[str, ListingItem] = {}
         while len(found) < count:
             bounds = {"before": int(min(item.created_utc for item in found.values())) + 1} if found else {}
-            page = self._search(name, sort="desc", limit=size, **bounds)
+            page, is_full = self._search(name, size, sort="desc", **bounds)
             known = len(found)
             found |= {item.fullname: item for item in page}
-            if len(found) == known or len(page) < size:
+            if len(found) == known or not is_full:
                 break
         return sorted(found.values(), key=_age)[-count:]
 
     def info(self, fullnames: Sequence[str]) -> dict[str, ListingItem]:
         """Return up to a hundred posts by fullname. Posts that the archive does not have are absent."""
         ids = ",".join(name.removeprefix("t3_") for name in fullnames)
-        return {item.fullname: item for item in self._request("/api/posts/ids", {"ids": ids})}
+        posts = self._request("/api/posts/ids", {"ids": ids})
+        return {item.fullname: item for item in parse_items(posts, self._topic_of)}
 
-    def _search(self, name: str, **parameters: str | int) -> list[ListingItem]:
-        items = self._request("/api/posts/search", {"subreddit": name, **parameters})
-        return [item for item in items if item.subreddit.lower() == name.lower()]
+    def _search(self, name: str, limit: int, **parameters: str | int) -> tuple[list[ListingItem], bool]:
+        """Return the valid posts of a page, and whether the page is full, with the invalid ones."""
+        posts = self._request("/api/posts/search", {"subreddit": name, "limit": limit, **parameters})
+        items = parse_items(posts, self._topic_of)
+        return [item for item in items if item.subreddit.lower() == name.lower()], len(posts) >= limit
 
-    def _request(self, path: str, parameters: Mapping[str, str | int]) -> list[ListingItem]:
+    def _request(self, path: str, parameters: Mapping[str, str | int]) -> list[Any]:
         response = self._http.request("GET", self._url + path, params=parameters)
-        return list(parse_items(self._posts(response), self._topic_of))
-
-    def _posts(self, response: requests.Response) -> Iterator[dict[str, Any]]:
         answer = self._http.json(response)
         data = answer.get("data") if isinstance(answer, dict) else None
         if response.status_code != 200 or not isinstance(data, list):
@@ -140,7 +139,7 @@ class ArcticShiftClient:
                 # clients that are too fast.
                 self.budget.pause(OVERLOAD_PAUSE_S)
             raise RequestFailed(f"Arctic Shift returned status {response.status_code}: {why:.100}")
-        return (each for each in data if isinstance(each, dict))
+        return data
 
 
 def _age(item: ListingItem) -> tuple[float, str]:

@@ -163,6 +163,7 @@ def test_the_daemon_fills_its_gaps(house: House, archived: Archived) -> None:
 
     house.run(daemon(), 2 * MINUTE)
     house.clock.wait(HOUR)
+    house.publish("cooking", 1, promoted=True)  # makes a full page one post shorter
     posts = fresh(house, "cooking", 500)
     running = daemon()
     house.run(running, 30 * MINUTE)
@@ -170,7 +171,6 @@ def test_the_daemon_fills_its_gaps(house: House, archived: Archived) -> None:
     (gap,) = house.gaps.all()
     assert gap.filled
     assert gap.found >= 300
-    assert house.gaps.open() == []
     status = running.status()
     assert (status["gaps"], status["filled"], status["gaps_recorded"]) == (1, 1, 0)
 
