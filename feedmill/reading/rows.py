@@ -112,16 +112,20 @@ class RowReader:
     def __init__(self, redis: Redis, until: float | None = None) -> None:
         """Create a reader. until: stop before entries written at or after this time, in seconds since 1970."""
         self.redis = redis
-        self._end = "+" if until is None else f"({int(until * 1000)}-0"
+        self._until = math.inf if until is None else int(until * 1000) / 1000  # in whole milliseconds, as ids have
 
     def fetch(self, place: Place) -> Chunk:
         """Return the next rows after `place`, without those of purged posts."""
-        ended, first, last, *texts = call(self.redis, "fetch_rows", place.cursor, self._end, FETCH_BYTES)
+        is_past = seconds_of(place.cursor) >= self._until
+        ended, first, last, *texts = (1, 0, 0) if is_past else call(self.redis, "fetch_rows", place.cursor, FETCH_BYTES)
         if not texts:
             return Chunk([], place, bool(ended), lost=is_lost(self.redis, place))
-        left = max(0, counter(self.redis, "stored") - last) if last and self._end == "+" else None
+        left = max(0, counter(self.redis, "stored") - last) if last and math.isinf(self._until) else None
         missed, now = missed_between(self.redis, place, texts[0], first or None), Place(texts[-3], last or None)
-        return Chunk(self.parse(texts), now, bool(ended), missed, left)
+        rows = self.parse(texts)
+        if seconds_of(now.cursor) >= self._until:  # the first entry after the end tells what was trimmed before it
+            rows = [row for row in rows if seconds_of(row.entry) < self._until]
+        return Chunk(rows, now, bool(ended), missed, left)
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
         """Yield all rows present after `place`, fetching the next chunk while the caller works on the current one."""

@@ -42,14 +42,14 @@ end)
 -- A plain XRANGE returns nine small replies per entry, whose parsing takes the client as long as the rest of an export.
 -- Joining the texts into one reply takes Redis three times as long as this function.
 --
---   ARGV[1]  the cursor    ARGV[2]  end of the range, in XRANGE syntax    ARGV[3]  bytes of entries after which to stop
+--   ARGV[1]  the cursor    ARGV[2]  bytes of entries after which to stop
 --
 -- Returns a flat list: 1 if no entries are left, else 0; numbers of the first and of the last entry; then the id,
 -- classification and post of each.
 register('fetch_rows', READS, function(ARGV)
   local last, bytes, rows, ended = ARGV[1], 0, {0, 0, 0}, false
   repeat
-    local entries = redis.call('XRANGE', RESULTS_STREAM, '(' .. last, ARGV[2], 'COUNT', 50)
+    local entries = redis.call('XRANGE', RESULTS_STREAM, '(' .. last, '+', 'COUNT', 50)
     for _, entry in ipairs(entries) do
       local n, fields = #rows, by_name(entry[2])
       local found, post = fields['classification'] or '', fields['post'] or ''
@@ -60,7 +60,7 @@ register('fetch_rows', READS, function(ARGV)
       if n == 3 then rows[2] = rows[3] end
     end
     ended = #entries < 50
-  until ended or bytes >= tonumber(ARGV[3])
+  until ended or bytes >= tonumber(ARGV[2])
   rows[1] = ended and 1 or 0
   return rows
 end)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from feedmill.export import files
-from feedmill.export.columns import COLUMNS, ExportFilter, newest_entries
+from feedmill.export.columns import COLUMNS, ExportFilter
 from feedmill.export.files import STATE_FILE, batch_of, opened, parts, post_ids, purge, schema_of
 from feedmill.producers.files import Source
-from feedmill.reading.rows import Place, RowReader, id_before
+from feedmill.reading.rows import Chunk, Place, RowReader, id_before, seconds_of
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, tombstone_key
 from feedmill.shared.messages import Post
@@ -155,6 +155,9 @@ def test_reports_trimmed_rows_as_missed(server: RedisServer) -> None:
     assert chunk.missed
     assert chunk.missed.count == int(chunk.rows[0].post["id"]) - 10
     assert reader.fetch(chunk.place).missed is None
+    until = RowReader(server.client, until=seconds_of(chunk.rows[0].entry))  # all before it is trimmed
+    assert until.fetch(place)[:4] == ([], chunk.place, chunk.ended, chunk.missed)
+    assert until.fetch(chunk.place) == Chunk([], chunk.place, ended=True)
     unknown = reader.fetch(Place("1-0")).missed  # the place may predate the first entry
     assert unknown
     assert unknown.count is None
@@ -272,15 +275,6 @@ def test_parts_sort_in_stream_order(
             target.add(batch_of(rows, target.schema), chunk.place._replace(cursor=rows[-1].entry))
     assert [match[1] for _, match in parts(tmp_path / "out")] == [f"{NOON}000-0", f"{NOON}000-9"]
     assert exported(tmp_path / "out") == [str(number) for number in range(11)]
-
-
-def test_finds_each_posts_newest_result(server: RedisServer, reader: RowReader) -> None:
-    add(server, NOON, "1", "2", "3")
-    add(server, NOON + 1, "3", "1", label="books")
-    add(server, NOON + 2, "1", "4", label="games")
-    purge_posts(server.client, Settings(), ["4"])
-    newest = newest_entries(reader.chunks(BEGINNING), ExportFilter())
-    assert newest == {f"{NOON}000-1", f"{NOON + 1}000-0", f"{NOON + 2}000-0"}
 
 
 # Purged posts.
