@@ -94,6 +94,7 @@ def enqueue(
     for warning in _warnings(redis, settings):
         notes.print(warning, markup=False)
     try:
+        before = runs.progress(redis, name) if name and kept else None
         if name and kept:
             pusher.retry_until_memory(partial(runs.keep_columns, redis, name, kept, settings.sent_ttl))
         with _bar(reading, pusher, notes):
@@ -110,7 +111,9 @@ def enqueue(
     if found_none:
         notes.print("The filters exclude every record, including records without a subreddit or date.")
     failed = 0
-    if name and pusher.skipped and not pusher.sent:
+    if before and not {*kept} <= {*before.columns} and (again or pusher.skipped):
+        notes.print("posts of this run that were sent before stay without the columns of --keep: give another --run")
+    elif name and pusher.skipped and not pusher.sent:
         notes.print(f"run {printable(name)} has these posts already. --again sends them again", markup=False)
     if name and wait:
         failed = wait_for_run(redis, settings, notes, name, by_counts=not again)

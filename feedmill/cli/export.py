@@ -147,7 +147,9 @@ def export_results(
             if is_table:
                 target = stack.enter_context(sinks.opened(destination, table or DEFAULT_TABLE, selection, reader))
             else:
-                chosen = (*COLUMNS, *own) if columns is None else choose(columns, own)
+                # A folder keeps its columns when its run gets further ones.
+                stored = sinks.read_state(out).get("columns") if in_parts else None
+                chosen = (stored or (*COLUMNS, *own)) if columns is None else choose(columns, own)
                 schema = sinks.schema_of(chosen, kind == "parquet")
                 target = stack.enter_context(sinks.opened(out, kind, schema, selection, reader, in_parts))
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.

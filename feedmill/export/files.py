@@ -162,7 +162,7 @@ class Folder:
         self._out, self._form, self._reader = out, form, reader
         self.schema = schema.append(ENTRY)
         self._state = {"format": form, "columns": schema.names, **selection._asdict()}
-        stored = _read_state(out / STATE_FILE)
+        stored = read_state(out)
         if stored:
             check_options(str(out), stored, self._state)
         self.resumed = bool(stored)
@@ -271,7 +271,7 @@ def purge(out: Path, form: str, reader: RowReader) -> int:
     form: format of a file; that of a folder is in its state. Raises UserError, OSError and
     redis.exceptions.RedisError.
     """
-    state = _read_state(out / STATE_FILE) if out.is_dir() else {}
+    state = read_state(out) if out.is_dir() else {}
     if out.is_dir() and not state:
         raise UserError(f"{out} is not a folder of `feedmill export`: it has no {STATE_FILE}. Give another OUT.")
     if not out.exists():
@@ -288,16 +288,16 @@ def purge(out: Path, form: str, reader: RowReader) -> int:
         ) from None
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    """Return a folder's state; empty if there is none. Raises UserError if it is damaged."""
+def read_state(out: Path) -> dict[str, Any]:
+    """Return a folder's state; empty if there is none. Raises UserError if it is damaged, and OSError."""
     try:
-        state = dict(json.loads(path.read_bytes()))
+        state = dict(json.loads((out / STATE_FILE).read_bytes()))
         Place(**state["place"])
-        str(state["format"])
+        "".join([state["format"], *state["columns"]])
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"Cannot read {path}, the state of the export. Export to a new folder.") from None
+        raise UserError(f"Cannot read {out / STATE_FILE}, the state of the export. Export to a new folder.") from None
     return state
 
 

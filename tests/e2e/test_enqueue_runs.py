@@ -183,6 +183,11 @@ def test_exports_of_a_run_have_its_columns(redis: RedisServer, csv: Path) -> Non
     assert export("chosen.csv", "--purge").returncode == 0
     assert export("latest.csv", "--latest", "--columns", "id,run").returncode == 0
     assert sorted((csv.parent / "latest.csv").read_text().split()) == ["0,a", "0,b", "1,a", "1,b", "id,run"]
+    for keep in ([], ["--keep", "store"]):  # a folder keeps its columns
+        said = enqueue(redis, csv, "--run", "c", *keep)
+        assert (said.returncode, "without the columns" in said.stderr) == (0, bool(keep))
+        store(redis, queued(redis))
+        assert export("parts", "--format", "parquet", "--run", "c").returncode == 0
 
 
 def test_results_status_and_dead_letters_of_a_run(redis: RedisServer, csv: Path) -> None:
