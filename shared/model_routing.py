@@ -109,18 +109,20 @@ def announce(
     return before.model if before and before.model != model and now - before.seen < 2 * ANNOUNCE_INTERVAL_S else None
 
 
-def register(redis: Redis, node: str) -> None:
+def register(redis: Redis, node: str) -> tuple[float, float]:
     """Record that this worker is alive, and remove registrations of workers that were silent for EXPECTED_S.
 
-    Uses Redis' clock, because hosts' clocks differ. Raises redis.exceptions.RedisError.
+    Returns the times of the latest registration by this name, 0 without one, and of this one, by Redis' clock, because
+    hosts' clocks differ. Raises redis.exceptions.RedisError.
     """
     now, found = _registered(redis)
     pipe: Any = redis.pipeline(transaction=False)
-    pipe.hset(WORKERS, node, round(now))
+    pipe.hset(WORKERS, node, now)
     pipe.expire(WORKERS, EXPECTED_S)
     if stale := [other for other, seen in found.items() if other != node and now - seen > EXPECTED_S]:
         pipe.hdel(WORKERS, *stale)
     pipe.execute()
+    return found.get(node, 0.0), now
 
 
 def deregister(redis: Redis, node: str) -> None:

@@ -14,6 +14,7 @@ from typing import IO, Any
 import pytest
 
 from feedmill.shared.keys import WORKERS
+from feedmill.shared.model_routing import expected_workers, register
 from feedmill.shared.settings import Settings
 from tests.support import (
     FEEDMILL,
@@ -56,12 +57,14 @@ def test_worker_serves_metrics_and_is_missed_when_stopped(
         wait_until(lambda: "feedmill_results_lag_seconds_count 2.0" in ask(port, "/metrics")[1], "the lag is measured")
         assert "feedmill_results_stored_total 40.0" in text
         assert 'device="cpu"' in text
-        # Cut every connection: the worker must reconnect.
+        wait_until(lambda: redis.client.hlen(WORKERS) == 1, "the worker is registered")
+        register(redis.client, *expected_workers(redis.client))  # another worker of this name
+        # Cut every connection: the worker must reconnect, and registers again.
         redis.client.client_kill_filter(_type="normal", skipme=True)
         wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the worker is ready again")
         assert ask(port, "/healthz") == (200, "ok\n")
         assert PASSWORD not in ask(port, "/metrics")[1]
-        wait_until(lambda: redis.client.hlen(WORKERS) == 1, "the worker is registered")
+        wait_until(lambda: "another worker is named" in worker.text(), "the worker warns of the other one")
         worker.process.send_signal(signal.SIGSTOP)
         said = feedmill("health", "--check", "workers", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
         seen = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout)

@@ -83,10 +83,7 @@ def test_skips_invalid_announcements_and_registrations(redis: RedisServer, text:
 def test_registers_by_the_time_of_redis(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     register(redis.client, "one@here")
     now = time.time()
-    with monkeypatch.context() as skewed:
-        skewed.setattr("feedmill.shared.model_routing.time.time", lambda: now + ahead)
-        register(redis.client, "two@there")
-        assert list(expected_workers(redis.client)) == ["one@here", "two@there"]
-    assert all(age < EXPECTED_S / 2 for age in expected_workers(redis.client).values())
-    register(redis.client, "one@here")
+    monkeypatch.setattr("feedmill.shared.model_routing.time.time", lambda: now + ahead)
+    register(redis.client, "two@there")
     assert list(expected_workers(redis.client)) == ["one@here", "two@there"]
+    assert all(age < EXPECTED_S / 2 for age in expected_workers(redis.client).values())

@@ -15,6 +15,7 @@ Relies on these internals of Celery 5.7, beyond `BasePool`: errors raised by `te
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -64,6 +65,8 @@ class DevicePool(BasePool):
         self._metrics: WorkerMetrics | None = None
         #: Periodic calls on the event loop, such as announcements and the metrics' heartbeat.
         self._timers: list[Any] = []
+        #: Time of the latest registration, by Redis' clock; infinite before the first, and if it is unknown.
+        self._registered_at = math.inf
         #: Rewrites dead letters that Redis may have lost. Set by workers/runtime/consumer.py.
         self.catch_up: Callable[[], None] = lambda: None
         #: Number of signals received that request a shutdown.
@@ -125,11 +128,16 @@ class DevicePool(BasePool):
         classifier = self.pipeline.classifier
         model, labels = classifier.weights.name, getattr(classifier, "fixed_labels", None)
         one_label = getattr(classifier, "gives_one_label", False)
+        own, self._registered_at = self._registered_at, math.inf
         try:
-            register(self._redis, self._node)
+            latest, self._registered_at = register(self._redis, self._node)
         except RedisError as fault:
             logger.warning("cannot register worker %s (%s); retrying in a minute", self._node, fault)
             return
+        if latest > own:
+            logger.warning(
+                "another worker is named %s, too: `feedmill status` shows one of them. Give another --name", self._node
+            )
         for name in self._queues():
             try:
                 other = announce(self._redis, name, model, labels, one_label)
