@@ -415,7 +415,7 @@ def test_purging_a_folder_with_a_damaged_part_is_a_mistake(tmp_path: Path, reade
     part = tmp_path / "own" / "day=2026-11-20" / "part-1-0_2-0.parquet"
     part.parent.mkdir(parents=True)
     part.write_text("no Parquet")
-    place = {"cursor": "2-0", "number": None}
-    (tmp_path / "own" / STATE_FILE).write_text(json.dumps({"format": "parquet", "place": place}))
+    state = {"format": "parquet", "columns": ["id"], "place": {"cursor": "2-0", "number": None}}
+    (tmp_path / "own" / STATE_FILE).write_text(json.dumps(state))
     with pytest.raises(UserError, match="own is damaged"):
         purge(tmp_path / "own", "parquet", reader)
