@@ -397,7 +397,7 @@ def _text_of(raw: Any) -> str:
 
 def _checked(event: Event) -> Event:
     """Return the event. Raises ValueError for a value that Redis cannot store."""
-    if not 0 <= (event.cursor or 0) < MAX_CURSOR or not math.isfinite(event.at):
+    if not (event.cursor is None or 0 <= event.cursor < MAX_CURSOR) or not math.isfinite(event.at):
         raise ValueError("the position or the time is out of range")
     for text in (event.deleted, event.removed, event.deleted_author):
         if text is not None and len(text.encode()) > MAX_DELETED:  # a lone surrogate cannot be encoded

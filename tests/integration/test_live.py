@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -335,6 +335,7 @@ def test_no_event_stops_a_source(
 
     @hypothesis_settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(st.sampled_from(stranger.alike).flatmap(changed), min_size=1, max_size=3))
+    @example([["", None]])
     def send(hostile: list[Any]) -> None:
         redis.client.flushall()
         clock = SimulatedClock(1_800_001_000.0)
