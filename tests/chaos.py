@@ -56,11 +56,10 @@ from feedmill.stack.processes import Child
 from feedmill.workers.transport.redis_transport import Channel
 from tests.fakes.proxy import Proxy
 from tests.fakes.standin_worker import CLOCK, FULL, HANG, KILLS, RAISES
-from tests.support import Restartable, body_of, redis_servers, wait_until
+from tests.support import ROOT, Restartable, body_of, redis_servers, wait_until
 
 #: Name of the run of all posts.
 RUN = "chaos"
-ROOT = Path(__file__).parent.parent
 #: Seconds: a message's lease, the forward timeout, the delay of each piece of a delayed connection.
 LEASE_S, FORWARD_TIMEOUT_S, DELAY_S = Channel.visibility_timeout, 8, 0.2
 #: Durations of faults, in seconds: a paused worker (longer than its leases), slow connections, a full Redis.

@@ -62,8 +62,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests marked each_redis on every redis-server, because responses differ by version."""
-    if "redis_path" in metafunc.fixturenames and metafunc.definition.get_closest_marker("each_redis"):
+    """Run tests with `server` or marked each_redis on every redis-server, because responses differ by version."""
+    is_marked = {"server"} & set(metafunc.fixturenames) or metafunc.definition.get_closest_marker("each_redis")
+    if "redis_path" in metafunc.fixturenames and is_marked:
         metafunc.parametrize("redis_path", redis_servers() or [None], indirect=True, scope="module")
 
 
@@ -87,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that use every redis-server. Run the longest files first and unit tests last."""
     for item in items:
-        if "each_redis_server" in getattr(item, "fixturenames", ()) or item.path.stem in ON_EACH_REDIS:
+        if {"server", "redis_path"} <= set(getattr(item, "fixturenames", ())) or item.path.stem in ON_EACH_REDIS:
             item.add_marker(pytest.mark.each_redis)
     places = {stem: place for place, stem in enumerate(LONGEST)}
     items.sort(key=lambda item: (places.get(item.path.stem, len(places)), "unit" in item.path.parts))
@@ -127,35 +128,13 @@ def _no_log_handlers_of_others() -> Iterator[None]:
             logging.root.removeHandler(handler)
 
 
-def _path(kind: str | None) -> str:
-    """Return the path of the redis-server from this source, by default of the first available one."""
+@pytest.fixture(scope="module")
+def redis_path(request: pytest.FixtureRequest) -> str:
+    """The path of the test's redis-server, by default of the first available one."""
     servers = redis_servers()
     if not servers:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
-    return servers[kind or next(iter(servers))]
-
-
-@pytest.fixture(scope="module")
-def redis_path(request: pytest.FixtureRequest) -> str:
-    """The path of the test's redis-server."""
-    return _path(getattr(request, "param", None))
-
-
-@pytest.fixture(scope="session", params=redis_servers() or [None])
-def each_redis_server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RedisServer]:
-    """Each redis-server of this machine in turn."""
-    server = RedisServer(_path(request.param), tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def server(each_redis_server: RedisServer) -> RedisServer:
-    """Each redis-server of this machine in turn, emptied."""
-    each_redis_server.client.flushall()
-    return each_redis_server
+    return servers[getattr(request, "param", None) or next(iter(servers))]
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +159,12 @@ def redis(redis_server: RedisServer) -> RedisServer:
     """The module's redis-server, emptied."""
     redis_server.client.flushall()
     return redis_server
+
+
+@pytest.fixture
+def server(redis: RedisServer) -> RedisServer:
+    """The same, on each redis-server of this machine in turn."""
+    return redis
 
 
 @pytest.fixture

@@ -38,7 +38,6 @@ from tests.fakes.models import NLI, make_model
 from tests.forkserver import ForkedChild
 from tests.support import RedisServer, _environment, application, forks, redis_servers, wait_for_replies, wait_until
 
-ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 #: "processes" means prefork. Celery treats the name "prefork" as the default and runs the configured pool instead.
 WORKERS = {
@@ -191,7 +190,7 @@ class Side:
 def start(name: str, redis: RedisServer, model: Path, folder: Path) -> ForkedChild:
     """Start a worker. `work` waits until it is ready."""
     folder.mkdir()
-    ours = {"PYTHONPATH": str(ROOT), "FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_MODEL": str(model)}
+    ours = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_MODEL": str(model)}
     return ForkedChild(forks(), name, WORKERS[name], folder, _environment(folder, **ENVIRONMENT | ours))
 
 

@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 import zlib
 from base64 import b64decode, b64encode
 from collections import defaultdict
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from email.message import Message
 from fnmatch import fnmatchcase
 from functools import cache
 from hashlib import sha1
@@ -51,6 +54,11 @@ from tests.forkserver import Forked, Forks, ForkServer
 #: Of each process' own: a worker of another test run, whose server had the same port before, cannot log in.
 PASSWORD = f"test-password-{secrets.token_hex(8)}"
 ROOT = Path(__file__).parent.parent
+#: Posts that the embedded model labels as sports and food.
+POSTS: list[dict[str, Any]] = [
+    {"id": "1", "title": "The keeper saved two penalties in the final"},
+    {"id": "2", "title": "How long do dried beans keep?", "extra": {"row": 7}},
+]
 #: The installed command.
 FEEDMILL = str(Path(sys.executable).parent / "feedmill")
 Process = subprocess.Popen[bytes] | Forked
@@ -302,9 +310,9 @@ class Authority:
 
 def _environment(folder: Path, **environment: str) -> dict[str, str]:
     """Return this process' environment without Feedmill's settings, and with a token budget to skip calibration."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDMILL_", "NOTIFY_"))}
     ours = {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_CACHE_FOLDER": str(folder / "cache")}
-    if constants.VARIABLE in environment:
+    if {constants.VARIABLE, "FEEDMILL_INCLUDE"} & environment.keys():  # modules of the tests
         ours["PYTHONPATH"] = str(ROOT)
     return clean | ours | environment
 
@@ -379,9 +387,9 @@ def wait_for_replies(app: Celery, workers: int = 1) -> None:
 
 
 @contextmanager
-def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: str) -> Iterator[Feedmill]:
-    """Run a real worker on the test's Redis. Yields once it is ready."""
-    with running("worker", "--name", name, cwd=cwd, FEEDMILL_REDIS_URL=redis.url, **environment) as worker:
+def working(redis: RedisServer, cwd: Path, name: str = "worker", *flags: str, **given: str) -> Iterator[Feedmill]:
+    """Run a real worker, on the test's Redis unless another is given. Yields once it is ready."""
+    with running("worker", "--name", name, *flags, cwd=cwd, **{"FEEDMILL_REDIS_URL": redis.url} | given) as worker:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")
         yield worker
 
@@ -487,6 +495,17 @@ def distributions_of(requirements: Sequence[str]) -> set[str]:
             required = map(Requirement, distribution(one.name).requires or ())
             unseen += [each for each in required if each.marker is None or each.marker.evaluate({"extra": extra})]
     return {name for name, _ in found}
+
+
+def fetch(url: str, body: bytes | None = None, /, **headers: str) -> tuple[int, str, Message]:
+    """Return the status, text and headers of a response. With a body, send a POST request. Raises OSError."""
+    request = urllib.request.Request(url, body, headers)  # noqa: S310 - on loopback
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
+            return answer.status, answer.read().decode(), answer.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), error.headers
 
 
 def processes_in(folder: Path) -> list[str]:

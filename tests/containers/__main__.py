@@ -28,9 +28,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.containers.engine import PRODUCER, WORKER, ContainersError, build_images, inspect, start, tell, until
-from tests.containers.engine import run as docker_run
-from tests.containers.stack import HEALTHY_S, PROJECT, Stack
+from tests.containers import stack as docker
+from tests.containers.stack import HEALTHY_S, PROJECT, ContainersError, Stack, inspect, tell, until
 
 #: Posts of all phases.
 POSTS = 3000
@@ -66,8 +65,8 @@ class Run:
         self._end()
         self._stack.compose("down", "--volumes")
         volumes, networks = (
-            docker_run("docker", "volume", "ls", "--quiet", "--filter", f"name={PROJECT}"),
-            docker_run("docker", "network", "ls", "--quiet", "--filter", f"name={PROJECT}"),
+            docker.run("docker", "volume", "ls", "--quiet", "--filter", f"name={PROJECT}"),
+            docker.run("docker", "network", "ls", "--quiet", "--filter", f"name={PROJECT}"),
         )
         self._require(not volumes + networks, f"no volume or network left by `down --volumes`: {volumes} {networks}")
         return {
@@ -130,11 +129,7 @@ class Run:
         """Kill the container's process, as a crash does. `docker kill` would keep it from being restarted."""
         pid, restarts = map(int, inspect(container, "{{.State.Pid}} {{.RestartCount}}").split())
         os.kill(pid, signal.SIGKILL)
-        until(
-            lambda: int(inspect(container, "{{.RestartCount}}")) == restarts + 1,
-            "it is restarted",
-            HEALTHY_S,
-        )
+        until(lambda: int(inspect(container, "{{.RestartCount}}")) == restarts + 1, "it is restarted", HEALTHY_S)
 
     def _kill_a_worker(self) -> None:
         self._kill(self._worker())
@@ -144,22 +139,22 @@ class Run:
 
     def _cut_a_worker_off(self) -> None:
         worker, network = self._worker(), f"{PROJECT}_queue"
-        docker_run("docker", "network", "disconnect", network, worker)
+        docker.run("docker", "network", "disconnect", network, worker)
         try:
             time.sleep(AWAY_S)
             self._stack.wait_until_reported(workers_up=WORKERS, workers_without_redis=1)
             self._require(inspect(worker, "{{.State.Health.Status}}") == "healthy", "healthy without Redis")
         finally:
-            docker_run("docker", "network", "connect", "--alias", "worker-cpu", network, worker)
+            docker.run("docker", "network", "connect", "--alias", "worker-cpu", network, worker)
 
     def _pause_a_worker(self) -> None:
         worker = self._worker()
-        docker_run("docker", "pause", worker)
+        docker.run("docker", "pause", worker)
         try:
             time.sleep(AWAY_S)
             self._stack.wait_until_reported(workers_up=WORKERS - 1)
         finally:
-            docker_run("docker", "unpause", worker)
+            docker.run("docker", "unpause", worker)
 
     def _scale(self) -> None:
         self._stack.scale(WORKERS + 1)
@@ -171,7 +166,7 @@ class Run:
         process = self._stack.enqueue(_posts(self._sent, posts), log)
         self._require(process.wait(STORED_S) == 0, f"enqueue exits with 0: {log}")
         self._sent += posts
-        status = start("docker", "wait", newest, log=self._folder / "wait.log")
+        status = docker.start("docker", "wait", newest, log=self._folder / "wait.log")
         self._stack.scale(WORKERS)
         status.wait(HEALTHY_S)
         self.exit_statuses.append({"worker-cpu": [int((self._folder / "wait.log").read_text())]})
@@ -204,13 +199,13 @@ def _posts(first: int, count: int) -> list[dict[str, str]]:
 
 def run(base: str | None, folder: Path, found: dict[str, Any]) -> None:
     """Run everything and add the figures to `found`. Raises ContainersError."""
-    found["engine"] = docker_run("docker", "version", "--format", "{{.Server.Version}}")
-    found["build_s"] = build_images(base)
-    sizes = {name: int(inspect(name, "{{.Size}}")) for name in (PRODUCER, WORKER)}
+    found["engine"] = docker.run("docker", "version", "--format", "{{.Server.Version}}")
+    found["build_s"] = docker.build_images(base)
+    sizes = {name: int(inspect(name, "{{.Size}}")) for name in (docker.PRODUCER, docker.WORKER)}
     found["image_mb"] = {name: round(size / 1e6) for name, size in sizes.items()}
     tell(f"images in MB: {found['image_mb']}")
-    if sizes[WORKER] > MAX_WORKER_BYTES:
-        raise ContainersError(f"the worker's image has {sizes[WORKER]} bytes, more than {MAX_WORKER_BYTES}")
+    if sizes[docker.WORKER] > MAX_WORKER_BYTES:
+        raise ContainersError(f"the worker's image has {sizes[docker.WORKER]} bytes, more than {MAX_WORKER_BYTES}")
     stack = Stack(folder, base is not None)
     try:
         found |= Run(folder, stack).go()

@@ -1,18 +1,25 @@
-"""The stack of docker/compose.yaml on this machine's Docker engine."""
+"""The images, and the stack of docker/compose.yaml, on this machine's Docker engine."""
 
 import json
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
-from tests.containers.engine import ROOT, ContainersError, inspect, run, start, until
 
+ROOT = Path(__file__).parent.parent.parent
+PRODUCER, WORKER, DEBIAN = "feedmill-producer", "feedmill-worker:cpu", "feedmill-debian"
+#: Seconds: for one command, for the build of an image, between two checks.
+COMMAND_S, BUILD_S, POLL_S = 120.0, 1800.0, 1.0
+LOG_LINES = 20
 PROJECT = "feedmill-containers"
 COMPOSE = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
 #: The GPU's and Reddit's services need what test machines lack.
@@ -25,6 +32,71 @@ QUERY = (
     "print(json.dumps([json.load(urlopen('http://prometheus:9090/api/v1/query?query=' + quote(each), timeout=10))"
     "['data']['result'] for each in sys.argv[1:]]))"
 )
+
+
+class ContainersError(Exception):
+    """A phase failed, or this machine cannot run containers."""
+
+
+def tell(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def until(holds: Callable[[], object], description: str, seconds: float) -> None:
+    """Wait until `holds()` is true. A failing command counts as false. Raises ContainersError."""
+    deadline = time.monotonic() + seconds
+    reason = ""
+    while True:
+        try:
+            if holds():
+                return
+        except ContainersError as error:
+            reason = f" ({error})"
+        if time.monotonic() > deadline:
+            raise ContainersError(f"not within {seconds:.0f} s: {description}{reason}")
+        time.sleep(POLL_S)
+
+
+def run(*command: str, seconds: float = COMMAND_S) -> str:
+    """Run a command and return its output without the last newline. Raises ContainersError."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise ContainersError(f"`{shlex.join(command)}` did not end within {seconds:.0f} s") from None
+    if done.returncode:
+        said = "\n".join((done.stdout + done.stderr).splitlines()[-LOG_LINES:])
+        raise ContainersError(f"`{shlex.join(command)}` exited with status {done.returncode}: {said}")
+    return done.stdout.strip()
+
+
+def start(*command: str, log: Path, stdin: Path = Path("/dev/null")) -> "subprocess.Popen[str]":
+    """Start a command in the background."""
+    with stdin.open() as given, log.open("w") as said:
+        return subprocess.Popen(command, stdin=given, stdout=said, stderr=subprocess.STDOUT, text=True)
+
+
+def inspect(container: str, template: str) -> str:
+    return run("docker", "inspect", "--format", template, container)
+
+
+def build_images(base: str | None) -> dict[str, float]:
+    """Build the images and return the seconds of each.
+
+    base: the image to build on instead of python:slim; with it, build one of Redis and Prometheus, too.
+    """
+    images = {PRODUCER: ("docker/producer.Dockerfile", "."), WORKER: ("docker/worker.Dockerfile", ".")}
+    if base:
+        images[DEBIAN] = ("tests/containers/debian.Dockerfile", "tests/containers")
+    return {name: _build(name, base, file, folder) for name, (file, folder) in images.items()}
+
+
+def _build(name: str, base: str | None, file: str, folder: str) -> float:
+    began = time.monotonic()
+    tell(f"building {name}")
+    argument = ("--build-arg", f"PYTHON={base}") if base else ()
+    command = ["docker", "build", "--network", "host", *argument, "--tag", name, "--file", str(ROOT / file)]
+    run(*command, str(ROOT / folder), seconds=BUILD_S)
+    return round(time.monotonic() - began, 1)
 
 
 class Stack:

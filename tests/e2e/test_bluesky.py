@@ -1,7 +1,6 @@
 """`feedmill ingest bluesky` and `ingest live`: real processes against the loopback Jetstream."""
 
 import signal
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from feedmill.producers.live.state import LiveState, Position
 from feedmill.shared.broker import queue_depth
 from tests.fakes.jetstream import Jetstream
-from tests.support import RedisServer, feedmill, free_port, last_json, running, wait_until
+from tests.support import RedisServer, feedmill, fetch, free_port, last_json, running, wait_until
 
 
 @pytest.fixture
@@ -30,13 +29,9 @@ def test_daemon_sends_posts_and_reports_its_state(redis: RedisServer, jetstream:
         jetstream.post("a post about kettles", langs=["en"])
         jetstream.post("ein Kessel", langs=["de"])
         wait_until(lambda: queue_depth(redis.client, "feedmill").waiting, "the post is sent")
-
-        def metrics() -> str:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-                return str(answer.read().decode())
-
-        wait_until(lambda: 'feedmill_live_posts_filtered_total{source="bluesky"} 1.0' in metrics(), "metrics")
-        assert 'feedmill_live_posts_sent_total{source="bluesky"} 1.0' in metrics()
+        metrics = f"http://127.0.0.1:{port}/metrics"
+        wait_until(lambda: 'live_posts_filtered_total{source="bluesky"} 1.0' in fetch(metrics)[1], "metrics")
+        assert 'feedmill_live_posts_sent_total{source="bluesky"} 1.0' in fetch(metrics)[1]
         wait_until(
             lambda: "bluesky" in (last_json(feedmill("status", "--json", cwd=tmp_path, **environment).stdout)["live"]),
             "the status is stored",
@@ -61,20 +56,3 @@ def test_unreachable_server_is_retried_until_the_signal(redis: RedisServer, tmp_
         wait_until(lambda: daemon.text().count("retrying in") >= 2, "two attempts")
         assert daemon.end(signal.SIGINT) == 0
     assert "Traceback" not in daemon.text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("bluesky", "--bluesky-languages", "english"), "--bluesky-languages"),
-        (("bluesky", "--bluesky-min-characters", "0"), "--bluesky-min-characters"),
-        (("live", "nosuchmodule:Thing"), "nosuchmodule"),
-        (("live", "json:Thing"), "Thing"),
-        (("live", "json"), "MODULE:CLASS"),
-    ],
-)
-def test_mistakes_name_the_option(redis: RedisServer, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    said = feedmill("ingest", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert said.stderr.startswith("feedmill: ")
-    assert words in said.stderr

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import NEW_INTERPRETER, RedisServer, free_port, run, working
+from tests.support import NEW_INTERPRETER, RedisServer, _environment, free_port, run, working
 
 #: Code of the application's process. It runs one program per line of input, and prints the program's variable `said`
 #: or its exception.
@@ -49,21 +49,14 @@ class Caller:
     """A Python process of another application that runs the programs it is given."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
         nowhere = f"redis://127.0.0.1:{free_port()}/0"
-        ours = {
-            "FEEDMILL_TOKEN_BUDGET": "2048",
-            "FEEDMILL_CACHE_FOLDER": str(folder / "cache"),
-            "FEEDMILL_DATA_FOLDER": str(folder / "no-stack"),
-            "FEEDMILL_REDIS_URL": nowhere,
-            "BROKER": nowhere,
-        }
+        ours = {"FEEDMILL_DATA_FOLDER": str(folder / "no-stack"), "FEEDMILL_REDIS_URL": nowhere, "BROKER": nowhere}
         self.errors = folder / "caller.log"
         with self.errors.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-W", "error::UserWarning", "-c", CALLER],
                 cwd=folder,
-                env=clean | ours | environment,
+                env=_environment(folder, **ours | environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

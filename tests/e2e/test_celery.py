@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from celery.canvas import Signature
 from celery.result import AsyncResult
 
 from tests.fakes import constants
-from tests.support import Feedmill, RedisServer, application, running, wait_for_replies, wait_until
+from tests.support import Feedmill, RedisServer, application, wait_for_replies, wait_until, working
 
 # Celery itself causes these warnings: about a default that may change, and about a Redis command.
 pytestmark = [
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),
 ]
 
-ROOT = Path(__file__).parent.parent.parent
 SECONDS = 60
 BAD = {"id": "bad"}
 NUMBERS = count()
@@ -172,16 +170,13 @@ def numbers(found: Any) -> Any:
 @pytest.fixture(scope="module")
 def whole(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     environment = {
-        "FEEDMILL_REDIS_URL": redis_server.url,
         "FEEDMILL_INCLUDE": "tests.fakes.own_tasks",
         "FEEDMILL_TOKEN_BUDGET": "512",
         # So that a slow device also takes the next message.
         constants.VARIABLE: json.dumps({"feedmill.workers.pipeline.pipeline.PREFETCH_S": 60}),
         "OMP_NUM_THREADS": "1",  # one lane, so that one message can keep the device busy
-        "PYTHONPATH": str(ROOT),
     }
-    with running("worker", "--name", "celery", cwd=tmp_path_factory.mktemp("worker"), **environment) as worker:
-        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+    with working(redis_server, tmp_path_factory.mktemp("worker"), **environment) as worker:
         scene = Scene(redis_server, worker)
         with scene.listening():
             wait_for_replies(scene.app)

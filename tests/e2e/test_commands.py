@@ -10,16 +10,13 @@ import pytest
 import zstandard
 
 from feedmill.shared.keys import RESULTS_STREAM
-from feedmill.shared.messages import Post
-from feedmill.shared.results import Result, ResultsStore
-from feedmill.shared.settings import Settings
+from tests.e2e.test_results_commands import stored
 from tests.support import (
     FEEDMILL,
     RedisServer,
     as_jsonl,
     feedmill,
     latest,
-    make_classification,
     make_posts,
     queued,
     run,
@@ -166,18 +163,26 @@ def test_classifies_a_file_and_shows_results(served: RedisServer, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("command", "status"),
+    ("command", "status", "words"),
     [
-        ("results >&-", 0),
-        ("enqueue - <&-", 2),
-        ("enqueue nosuch.csv 2>&-", 2),
-        ("status <&- >&- 2>&-", 0),
+        ("$F results >&-", 0, ""),
+        ("$F enqueue - <&-", 2, ""),
+        ("$F enqueue nosuch.csv 2>&-", 2, ""),
+        ("$F status <&- >&- 2>&-", 0, ""),
+        ("$F health --json >/dev/full", 2, "No space left on device"),
+        ("PYTHONUNBUFFERED=1 $F health >/dev/full", 2, "No space left on device"),
+        ("$F --help >/dev/full", 2, "No space left on device"),
     ],
 )
-def test_commands_work_with_closed_streams(redis: RedisServer, tmp_path: Path, command: str, status: int) -> None:
+def test_commands_work_with_closed_streams_or_a_full_disk(
+    redis: RedisServer, tmp_path: Path, command: str, status: int, words: str
+) -> None:
     """As some daemons leave them."""
-    said = run(["/bin/sh", "-c", f"{FEEDMILL} {command}"], tmp_path, os.environ | {"FEEDMILL_REDIS_URL": redis.url})
+    environment = os.environ | {"FEEDMILL_REDIS_URL": redis.url, "F": FEEDMILL}
+    said = run(["/bin/sh", "-c", command], tmp_path, environment)
     assert "Traceback" not in said.stderr
+    assert words in said.stderr
+    assert not words or said.stderr.count("\n") == 1
     assert said.returncode == status, said.stderr
 
 
@@ -186,14 +191,6 @@ def test_worker_without_torch_names_the_extra(tmp_path: Path) -> None:
     said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path), NEW_INTERPRETER="1")
     assert said.returncode == 2
     assert re.search(r"torch.*pip install 'feedmill\[worker\]'", said.stderr)
-
-
-def stored(redis: RedisServer, *ids: str) -> ResultsStore:
-    """Return a store with a result for each of these posts."""
-    store = ResultsStore(redis.client, Settings())
-    found = make_classification("", classified_at=0.0)
-    store.write([Result(Post(id=name, title="t"), found.model_copy(update={"id": name})) for name in ids])
-    return store
 
 
 def test_purge_removes_posts_and_lift_readmits_them(redis: RedisServer, tmp_path: Path) -> None:

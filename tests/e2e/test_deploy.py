@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from tests.support import (
     Feedmill,
     RedisServer,
     feedmill,
+    fetch,
     free_port,
     make_posts,
     push,
@@ -127,8 +127,7 @@ def test_deploy_switches_the_worker_and_is_reported(house: House) -> None:
     assert (status, all(word in complaints for word in (tuned, "NEGATIVE", "POSITIVE", "--labels"))) == (2, True)
     (worker,) = json.loads(house.run("status", "--json")[1])["workers"].values()
     assert (worker["model"], worker["queues"]) == (tuned, ["feedmill"])
-    with urlopen(f"http://127.0.0.1:{house.metrics_port}/metrics") as answer:
-        assert f'model="{tuned}"' in answer.read().decode()
+    assert f'model="{tuned}"' in fetch(f"http://127.0.0.1:{house.metrics_port}/metrics")[1]
     assert not re.search("WARNING.*queue feedmill", house.worker.text()), "a switch is not a conflict of two models"
     asked = requested_model(house.redis.client, "feedmill")
     shown, *_ = map(json.loads, house.run("deploy", "--json")[1].splitlines())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.differential import ROOT, run
+from tests.differential import run
 from tests.fakes.differential_messages import FATES, TASKS, Draw
 from tests.support import RedisServer, application, redis_servers, wait_until, working
 
@@ -39,8 +39,7 @@ def test_a_failing_callback_does_not_stop_the_worker(redis: RedisServer, tmp_pat
     """A stock worker logs the failure and continues; an invalid callback must not stop ours either."""
     app = application(redis)
     posts = [{"id": "1", "title": "The keeper saved two penalties in the final"}]
-    include = {"FEEDMILL_INCLUDE": "tests.fakes.differential_tasks", "PYTHONPATH": str(ROOT)}
-    with working(redis, tmp_path, **include) as worker:
+    with working(redis, tmp_path, FEEDMILL_INCLUDE="tests.fakes.differential_tasks") as worker:
         takes_no_more_than_an_id = app.signature("differential.failed", kwargs={"more": 1})
         app.send_task("differential.reject", kwargs={"posts": posts}, link_error=takes_no_more_than_an_id)
         assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=120)

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import RedisServer, announced, feedmill, run, running, wait_until
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.support import ROOT, RedisServer, announced, feedmill, run, running, wait_until
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -89,10 +89,7 @@ def test_ctrl_c_while_up_starts_is_a_clean_stop(tmp_path: Path) -> None:
     wait_until(lambda: processes_in(tmp_path) == [], "no process is left")
 
 
-@pytest.mark.parametrize(
-    ("command", "how", "status"),
-    [("up", signal.SIGTERM, 0), ("demo", signal.SIGINT, 130)],
-)
+@pytest.mark.parametrize(("command", "how", "status"), [("up", signal.SIGTERM, 0), ("demo", signal.SIGINT, 130)])
 def test_a_signal_during_a_fork_is_not_lost(tmp_path: Path, command: str, how: signal.Signals, status: int) -> None:
     """Python drops exceptions of signal handlers there."""
     (tmp_path / "imports").mkdir()

@@ -36,12 +36,9 @@ def enqueue(redis: RedisServer, *arguments: object, stdin: str = "", **environme
 def store(redis: RedisServer, posts: list[dict[str, Any]], at: float = 1.0) -> None:
     """Store a result for each post, as a worker does."""
     results = [
-        Result(
-            post,
-            make_classification(post.id, fingerprint=fingerprint(post, "recipe"), classified_at=at),
-        )
+        Result(post, make_classification(post.id, fingerprint=fingerprint(post, "recipe"), classified_at=at))
         for post in map(Post.parse, posts)
-    ]  # fmt: skip
+    ]
     ResultsStore(redis.client, Settings()).write(results)
 
 

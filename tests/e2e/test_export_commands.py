@@ -29,13 +29,9 @@ FORMATS = ["parquet", "csv", "jsonl"]
 
 def fill(redis: RedisServer, *post_ids: str, fingerprint: str = "f", **fields: Any) -> list[Post]:
     posts = [Post(id=post_id, title=f"title of {post_id}", body="=a body\r\n", **fields) for post_id in post_ids]
+    scores = {"food": 0.9, "books": 0.1}
     results = [
-        Result(
-            post,
-            make_classification(
-                post.id, scores={"food": 0.9, "books": 0.1}, fingerprint=fingerprint, queued_seconds=1.0
-            ),
-        )
+        Result(post, make_classification(post.id, scores=scores, fingerprint=fingerprint, queued_seconds=1.0))
         for post in posts
     ]
     store = ResultsStore(redis.client, Settings())
@@ -95,9 +91,8 @@ def test_kill_leaves_no_half_file(redis: RedisServer, tmp_path: Path, name: str)
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".log")] == [f"out.{name}"]
 
 
-@pytest.mark.parametrize("name", ["parquet", "jsonl"])
-def test_follow_exports_new_results(redis: RedisServer, tmp_path: Path, name: str) -> None:
-    out = tmp_path / "out"
+def test_follow_exports_new_results(redis: RedisServer, tmp_path: Path) -> None:
+    out, name = tmp_path / "out", "jsonl"
     command = ("export", "--format", name, "--follow", "--part-seconds", "0.1", str(out))
     fill(redis, "1", "2")
     with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:

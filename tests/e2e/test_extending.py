@@ -12,9 +12,8 @@ import pytest
 from feedmill.producers.live.state import Gaps, LiveState, statuses
 from feedmill.shared.keys import live_deleted_key
 from tests.fakes.hacker_news import HackerNews
-from tests.support import Feedmill, RedisServer, feedmill, queued, running, wait_until
+from tests.support import ROOT, Feedmill, RedisServer, feedmill, queued, running, wait_until
 
-ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples" / "extending"
 OURS = {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{ROOT}"}
 

@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +28,7 @@ from feedmill.stack.embedded import WORKER_NODE, Stack
 from tests.e2e.test_acl import rules
 from tests.e2e.test_tls import SecureRedis, plain_connections
 from tests.forkserver import ForkedChild
-from tests.support import Authority, Feedmill, RedisServer, feedmill, forks, push, running, wait_until
+from tests.support import Authority, Feedmill, RedisServer, feedmill, fetch, forks, push, running, wait_until
 
 #: Text of posts, which Flower must never show.
 WORDS = "Rhubarb and custard"
@@ -57,13 +55,7 @@ class Visitor:
             self.headers["Authorization"] = f"Basic {credentials}"
 
     def ask(self, path: str, body: bytes | None = None) -> tuple[int, str]:
-        request = urllib.request.Request(self.url + path, body, self.headers)  # noqa: S310 - our own server
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
+        return fetch(self.url + path, body, **self.headers)[:2]
 
     def json(self, path: str, **body: Any) -> Any:
         status, text = self.ask(path, json.dumps(body).encode() if body else None)

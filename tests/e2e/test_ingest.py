@@ -21,6 +21,8 @@ active = 2
 "sport" = ["tennis", "chess"]
 """
 SECRET = "a-very-secret-thing"
+#: No Reddit, and short pauses between attempts.
+UNREACHABLE = constants.reddit("http://127.0.0.1:9") | {"feedmill.producers.live.source.BACKOFF._base": 0.01}
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def test_no_secret_is_logged_at_debug_level(reddit: Reddit, tmp_path: Path, envi
         ({"FEEDMILL_REDDIT_CLIENT_SECRET": ""}, "client secret .*FEEDMILL_REDDIT_CLIENT_SECRET"),
         ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "FEEDMILL_REDDIT_CLIENT_SECRET"),
         ({"FEEDMILL_REDDIT_CLIENT_ID": "…"}, "client ID.* ASCII"),
-        ({constants.VARIABLE: json.dumps(constants.reddit("http://127.0.0.1:9"))}, "no connection to Reddit"),
+        ({constants.VARIABLE: json.dumps(UNREACHABLE)}, "no connection to Reddit"),
     ],
 )
 def test_mistakes_name_the_setting_without_a_traceback(

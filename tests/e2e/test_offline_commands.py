@@ -5,12 +5,10 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from feedmill.shared.topics import DESCRIBED_TOPICS, TOPICS
 from feedmill.workers.pipeline.calibration import CANDIDATES
 from tests.fakes.models import NLI, make_model
-from tests.support import as_jsonl, feedmill, last_json, make_posts
+from tests.support import feedmill, last_json
 
 SAMPLES = str(Path(__file__).parent.parent.parent / "feedmill" / "samples.jsonl")
 
@@ -51,32 +49,6 @@ def test_evaluate_prints_measures(tmp_path: Path) -> None:
     assert found["accuracy"] > 0.5
     assert sum(map(sum, found["confusion"])) == 32
     assert re.search(rf"{found['accuracy']:.3f}.*{found['macro_f1']:.3f}.*\b32 posts", said.stdout)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["tune", "bad.jsonl"], "bad.jsonl"),
-        (["evaluate", "/no/such/file"], "/no/such/file"),
-        (["evaluate", "untold.jsonl"], "topic"),
-        (
-            ["evaluate", SAMPLES, "--limit", "3", "--labels", "tea,coffee"],
-            "business, climate change.*tea, coffee",
-        ),
-        (["evaluate", SAMPLES, "--template", "x"], "--template: .*'x'"),
-        (["classify", "folder", "--out", "out.csv"], "folder is a folder"),
-        (["classify", SAMPLES, "--scores"], "--scores.*--out"),
-        (["classify", SAMPLES, "--labels", "no.json"], "--labels: .*no.json"),
-    ],
-)
-def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, arguments: list[str], words: str) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"id": 1}\n')
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "untold.jsonl").write_text(as_jsonl(make_posts(3)))
-    said = feedmill(*arguments, cwd=tmp_path)
-    assert said.returncode == 2
-    assert re.search(words, said.stderr)
-    assert "Traceback" not in said.stderr
 
 
 def test_classify_writes_a_labelled_copy(tmp_path: Path) -> None:

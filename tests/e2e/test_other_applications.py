@@ -18,16 +18,11 @@ from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions
 from feedmill.shared.settings import Settings
 from feedmill.stack.processes import Child
 from tests.generated import SCHEMAS as FOLDER
-from tests.support import RedisServer, body_of, distributions_of, make_posts, wait_until
+from tests.support import POSTS, ROOT, RedisServer, body_of, distributions_of, make_posts, run, wait_until
 
-ROOT = Path(__file__).parent.parent.parent
 REQUEST, RESULT = (
     Draft202012Validator(json.loads((FOLDER / name).read_text())) for name in ("request.json", "result.json")
 )
-POSTS: list[dict[str, Any]] = [
-    {"id": "1", "title": "The keeper saved two penalties in the final"},
-    {"id": "2", "title": "How long do dried beans keep?", "extra": {"row": 7}},
-]
 NEXT = MESSAGE_VERSION + 1
 OF_TOMORROW = f"version: .*{NEXT}.*{MESSAGE_VERSION}"
 NO_TEXT = "title or body must contain text"
@@ -61,16 +56,7 @@ class Elsewhere:
 
     def run(self, *arguments: str, given: object = None) -> str:
         """Run Python in the application's environment; return its output. `given` is JSON on its standard input."""
-        said = subprocess.run(
-            [self.python, *arguments],
-            input=json.dumps(given),
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        said = run([str(self.python), *arguments], self.folder, self.environment, json.dumps(given))
         assert said.returncode == 0, said.stderr
         return said.stdout
 

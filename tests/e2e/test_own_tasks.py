@@ -18,31 +18,18 @@ from celery.exceptions import TimeLimitExceeded
 
 from feedmill.shared.broker import queue_depth
 from tests.fakes import constants
-from tests.support import Feedmill, RedisServer, application, run, running, wait_until
+from tests.support import POSTS, Feedmill, RedisServer, application, run, wait_until, working
 
-ROOT = Path(__file__).parent.parent.parent
-POSTS: list[dict[str, Any]] = [
-    {"id": "1", "title": "The keeper saved two penalties in the final"},
-    {"id": "2", "title": "How long do dried beans keep?"},
-]
 COUNT = 50
 
 
 @pytest.fixture(scope="module")
 def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Feedmill]:
     """A worker that computes one post at a time on one thread, for a deterministic order."""
-    environment = {
-        "FEEDMILL_REDIS_URL": redis_server.url,
-        "FEEDMILL_BATCH_ROWS": "1",
-        constants.VARIABLE: json.dumps({"feedmill.workers.pipeline.pipeline.PREFETCH_S": 1000}),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    folder = tmp_path_factory.mktemp("worker")
-    with running(
-        "worker", "--name", "own", "--include", "json, tests.fakes.own_tasks", cwd=folder, **environment
-    ) as it:
-        wait_until(lambda: it.says(" ready."), "the worker is ready")
+    patience = json.dumps({"feedmill.workers.pipeline.pipeline.PREFETCH_S": 1000})
+    environment = {"FEEDMILL_BATCH_ROWS": "1", constants.VARIABLE: patience, "OMP_NUM_THREADS": "1"}
+    flags = ("--include", "json, tests.fakes.own_tasks")
+    with working(redis_server, tmp_path_factory.mktemp("worker"), "own", *flags, **environment) as it:
         # Until its first forward pass, a worker does not know its throughput and prefetches little.
         application(redis_server).send_task("feedmill.classify", [POSTS]).get(timeout=120)
         yield it
@@ -118,16 +105,13 @@ def test_a_time_limit_fails_the_task_and_stops_the_worker(redis_server: RedisSer
     redis, app = redis_server, application(redis_server, "limits")
     redis.client.delete("ran")
     environment = {
-        "FEEDMILL_REDIS_URL": redis.url,
+        "FEEDMILL_INCLUDE": "tests.fakes.own_tasks",
         "FEEDMILL_QUEUE": "limits",
         "FEEDMILL_FORWARD_TIMEOUT": "2",
         "FAKE_TIME_LIMIT": "3",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
     }
-    command = ("worker", "--name", "limits", "--include", "tests.fakes.own_tasks")
-    with running(*command, cwd=tmp_path, **environment) as worker:
-        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+    with working(redis, tmp_path, **environment) as worker:
         redis.client.set("gate", "1")
         long = app.send_task("own.hold", ["gate"], time_limit=1000)
         wait_until(lambda: len(ran(redis)) == 1, "the task runs")

@@ -19,7 +19,8 @@ from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.transport.redis_transport import Channel
-from tests.support import Restartable, feedmill, make_posts, push, running, wait_until, wait_until_empty, working
+from tests.e2e.test_ending import standin
+from tests.support import Restartable, feedmill, make_posts, push, wait_until, wait_until_empty, working
 
 pytestmark = pytest.mark.each_redis
 
@@ -52,20 +53,22 @@ def cut(server: Restartable) -> None:
         server.client.client_kill_filter(_type=kind, skipme=True)
 
 
-@pytest.mark.parametrize("befalls", [kill, pause, cut])
-def test_worker_survives_redis_failures(
-    durable: Restartable, tmp_path: Path, befalls: Callable[[Restartable], None]
-) -> None:
+def test_worker_survives_redis_failures(durable: Restartable, tmp_path: Path) -> None:
     """The same process continues; every post is stored exactly once."""
-    posts = make_posts(200)
+    posts = make_posts(600)
     settings = Settings.model_validate({"redis_url": durable.url})
     store = ResultsStore(connect(settings), settings)
-    with working(durable, tmp_path, **QUICK) as worker:
-        push(settings, posts)
-        wait_until(lambda: store.counters().stored > 0, "the first results are stored")
+
+    def survives(befalls: Callable[[Restartable], None], first: int) -> None:
+        push(settings, posts[first : first + 200])
+        wait_until(lambda: store.counters().stored > first, "the first results are stored")
         befalls(durable)
-        wait_until(lambda: _quietly(lambda: store.counters().stored == len(posts)), "all results are stored", 90)
+        wait_until(lambda: _quietly(lambda: store.counters().stored == first + 200), "all results are stored", 90)
         wait_until(lambda: _quietly(lambda: not sum(queue_depth(durable.client, "feedmill"))), "the queue is empty")
+
+    with working(durable, tmp_path, **QUICK) as worker:
+        for number, befalls in enumerate((kill, pause, cut)):
+            survives(befalls, 200 * number)
         assert worker.end(signal.SIGTERM) == 0, worker.text()
     assert durable.client.xlen(RESULTS_STREAM) == len(posts)
     assert "Traceback" not in worker.text()
@@ -102,8 +105,7 @@ def test_an_unresponsive_redis_is_reported(
 def test_losing_a_permission_stops_the_worker_naming_the_user(durable: Restartable, tmp_path: Path) -> None:
     durable.client.acl_setuser("worker", enabled=True, passwords=["+x"], keys=["*"], channels=["*"], commands=["+@all"])
     url = durable.url.replace("redis://", "redis://worker:x@")
-    with running("worker", cwd=tmp_path, FEEDMILL_REDIS_URL=url) as worker:
-        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+    with working(durable, tmp_path, FEEDMILL_REDIS_URL=url) as worker:
         durable.client.acl_setuser("worker", enabled=True, keys=["*"], channels=["*"], commands=["+@all", "-hdel"])
         assert worker.process.wait(120) == 1
     assert "user worker " in worker.text()
@@ -114,13 +116,13 @@ def test_the_next_worker_finishes_a_killed_workers_messages(durable: Restartable
     posts = make_posts(1000)
     settings = Settings.model_validate({"redis_url": durable.url})
     store = ResultsStore(connect(settings), settings)
-    with working(durable, tmp_path, "first", **QUICK) as first:
+    with standin(durable, tmp_path, "first", row_seconds=0.005) as first:
         push(settings, posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are stored")
         first.process.kill()
         first.process.wait()
     assert queue_depth(durable.client, "feedmill").held > 0
-    with working(durable, tmp_path, "second", **QUICK):
+    with standin(durable, tmp_path, "second", row_seconds=0):
         wait_until(lambda: store.counters().stored == len(posts), "all results are stored")
         wait_until_empty(durable.client)
     assert durable.client.xlen(RESULTS_STREAM) == len(posts)

@@ -6,10 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from feedmill.shared.keys import RESULTS_STREAM, run_key
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
+from tests.e2e.test_documentation import blocks
+from tests.fakes.loopback import Handler, Loopback
 from tests.support import NEW_INTERPRETER, RedisServer, feedmill, make_classification, run, running, wait_until
-
-DOCUMENTATION = Path(__file__).parent.parent.parent / "docs" / "results.md"
 
 
 def result(post_id: str, label: str = "food", score: float = 0.9, subreddit: str | None = None) -> Result:
@@ -96,12 +94,7 @@ def test_shows_the_newest_matching_results(redis: RedisServer, tmp_path: Path) -
         assert (said.returncode, bool(said.stderr)) == ((0, False) if ids or "0" in flags else (1, True))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "results", "status", "export out.csv",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("command", ["results", "status", "export out.csv"])
 def test_an_unknown_run_is_one_error(redis: RedisServer, tmp_path: Path, command: str) -> None:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     store = stored(redis, "a1")
@@ -202,9 +195,8 @@ def test_reports_missed_results(redis: RedisServer, tmp_path: Path, flags: list[
 
 
 def test_documented_example_prints_as_shown(redis: RedisServer, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL)
-    code, _ = (text for language, text in blocks if language == "python")
-    printed = next(text for language, text in blocks if not language)
+    code, _ = blocks("docs/results.md", "python")
+    printed, *_ = blocks("docs/results.md", "")
     store = ResultsStore(redis.client, Settings())
     store.write([result("a1", "sport", 0.91), result("a2", "kitchen", 0.84)])
     for _ in range(2):  # the second run finds nothing new
@@ -216,18 +208,13 @@ def test_documented_example_prints_as_shown(redis: RedisServer, tmp_path: Path) 
 def test_documented_web_hook_receives_results(redis: RedisServer, tmp_path: Path) -> None:
     told: list[Any] = []
 
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+    class Hook(Handler):
+        def respond(self) -> None:
             told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
+            self.send(204, {}, 0)
 
-        def log_message(self, *_: Any) -> None: ...
-
-    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        code = blocks[1].replace("127.0.0.1:8080", f"127.0.0.1:{server.server_port}")
+    with Loopback(Hook) as server:
+        code = blocks("docs/results.md", "python")[1].replace("http://127.0.0.1:8080", server.url)
         reading = subprocess.Popen(
             [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"FEEDMILL_REDIS_URL": redis.url}
         )
@@ -238,5 +225,4 @@ def test_documented_web_hook_receives_results(redis: RedisServer, tmp_path: Path
         finally:
             reading.kill()
             reading.wait()
-            server.shutdown()
     assert [(each["id"], each["label"]) for each in told] == [("a1", "food"), ("a2", "food")]

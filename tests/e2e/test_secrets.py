@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 import pytest
 import yaml  # type: ignore[import-untyped]
@@ -26,8 +25,9 @@ from feedmill.shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from feedmill.shared.settings import STACK_FILE, Settings
 from feedmill.stack.embedded import WORKER_NODE
+from tests.e2e.test_dead_letters import message
 from tests.e2e.test_flower import Visitor
-from tests.support import Feedmill, feedmill, free_port, running, shapes, wait_until
+from tests.support import Feedmill, feedmill, fetch, free_port, running, shapes, wait_until
 
 #: Secret settings of `feedmill up`.
 TOLD = {
@@ -117,8 +117,7 @@ def test_worker_inspect_replies_contain_no_secret(up: Up, what: str) -> None:
 
 
 def test_metrics_and_flower_show_no_secret(up: Up) -> None:
-    with urlopen(up.metrics, timeout=10) as answer:  # noqa: S310 - our own server
-        shown = [answer.read().decode()]
+    shown = [fetch(up.metrics)[1]]
     visitor = up.flower()
     assert up.app.control.inspect(timeout=5).ping()
     for path in ("/", "/broker", f"/worker/{WORKER_NODE}", "/api/workers?refresh=1", "/api/task/types", "/metrics"):
@@ -160,23 +159,6 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def envelope(body: bytes, content_type: str, **headers: Any) -> str:
-    """Return a message as kombu writes it to a queue's list."""
-    found = {
-        "body": b64encode(body).decode(),
-        "content-type": content_type,
-        "content-encoding": "binary",
-        "headers": {"task": CLASSIFY_TASK, "id": "evil", "lang": "py"} | headers,
-        "properties": {
-            "body_encoding": "base64",
-            "delivery_tag": "evil",
-            "delivery_info": {"exchange": "", "routing_key": "feedmill"},
-            "priority": 0,
-        },
-    }
-    return json.dumps(found)
-
-
 def is_served(up: Up) -> bool:
     """Check that the worker still answers a message."""
     posts = [{"id": "fine", "title": "The keeper saved two penalties"}]
@@ -205,8 +187,10 @@ def test_code_in_messages_is_not_executed(up: Up, made: Path) -> None:
         (code.encode(), "application/x-yaml"),
         (b"\x93\x90\x80\x80", "application/x-msgpack"),
     ):
-        connect(up.settings).lpush("feedmill", envelope(body, content_type))
-    connect(up.settings).lpush("feedmill", envelope(pickled, "application/x-python-serialize", serializer="pickle"))
+        hostile = message(body, **{"content-type": content_type, "content-encoding": "binary"})
+        connect(up.settings).lpush("feedmill", json.dumps(hostile))
+    hostile["headers"]["serializer"], hostile["content-type"] = "pickle", "application/x-python-serialize"
+    connect(up.settings).lpush("feedmill", json.dumps(hostile | {"body": b64encode(pickled).decode()}))
     wait_until(lambda: not queue_depth(connect(up.settings), "feedmill").waiting, "no message is waiting")
     assert is_served(up)
 

@@ -27,8 +27,8 @@ from tests.support import (
     free_port,
     latest,
     make_posts,
-    running,
     wait_until,
+    working,
 )
 
 pytestmark = pytest.mark.each_redis
@@ -56,11 +56,7 @@ class Watched:
 
     @property
     def flags(self) -> dict[str, str]:
-        return {
-            "redis_url": self.url,
-            "redis_master": MASTER,
-            "redis_sentinel_password": SENTINELS_PASSWORD,
-        }
+        return {"redis_url": self.url, "redis_master": MASTER, "redis_sentinel_password": SENTINELS_PASSWORD}
 
     def settings(self) -> Settings:
         return load(**self.flags)
@@ -114,8 +110,7 @@ def test_failover_under_load_loses_only_unreplicated_posts(watched: Watched, tmp
     pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
     old, new = watched.first.client, watched.second.client
     way = {f"FEEDMILL_{name.upper()}": value for name, value in watched.flags.items()}
-    with running("worker", "--name", "w", cwd=tmp_path, **way) as worker:
-        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+    with working(watched.first, tmp_path, **way) as worker:
         sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(posts[:40]), **way)
         assert sent.returncode == 0, sent.stderr
         wait_until(lambda: old.xlen(RESULTS_STREAM) == 40, "the first posts are stored")
@@ -174,10 +169,7 @@ def test_one_reachable_sentinel_is_enough(watched: Watched) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (
-            {"redis_master": "other"},
-            "other.*FEEDMILL_REDIS_MASTER",
-        ),
+        ({"redis_master": "other"}, "other.*FEEDMILL_REDIS_MASTER"),
         ({"redis_sentinel_password": "wrong"}, "FEEDMILL_REDIS_SENTINEL_PASSWORD"),
         ({"redis_sentinel_password": None}, "FEEDMILL_REDIS_SENTINEL_PASSWORD"),
     ],

@@ -15,7 +15,7 @@ from feedmill.shared.model_routing import announce, known_queues
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from tests.fakes.models import make_model
-from tests.support import RedisServer, as_jsonl, feedmill, last_json, make_posts, running, wait_until
+from tests.support import RedisServer, as_jsonl, feedmill, last_json, make_posts, wait_until, working
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 #: Posts that wait when the second worker starts; the last one is urgent.
@@ -47,11 +47,9 @@ def house(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
     house = House(served, ResultsStore(served.client, Settings()), model, folder)
     _send_backlog(house)
     # One lane: another one would continue with the backlog while the first has the urgent post.
-    url = {"FEEDMILL_REDIS_URL": served.url, "FEEDMILL_BATCH_ROWS": "1", "OMP_NUM_THREADS": "1"}
+    one = {"FEEDMILL_BATCH_ROWS": "1", "OMP_NUM_THREADS": "1"}
     announce(served.client, "feedmill-moods", "yesterday's model")
-    flags = ("--model", model, "--queue", "feedmill-moods", "--name", "other")
-    with running("worker", *flags, cwd=folder, **url) as worker:
-        wait_until(lambda: worker.says(" ready."), "the other worker is ready")
+    with working(served, folder, "other", "--model", model, "--queue", "feedmill-moods", **one) as worker:
         wait_until(lambda: re.search("WARNING.*queue feedmill-moods.*yesterday's model", worker.text()), "a warning")
         wait_until(lambda: "feedmill" in known_queues(served.client), "the first worker's model is known, too")
         yield house

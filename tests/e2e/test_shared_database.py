@@ -6,12 +6,10 @@ which it put into Redis, is restored. For the other direction, see tests/integra
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +19,8 @@ from celery.result import AsyncResult
 
 from feedmill.shared.broker import TRANSPORT_KEYS
 from feedmill.stack.processes import Child
-from tests.support import RedisServer, running, wait_for_replies, wait_until
+from tests.support import POSTS, RedisServer, _environment, wait_for_replies, wait_until, working
 
-ROOT = Path(__file__).parent.parent.parent
-POSTS: list[dict[str, Any]] = [
-    {"id": "1", "title": "The keeper saved two penalties in the final"},
-    {"id": "2", "title": "How long do dried beans keep?"},
-]
 #: Seconds after which the stock worker restores an abandoned message.
 THEIR_TIMEOUT = 1
 
@@ -109,19 +102,15 @@ def both(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("neighbours")
     (folder / "theirs.py").write_text(THEIRS)
     ours = {
-        "FEEDMILL_REDIS_URL": redis_server.url,
+        "FEEDMILL_INCLUDE": "tests.fakes.own_tasks",
         "FEEDMILL_CELERY_RESULTS": "rpc",
         "OMP_NUM_THREADS": "1",  # a single device thread, so that one task blocks everything
-        "PYTHONPATH": str(ROOT),
     }
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
-    environment["FEEDMILL_REDIS_URL"] = redis_server.url
+    environment = _environment(folder, FEEDMILL_REDIS_URL=redis_server.url)
     command = [sys.executable, "-m", "celery", "--app", "theirs", "worker", "--concurrency", "1"]
     stock = Child("stock", [*command, "--hostname", "theirs@test", "--loglevel", "info"], folder, environment)
-    flags = ("--name", "ours@test", "--include", "tests.fakes.own_tasks")
     try:
-        with running("worker", *flags, cwd=folder, **ours) as worker:
-            wait_until(lambda: worker.says(" ready."), "Feedmill's worker is ready")
+        with working(redis_server, folder, "ours@test", **ours) as worker:
             wait_until(lambda: " ready." in (folder / "stock.log").read_text(), "the stock worker is ready")
             clients = [
                 Celery("elsewhere", broker=redis_server.url, backend="rpc://", set_as_current=False),

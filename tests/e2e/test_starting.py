@@ -32,7 +32,10 @@ from feedmill.workers.app import make_worker_app
 from feedmill.workers.runtime.pool import DevicePool
 from tests.support import (
     NEW_INTERPRETER,
+    POSTS,
+    ROOT,
     RedisServer,
+    _environment,
     application,
     executing,
     make_posts,
@@ -42,27 +45,17 @@ from tests.support import (
     wait_until,
 )
 
-UNITS = Path(__file__).parent.parent.parent / "docker" / "systemd"
+UNITS = ROOT / "docker" / "systemd"
 UNIT, UNIT_OF_ALL = UNITS / "feedmill-worker@.service", UNITS / "feedmill-workers.service"
 BIN = Path(sys.executable).parent
 CELERY = [sys.executable, "-P", "-m", "celery", "--app", "feedmill.workers.app"]
-POSTS: list[dict[str, Any]] = [
-    {"id": "1", "title": "The keeper saved two penalties in the final"},
-    {"id": "2", "title": "How long do dried beans keep?"},
-]
 MESSAGES = 10
 
 
 @pytest.fixture
 def environment(redis: RedisServer, tmp_path: Path) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDMILL_", "NOTIFY_"))}
-    return clean | {
-        "FEEDMILL_REDIS_URL": redis.url,
-        "FEEDMILL_TOKEN_BUDGET": "2048",
-        "FEEDMILL_CACHE_FOLDER": str(tmp_path / "cache"),
-        "FEEDMILL_WINDOW_ROWS": "64",
-        "FEEDMILL_BATCH_ROWS": "8",
-    }
+    few = {"FEEDMILL_WINDOW_ROWS": "64", "FEEDMILL_BATCH_ROWS": "8"}
+    return _environment(tmp_path, FEEDMILL_REDIS_URL=redis.url, **few)
 
 
 def classifies(redis: RedisServer) -> dict[str, Any]:

@@ -19,11 +19,8 @@ from feedmill.shared.broker import CLASSIFY_TASK, make_app
 from feedmill.shared.errors import RequestRefused
 from feedmill.shared.keys import tombstone_key
 from feedmill.shared.settings import Settings, load
+from tests.e2e.test_python_api import EXPECTED, LABELS, TEXTS, labels
 from tests.support import PASSWORD, RedisServer, naming, run, wait_until, working
-
-LABELS = ["praise", "complaint"]
-TEXTS = ["I love it", "It broke after a day"]
-EXPECTED = ["praise", "complaint"]
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +32,6 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(autouse=True)
 def _address(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEEDMILL_REDIS_URL", redis_server.url)
-
-
-def labels(found: Any) -> list[str | None]:
-    return [each.label for each in found]
 
 
 def test_results_come_in_the_order_of_the_items(worker: RedisServer) -> None:

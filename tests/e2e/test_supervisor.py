@@ -14,19 +14,8 @@ from feedmill.monitoring.watch import worker_statistics
 from feedmill.shared.broker import make_app
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.settings import Settings
-from tests import chaos
 from tests.e2e.test_starting import notified
-from tests.support import (
-    Feedmill,
-    RedisServer,
-    executing,
-    feedmill,
-    make_posts,
-    processes_in,
-    push,
-    running,
-    wait_until,
-)
+from tests.support import ROOT, Feedmill, RedisServer, executing, make_posts, processes_in, push, running, wait_until
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPU cores, one per worker")
 
@@ -52,7 +41,7 @@ def supervised(folder: Path, *command: str, **environment: str) -> Iterator[Feed
     """Run a supervisor of two workers with the given command."""
     given = {"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1/0", "STANDIN_ROW_SECONDS": "0.01"}
     words = [sys.executable, "-m", "tests.fakes.supervised", *command]
-    with executing(words, chaos.ROOT, os.environ | given | environment, folder / "supervisor.log") as supervisor:
+    with executing(words, ROOT, os.environ | given | environment, folder / "supervisor.log") as supervisor:
         yield supervisor
 
 
@@ -159,19 +148,3 @@ def test_two_cpu_workers_classify_and_stop(redis: RedisServer, settings: Setting
         assert f"{name} | worker: Warm shutdown" in text
     assert "Traceback" not in text
     assert not processes_in(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--devices", "cpu:0"], "--devices: .*'cpu:0'"),
-        (["--devices", "cpu:9999"], "FEEDMILL_DEVICES: .*cpu:9999"),
-        (["--devices", "2,"], "--devices: .*'2,'"),
-        (["--devices", "cpu", "--device", "cpu"], "--devices: .*FEEDMILL_DEVICE"),
-    ],
-)
-def test_rejects_unusable_devices(tmp_path: Path, flags: list[str], words: str) -> None:
-    said = feedmill("worker", *flags, cwd=tmp_path)
-    assert said.returncode == 2
-    assert re.match(f"feedmill: {words}", said.stderr)
-    assert len(said.stderr.splitlines()) == 1

@@ -24,8 +24,8 @@ from tests.support import (
     free_port,
     installed_redis,
     make_posts,
-    running,
     wait_until,
+    working,
 )
 
 pytestmark = pytest.mark.system_redis
@@ -66,8 +66,7 @@ def plain_connections(server: RedisServer) -> int:
 def test_classifies_over_tls_only(secure: SecureRedis, authority: Authority, tmp_path: Path) -> None:
     secure.client.flushall()
     way = {"FEEDMILL_REDIS_URL": secure.secure_url, "FEEDMILL_REDIS_CA_FILE": str(authority.file)}
-    with running("worker", "--name", "w", cwd=tmp_path, **way) as worker:
-        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+    with working(secure, tmp_path, **way) as worker:
         sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(40)), **way)
         assert (sent.returncode, "Traceback" in sent.stderr) == (0, False), sent.stderr
         wait_until(lambda: secure.client.xlen("feedmill:results") == 40, "all results are stored")

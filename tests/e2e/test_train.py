@@ -78,21 +78,3 @@ def test_train_writes_a_model_that_can_be_served(redis: RedisServer, tmp_path: P
         assert 0 <= figures["calibration_error"] <= 1
         assert sum(each["posts"] for each in figures["calibration"]) == 96
     assert "calibration error" in compared.stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--from", "posts.jsonl", "--out", "full"], "full"),
-        (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
-    ],
-)
-def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, flags: list[str], words: str) -> None:
-    write_posts(tmp_path / "posts.jsonl")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("x")
-    said = feedmill("train", *flags, cwd=tmp_path, HF_HUB_OFFLINE="1", FEEDMILL_DEVICE="cpu")
-    assert said.returncode == 2, said.stdout
-    assert re.search(words, said.stderr)
-    assert "Traceback" not in said.stderr
-    assert not (tmp_path / "new").exists()

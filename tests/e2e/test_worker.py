@@ -1,6 +1,5 @@
 """A real worker process on a real Redis, used by other applications through plain Celery, by task name."""
 
-import os
 import re
 import sys
 import threading
@@ -13,13 +12,20 @@ from celery import Celery
 
 from feedmill.shared.broker import queue_depth
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, application, feedmill, find, make_posts, push, run, wait_until_empty, working
+from tests.support import (
+    POSTS,
+    RedisServer,
+    _environment,
+    application,
+    feedmill,
+    find,
+    make_posts,
+    push,
+    run,
+    wait_until_empty,
+    working,
+)
 from tests.unit.test_canary import overflowing
-
-POSTS: list[dict[str, Any]] = [
-    {"id": "1", "title": "The keeper saved two penalties in the final"},
-    {"id": "2", "title": "How long do dried beans keep?", "extra": {"row": 7}},
-]
 
 
 @pytest.fixture
@@ -112,12 +118,8 @@ def test_a_dead_or_hung_thread_stops_the_worker(
     redis: RedisServer, settings: Settings, tmp_path: Path, what: str, words: str
 ) -> None:
     push(settings, make_posts(100))
-    environment = {
-        "FEEDMILL_REDIS_URL": redis.url,
-        "FEEDMILL_TOKEN_BUDGET": "2048",
-        "FEEDMILL_FORWARD_TIMEOUT": "2" if what == "hangs" else "60",
-    }
-    ended = run([sys.executable, "-P", "-c", BROKEN_WORKER, what], tmp_path, os.environ | environment)
+    given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_FORWARD_TIMEOUT": "2" if what == "hangs" else "60"}
+    ended = run([sys.executable, "-P", "-c", BROKEN_WORKER, what], tmp_path, _environment(tmp_path, **given))
     assert ended.returncode == 1, ended.stderr
     assert re.search(f"CRITICAL.*{words}", ended.stderr), ended.stderr
     assert queue_depth(redis.client, "feedmill") == (4, 0)

@@ -3,10 +3,10 @@
 import json
 import os
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
-#: Environment variable with the constants: module and name -> value, as JSON.
+#: Environment variable with the constants: module and name, or attribute of an object in it -> value, as JSON.
 VARIABLE = "FAKE_CONSTANTS"
 
 
@@ -23,8 +23,8 @@ def replace(constants: Mapping[str, Any]) -> None:
     """Replace the constants in this process."""
     for name, value in constants.items():
         module, _, constant = name.rpartition(".")
-        assert hasattr(import_module(module), constant), name
-        setattr(import_module(module), constant, value)
+        assert hasattr(resolve_name(module), constant), name
+        setattr(resolve_name(module), constant, value)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from urllib.parse import unquote
+
+from tests.fakes.loopback import Handler, Loopback
 
 API = re.compile(r"/api/models/(?P<name>[^/]+(?:/[^/]+)?)(?:/(?P<what>revision|tree)/(?P<revision>[^/]+))?")
 RESOLVE = re.compile(r"/(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
@@ -30,10 +29,11 @@ class Request(NamedTuple):
     authorization: str | None
 
 
-class Hub:
+class Hub(Loopback):
     """A fake model hub. repositories: name -> folder of the revision `main`, or name -> {revision: folder}."""
 
     def __init__(self, repositories: Mapping[str, Path | Mapping[str, Path]]) -> None:
+        super().__init__(_Answers)
         self.folders = {
             name: {"main": folders} if isinstance(folders, Path) else dict(folders)
             for name, folders in repositories.items()
@@ -43,19 +43,6 @@ class Hub:
         self.cuts: dict[str, list[int]] = {}
         #: Files sent with one byte changed.
         self.damaged: set[str] = set()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"serves": self}))
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> Self:
-        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def commit(self, name: str, revision: str = "main") -> str:
         """Return the commit hash of a revision, which is derived from its files."""
@@ -72,21 +59,18 @@ class Hub:
         return folders.get(revision) or {_commit(folder): folder for folder in folders.values()}.get(revision)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    serves: Hub
+class _Answers(Handler):
+    server: Hub
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Keep the test's output clean; `Hub.requests` records requests."""
-
-    def do_GET(self) -> None:
+    def respond(self) -> None:
         path = self.path.partition("?")[0]
-        self.serves.requests.append(Request(self.command, path, self.headers["Authorization"]))
+        self.server.requests.append(Request(self.command, path, self.headers["Authorization"]))
         api, file = API.fullmatch(path), RESOLVE.fullmatch(path)
         match = api or file
-        if match is None or match["name"] not in self.serves.folders:
+        if match is None or match["name"] not in self.server.folders:
             return self._refuse(404 if self.headers["Authorization"] else 401, "RepoNotFound")
         name, revision = match["name"], unquote(match["revision"] or "main")
-        folder = self.serves.folder(name, revision)
+        folder = self.server.folder(name, revision)
         if folder is None:
             return self._refuse(404, "RevisionNotFound")
         if file:
@@ -95,14 +79,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json([_entry(path, folder) for path in _files(folder)])
         return self._json({"id": name, "sha": _commit(folder), "private": False, "tags": [], "siblings": []})
 
-    do_HEAD = do_GET  # noqa: N815 - the base class's name
-
     def _file(self, folder: Path, file: str) -> None:
         if not (folder / file).is_file():
             return self._refuse(404, "EntryNotFound")
         content = (folder / file).read_bytes()
         headers = {"X-Repo-Commit": _commit(folder), "ETag": f'"{_digest(folder / file)}"', "Accept-Ranges": "bytes"}
-        if self.command == "GET" and file in self.serves.damaged:
+        if self.command == "GET" and file in self.server.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or ""):
             start = int(wanted[1])
@@ -117,14 +99,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str], file: str = "") -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self.send(status, headers, len(body))
         if self.command == "HEAD":
             return
-        cuts = self.serves.cuts.get(file)
+        cuts = self.server.cuts.get(file)
         self.wfile.write(body[: cuts.pop(0)] if cuts else body)
 
 

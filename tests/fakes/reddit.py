@@ -29,13 +29,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from random import Random
-from threading import Event, RLock, Thread
-from types import TracebackType
-from typing import Any, Self, cast
+from threading import Event, RLock
+from typing import Any
 from urllib.parse import parse_qs, unquote
+
+from tests.fakes.loopback import Handler, Loopback
 
 #: Items of one response: maximum, and default.
 MOST, USUAL = 100, 25
@@ -321,13 +321,15 @@ class Budget:
         return {f"x-ratelimit-{name}": value for name, value in found.items()}
 
 
-class Reddit:
+class Reddit(Loopback):
     """The server of the fake Reddit.
 
     clock: returns seconds since 1970. client: id and secret of the only known app. window, budget: allow `budget`
     requests per `window` seconds; no limit if `window` is None. seed: for random faults. listing_cap: maximum number of
     items in a listing.
     """
+
+    request_queue_size = 128
 
     def __init__(
         self,
@@ -338,6 +340,7 @@ class Reddit:
         seed: int = 0,
         listing_cap: int = 1000,
     ) -> None:
+        super().__init__(_Answers)
         self.clock = clock
         self.ledger = Ledger()
         self.lock = RLock()
@@ -356,22 +359,32 @@ class Reddit:
         self._tokens: dict[str, float] = {}
         #: Set when the server stops; it also cuts the waits of slow answers short.
         self.ending = Event()
-        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"serves": self}))
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._connections: set[socket.socket] = set()
+        #: Bugs in this fake. Raised when it stops, so that tests do not take them for Reddit's errors.
+        self._mistakes: list[BaseException] = []
 
-    def __enter__(self) -> Self:
-        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.ending.set()
-        self._server.shutdown()
-        self._server.end_connections()
-        self._server.server_close()
-        if self._server.mistakes and error is None:
-            raise self._server.mistakes[0]
+        super().__exit__()
+        for connection in list(self._connections):  # kept alive: returning clients find the server gone
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if self._mistakes and failure[0] is None:
+            raise self._mistakes[0]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - an override
+        """Record an exception, unless it only shows that the client has disconnected."""
+        error = sys.exception()
+        if error and not isinstance(error, OSError):
+            self._mistakes.append(error)
 
     # Changes to the content.
 
@@ -597,63 +610,27 @@ def _poll(options: Sequence[str]) -> dict[str, Any]:
     )
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self.connections: set[socket.socket] = set()
-        #: Bugs in this fake. Raised when it stops, so that tests do not take them for Reddit's errors.
-        self.mistakes: list[BaseException] = []
-        super().__init__(address, handler)
-
-    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - an override
-        """Record an exception, unless it only shows that the client has disconnected."""
-        error = sys.exception()
-        if error and not isinstance(error, OSError):
-            self.mistakes.append(error)
-
-    def end_connections(self) -> None:
-        """Close kept-alive connections, so that returning clients find the server gone."""
-        for connection in list(self.connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    serves: Reddit
+class _Answers(Handler):
+    server: Reddit
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
-    def setup(self) -> None:
-        super().setup()
-        cast(_Server, self.server).connections.add(self.connection)
-
-    def finish(self) -> None:
-        cast(_Server, self.server).connections.discard(self.connection)
-        super().finish()
-
-    def do_GET(self) -> None:
+    def respond(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         headers = {name.lower(): value for name, value in self.headers.items()}
-        answer = self.serves.answer(Asked(self.command, self.path, headers, body, self.serves.clock()))
+        answer = self.server.answer(Asked(self.command, self.path, headers, body, self.server.clock()))
         try:
             self._send(answer)
         except OSError:  # the client disconnected
-            with self.serves.lock:
-                self.serves.ledger.served.subtract(answer.fullnames)
+            with self.server.lock:
+                self.server.ledger.served.subtract(answer.fullnames)
             raise
 
-    do_POST = do_GET  # noqa: N815 - the base class's name
-
     def date_time_string(self, timestamp: float | None = None) -> str:
-        return super().date_time_string(self.serves.clock() if timestamp is None else int(timestamp))
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Keep the test's output clean; the ledger records requests."""
+        return super().date_time_string(self.server.clock() if timestamp is None else int(timestamp))
 
     def _send(self, answer: Answer) -> None:
-        self.serves.ending.wait(answer.delay)
+        self.server.ending.wait(answer.delay)
         if answer.cut == "before":
             self.close_connection = True
             return
@@ -661,18 +638,15 @@ class _Handler(BaseHTTPRequestHandler):
         zipped = "gzip" in self.headers.get("Accept-Encoding", "")
         body = gzip.compress(body, 1) if zipped else body
         kind = "text/html" if isinstance(answer.said, bytes) and answer.said.startswith(b"<") else "application/json"
-        self.send_response(answer.status)
-        for name, value in ({"Content-Type": f"{kind}; charset=UTF-8"} | answer.headers).items():
-            self.send_header(name, value)
+        headers = {"Content-Type": f"{kind}; charset=UTF-8"} | answer.headers
         if zipped:
-            self.send_header("Content-Encoding", "gzip")
-        self.send_header("Content-Length", str(len(body)))
+            headers["Content-Encoding"] = "gzip"
         # As recorded. Without this header, a client could send its next request on a connection that is being closed.
-        self.send_header("Connection", "close" if self.close_connection else "keep-alive")
-        self.end_headers()
+        headers["Connection"] = "close" if self.close_connection else "keep-alive"
+        self.send(answer.status, headers, len(body))
         self.close_connection |= bool(answer.cut)
         half = len(body) // 2 if answer.cut or answer.pause else len(body)
         self.wfile.write(body[:half])
         if answer.cut != "within":
-            self.serves.ending.wait(answer.pause)
+            self.server.ending.wait(answer.pause)
             self.wfile.write(body[half:])

@@ -102,10 +102,7 @@ def test_sends_new_posts_with_their_fields(redis: RedisServer, jetstream: Jetstr
 def test_filters_by_language_and_length(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
     daemon = make(bluesky_languages="en, PT", bluesky_min_characters=5)
     start(daemon, jetstream)
-    wanted = [
-        jetstream.post("long enough", langs=["en"]),
-        jetstream.post("uma frase", langs=["de", "pt-BR"]),
-    ]
+    wanted = [jetstream.post("long enough", langs=["en"]), jetstream.post("uma frase", langs=["de", "pt-BR"])]
     jetstream.post("kurz und gut", langs=["de"])
     jetstream.post("no language")
     jetstream.post("    ab    ", langs=["en"])

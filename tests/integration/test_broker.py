@@ -54,17 +54,11 @@ def test_rejects_settings_for_another_address_scheme(flags: dict[str, str], word
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (
-            ReadOnlyError("You can't write against a read only replica."),
-            "replica.*FEEDMILL_REDIS_URL",
-        ),
+        (ReadOnlyError("You can't write against a read only replica."), "replica.*FEEDMILL_REDIS_URL"),
         (ResponseError("MISCONF Errors writing to the AOF file"), "MISCONF"),
         (ResponseError("WRONGTYPE Operation against a key"), "another application.*FEEDMILL_REDIS_URL"),
         (ResponseError("NOREPLICAS Not enough good replicas"), "NOREPLICAS"),
-        (
-            InvalidResponse('Protocol error, got "<" as reply type byte'),
-            "Protocol error.*FEEDMILL_REDIS_URL",
-        ),
+        (InvalidResponse('Protocol error, got "<" as reply type byte'), "Protocol error.*FEEDMILL_REDIS_URL"),
     ],
 )
 def test_explains_why_redis_rejects_commands(fault: RedisError, words: str) -> None:

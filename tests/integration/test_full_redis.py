@@ -23,14 +23,8 @@ from tests.support import RedisServer, feedmill
 
 
 @pytest.fixture
-def settings(server: RedisServer) -> Settings:
-    return Settings.model_validate({"redis_url": server.url})
-
-
-@pytest.fixture
-def filled(server: RedisServer) -> RedisServer:
+def filled(server: RedisServer, settings: Settings) -> RedisServer:
     """A Redis that holds a result, dead letters, a waiting message, a model and a Reddit gap."""
-    settings = Settings.model_validate({"redis_url": server.url})
     ResultsStore(server.client, settings).write([result("1")], [letter("2"), letter("3")])
     with make_app(settings) as app:
         publish(app, [[Post(id="4", title="waits")]], ClassifyOptions())

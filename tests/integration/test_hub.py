@@ -243,10 +243,7 @@ def refused(status: int) -> HfHubHTTPError:
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left.*HF_HOME"),
         (ValueError(f"Illegal header value b'Bearer {TOKEN}'"), r": Illegal header value b'\*\*\*\. "),
-        (
-            ValueError("at https://a.example/x?Signature=secret\nnow"),
-            r": at https://a.example/x\*\*\* now\. ",
-        ),
+        (ValueError("at https://a.example/x?Signature=secret\nnow"), r": at https://a.example/x\*\*\* now\. "),
         (refused(401), "no.*HF_TOKEN"),
     ],
 )

@@ -229,11 +229,7 @@ def test_health_does_not_miss_a_daemon_that_was_stopped(redis: RedisServer, sett
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("redis://127.0.0.1:1/0", "127.0.0.1:1/0"),
-        ("redis://:wrong@", "password"),
-    ],
+    ("url", "words"), [("redis://127.0.0.1:1/0", "127.0.0.1:1/0"), ("redis://:wrong@", "password")]
 )
 def test_health_reports_only_redis_while_it_is_unusable(redis: RedisServer, url: str, words: str) -> None:
     url = f"{url}{redis.url.partition('@')[2]}" if url.endswith("@") else url

@@ -41,11 +41,6 @@ def client(server: RedisServer) -> Redis:
 
 
 @pytest.fixture
-def settings(server: RedisServer) -> Settings:
-    return Settings.model_validate({"redis_url": server.url})
-
-
-@pytest.fixture
 def store(client: Redis, settings: Settings) -> ResultsStore:
     return ResultsStore(client, settings)
 

@@ -12,25 +12,12 @@ from feedmill.shared import runs
 from feedmill.shared.broker import make_app
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUNS, run_key
-from feedmill.shared.messages import (
-    MAX_RUN,
-    ClassifyOptions,
-    DeadLetter,
-    Post,
-    fingerprint,
-    parse_run,
-    run_of,
-)
+from feedmill.shared.messages import MAX_RUN, ClassifyOptions, DeadLetter, Post, fingerprint, parse_run, run_of
 from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, find, has_results, latest, make_classification, sent_count, sent_marks
-
-
-@pytest.fixture
-def settings(server: RedisServer) -> Settings:
-    return Settings.model_validate({"redis_url": server.url})
 
 
 @pytest.fixture

@@ -29,10 +29,9 @@ from typer.main import get_command
 from feedmill.cli.main import app
 from feedmill.shared.metrics import serve
 from feedmill.shared.settings import Settings
-from tests.support import NEW_INTERPRETER, distributions_of, free_port, installed_redis, run, wait_until
+from tests.support import NEW_INTERPRETER, ROOT, distributions_of, free_port, installed_redis, run, wait_until
 from tests.unit.test_metrics import known, names_in, promtool
 
-ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "docker"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: Image name -> Dockerfile.

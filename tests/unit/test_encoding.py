@@ -30,12 +30,10 @@ def _kombu_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
-@pytest.mark.parametrize(
-    ("pack", "name"),
-    [(zlib.compress, "zlib"), (zlib.compress, "gzip")],
-)
-def test_decompresses_up_to_the_limit(pack: Callable[[bytes], bytes], name: str) -> None:
+@pytest.mark.parametrize("name", ["zlib", "gzip"])
+def test_decompresses_up_to_the_limit(name: str) -> None:
     encoding.limit_bodies(LIMIT)
+    pack = zlib.compress
     assert kombu.decompress(pack(b"x" * LIMIT), name) == b"x" * LIMIT
     for bad in (pack(b"x" * (LIMIT + 1)), pack(b"x" * 10**7), pack(b"x" * 10)[:-3]):
         with pytest.raises(ValueError, match=r"1,000"):

@@ -8,12 +8,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from redis.exceptions import ResponseError
 
-from feedmill.shared.errors import (
-    RequestRefused,
-    UserError,
-    clause,
-    explain_missing,
-)
+from feedmill.shared.errors import RequestRefused, UserError, clause, explain_missing
 from feedmill.shared.messages import ClassifyOptions
 
 

@@ -25,9 +25,7 @@ from feedmill.producers.files import MAX_RECORD_SIZE, NOT_UTF8, REASONS_SHOWN, F
 from feedmill.producers.records import BadRecord, Columns, Filters, LeftOut, normalize_keys
 from feedmill.shared.errors import InputError, UserError
 from feedmill.shared.messages import Post
-from tests.support import naming
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.support import ROOT, naming
 
 
 def posts(tmp_path: Path, data: str | bytes, name: str = "file") -> list[Post]:

@@ -9,14 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feedmill.shared.errors import PostRefused, RequestRefused
-from feedmill.shared.messages import (
-    MESSAGE_VERSION,
-    ClassifyOptions,
-    Post,
-    clean,
-    digest,
-    fingerprint,
-)
+from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post, clean, digest, fingerprint
 from tests.support import naming
 
 

@@ -5,8 +5,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
-from contextlib import closing
-from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +22,8 @@ from feedmill.workers.models.device import Device
 from feedmill.workers.pipeline.statistics import Statistics
 from feedmill.workers.runtime import metrics as worker_metrics
 from tests.fakes.clock import SimulatedClock
-from tests.support import naming
+from tests.support import ROOT, fetch, naming
 
-ROOT = Path(__file__).parent.parent.parent
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "feedmill.json"
 METRICS: tuple[Metric, ...] = (*REDIS_METRICS, *worker_metrics.METRICS, *live_metrics.METRICS)
@@ -77,11 +74,7 @@ def loaded(worker: worker_metrics.WorkerMetrics, kind: str = "cpu") -> Pipeline:
 
 
 def scrape(server: MetricsServer, path: str = "/metrics", **headers: str) -> tuple[int, str]:
-    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    with closing(connection):
-        connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
+    return fetch(f"http://127.0.0.1:{server.server_port}{path}", **headers)[:2]
 
 
 @pytest.fixture
@@ -140,10 +133,7 @@ def test_every_declared_metric_is_exported(worker: worker_metrics.WorkerMetrics)
     loaded(worker)
     live = live_metrics.LiveMetrics(Settings(), "reddit")
     live.update(STATUS)
-    for metrics, found in (
-        (worker_metrics.METRICS, worker.values()),
-        (live_metrics.METRICS, live.values()),
-    ):
+    for metrics, found in ((worker_metrics.METRICS, worker.values()), (live_metrics.METRICS, live.values())):
         assert {metric.name for metric in metrics} == found.keys()
 
 

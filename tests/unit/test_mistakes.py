@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +25,19 @@ POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]:
-    """Run a command on a file of one post, with a stand-in model, and return the exception it raises."""
-    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    monkeypatch.setattr(measuring, "load_model", lambda _: Mock(label_set=lambda _: SimpleNamespace(labels=["food"])))
+def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files in the working folder, and a stand-in for the model of `feedmill evaluate`."""
+    label_set = SimpleNamespace(labels=["tea", "coffee"])
+    monkeypatch.setattr(measuring, "load_model", lambda _: Mock(label_set=lambda _: label_set))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "posts.jsonl").write_text(POST)
-    return lambda command: CliRunner().invoke(app, [command, "posts.jsonl"]).exception
+    (tmp_path / "full").mkdir()
+    for name, text in (("posts.jsonl", POST), ("bad.jsonl", '{"id": 1}\n'), ("full/thesis.txt", "a text\n")):
+        (tmp_path / name).write_text(text)
+
+
+@pytest.fixture
+def quiet(files: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001 - the files
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(
@@ -62,17 +67,41 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
         ("train --from x --out y --test-share nan", ["--test-share"]),
         ("train --from x --out y --split size", ["--split", "size"]),
         ("train --from x --out y --batch-size 0", ["--batch-size"]),
+        ("train --from posts.jsonl --out full", ["/full is not empty"]),
+        ("tune bad.jsonl", ["bad.jsonl"]),
+        ("evaluate /no/such/file", ["/no/such/file"]),
+        ("evaluate full/thesis.txt", ["topic"]),
+        ("evaluate posts.jsonl", ["topics: food; labels: tea, coffee"]),
+        ("classify full --out out.csv", ["full is a folder"]),
+        ("classify posts.jsonl --scores", ["--scores", "--out"]),
+        ("worker --devices cpu:0", ["--devices: ", "'cpu:0'"]),
+        ("worker --devices cpu:9999", ["FEEDMILL_DEVICES: cpu:9999"]),
+        ("worker --devices 2,", ["--devices: ", "'2,'"]),
+        ("worker --devices cpu --device cpu", ["--devices: ", "FEEDMILL_DEVICE"]),
+        ("ingest bluesky --bluesky-languages english", ["--bluesky-languages"]),
+        ("ingest bluesky --bluesky-min-characters 0", ["--bluesky-min-characters"]),
+        ("ingest live nosuchmodule:Thing", ["nosuchmodule"]),
+        ("ingest live json:Thing", ["Thing"]),
+        ("ingest live json", ["MODULE:CLASS"]),
+        ("up --data-folder posts.jsonl", ["posts.jsonl: File exists"]),
+        ("FEEDMILL_REDIS_URL=redis://127.0.0.1:1/0 up", ["Unset it"]),
     ],
 )
+@pytest.mark.usefixtures("files")
 def test_wrong_arguments_end_with_status_2_and_name_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, words: list[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["feedmill", *arguments.split()])
+    command, before = arguments.split(), set(Path.cwd().rglob("*"))
+    if "=" in command[0]:
+        monkeypatch.setenv(*command.pop(0).split("=", 1))
+    monkeypatch.setattr(sys, "argv", ["feedmill", *command])
     with pytest.raises(SystemExit) as end:
         main.run()
     captured = capsys.readouterr()
     assert (end.value.code, captured.out) == (2, "")
     assert all(word in captured.err for word in words), captured.err
+    assert "Traceback" not in captured.err
+    assert set(Path.cwd().rglob("*")) == before
 
 
 def test_help_lists_every_command_and_fits_80_columns(
@@ -108,7 +137,7 @@ def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch,
     assert str(killed.exception) == str(error)
 
 
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("module", "arguments", "words"),
     [
@@ -129,7 +158,7 @@ def test_missing_packages_name_their_extra(
     assert re.search(naming(*words), str(said))
 
 
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("kind", [[], ["--head"]])
 def test_training_without_posts_leaves_no_folder(tmp_path: Path, kind: list[str]) -> None:
     said = CliRunner().invoke(app, ["train", "--from", "no.csv", "--out", str(tmp_path / "out"), *kind]).exception
@@ -137,7 +166,7 @@ def test_training_without_posts_leaves_no_folder(tmp_path: Path, kind: list[str]
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("data", "named", "status"),
     [("foo,bar\n1,2\n", "foo, bar", None), ("nope\n{}\n", "posts.jsonl:1: ", 1)],
@@ -181,10 +210,7 @@ def test_warns_about_a_single_label(
 
 @pytest.mark.parametrize(
     ("fault", "named"),
-    [
-        (RequestRefused("labels: too many"), "labels: too many"),
-        (DeviceLost("CUDA error"), "CUDA error"),
-    ],
+    [(RequestRefused("labels: too many"), "labels: too many"), (DeviceLost("CUDA error"), "CUDA error")],
 )
 def test_model_failures_are_user_errors(fault: FeedmillError, named: str) -> None:
     with pytest.raises(UserError, match=named), local_model.explain_refusals(Settings(model="some/model")):

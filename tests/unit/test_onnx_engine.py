@@ -99,4 +99,4 @@ def test_gpu_without_provider_does_not_fall_back_to_cpu(tmp_path: Path, cache: P
     weights = locate(str(make_model("bart", tmp_path, NLI)))
     gpu = Device(torch.device("cuda:0"), torch.float32, "for a test")
     with pytest.raises(ModelError, match="cuda:0"):
-        OnnxEngine(weights, gpu, LOGITS, 0, Settings(cache_folder=cache))
+        OnnxEngine(weights, gpu, LOGITS, 1, Settings(cache_folder=cache))

@@ -137,12 +137,7 @@ class Calls(context.Owner):
 class Owner:
     """A pipeline and the calls that it made."""
 
-    def __init__(
-        self,
-        classifier: StandIn | None = None,
-        store: ResultsStore | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, classifier: StandIn | None = None, store: ResultsStore | None = None, **settings: Any) -> None:
         self.classifier, self.store, self.budget = classifier or StandIn(), Store(), TokenBudget(2048)
         self.started: list[Message] = []
         self.finished: list[Message] = []

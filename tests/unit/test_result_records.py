@@ -5,16 +5,7 @@ from typing import Any
 import pytest
 
 from feedmill.shared.messages import Classification
-from feedmill.shared.result_records import (
-    JSON,
-    MAX_CONTEXTS,
-    PACKED,
-    Contexts,
-    fingerprint_key,
-    pack,
-    split,
-    unpack,
-)
+from feedmill.shared.result_records import JSON, MAX_CONTEXTS, PACKED, Contexts, fingerprint_key, pack, split, unpack
 from tests.support import make_classification
 
 FINGERPRINT = "f0443d56baefed70ea7db12a3a34028e"

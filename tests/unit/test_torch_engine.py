@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForSequenceClassification,
-    BartForSequenceClassification,
-)
+from transformers import AutoModel, AutoModelForSequenceClassification, BartForSequenceClassification
 
 from feedmill.shared.errors import DeviceFull, DeviceLost
 from feedmill.workers.models.device import Device

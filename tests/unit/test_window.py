@@ -64,11 +64,7 @@ def test_batch_has_neighbouring_lengths(lengths: list[int], budget: int, limit: 
 
 
 @settings(max_examples=15)
-@given(
-    seed=st.integers(0, 2**32),
-    bodies=st.floats(0.0, 0.5),
-    spread=st.floats(0.3, 0.6),
-)
+@given(seed=st.integers(0, 2**32), bodies=st.floats(0.0, 0.5), spread=st.floats(0.3, 0.6))
 def test_full_window_of_typical_lengths_pads_little(seed: int, bodies: float, spread: float) -> None:
     """Titles are log-normal with a median of 16 tokens. A share `bodies` of the posts has a body, median 98 tokens."""
     source = random.Random(seed)

@@ -1,16 +1,17 @@
 """Failures of Reddit, of Redis and of the daemon itself lose no post."""
 
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 
+from feedmill.producers.live import http
 from feedmill.producers.live.rechecks import Rechecks
 from feedmill.producers.live.source import RequestFailed, with_retries
 from feedmill.producers.live.state import statuses
 from tests.fakes import constants
 from tests.fakes.clock import SimulatedClock
+from tests.fakes.loopback import Handler, Loopback
 from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.integration.reddit.house import HOUR, MINUTE, TOPICS, House
 
@@ -110,8 +111,8 @@ def test_cuts_off_a_response_that_never_ends(house: House) -> None:
     """Occasional single bytes keep each read from timing out."""
     asked: list[str] = []
 
-    class Dripping(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+    class Dripping(Handler):
+        def respond(self) -> None:
             asked.append(self.path)
             self.send_response(200)
             self.end_headers()
@@ -120,19 +121,11 @@ def test_cuts_off_a_response_that_never_ends(house: House) -> None:
                     self.wfile.write(b" ")
                     Event().wait(0.05)
 
-        def log_message(self, *_: object) -> None:
-            """Keep the test's output clean."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    house.read_from(constants.reddit(f"http://127.0.0.1:{server.server_port}"))
-    try:
+    house.patch.setattr(http, "READ_TIMEOUT_S", 0.5)
+    with Loopback(Dripping) as server:
+        house.read_from(constants.reddit(server.url))
         with pytest.raises(RequestFailed):
             house.reddit().page(["cooking"])
-    finally:
-        server.shutdown()
-        server.server_close()
     assert len(asked) == 1
 
 

@@ -1,0 +1,45 @@
+"""The base of the fake HTTP servers on loopback."""
+
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any, Self
+
+
+class Loopback(ThreadingHTTPServer):
+    """A server that answers on a thread until its block ends."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self) -> Self:
+        Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers requests of any method in `respond`."""
+
+    def do_GET(self) -> None:
+        self.respond()
+
+    do_HEAD = do_POST = do_GET  # noqa: N815 - the base class's names
+
+    def respond(self) -> None:
+        raise NotImplementedError
+
+    def log_message(self, *_: Any) -> None:
+        """Keep the test's output clean."""
+
+    def send(self, status: int, headers: Mapping[str, str], length: int) -> None:
+        """Send the status and the headers of an answer whose body has this many bytes."""
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
