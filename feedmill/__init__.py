@@ -29,9 +29,8 @@ docs/celery.md shows `classify_task` and tasks of your own.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-#: True for type checkers. Not that of typing, whose import takes 15 ms, in which Ctrl-C would show a traceback.
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from feedmill.api.classify import Classifier as Classifier
     from feedmill.api.classify import classify as classify
@@ -68,7 +67,7 @@ _LAZY_NAMES = {
 __all__ = ["__version__", *_LAZY_NAMES]  # noqa: PLE0604 - all of them are strings
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     """Import a public name's module on first use."""
     if name in _LAZY_NAMES:
         return getattr(import_module(_LAZY_NAMES[name]), name)
