@@ -37,9 +37,9 @@ MAX_QUOTED_IDS = 5
 #: Numbers of removed things by name, and a summary.
 Done = tuple[dict[str, int], str]
 
-app = typer.Typer()
-dead_app = typer.Typer(no_args_is_help=True)
-app.add_typer(dead_app, name="dead", help="List, retry or drop dead letters (posts that could not be classified).")
+dead_app = typer.Typer(
+    name="dead", no_args_is_help=True, help="List, retry or drop dead letters (posts that could not be classified)."
+)
 
 
 class DeadLetterEntry(NamedTuple):
@@ -248,7 +248,6 @@ def _described(each: DeadLetterEntry) -> str:
     return "\n".join([*lines, *map(printable, (letter.traceback or "").splitlines())])
 
 
-@app.command()
 @excludes("--lift", "--run", "--queue")
 @excludes("--run", "ID...", "--queue")
 @excludes("--queue", "ID...")

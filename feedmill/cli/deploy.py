@@ -39,10 +39,7 @@ POLL_INTERVAL_S = 0.5
 #: Seconds that a poll waits for the workers' answers.
 ANSWER_TIMEOUT_S = 1.0
 
-app = typer.Typer()
 
-
-@app.command()
 @excludes("--reset", "FOLDER")
 @with_settings("queue", "redis_url")
 def deploy(

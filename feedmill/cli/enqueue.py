@@ -29,8 +29,6 @@ from feedmill.shared.messages import MAX_RUN, digest, parse_run
 from feedmill.shared.model_routing import check_options, missing_worker
 from feedmill.shared.settings import Settings, is_folder_locked
 
-app = typer.Typer()
-
 #: Leading bytes that identify a file. Its size does not, since an interrupted download may continue later.
 HEAD_BYTES = 1 << 16
 #: Characters of the digest in a run's name.
@@ -39,7 +37,6 @@ DIGEST_CHARACTERS = 6
 SUBREDDIT_NAME = re.compile(r"[a-z0-9_.-]{1,50}")
 
 
-@app.command()
 @excludes("--no-run", "--run", "--keep", "--wait")
 @with_settings(*SENDING, "posts_per_message")
 def enqueue(

@@ -56,16 +56,13 @@ RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0)
 
 logger = logging.getLogger(__name__)
 
-app = typer.Typer()
 
-
-@app.command("export")
 @excludes("--purge", *SELECTING, "--follow", "--latest")
 @excludes("--follow", "--until")
 @excludes("--latest", "--label")
 @needs("--part-seconds", "--follow")
 @with_settings("redis_url")
-def export_results(
+def export(
     settings: Settings,
     destination: Annotated[
         str,

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from feedmill.training.active import Pool, Session
     from feedmill.training.head import Embedder, HeadModel
 
-app = typer.Typer()
-
 #: Names in the output folder: the answers, which `feedmill train --from` reads, too; and the model.
 LABELS_FILE, MODEL_FOLDER = "labels.csv", "model"
 #: Columns of LABELS_FILE. A skipped post has an empty label.
@@ -61,7 +59,6 @@ BASE, MAX_TOKENS, SEED = TrainOptions.base, TrainOptions.max_tokens, TrainOption
 AnsweredPost = tuple[Post, str, str]
 
 
-@app.command()
 @with_settings("labels", "template", "device", "redis_url")
 def label(
     settings: Settings,

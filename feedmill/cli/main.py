@@ -16,7 +16,6 @@ import sys
 from contextlib import suppress
 from functools import partial
 from threading import Timer
-from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -51,20 +50,6 @@ app = typer.Typer(
     help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
     "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
 )  # fmt: skip
-#: Modules with commands by purpose, the panels of `feedmill --help`. Commands of this file name their own.
-PURPOSES: dict[str, tuple[ModuleType, ...]] = {
-    "Try it": (offline,),
-    "Send posts": (enqueue, ingest),
-    "Read results": (results, export),
-    "Observe it": (status,),
-    "Handle failures and deletions": (deletions,),
-    "Improve the model": (measuring, label, train, deploy),
-}
-for purpose, modules in PURPOSES.items():
-    for module in modules:
-        for command in (*module.app.registered_commands, *module.app.registered_groups):
-            command.rich_help_panel = purpose
-        app.add_typer(module.app, rich_help_panel=purpose)
 
 
 def _print_version(is_given: bool) -> None:
@@ -83,7 +68,6 @@ def main(
     """Take the options that need no command."""
 
 
-@app.command(rich_help_panel="Try it")
 @with_settings()
 def demo(
     settings: Settings,
@@ -96,7 +80,6 @@ def demo(
     run_demo(settings, all_posts)
 
 
-@app.command(rich_help_panel="Run it")
 @with_settings("data_folder")
 def up(settings: Settings) -> None:
     """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
@@ -126,7 +109,6 @@ def up(settings: Settings) -> None:
             notes.print("stopped")
 
 
-@app.command(rich_help_panel="Run it")
 @with_settings("data_folder")
 def down(settings: Settings) -> None:
     """Stop the `feedmill up` that runs with this data folder.
@@ -142,7 +124,6 @@ def down(settings: Settings) -> None:
     typer.echo(f"Stopped `feedmill up` (process {pid}). Its data stays in {folder}.")
 
 
-@app.command(rich_help_panel="Run it")
 @with_settings("data_folder")
 def url(
     settings: Settings,
@@ -165,7 +146,6 @@ def url(
     typer.echo(settings.broker_url)
 
 
-@app.command(rich_help_panel="Run it")
 @with_settings(
     "model", "queue", "revision", "classifier", "engine", "device", "devices", "dtype", "token_budget", "metrics_port",
     "include", "redis_url", explains_redis=False,
@@ -196,7 +176,6 @@ def worker(
     raise typer.Exit(run_worker(settings, name))
 
 
-@app.command(rich_help_panel="Run it")
 @with_settings("data_folder", "redis_url")
 def flower(
     settings: Settings,
@@ -210,6 +189,24 @@ def flower(
     with explain_missing("Flower", "monitor"):
         from feedmill.monitoring.dashboard import Dashboard  # noqa: PLC0415 - needs Flower, an optional package
     Dashboard(settings, address, port).run()
+
+
+#: Commands and groups of commands by purpose, the panels of `feedmill --help`.
+COMMANDS: dict[str, tuple[Any, ...]] = {
+    "Try it": (demo, offline.classify),
+    "Run it": (up, down, url, worker, flower),
+    "Send posts": (enqueue.enqueue, ingest.app),
+    "Read results": (results.results, results.report, export.export),
+    "Observe it": (status.status, status.health, status.metrics),
+    "Handle failures and deletions": (deletions.purge, deletions.dead_app),
+    "Improve the model": (measuring.tune, measuring.evaluate, label.label, train.train, deploy.deploy),
+}
+for purpose, commands in COMMANDS.items():
+    for command in commands:
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, rich_help_panel=purpose)
+        else:
+            app.command(rich_help_panel=purpose)(command)
 
 
 def run() -> None:

@@ -17,13 +17,10 @@ from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
 from feedmill.training.progress import Report
 
-app = typer.Typer()
-
 #: Topics that an error message names at most, the most frequent ones.
 MAX_TOPICS_NAMED = 10
 
 
-@app.command()
 @with_settings(*MODEL, plain_logs=True)
 def tune(
     settings: Settings,
@@ -66,7 +63,6 @@ def tune(
     _end(reading)
 
 
-@app.command()
 @with_settings(*(name for name in MODEL if name != "model"), plain_logs=True)
 def evaluate(
     settings: Settings,

@@ -31,8 +31,6 @@ from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, P
 from feedmill.shared.settings import Settings
 from feedmill.tables import Classify, check_new_columns, format_of, label_columns, with_outcomes
 
-app = typer.Typer()
-
 #: Arguments that look like a file name, so that a mistyped one is not classified as a text.
 FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv|txt|parquet|xlsx?)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
 #: Labels shown per post of a file, and for a single text.
@@ -231,7 +229,6 @@ class Labelling:
         return LiveBar(self._notes, figures)
 
 
-@app.command()
 @needs("--scores", "--out")
 @needs("--prefix", "--out")
 @with_settings(*MODEL, plain_logs=True)

@@ -35,10 +35,7 @@ MAX_HOURS = 366 * 24
 #: Maximum number of other label sets to list.
 MAX_SHOWN = 10
 
-app = typer.Typer()
 
-
-@app.command()
 @excludes("ID...", "--follow", "--limit", "--label", "--min-score", "--subreddit", "--since", "--group")
 @needs("--from-start", "--group")
 @needs("--claim-after", "--group")
@@ -194,7 +191,6 @@ def _described(found: Classification, post: Post | None) -> str:
     return "\n".join([*map(printable, lines), *scores])
 
 
-@app.command()
 @with_settings("redis_url")
 def report(
     settings: Settings,

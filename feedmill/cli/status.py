@@ -32,10 +32,7 @@ DEFAULT_METRICS_PORT = 9107
 #: Seconds between two looks at a run's progress.
 POLL_INTERVAL_S = 0.5
 
-app = typer.Typer()
 
-
-@app.command()
 @with_settings("redis_url")
 def status(settings: Settings, run: RunName = None, as_json: AsJson = False) -> None:
     """Show the state of queues, workers, results and Redis memory. With --run, only the progress of this run."""
@@ -210,7 +207,6 @@ def _workers(seen: watch.Status) -> Table:
     return table
 
 
-@app.command()
 @with_settings("redis_url")
 def health(
     settings: Settings,
@@ -231,7 +227,6 @@ def health(
     raise typer.Exit(0 if well else 1)
 
 
-@app.command()
 @with_settings("metrics_port", "redis_url")
 def metrics(settings: Settings) -> None:
     """Serve Prometheus metrics of queues and results until SIGTERM.

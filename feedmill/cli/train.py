@@ -46,10 +46,7 @@ LIBRARIES = ("torch", "transformers", "tokenizers")
 #: Template of the model card, README.md.
 CARD = Path(__file__).with_name("model_card.jinja")
 
-app = typer.Typer()
 
-
-@app.command()
 @excludes("--head", *OF_FINE_TUNING)
 @with_settings("device", "redis_url", plain_logs=True)
 def train(
