@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from feedmill.api.predictions import Predictions as Predictions
     from feedmill.api.submission import SubmittedRun as SubmittedRun
     from feedmill.api.submission import submit as submit
-    from feedmill.reading.readers import results as results
-    from feedmill.reading.rows import Missed as Missed
+    from feedmill.reading import Missed as Missed
+    from feedmill.reading import results as results
     from feedmill.shared.errors import MessageFailed as MessageFailed
     from feedmill.shared.errors import UserError as UserError
     from feedmill.shared.results import Result as Result
@@ -53,7 +53,7 @@ _LAZY_NAMES = {
     "Classifier": "feedmill.api.classify",
     "ClassifyTask": "feedmill.workers.runtime.task",
     "MessageFailed": "feedmill.shared.errors",
-    "Missed": "feedmill.reading.rows",
+    "Missed": "feedmill.reading",
     "Prediction": "feedmill.api.predictions",
     "Predictions": "feedmill.api.predictions",
     "Result": "feedmill.shared.results",
@@ -61,7 +61,7 @@ _LAZY_NAMES = {
     "UserError": "feedmill.shared.errors",
     "classify": "feedmill.api.classify",
     "classify_task": "feedmill.workers.runtime.task",
-    "results": "feedmill.reading.readers",
+    "results": "feedmill.reading",
     "submit": "feedmill.api.submission",
 }
 __all__ = ["__version__", *_LAZY_NAMES]  # noqa: PLE0604 - all of them are strings

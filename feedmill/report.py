@@ -22,7 +22,7 @@ from redis import Redis
 from feedmill.console import counted
 from feedmill.export.columns import LABEL_SEPARATOR, label_set_of
 from feedmill.producers.live.state import Gap, Gaps
-from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
+from feedmill.reading import Place, ResultRow, RowReader, id_before, seconds_of
 from feedmill.shared import keys
 from feedmill.shared.errors import printable, truncate
 from feedmill.shared.messages import DeadLetter

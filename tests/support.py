@@ -39,7 +39,7 @@ from trustme import CA
 from feedmill.cli.deletions import DeadLetters
 from feedmill.producers import push as producing
 from feedmill.producers.push import BUCKET_BYTES, ID_BYTES, MARK_BYTES, Pusher
-from feedmill.reading.readers import newest
+from feedmill.reading import newest
 from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth
 from feedmill.shared.keys import MARKS
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post, digest

@@ -16,7 +16,7 @@ from typer import Argument, Option
 from feedmill.cli.options import AsJson, RunName, Yes, excludes, utc, with_settings
 from feedmill.producers.clear import clear, purge_run
 from feedmill.producers.push import Pusher
-from feedmill.reading.rows import check_run, unknown_run
+from feedmill.reading import check_run, unknown_run
 from feedmill.shared import runs
 from feedmill.shared.broker import Application, connect, make_app, queue_depth
 from feedmill.shared.errors import PostRefused, RequestRefused, UserError, json_line, printable

@@ -20,7 +20,7 @@ from typer import Argument, Option
 from feedmill.cli.options import JsonSummary, Period, RunName, excludes, needs, refuse, with_settings
 from feedmill.console import LiveBar, counted, notes_console
 from feedmill.export.columns import BATCH_ROWS, COLUMNS, ExportFilter, choose, newest_entries
-from feedmill.reading.rows import Place, ResultRow, RowReader, check_run, unknown_run
+from feedmill.reading import Place, ResultRow, RowReader, check_run, unknown_run
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import DatabaseUnavailable, UserError, clause, explain_missing, explain_unwritable
 from feedmill.shared.redis_errors import is_temporary

@@ -17,8 +17,18 @@ from typer import Argument, Option
 from feedmill.cli.options import AsJson, RunName, Since, excludes, needs, utc, with_settings
 from feedmill.console import ID_WIDTH, counted, notes_console, with_title
 from feedmill.export.columns import label_set as label_set_named
-from feedmill.reading.readers import CLAIM_AFTER_S, NO_FILTER, Reader, ResultFilter, batches, newest, open_reader
-from feedmill.reading.rows import Missed, check_run, unknown_run
+from feedmill.reading import (
+    CLAIM_AFTER_S,
+    NO_FILTER,
+    Missed,
+    Reader,
+    ResultFilter,
+    batches,
+    check_run,
+    newest,
+    open_reader,
+    unknown_run,
+)
 from feedmill.report import gather, page
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.broker import connect

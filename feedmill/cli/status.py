@@ -20,7 +20,7 @@ from feedmill.cli.options import AsJson, RunName, with_settings
 from feedmill.console import LiveBar, output_console, span
 from feedmill.monitoring import watch
 from feedmill.monitoring.watch import HealthPart
-from feedmill.reading.rows import unknown_run
+from feedmill.reading import unknown_run
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app, queue_depth
 from feedmill.shared.errors import UserError, printable

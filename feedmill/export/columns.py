@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from feedmill.producers.records import POST_COLUMNS
-from feedmill.reading.rows import Chunk, ResultRow
+from feedmill.reading import Chunk, ResultRow
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.messages import Post
 

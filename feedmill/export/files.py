@@ -28,7 +28,7 @@ from pydantic_core import from_json
 
 from feedmill.export.columns import BATCH_ROWS, COLUMNS, POST_FIELDS, ExportFilter, check_options, label_set_of
 from feedmill.producers.records import unescape_formula
-from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, order, seconds_of
+from feedmill.reading import Place, ResultRow, RowReader, id_before, order, seconds_of
 from feedmill.shared.atomic_files import publish, replacing, sync, temporary_path
 from feedmill.shared.errors import UserError, printable
 from feedmill.tables import COMPRESSIONS

@@ -25,7 +25,7 @@ from psycopg.types.json import set_json_dumps
 
 from feedmill.export.columns import COLUMNS, ExportFilter, check_options
 from feedmill.export.files import STORED_AT, TIME, schema_of
-from feedmill.reading.rows import Place, RowReader, id_before
+from feedmill.reading import Place, RowReader, id_before
 from feedmill.shared.errors import DatabaseUnavailable, UserError, printable
 from feedmill.shared.purge import Purge, Purges, newest_purge, read_purges
 from feedmill.tables.writing import JSON

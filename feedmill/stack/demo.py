@@ -17,7 +17,7 @@ from rich.text import Text
 
 from feedmill.console import LiveBar, notes_console, output_console
 from feedmill.producers.push import Pusher
-from feedmill.reading.readers import newest
+from feedmill.reading import newest
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import printable
 from feedmill.shared.messages import ClassifyOptions, Post

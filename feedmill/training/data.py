@@ -15,7 +15,7 @@ from rich.console import Console
 from feedmill.cli.options import FileFlags
 from feedmill.producers.files import FileReading
 from feedmill.producers.records import Labelled
-from feedmill.reading.rows import RowReader
+from feedmill.reading import RowReader
 from feedmill.shared.broker import connect, user_errors
 from feedmill.shared.errors import InputError, RedisUnavailable, printable
 from feedmill.shared.messages import Post, digest

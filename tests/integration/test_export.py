@@ -1,4 +1,4 @@
-"""feedmill/reading/rows.py and feedmill/export/files.py on a real Redis: rows, formats, resuming and purging."""
+"""feedmill/reading.py and feedmill/export/files.py on a real Redis: rows, formats, resuming and purging."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from feedmill.export import files
 from feedmill.export.columns import COLUMNS, ExportFilter
 from feedmill.export.files import STATE_FILE, batch_of, opened, parts, post_ids, purge, schema_of
 from feedmill.producers.files import Source
-from feedmill.reading.rows import Chunk, Place, RowReader, id_before, seconds_of
+from feedmill.reading import Chunk, Place, RowReader, id_before, seconds_of
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, tombstone_key
 from feedmill.shared.messages import Post
@@ -85,7 +85,7 @@ def exported(out: Path) -> list[str]:
 
 @pytest.fixture
 def small_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("feedmill.reading.rows.FETCH_BYTES", 1)
+    monkeypatch.setattr("feedmill.reading.FETCH_BYTES", 1)
 
 
 # Rows.

@@ -18,7 +18,7 @@ from feedmill.export.columns import ExportFilter
 from feedmill.export.files import batch_of
 from feedmill.export.postgres import TYPES, Table, opened
 from feedmill.producers.clear import purge_run
-from feedmill.reading.rows import RowReader, seconds_of
+from feedmill.reading import RowReader, seconds_of
 from feedmill.shared.errors import DatabaseUnavailable, UserError
 from feedmill.shared.keys import COUNTERS, PURGES, RESULTS_STREAM
 from feedmill.shared.messages import Post, digest
@@ -156,7 +156,7 @@ def test_documented_tables_and_queries_work(redis: RedisServer, database: Postgr
 def test_continues_where_the_last_export_stopped(
     redis: RedisServer, database: PostgresServer, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("feedmill.reading.rows.FETCH_BYTES", 1)
+    monkeypatch.setattr("feedmill.reading.FETCH_BYTES", 1)
     wanted = [f"{number:03}" for number in range(180)]
     store.write([result(post_id) for post_id in wanted[:130]])
     assert not export(redis, database).resumed

@@ -1,4 +1,4 @@
-"""feedmill/reading on every redis-server of this machine: readers repeat no result and report every missed one."""
+"""feedmill/reading.py on every redis-server of this machine: readers repeat no result and report every missed one."""
 
 import logging
 import math
@@ -14,11 +14,12 @@ from redis import Redis
 from redis.exceptions import ConnectionError as ConnectionFault
 
 import feedmill
-from feedmill.reading import readers, rows
-from feedmill.reading.readers import (
+from feedmill import reading
+from feedmill.reading import (
     NO_FILTER,
     Follower,
     GroupReader,
+    Missed,
     Read,
     Reader,
     ResultFilter,
@@ -27,7 +28,6 @@ from feedmill.reading.readers import (
     newest,
     open_reader,
 )
-from feedmill.reading.rows import Missed
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM
 from feedmill.shared.messages import Post
@@ -142,8 +142,8 @@ def test_misses_nothing_after_the_end_of_an_emptied_stream(
 def test_reads_more_results_than_one_fetch_returns(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "FETCH_BYTES", 0)
-    monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 3)
+    monkeypatch.setattr(reading, "FETCH_BYTES", 0)
+    monkeypatch.setattr(reading, "GIVEN_AT_ONCE", 3)
     reader.read()
     wanted = write(store, *range(120))
     found = read_all(reader)
@@ -278,7 +278,7 @@ def test_missed_count_is_unknown_without_a_stored_cursor(store: ResultsStore, se
 
 
 def test_two_consumers_share_a_group(store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 2)
+    monkeypatch.setattr(reading, "GIVEN_AT_ONCE", 2)
     members = [GroupReader(server.client, "g", name) for name in "ab"]
     for member in members:
         member.read()
@@ -311,7 +311,7 @@ def test_takes_over_results_of_a_dead_consumer(store: ResultsStore, server: Redi
 def test_a_slow_consumer_skips_results_taken_over_by_others(
     store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "STALE_FRACTION", 0.0)
+    monkeypatch.setattr(reading, "STALE_FRACTION", 0.0)
     slow = items(GroupReader(server.client, "g", "slow", since=0.0), follow=False)
     write(store, 1, 2, 3)
     first = next(slow)
@@ -358,7 +358,7 @@ def test_removes_consumers_that_are_gone_and_owe_nothing(
     owing.read()
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"gone", "me", "owing"}
-    monkeypatch.setattr(readers, "MEMBER_TTL_S", -1)
+    monkeypatch.setattr(reading, "MEMBER_TTL_S", -1)
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"me", "owing"}
     assert pending(server) == 1
@@ -437,7 +437,7 @@ def test_reports_missed_results_after_a_lost_connection(
         return call(redis, name, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(readers, "call", failing)
+        patched.setattr(reading, "call", failing)
         with pytest.raises(ConnectionFault):
             late.read()
     assert [missed.count for missed in missed_of(late.read())][:1] == [20]
@@ -448,7 +448,7 @@ def test_a_group_waits_while_redis_rejects_writes(
 ) -> None:
     accept = partial(server.client.config_set, "min-replicas-to-write", 0)
     clock = SimpleNamespace(sleep=lambda _: accept(), monotonic=time.monotonic)
-    monkeypatch.setattr(readers, "time", clock)  # accepts before the first retry
+    monkeypatch.setattr(reading, "time", clock)  # accepts before the first retry
     reader = GroupReader(server.client, "g", "one")
     follow = batches(reader, wait=0.01)
     next(follow)

@@ -6,8 +6,7 @@ import pytest
 from redis.exceptions import RedisError
 
 from feedmill.producers.push import SENT, Mark, lookup, mark_sent
-from feedmill.reading.readers import Follower
-from feedmill.reading.rows import Missed
+from feedmill.reading import Follower, Missed
 from feedmill.shared.keys import MARKS, RESULTS_STREAM, STORED
 from feedmill.shared.messages import digest
 from feedmill.shared.metrics import read_memory

@@ -14,7 +14,7 @@ import pytest
 
 from feedmill.producers import files
 from feedmill.producers.push import Pusher
-from feedmill.reading.readers import Follower, batches
+from feedmill.reading import Follower, batches
 from feedmill.shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.results import Result, ResultsStore

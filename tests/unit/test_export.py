@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from feedmill.export.columns import COLUMNS, ExportFilter, label_set_of
 from feedmill.export.files import TYPES, batch_of, opened, post_ids, schema_of
 from feedmill.producers.files import Source
-from feedmill.reading.rows import Place, ResultRow
+from feedmill.reading import Place, ResultRow
 from feedmill.shared.messages import Post
 from tests.support import make_classification
 

@@ -11,7 +11,7 @@ from feedmill.cli.options import FileFlags
 from feedmill.export.columns import COLUMNS
 from feedmill.export.files import batch_of, schema_of
 from feedmill.producers.records import Labelled
-from feedmill.reading.rows import ResultRow
+from feedmill.reading import ResultRow
 from feedmill.shared.errors import InputError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings

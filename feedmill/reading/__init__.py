@@ -1,1 +1,0 @@
-"""Read results and dead letters from Redis."""
