@@ -28,14 +28,14 @@ from torch.nn.functional import one_hot
 
 from benchmarks.hardware import describe
 from benchmarks.throughput import read_posts
+from feedmill.console import Report
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import load
 from feedmill.shared.topics import DESCRIBED_TOPICS
 from feedmill.training.active import RANDOM, Answer, Pool, Session
+from feedmill.training.data import TrainOptions
 from feedmill.training.head import Embedder, Fitted, fit, one_thread
-from feedmill.training.options import TrainOptions
-from feedmill.training.progress import Report
 
 #: Maximum tokens to read of a post, as in `feedmill label`.
 MAX_TOKENS = TrainOptions.max_tokens

@@ -24,13 +24,12 @@ from rich.table import Table
 from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.report import draw
 from benchmarks.throughput import read_posts
+from feedmill.console import Report
 from feedmill.producers.records import Labelled
 from feedmill.shared.errors import UserError
 from feedmill.shared.settings import Settings, load
-from feedmill.training.data import Dataset
+from feedmill.training.data import Dataset, TrainOptions
 from feedmill.training.finetune import Training
-from feedmill.training.options import TrainOptions
-from feedmill.training.progress import Report
 from feedmill.workers.models import device
 
 #: Options of the variant `plain`, the basis of all others.

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from feedmill.api.classify import Classifier as Classifier
     from feedmill.api.classify import classify as classify
-    from feedmill.api.predictions import Prediction as Prediction
-    from feedmill.api.predictions import Predictions as Predictions
+    from feedmill.api.request import Prediction as Prediction
+    from feedmill.api.request import Predictions as Predictions
     from feedmill.api.submission import SubmittedRun as SubmittedRun
     from feedmill.api.submission import submit as submit
     from feedmill.reading import Missed as Missed
@@ -54,8 +54,8 @@ _LAZY_NAMES = {
     "ClassifyTask": "feedmill.workers.runtime.task",
     "MessageFailed": "feedmill.shared.errors",
     "Missed": "feedmill.reading",
-    "Prediction": "feedmill.api.predictions",
-    "Predictions": "feedmill.api.predictions",
+    "Prediction": "feedmill.api.request",
+    "Predictions": "feedmill.api.request",
     "Result": "feedmill.shared.results",
     "SubmittedRun": "feedmill.api.submission",
     "UserError": "feedmill.shared.errors",

@@ -1,12 +1,14 @@
-"""The console of tables on standard output, the bar of long commands on standard error, and words for both."""
+"""The console of tables on standard output, the progress of long commands on standard error, and words for both."""
 
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
+from rich import progress
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from feedmill.shared.errors import printable
@@ -18,6 +20,10 @@ PIPE_WIDTH = 10_000
 ID_WIDTH = 12
 #: Cells that a title gets in a terminal that is too narrow.
 MIN_TITLE_WIDTH = 20
+#: Seconds between progress lines if there is no progress bar.
+PROGRESS_INTERVAL_S = 10.0
+
+Counted = TypeVar("Counted")
 
 
 def output_console() -> Console:
@@ -25,14 +31,18 @@ def output_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-class LiveBar(Progress):
+def _columns(figure: progress.ProgressColumn) -> tuple[progress.ProgressColumn, ...]:
+    description = progress.TextColumn("{task.description}", markup=False)
+    return progress.SpinnerColumn(), description, progress.BarColumn(), figure, progress.TimeRemainingColumn()
+
+
+class LiveBar(progress.Progress):
     """Progress on a terminal, which asks for its figures at each redraw: description, amount done, total or None."""
 
     def __init__(self, notes: Console, figures: Callable[[float], tuple[str, float, float | None]]) -> None:
         self._figures = figures
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
-        ends = (TimeElapsedColumn(), TimeRemainingColumn())
-        super().__init__(*columns, *ends, console=notes, transient=True, disable=not notes.is_terminal)
+        columns = _columns(progress.TimeElapsedColumn())
+        super().__init__(*columns, console=notes, transient=True, disable=not notes.is_terminal)
         self.add_task("", total=None)
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -40,6 +50,53 @@ class LiveBar(Progress):
             description, done, total = self._figures(task.elapsed or 0.0)
             self.update(task.id, description=description, completed=done, total=total)
         return super().get_renderables()
+
+
+class Report:
+    """A bar for each phase on a terminal; else a line for each phase, and every ten seconds. Silent without `notes`."""
+
+    def __init__(self, notes: Console | None = None) -> None:
+        self._notes = notes or Console(quiet=True)
+        self._bar, self._what = progress.Progress(disable=True), ""
+        self._printed_at = 0.0
+
+    def print(self, line: str) -> None:
+        self._notes.print(printable(line), markup=False)
+
+    def phase(self, what: str, total: int | None = None) -> None:
+        """Begin a phase. total: number of its posts or steps, if known."""
+        self.stop()
+        columns, is_terminal = _columns(progress.MofNCompleteColumn()), self._notes.is_terminal
+        self._bar = progress.Progress(*columns, console=self._notes, transient=True, disable=not is_terminal)
+        self._what, self._printed_at = printable(what), time.monotonic()
+        self._bar.add_task(self._what, total=total)
+        self._bar.start()
+        if not is_terminal:
+            self.print(what)
+
+    def advance(self, done: int, note: str = "") -> None:
+        """Report how much of the phase is done. note: follows the phase, such as ", loss 0.3"."""
+        (task,) = self._bar.tasks
+        self._bar.update(task.id, completed=done, description=f"{self._what}{note}")
+        if self._bar.disable and (done == task.total or time.monotonic() - self._printed_at > PROGRESS_INTERVAL_S):
+            left = task.time_remaining
+            about = f", about {span(left)} left" if left else ""
+            self.print(f"{task.description}, {done:,} of {task.total or 0:,}{about}")
+            self._printed_at = time.monotonic()
+
+    def counting(self, what: str, items: Iterable[Counted], total: int) -> Iterator[Counted]:
+        """Begin a phase, and yield its items, counting them."""
+        self.phase(what, total)
+        try:
+            for done, item in enumerate(items, 1):
+                self.advance(done)
+                yield item
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Remove the progress bar after a phase has ended or failed."""
+        self._bar.stop()
 
 
 def notes_console() -> Console:

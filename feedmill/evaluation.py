@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from feedmill.console import Report
 from feedmill.local_model import explain_refusals
 from feedmill.shared.errors import ModelError, UserError, printable
 from feedmill.shared.messages import Classification, ClassifyOptions, Post, PostError
 from feedmill.shared.settings import Settings
-from feedmill.training.progress import Report
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import unusable
 from feedmill.workers.pipeline import offline

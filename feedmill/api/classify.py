@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from narwhals.typing import IntoDataFrameT, IntoSeries
 
-from feedmill.api.predictions import Prediction, Predictions
-from feedmill.api.request import Labels, OneItem, Request, columns_of, read_options
+from feedmill.api.request import Labels, OneItem, Prediction, Predictions, Request, read_options
 from feedmill.local_model import explain_refusals, load_calibrated
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post
@@ -101,7 +100,7 @@ class Classifier:
     ) -> Any:
         """Classify items with this model. See `feedmill.classify` for the arguments and the result."""
         options = self._options(labels, template, multi_label)
-        request = Request(items, options, columns_of(title, body, id), scores, prefix, progress)
+        request = Request(items, options, (id, title, body), scores, prefix, progress)
         return request.run(self._outcomes, self.labels)
 
     __call__ = classify
@@ -122,7 +121,7 @@ class Classifier:
         Reads the items as they are needed, at most FEEDMILL_WINDOW_ROWS and a message ahead, so that any number of
         them fits in memory.
         """
-        request = Request(items, self._options(labels, template, multi_label), columns_of(title, body, id))
+        request = Request(items, self._options(labels, template, multi_label), (id, title, body))
         return request.predictions(self._outcomes)
 
     def _options(self, labels: Labels | None, template: str | None, multi_label: bool) -> ClassifyOptions:

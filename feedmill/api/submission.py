@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 from tqdm import tqdm
 
-from feedmill.api.predictions import Prediction, Predictions
-from feedmill.api.request import Failures, Item, Labels, Request, columns_of, prediction, read_options, warn
+from feedmill.api.request import Failures, Item, Labels, Prediction, Predictions, Request, read_options, warn
 from feedmill.producers.push import Pusher
 from feedmill.producers.records import id_of_text, normalize_keys, parse_post
 from feedmill.shared import runs
@@ -113,7 +112,7 @@ class SubmittedRun:
         return next(each for each in numbered if each not in self._places)
 
     def _settle(self, place: int, outcome: Mapping[str, Any]) -> None:
-        self._found[place] = prediction(self._items[place], outcome)
+        self._found[place] = self._items[place].prediction(outcome)
         self._failed += "error" in outcome
 
     # Collecting.
@@ -285,7 +284,7 @@ def submit(
     settings = load_arguments(redis_url=redis_url, queue=queue)
     if settings.celery_results != "redis":
         raise UserError("submit reads results from Redis: set FEEDMILL_CELERY_RESULTS=redis, also for the workers.")
-    request = Request(items, options, columns_of(title, body, id), prefix=prefix)
+    request = Request(items, options, (id, title, body), prefix=prefix)
     if request.table is not None:
         request.table.check_new((), prefix)
     redis = connect(settings)

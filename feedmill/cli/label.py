@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from feedmill.cli.options import FileFlags, JsonSummary, with_settings
 from feedmill.cli.train import advise, make_folder
-from feedmill.console import notes_console
+from feedmill.console import Report, notes_console
 from feedmill.local_model import explain_refusals
 from feedmill.producers.files import FileReading
 from feedmill.shared.atomic_files import replacing
@@ -33,9 +33,7 @@ from feedmill.shared.errors import (
 )
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
-from feedmill.training.data import purged_ids
-from feedmill.training.options import TrainOptions
-from feedmill.training.progress import Report
+from feedmill.training.data import TrainOptions, purged_ids
 
 if TYPE_CHECKING:
     from feedmill.training.active import Pool, Session

@@ -9,13 +9,12 @@ import typer
 from typer import Option
 
 from feedmill.cli.options import MODEL, File, FileFlags, JsonSummary, Limit, with_settings
-from feedmill.console import notes_console, output_console
+from feedmill.console import Report, notes_console, output_console
 from feedmill.local_model import explain_refusals, load_model
 from feedmill.producers.files import FileReading
 from feedmill.shared.errors import InputError, explain_missing, json_line, printable
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
-from feedmill.training.progress import Report
 
 #: Topics that an error message names at most, the most frequent ones.
 MAX_TOPICS_NAMED = 10

@@ -10,7 +10,6 @@ import typer
 from redis import Redis
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from typer import Option
@@ -101,7 +100,7 @@ def wait_for_run(redis: Redis, settings: Settings, notes: Console, run: str, by_
     began = time.monotonic()
 
     def figures(_: float) -> tuple[str, float, float | None]:
-        return escape(progress_line(found, time.time())), found.settled, found.sent or None
+        return progress_line(found, time.time()), found.settled, found.sent or None
 
     try:
         with LiveBar(notes, figures):

@@ -21,7 +21,7 @@ from jinja2 import Environment, StrictUndefined
 
 from feedmill import __version__
 from feedmill.cli.options import AsJson, FileFlags, excludes, with_settings
-from feedmill.console import notes_console, output_console, span
+from feedmill.console import Report, notes_console, output_console, span
 from feedmill.local_model import load_model
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import (
@@ -37,9 +37,7 @@ from feedmill.shared.errors import (
 )
 from feedmill.shared.settings import Settings
 from feedmill.shared.topics import DESCRIBED_TOPICS
-from feedmill.training.data import Dataset, collect, make_dataset
-from feedmill.training.options import CHECKPOINTS, OF_FINE_TUNING, TrainOptions
-from feedmill.training.progress import Report
+from feedmill.training.data import CHECKPOINTS, OF_FINE_TUNING, Dataset, TrainOptions, collect, make_dataset
 
 #: Packages whose versions are recorded.
 LIBRARIES = ("torch", "transformers", "tokenizers")

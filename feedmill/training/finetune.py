@@ -28,13 +28,12 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
+from feedmill.console import Report
 from feedmill.producers.records import Labelled
 from feedmill.shared.errors import UserError
 from feedmill.shared.settings import Settings
-from feedmill.training.data import Dataset
+from feedmill.training.data import CHECKPOINTS, Dataset, TrainOptions
 from feedmill.training.head import fit_logistic, loss_of_rows
-from feedmill.training.options import CHECKPOINTS, TrainOptions
-from feedmill.training.progress import Report
 from feedmill.workers.models import device
 from feedmill.workers.models.classifiers.registry import check_size
 from feedmill.workers.models.engines import device_errors

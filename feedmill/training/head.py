@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from feedmill.console import Report
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
-from feedmill.training.data import Dataset
-from feedmill.training.options import TrainOptions
-from feedmill.training.progress import Report
+from feedmill.training.data import Dataset, TrainOptions
 from feedmill.workers.models.classifiers.fixed_labels import write_head
 from feedmill.workers.models.classifiers.layout import TEXT_CONFIGS, read_text_config, read_text_settings
 from feedmill.workers.models.classifiers.registry import load_classifier

@@ -10,15 +10,14 @@ from typer.testing import CliRunner
 
 from feedmill.cli.main import app
 from feedmill.cli.train import show_trained
+from feedmill.console import Report
 from feedmill.producers.records import Labelled
 from feedmill.shared import logs
 from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
-from feedmill.training.data import Dataset
+from feedmill.training.data import Dataset, TrainOptions
 from feedmill.training.head import PENALTIES, HeadModel, fit, train_head
-from feedmill.training.options import TrainOptions
-from feedmill.training.progress import Report
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.fixed_labels import read_head, write_head
 from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier

@@ -20,8 +20,7 @@ from feedmill.cli.options import FileFlags
 from feedmill.shared import logs
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
-from feedmill.training.data import collect
-from feedmill.training.options import TrainOptions
+from feedmill.training.data import TrainOptions, collect
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import select_device
 from tests.fakes.models import make_sentence_model

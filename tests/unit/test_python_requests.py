@@ -9,8 +9,7 @@ import polars
 import pyarrow
 import pytest
 
-from feedmill.api.predictions import Prediction
-from feedmill.api.request import Request, columns_of, read_options
+from feedmill.api.request import Prediction, Request, read_options
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post
 from tests.support import make_classification, naming
@@ -39,9 +38,7 @@ def classify(
     multi_label: Any = False,
     **others: Any,
 ) -> Any:
-    return Request(items, read_options(labels, None, multi_label), columns_of(title, body, id), **others).run(
-        by_words, ()
-    )
+    return Request(items, read_options(labels, None, multi_label), (id, title, body), **others).run(by_words, ())
 
 
 def test_attributes_of_a_frame_stay() -> None:

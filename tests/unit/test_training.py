@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from feedmill.console import Report
 from feedmill.producers.records import Labelled
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
-from feedmill.training.data import Dataset
+from feedmill.training.data import Dataset, TrainOptions
 from feedmill.training.finetune import Order, Trained, Training
-from feedmill.training.options import TrainOptions
-from feedmill.training.progress import Report
 from tests.fakes.models import make_model
 
 LABELS = ("food", "sports", "travel")

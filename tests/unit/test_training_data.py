@@ -16,8 +16,7 @@ from feedmill.shared.errors import InputError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.tables.writing import writer_to
-from feedmill.training.data import Collected, Dataset, collect, make_dataset, split
-from feedmill.training.options import TrainOptions
+from feedmill.training.data import Collected, Dataset, TrainOptions, collect, make_dataset, split
 from tests.support import naming
 
 NOTES = Console(quiet=True)
