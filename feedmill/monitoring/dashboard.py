@@ -9,7 +9,7 @@ This is the only module that imports Flower. The dashboard differs from the `cel
 - Arguments in task-sent events are dropped, because those of other applications may contain posts.
 
 Relies on these internals. Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)` and its
-`started`; the handlers `Metrics`, `BrokerView` and `GetQueueLengths`; `apply_env_options`. Celery: `Task` in
+`started`; `Metrics.get` and `BaseHandler.get_active_queue_names`; `apply_env_options`. Celery: `Task` in
 celery/events/state.py is constructed from its fields.
 """
 
@@ -17,20 +17,17 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import tornado.ioloop
 import tornado.options
 from celery.events.state import Task, Worker
-from flower.api.tasks import GetQueueLengths  # type: ignore[import-untyped]
-from flower.app import Flower, rewrite_handler  # type: ignore[import-untyped]
+from flower.app import Flower  # type: ignore[import-untyped]
 from flower.command import apply_env_options, extract_settings, setup_logging  # type: ignore[import-untyped]
 from flower.events import Events, EventsState  # type: ignore[import-untyped]
 from flower.urls import settings as tornado_settings  # type: ignore[import-untyped]
 from flower.views import BaseHandler  # type: ignore[import-untyped]
-from flower.views.broker import BrokerView  # type: ignore[import-untyped]
 from flower.views.monitor import Metrics  # type: ignore[import-untyped]
 from kombu.utils.functional import LRUCache
 from pydantic import SecretStr
@@ -66,8 +63,10 @@ class Dashboard:
         if settings.flower_password is None:
             raise SettingsError(f"{PREFIX}FLOWER_PASSWORD must be set: anyone who can open Flower can stop workers.")
         options = _configure(address, port, settings.flower_password)
+        Metrics.get = authenticated(Metrics.get)
+        BaseHandler.get_active_queue_names = _queue_names
         app = make_app(settings)
-        with _start_errors(address, port):
+        try:
             events = MessageEvents(
                 app,
                 io_loop=tornado.ioloop.IOLoop.current(),
@@ -78,8 +77,13 @@ class Dashboard:
                 max_workers_in_memory=options.max_workers,
             )
             self._flower = Flower(capp=app, options=options, events=events, **tornado_settings)
-            self._flower.add_handlers(".*", _handlers(options.url_prefix))
             port = self._flower.start_http_server()
+        except OSError as error:
+            raise UserError(
+                f"Flower cannot listen on {address}:{port}: {error.strerror}. Choose another --port or --address."
+            ) from None
+        except ValueError as error:  # a missing certificate file
+            raise UserError(f"Flower cannot start: {clause(error)}. Correct the FLOWER_ variables.") from None
         prefix = f"/{options.url_prefix.strip('/')}" if options.url_prefix else ""
         host = f"[{address}]" if ":" in address else address
         logger.info("Flower at %s", f"http{'s' * bool(options.certfile)}://{host}:{port}{prefix}")
@@ -115,19 +119,6 @@ def _configure(address: str, port: int, password: SecretStr) -> Any:
     extract_settings()
     setup_logging()
     return options
-
-
-@contextmanager
-def _start_errors(address: str, port: int) -> Iterator[None]:
-    """Translate errors that keep Flower from listening into UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"Flower cannot listen on {address}:{port}: {error.strerror}. Choose another --port or --address."
-        ) from None
-    except ValueError as error:  # a missing certificate file
-        raise UserError(f"Flower cannot start: {clause(error)}. Correct the FLOWER_ environment variables.") from None
 
 
 def _with_reason(task: Any) -> Any:
@@ -189,35 +180,7 @@ def _fields(task: Task) -> dict[str, Any]:
     return fields | {"worker": task.worker.hostname} if task.worker else fields
 
 
-class OwnQueues(BaseHandler):  # type: ignore[misc]
-    """List Feedmill's queues, whether workers are online or not."""
-
-    def get_active_queue_names(self) -> list[str]:
-        with connect_for_monitoring(self.capp.settings) as redis:
-            return queues(redis, self.capp.settings)
-
-
-class BrokerPage(OwnQueues, BrokerView):  # type: ignore[misc]
-    """The broker page: each queue's length over all priorities, without the messages in flight."""
-
-
-class QueueLengths(OwnQueues, GetQueueLengths):  # type: ignore[misc]
-    """The JSON API for the lengths that the broker page shows."""
-
-
-class ProtectedMetrics(Metrics):  # type: ignore[misc]
-    """Flower's metrics, which it leaves open, with the password of all other pages."""
-
-    @authenticated
-    async def get(self) -> None:
-        await super().get()
-
-
-def _handlers(prefix: str | None) -> list[Any]:
-    """Return the handlers that replace Flower's own for these paths."""
-    ours = [
-        ("/metrics", ProtectedMetrics),
-        ("/broker", BrokerPage),
-        ("/api/queues/length", QueueLengths),
-    ]
-    return [rewrite_handler(handler, prefix) for handler in ours] if prefix else ours
+def _queue_names(page: Any) -> list[str]:
+    """Return Feedmill's queues, for the pages that list queues. Their lengths leave out messages in flight."""
+    with connect_for_monitoring(page.capp.settings) as redis:
+        return queues(redis, page.capp.settings)
