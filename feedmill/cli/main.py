@@ -23,7 +23,7 @@ from rich.text import Text
 from typer import Option
 
 from feedmill import __version__
-from feedmill.cli import deletions, deploy, enqueue, export, ingest, label, measuring, offline, results, status, train
+from feedmill.cli import deletions, deploy, enqueue, export, ingest, measuring, offline, results, status, train
 from feedmill.cli.options import with_settings
 from feedmill.console import notes_console
 from feedmill.shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
@@ -199,7 +199,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "Read results": (results.results, results.report, export.export),
     "Observe it": (status.status, status.health, status.metrics),
     "Handle failures and deletions": (deletions.purge, deletions.dead_app),
-    "Improve the model": (measuring.tune, measuring.evaluate, label.label, train.train, deploy.deploy),
+    "Improve the model": (measuring.tune, measuring.evaluate, train.label, train.train, deploy.deploy),
 }
 for purpose, commands in COMMANDS.items():
     for command in commands:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from feedmill.cli import label as label_command
+from feedmill.cli import train as label_command
 from feedmill.cli.main import app
 from feedmill.cli.options import FileFlags
 from feedmill.shared import logs
