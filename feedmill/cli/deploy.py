@@ -174,9 +174,6 @@ def _show(redis: Redis, celery: Celery, settings: Settings, as_json: bool) -> No
         typer.echo(f"{printable(queue)}  deployed: {what}")
         for node, pool in serving.items():
             model = f"{pool['model']} ({pool['weights'][:12]})"
-            typer.echo(printable(f"  {node}  runs {model}{_latest(pool['deploy'])}"))
-
-
-def _latest(report: dict[str, Any]) -> str:
-    """Format a worker's latest report, or return "" if it has none or succeeded."""
-    return f"; {report['stage']}: {printable(report['said'])}" if report and report["stage"] != Stage.DONE else ""
+            report = pool["deploy"]
+            latest = f"; {report['stage']}: {report['said']}" if report and report["stage"] != Stage.DONE else ""
+            typer.echo(printable(f"  {node}  runs {model}{latest}"))

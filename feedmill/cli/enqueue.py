@@ -3,7 +3,7 @@
 import re
 import shlex
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from redis import Redis
 from rich.console import Console
 from typer import Option
 
@@ -88,7 +87,9 @@ def enqueue(
     pusher = Pusher(celery, redis, settings, options, again, wait_for_memory=True, run=name)
     chosen = columns.columns(date_format, kept)
     reading = FileReading(file, notes, shows_ids=True, filters=filters, columns=chosen, encoding=columns.encoding)
-    for warning in _warnings(redis, settings):
+    if settings.redis_url is None and not is_folder_locked(settings.data_folder):
+        notes.print(f"no `feedmill up` is running: sending to the Redis at {settings.redis_address}", markup=False)
+    if warning := missing_worker(redis, settings):
         notes.print(warning, markup=False)
     try:
         before = runs.progress(redis, name) if name and kept else None
@@ -117,14 +118,6 @@ def enqueue(
     elif name and pusher.sent:
         notes.print(f"run {printable(name)}: `feedmill status` shows its progress", markup=False)
     raise typer.Exit(1 if _is_incomplete(reading, pusher) or found_none or failed else 0)
-
-
-def _warnings(redis: Redis, settings: Settings) -> Iterator[str]:
-    """Yield warnings about the place that the posts are sent to."""
-    if settings.redis_url is None and not is_folder_locked(settings.data_folder):
-        yield f"no `feedmill up` is running: sending to the Redis at {settings.redis_address}"
-    if said := missing_worker(redis, settings):
-        yield said
 
 
 def _is_incomplete(reading: FileReading, pusher: Pusher) -> bool:

@@ -40,8 +40,6 @@ TRANSACTION_S = 1.0
 #: Beginnings of a database's address, and the default table in it.
 DATABASE_SCHEMES = ("postgresql://", "postgres://")
 DEFAULT_TABLE = "feedmill_results"
-#: Flags that select what is exported. --purge exports nothing.
-SELECTING = ("--columns", "--since", "--until", "--label", "--run", "--part-seconds")
 #: Export formats.
 Form = Literal["csv", "jsonl", "parquet"]
 #: Seconds that `--follow` waits for a new entry before it checks for a signal.
@@ -57,7 +55,7 @@ RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0)
 logger = logging.getLogger(__name__)
 
 
-@excludes("--purge", *SELECTING, "--follow", "--latest")
+@excludes("--purge", "--columns", "--since", "--until", "--label", "--run", "--part-seconds", "--follow", "--latest")
 @excludes("--follow", "--until")
 @excludes("--latest", "--label")
 @needs("--part-seconds", "--follow")

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import typer
@@ -32,7 +31,7 @@ from feedmill.producers.live.state import Gap, Gaps
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit import topics as topics_file
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.errors import UserError, printable
+from feedmill.shared.errors import UserError, explain_missing, printable
 from feedmill.shared.settings import Settings
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from feedmill.workers.models.plugins import load_plugin
@@ -55,8 +54,6 @@ ListingKind = Literal["hot", "new", "top", "rising"]
 Period = Literal["hour", "day", "week", "month", "year", "all"]
 #: Sources of Reddit's posts.
 RedditSite = Literal["reddit", "arctic-shift"]
-#: Makes a source from the settings, the clock and a Redis client.
-MakeSource = Callable[[Settings, Clock, Redis], Source]
 
 
 @app.command()
@@ -82,16 +79,12 @@ def reddit(
     With --once, send the posts that the listing contains now and exit, with status 1 if a topic could not be read.
     Posts that were already sent are skipped.
     """
-    _require("praw", "reddit")
+    with explain_missing("This source", "reddit"):
+        import feedmill.producers.reddit.client  # noqa: F401, PLC0415 - needs praw, an optional package
     if once:
         _one_pass(settings, flags, listing, limit, period)
     else:
         _follow(partial(_reddit_source, limit, source), settings, flags)
-
-
-def _require(package: str, extra: str) -> None:
-    if find_spec(package) is None:
-        raise UserError(f"This source requires the package {package}: run `pip install 'feedmill[{extra}]'`.")
 
 
 def _reddit_source(limit: int, site: RedditSite, settings: Settings, clock: Clock, redis: Redis) -> Any:
@@ -116,9 +109,8 @@ def bluesky(settings: Settings, flags: MessageFlags) -> None:
     Starts with the posts of this moment; a restart resumes where the command stopped. Posts that were already sent are
     skipped, and posts that their authors delete are purged.
     """
-    _require("websockets", "bluesky")
-    from feedmill.producers.bluesky import BlueskySource  # noqa: PLC0415 - needs websockets, an optional package
-
+    with explain_missing("This source", "bluesky"):
+        from feedmill.producers.bluesky import BlueskySource  # noqa: PLC0415 - needs websockets, an optional package
     _follow(lambda settings, clock, _: BlueskySource(settings, clock), settings, flags)
 
 
@@ -137,8 +129,8 @@ def live(
 @contextmanager
 def _connected(
     settings: Settings, flags: MessageFlags, clock: Clock, is_service: bool = True
-) -> Iterator[tuple[Settings, Redis, Pusher]]:
-    """Yield the settings of the selected queue, and a pusher to it. Leave the block on SIGTERM, SIGHUP or Ctrl-C.
+) -> Iterator[tuple[Redis, Pusher]]:
+    """Yield a connection, and a pusher to the selected queue. Leave the block on SIGTERM, SIGHUP or Ctrl-C.
 
     is_service: signals are the normal end. Otherwise the command exits with status 128 + the signal's number.
     """
@@ -154,7 +146,7 @@ def _connected(
             redis = connect(settings)
             redis.ping()  # fail before the first request to the source
             flags.check_queue(redis)
-            yield settings, redis, Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
+            yield redis, Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
         except SourceFailed as fault:
             raise UserError(f"{fault}. Posts sent so far are in the queue; run the command again later.") from fault
         except Stopped:
@@ -163,16 +155,16 @@ def _connected(
                 raise SystemExit(128 + received[0]) from None
 
 
-def _follow(make: MakeSource, settings: Settings, flags: MessageFlags) -> None:
+def _follow(make: Callable[[Settings, Clock, Redis], Source], settings: Settings, flags: MessageFlags) -> None:
     """Run the daemon of a source until a signal arrives."""
     clock = Clock()
-    with _connected(settings, flags, clock) as (selected, redis, pusher):
-        source = make(selected, clock, redis)
-        metrics = LiveMetrics(selected, source.name)
+    with _connected(settings, flags, clock) as (redis, pusher):
+        source = make(settings, clock, redis)
+        metrics = LiveMetrics(settings, source.name)
         if settings.metrics_port:
             metrics.serve()
         log_at = time.monotonic() + FIRST_LOG_DELAY_S
-        with closing(LiveDaemon(source, redis, pusher, selected, clock)) as daemon:
+        with closing(LiveDaemon(source, redis, pusher, settings, clock)) as daemon:
             try:
                 while True:
                     pause = daemon.step()
@@ -218,9 +210,9 @@ def _one_pass(settings: Settings, flags: MessageFlags, kind: ListingKind, limit:
     clock = Clock()
     listing = Listing(kind, limit, period if kind == "top" else "")
     failed = False
-    with _connected(settings, flags, clock, is_service=False) as (selected, redis, pusher):
-        source = _reddit_source(limit, "reddit", selected, clock, redis)
-        rechecks = Rechecks(source, redis, selected, pusher, clock)
+    with _connected(settings, flags, clock, is_service=False) as (redis, pusher):
+        source = _reddit_source(limit, "reddit", settings, clock, redis)
+        rechecks = Rechecks(source, redis, settings, pusher, clock)
         for topic in source.active:
             with_retries(partial(source.check, topic), clock)
             problems: list[str] = []

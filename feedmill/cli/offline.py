@@ -39,7 +39,6 @@ POST_LABELS, TEXT_LABELS = 3, 16
 BAR_WIDTH = 30
 #: Labels and reasons in the summary; the rest are only counted.
 MAX_LABELS_SHOWN, MAX_REASONS_SHOWN = 20, 10
-STANDARD = "-"
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Tally:
 
     def described(self, source: Source, out: str) -> str:
         """Return the summary: rows per label, and rows without one by reason."""
-        where = "" if out == STANDARD else f", written to {printable(out)}"
+        where = "" if out == "-" else f", written to {printable(out)}"
         written = self.rows - self.left_out.total()
         rows = f"{written:,} of {counted(self.rows, 'row')}" if self.left_out else counted(self.rows, "row")
         lines = [f"{rows} of {source.name} in {span(time.monotonic() - self._began)}{where}"]
@@ -127,8 +126,8 @@ class Labelling:
             from feedmill.tables import writing  # noqa: PLC0415 - pyarrow, an extra
         self._path, self._file, self._flags, self._limit = path, file, flags, limit
         self._writing = writing
-        self._out = Path(flags.out or STANDARD)
-        self._is_printed = flags.out == STANDARD
+        self._out = Path(flags.out or "-")
+        self._is_printed = flags.out == "-"
         #: None is the input's format.
         self._form = None if self._is_printed else format_of(str(self._out))
         self._check_out()

@@ -199,8 +199,15 @@ def with_settings(*names: str, plain_logs: bool = False, explains_redis: bool = 
         shown |= {name: _flag(name) for name in names}
         parameters = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in shown.values()]
 
+        rules: list[Callable[[set[str]], str]] = []
+
         @wraps(command)
         def expanded(**given: Any) -> None:
+            # Flags are typed if they have other than default values.
+            typed = {_shown_name(shown[name]) for name in given if given[name] not in (shown[name].default, None, [])}
+            for rule in rules:
+                if text := rule(typed):
+                    raise UserError(text)
             settings = settings_of(plain_logs=plain_logs, **{name: given.get(name) for name in names})
             passed = {name: given[name] for name in own if name in given}
             for name, members in groups.items():
@@ -212,6 +219,7 @@ def with_settings(*names: str, plain_logs: bool = False, explains_redis: bool = 
                 return command(settings=settings, **passed)
 
         expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        expanded.rules = rules  # type: ignore[attr-defined]
         expanded.__annotations__ = {flag.name: flag.annotation for flag in parameters}
         return expanded
 
@@ -241,22 +249,11 @@ def refuse(*rules: tuple[bool, str]) -> None:
 
 
 def _rule(problem: Callable[[set[str]], str]) -> Callable[[Command], Command]:
-    """Return a decorator that raises UserError with the problem of the typed flags, those with other than default
-    values.
-    """
+    """Return a decorator that adds a rule to a command of `with_settings`: the problem of the typed flags, or ""."""
 
     def decorate(command: Command) -> Command:
-        parameters = inspect.signature(command, eval_str=True).parameters
-
-        @wraps(command)
-        def checked(**given: Any) -> None:
-            values = {parameters[name]: value for name, value in given.items()}
-            typed = {_shown_name(flag) for flag, value in values.items() if value not in (flag.default, None, [])}
-            if text := problem(typed):
-                raise UserError(text)
-            command(**given)
-
-        return checked
+        command.rules.insert(0, problem)  # type: ignore[attr-defined]
+        return command
 
     return decorate
 

@@ -81,12 +81,11 @@ def progress_line(found: runs.Progress, now: float, has_worker: bool = True, has
     else:
         if found.rate is not None:
             parts.append(f"{found.rate:,.1f} posts/s" if found.rate >= 1 else f"{found.rate:.2g} posts/s")
-        parts.append(_left(found) if found.pending else f"ended {span(max(0.0, now - found.latest))} ago")
+        if not found.pending:
+            parts.append(f"ended {span(max(0.0, now - found.latest))} ago")
+        else:
+            parts.append("starting" if found.seconds_left is None else f"about {span(found.seconds_left)} left")
     return printable(f"{found.run}: {' · '.join(parts)}")
-
-
-def _left(found: runs.Progress) -> str:
-    return "starting" if found.seconds_left is None else f"about {span(found.seconds_left)} left"
 
 
 def wait_for_run(redis: Redis, settings: Settings, notes: Console, run: str, by_counts: bool = True) -> int:
