@@ -137,11 +137,9 @@ def measure(known: Sequence[tuple[Post, str]], loaded: Classifier, settings: Set
     return Measured(name, summary, failures)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, padding: int = 2) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], padding: int = 2) -> Table:
     """Return a table without lines, whose columns after the first are numbers."""
-    made = Table(
-        title=title, title_justify="left", title_style="dim", box=None, header_style="dim", padding=(0, padding, 0, 0)
-    )
+    made = Table(box=None, header_style="dim", padding=(0, padding, 0, 0))
     for place, name in enumerate(columns):
         # In a narrow terminal only the first column wraps: a truncated count would be a wrong number.
         made.add_column(name, justify="right", no_wrap=True) if place else made.add_column(name)

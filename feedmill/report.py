@@ -20,7 +20,7 @@ from markupsafe import Markup
 from redis import Redis
 
 from feedmill.console import counted
-from feedmill.export.columns import LABEL_SEPARATOR, label_set_of
+from feedmill.export.columns import LABEL_SEPARATOR, label_set
 from feedmill.producers.live.state import Gap, Gaps
 from feedmill.reading import Place, ResultRow, RowReader, id_before, seconds_of
 from feedmill.shared import keys
@@ -107,14 +107,14 @@ def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None,
     width = -(-hours // MAX_COLUMNS)
     last = int(now // HOUR_S)
     first = last - hours + 1
-    others = Counter(label_set_of(row.found) for row in _rows(redis, first, run))
+    others = Counter(label_set(row.found["scores"]) for row in _rows(redis, first, run))
     ((largest, _),) = others.most_common(1) or [("", 0)]
     chosen = largest if labels is None else labels
     others.pop(chosen, None)
     columns = {hour: Counter[str]() for hour in range(first, last + 1, width)}
     report = Report(now, hours, width, columns, run, chosen, dict(others.most_common()))
     for row in _rows(redis, first, run):
-        if label_set_of(row.found) == chosen:
+        if label_set(row.found["scores"]) == chosen:
             _count(report, row)
     if run is None and labels is None:
         _count_trimmed(report, ResultsStore(redis, settings).labels(hours), first)

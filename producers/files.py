@@ -219,7 +219,7 @@ class Source:
         if head.startswith("["):
             return json_array(text)
         first_line = LINE_END.split(head, maxsplit=1)[0]
-        header = [records.normalize_column(name) for name in column_names(first_line)]
+        header = [records.normalize_key(name) for name in column_names(first_line)]
         is_table = bool(self._columns.texts_among(header))
         # JSONL with a damaged first line is still JSONL.
         if head.startswith("{") or (not is_table and "\n{" in head):
@@ -488,7 +488,7 @@ class CsvTable:
         A short row gets empty cells. Empty cells beyond the header, as after a delimiter at the end of each line, are
         dropped.
         """
-        names, width = [records.normalize_column(name) for name in self.header], len(self.header)
+        names, width = [records.normalize_key(name) for name in self.header], len(self.header)
         # Exports escape formulas.
         convert = records.unescape_formula if records.is_export_row(names) else str
         while True:

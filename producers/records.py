@@ -130,8 +130,8 @@ class Columns(NamedTuple):
         keep: Sequence[str] = (),
     ) -> "Columns":
         """Return the choice for names as written by the user."""
-        id, title, body = (None if name is None else normalize_column(name) for name in (id, title, body))  # noqa: A001
-        return cls(id, title, body, date_format, tuple((normalize_column(name), name) for name in keep))
+        id, title, body = (None if name is None else normalize_key(name) for name in (id, title, body))  # noqa: A001
+        return cls(id, title, body, date_format, tuple((normalize_key(name), name) for name in keep))
 
     @property
     def text(self) -> dict[str, str | None]:
@@ -159,7 +159,7 @@ def check_columns(
     table: name of the table in errors. names: its columns. needs_text: false for an object of JSON, which may lack the
     title, the body or both. flag: how a column is chosen.
     """
-    keys, shown = [normalize_column(str(name)) for name in names], f"Its columns: {listed(names)}."
+    keys, shown = [normalize_key(str(name)) for name in names], f"Its columns: {listed(names)}."
     has_text = bool(columns.texts_among(keys))
     chosen = {"id": columns.id} | (columns.text if needs_text or not has_text else {})
     flags = [(key, flag.format(field)) for field, key in chosen.items() if key is not None]
@@ -232,13 +232,8 @@ def subreddit_name(text: str) -> str:
 
 
 def normalize_key(name: str) -> str:
-    """Normalize a column's name to the form used in `FIELD_ALIASES`: "Created UTC" becomes "created_utc"."""
-    return name.strip().lower().replace(" ", "_")
-
-
-def normalize_column(name: str) -> str:
-    """Normalize a name as `normalize_key` does; a spreadsheet's header may also contain line breaks."""
-    return normalize_key(" ".join(name.split()))
+    """Normalize a key or a column to the form used in `FIELD_ALIASES`: "Created  UTC" becomes "created_utc"."""
+    return "_".join(name.lower().split())
 
 
 def normalize_keys(record: dict[str, Any]) -> dict[str, Any]:

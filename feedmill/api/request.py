@@ -17,7 +17,7 @@ import narwhals as nw
 from tqdm import tqdm
 
 from feedmill.producers import records
-from feedmill.producers.records import DETECTED, Columns, check_columns, listed, normalize_column, parse_text, plain_id
+from feedmill.producers.records import DETECTED, Columns, check_columns, listed, normalize_key, parse_text, plain_id
 from feedmill.shared.errors import InputError, RequestRefused, UserError, printable, sentence, truncate
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post, is_missing
 from feedmill.tables import check_new_columns, label_columns, with_outcomes
@@ -37,8 +37,6 @@ NO_TEXT = "no text"
 MAX_KEYS_NAMED, MAX_REASONS = 5, 3
 #: Rows of a frame converted to Python objects at once.
 ROWS_AT_ONCE = 10_000
-#: Name of a Series' column, if the Series has no name.
-SERIES_NAME = "text"
 #: Types of columns that may hold text.
 TEXT_TYPES = (nw.String, nw.Categorical, nw.Enum, nw.Object, nw.Unknown)
 
@@ -202,7 +200,7 @@ def item_of(value: object, position: int, columns: Columns) -> Item:
     if isinstance(value, Post):
         return Item(value, value.id)
     if isinstance(value, Mapping):
-        given, by_name = value, {normalize_column(str(key)): field for key, field in value.items()}
+        given, by_name = value, {normalize_key(str(key)): field for key, field in value.items()}
         if problem := _missing_key(given, by_name, columns):
             return Item(problem)
     else:
@@ -229,7 +227,7 @@ class Table:
 
     def __init__(self, frame: nw.DataFrame[Any]) -> None:
         self._frame = frame
-        self._names = {normalize_column(str(name)): name for name in frame.columns}
+        self._names = {normalize_key(str(name)): name for name in frame.columns}
 
     def __len__(self) -> int:
         return len(self._frame)
@@ -286,7 +284,7 @@ def table_of(given: Any) -> Table | None:
     if isinstance(frame, nw.LazyFrame):
         frame = frame.collect()
     if isinstance(frame, nw.Series):
-        frame = (frame if frame.name else frame.alias(SERIES_NAME)).to_frame()
+        frame = (frame if frame.name else frame.alias("text")).to_frame()
     return Table(frame) if isinstance(frame, nw.DataFrame) else None
 
 
@@ -371,7 +369,7 @@ class Request:
         if self.is_single:
             (only,) = result
             if only.error is not None:
-                raise UserError(f"Cannot classify the item: {clause_of(only.error)}.")
+                raise UserError(f"Cannot classify the item: {sentence(only.error)}")
             return only
         failures.warn(self.unit)
         return result
@@ -406,7 +404,7 @@ class Failures:
 
     def warn(self, unit: str) -> None:
         if self._failed:
-            reasons = "; ".join(f"{unit} {at}: {clause_of(reason)}" for at, reason in self._reasons)
+            reasons = "; ".join(f"{unit} {at}: {reason.removesuffix('.')}" for at, reason in self._reasons)
             more = "; …" if self._failed > len(self._reasons) else ""
             warn(f"{self._failed:,} of {self._total:,} {unit}s have no label: {printable(reasons)}{more}.")
 
@@ -417,7 +415,3 @@ def warn(text: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "feedmill":
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level)
-
-
-def clause_of(reason: str) -> str:
-    return reason.removesuffix(".")

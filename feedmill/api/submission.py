@@ -77,13 +77,6 @@ class SubmittedRun:
 
     def _send(self, posts: Iterable[Post] | None = None) -> None:
         """Send posts: those of the request, unless others are given."""
-        self._publish(self._posts() if posts is None else posts)
-        published = {self._places[post.id] for posts in self._pending.values() for post in posts}
-        for place in range(len(self._items)):
-            if place not in self._found and place not in published:
-                self._settle(place, {"error": PURGED})
-
-    def _publish(self, posts: Iterable[Post]) -> None:
         app = make_app(self._settings, current=False)
         app.conf.update(result_backend="disabled")  # it would subscribe to each message's result
         pusher = Pusher(
@@ -91,7 +84,11 @@ class SubmittedRun:
             on_published=self._pending.__setitem__,
         )  # fmt: skip
         with user_errors(self._settings):
-            pusher.push(posts)
+            pusher.push(self._posts() if posts is None else posts)
+        published = {self._places[post.id] for posts in self._pending.values() for post in posts}
+        for place in range(len(self._items)):
+            if place not in self._found and place not in published:
+                self._settle(place, {"error": PURGED})
 
     def _posts(self) -> Iterator[Post]:
         for place, item in enumerate(self._request.items):
@@ -182,10 +179,12 @@ class SubmittedRun:
             while ready := self._ready():
                 collected = True
                 for task_id, state in ready.items():
-                    posts = self._pending.pop(task_id)
-                    if isinstance(state["result"], RequestRefused):
-                        self._refused = sentence(str(state["result"]))
-                    for post, outcome in zip(posts, _outcomes(state, posts), strict=True):
+                    posts, outcomes = self._pending.pop(task_id), state["result"]
+                    if isinstance(outcomes, RequestRefused):
+                        self._refused = sentence(str(outcomes))
+                    if isinstance(outcomes, Exception):
+                        outcomes = [{"error": str(outcomes)}] * len(posts)
+                    for post, outcome in zip(posts, outcomes, strict=True):
                         self._settle(self._places[post.id], outcome)
                     self._backend.forget(task_id)
             if not collected and self._pending and self._is_expired():
@@ -219,12 +218,6 @@ class SubmittedRun:
         self._pending.clear()
         self._settled_at = None
         self._send(posts)
-
-
-def _outcomes(state: Mapping[str, Any], posts: Sequence[Post]) -> Sequence[Mapping[str, Any]]:
-    """Return one outcome for each post of a message."""
-    result = state["result"]
-    return [{"error": str(result)} for _ in posts] if isinstance(result, Exception) else result
 
 
 def _complete(item: Item, post: Post, own_id: str) -> Post:

@@ -50,11 +50,6 @@ def newest_entries(chunks: Iterable[Chunk], selection: ExportFilter) -> set[str]
     return {*newest.values()}
 
 
-def label_set_of(found: Mapping[str, Any]) -> str:
-    """Return the name of a result's label set. found: the result's fields."""
-    return label_set(found["scores"])
-
-
 def label_set(labels: Iterable[str]) -> str:
     """Return the name of a label set: its labels in alphabetical order. Results of one set can be compared."""
     return LABEL_SEPARATOR.join(sorted(labels))

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import from_json
 
-from feedmill.export.columns import BATCH_ROWS, COLUMNS, POST_FIELDS, ExportFilter, check_options, label_set_of
+from feedmill.export.columns import BATCH_ROWS, COLUMNS, POST_FIELDS, ExportFilter, check_options, label_set
 from feedmill.producers.records import unescape_formula
 from feedmill.reading import Place, ResultRow, RowReader, id_before, order, seconds_of
 from feedmill.shared.atomic_files import publish, replacing, sync, temporary_path
@@ -53,7 +53,7 @@ TYPES |= {"label_score": NUMBER, "queued_seconds": NUMBER, "score": pa.int64()}
 STORED_AT, ENTRY = pa.field("stored_at", TIME), pa.field("feedmill:entry", TEXT)
 COMPUTED: dict[str, Callable[[ResultRow], Any]] = {
     "label_score": lambda row: row.found["scores"][row.found["label"]],
-    "label_set": lambda row: label_set_of(row.found),
+    "label_set": lambda row: label_set(row.found["scores"]),
     STORED_AT.name: lambda row: seconds_of(row.entry),
     ENTRY.name: lambda row: row.entry,
 }

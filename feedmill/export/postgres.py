@@ -114,7 +114,7 @@ def opened(url: str, table: str, selection: ExportFilter | None, reader: RowRead
     try:
         yield target
     finally:
-        target.disconnect()
+        target._connection.close()  # releases the table's lock
 
 
 def purge(url: str, table: str, reader: RowReader) -> int:
@@ -351,10 +351,6 @@ class Table:
         if self._connection.closed:
             self._connect()  # reads the position: the last transaction may have been committed
         return self.place
-
-    def disconnect(self) -> None:
-        """Release the table's lock."""
-        self._connection.close()
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:

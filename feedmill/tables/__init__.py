@@ -9,15 +9,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from feedmill.producers.records import normalize_column
+from feedmill.producers.records import normalize_key
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.messages import Outcome, Post
 
 #: Formats by ending, and endings of compressed text files.
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".zst")
-#: Column with the score of a label.
-SCORE_COLUMN = "score_{}"
 
 #: Function that classifies posts in order, such as workers.pipeline.offline.classify.
 Classify = Callable[[Iterable[Post]], Generator[tuple[Post, Outcome]]]
@@ -56,14 +54,14 @@ def with_outcomes(rows: Iterable[Any], classify: Classify) -> Generator[tuple[An
 
 def label_columns(labels: Iterable[str], prefix: str) -> list[str]:
     """Return the names of the new columns: label, its score, and the scores of `labels`."""
-    return [f"{prefix}{name}" for name in ("label", "label_score", *map(SCORE_COLUMN.format, labels))]
+    return [f"{prefix}{name}" for name in ("label", "label_score", *(f"score_{label}" for label in labels))]
 
 
 def check_new_columns(table: str, given: Iterable[object], new: Sequence[str], flag: str) -> None:
     """Raise UserError if a new column has the name of a given one, in any case. table, flag: names in the error."""
-    known = {normalize_column(str(name)): name for name in given}
+    known = {normalize_key(str(name)): name for name in given}
     for name in new:
-        if (same := known.get(normalize_column(name))) is not None:
+        if (same := known.get(normalize_key(name))) is not None:
             raise UserError(
                 f"{table} already has a column {printable(str(same))}. Rename it, or give {flag}, such as predicted_, "
                 "for the names of the new columns."

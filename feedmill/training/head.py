@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -57,10 +57,7 @@ class Embedder:
         own = {"model": base, "classifier": "similarity", "max_tokens": max_tokens, "labels": None, "template": None}
         self.settings, self.max_tokens = settings.model_copy(update=own), max_tokens
         device = select_device(settings.device, settings.dtype, settings.engine)
-        classifier = load_classifier(self.settings, device)
-        if not isinstance(classifier, Similarity):
-            raise TypeError("the classifier `similarity` must be the built-in one")
-        self.classifier = classifier
+        self.classifier = cast(Similarity, load_classifier(self.settings, device))
 
     def embed(self, texts: Sequence[str], report: Report) -> torch.Tensor:
         """Return the unit vectors of texts: [texts, dimensions], in float32 on the CPU.

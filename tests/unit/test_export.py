@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from feedmill.export.columns import COLUMNS, ExportFilter, label_set_of
+from feedmill.export.columns import COLUMNS, ExportFilter, label_set
 from feedmill.export.files import TYPES, batch_of, opened, post_ids, schema_of
 from feedmill.producers.files import Source
 from feedmill.reading import Place, ResultRow
@@ -141,7 +141,7 @@ def test_writes_run_label_set_and_own_columns(tmp_path: Path, form: str) -> None
     else:
         records = list(map(json.loads, path.read_text().splitlines()))
     assert [record["run"] for record in records] == ["=monday", "tuesday", None]
-    assert [record["label_set"] for record in records] == [label_set_of(rows[0].found)] * 3
+    assert [record["label_set"] for record in records] == [label_set(rows[0].found["scores"])] * 3
     assert [record["device"] for record in records] == ["phone", None, None]
     assert [record["stored_at"] for record in records] == ["noon", None, None]
     assert [str(record["=own"]) for record in records] == ["5", "None", "None"]
