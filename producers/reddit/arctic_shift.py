@@ -10,6 +10,7 @@ that they are, and items outside the bounds are dropped.
 import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from random import choice
 from typing import Any, NamedTuple
 
@@ -100,6 +101,9 @@ class ArcticShiftClient:
         last = max((item.created_utc for item in found), default=since)
         more = is_full and (until is None or last < until)
         if more and last <= since:
+            if size < PAGE_SIZE:  # a whole page may hold that second's posts
+                with suppress(RequestFailed):
+                    return self.since(name, since, until)
             return Span(items, since + 1, more, crowded=since)
         return Span(items, max(since, last), more)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from feedmill.producers.live.daemon import LiveDaemon
-from feedmill.producers.live.source import RequestBudget
+from feedmill.producers.live.source import RequestBudget, RequestFailed
 from feedmill.producers.live.state import Gap
 from feedmill.producers.push import Pusher
 from feedmill.producers.reddit.arctic_shift import BEHIND, CROWDED, ArcticShiftClient
@@ -226,13 +226,17 @@ def test_a_crowded_second_keeps_the_gap_open(house: House, archived: Archived) -
 
 
 @both_bounds
-def test_a_span_from_a_fraction_of_a_second_is_complete(house: House, archived: Archived) -> None:
+def test_a_span_from_a_fraction_of_a_second_is_complete(house: House, archived: Archived, archive: ArcticShift) -> None:
     client = archived.client()
     at = float(int(house.clock.time()))
     crowd = house.publish("chess", 150, created_utc=at)
     (later,) = house.publish("chess", 1, created_utc=at + 1)
     house.clock.wait(5)
+    archive.faults.next("server_error_503")
+    with pytest.raises(RequestFailed):
+        client.since("chess", at)
     span = client.since("chess", at + 0.5)
+    assert len(span.items) == 100, "although less is asked for after a failure"
     assert {item.fullname for item in span.items} <= set(crowd)
     assert span.crowded == at
     assert [item.fullname for item in client.since("chess", span.reached).items] == [later]
