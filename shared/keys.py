@@ -32,47 +32,23 @@ LIVE_STATUS = "feedmill:live:status"
 #: Source, subreddit and start of a gap -> the gap: a period whose posts could not be read, as JSON.
 LIVE_GAPS = "feedmill:live:gaps"
 
+# Beginnings of keys, each followed by a name.
 
-def reddit_track_key(subreddit: str) -> str:
-    """State of a subreddit: `beginning`, `watermark`, `newest`, `full` (seconds since 1970)."""
-    return f"feedmill:reddit:track:{subreddit}"
-
-
-def live_position_key(source: str) -> str:
-    """Position in a live source up to which everything is sent: `cursor`, and its time (`at`, seconds since 1970)."""
-    return f"feedmill:live:position:{source}"
-
-
-def live_deleted_key(source: str) -> str:
-    """Ids of posts that were deleted at the source and wait for the next purge."""
-    return f"feedmill:live:deleted:{source}"
-
-
-def live_rechecks_key(source: str) -> str:
-    """Sent posts to look up again, scored by due time, in seconds since 1970."""
-    return f"feedmill:live:rechecks:{source}"
-
-
-def live_authors_key(source: str) -> str:
-    """Beginnings of the ids of deleted accounts' posts, scored by the time of deletion, in seconds since 1970."""
-    return f"feedmill:live:authors:{source}"
-
-
-def run_key(run: str) -> str:
-    """Progress of a run: `sent`, `stored`, `failed`; `began`, `latest`, `used` (ms); kept `columns`. run: its name."""
-    return f"feedmill:run:{run}"
-
-
-def labels_key(hour: int | str) -> str:
-    """Label -> number of new results in one hour. hour: hours since 1970."""
-    return f"feedmill:labels:{hour}"
-
-
-def tombstone_key(post_id: str) -> str:
-    """Tombstone of a purged post: the time, in seconds since 1970. The post is not sent or stored while it exists."""
-    return f"feedmill:gone:{post_id}"
-
-
-def dead_letter_key(letter: str) -> str:
-    """Stream entry id of a dead letter. letter: digest of what was sent."""
-    return f"feedmill:buried:{letter}"
+#: Subreddit, in lower case -> its state: `beginning`, `watermark`, `newest`, `full` (seconds since 1970).
+REDDIT_TRACK = "feedmill:reddit:track:"
+#: Live source -> the position up to which everything is sent: `cursor`, and its time (`at`, seconds since 1970).
+LIVE_POSITION = "feedmill:live:position:"
+#: Live source -> ids of posts that were deleted there and wait for the next purge.
+LIVE_DELETED = "feedmill:live:deleted:"
+#: Live source -> sent posts to look up again, scored by due time, in seconds since 1970.
+LIVE_RECHECKS = "feedmill:live:rechecks:"
+#: Live source -> beginnings of the ids of deleted accounts' posts, scored by the time of deletion (seconds since 1970).
+LIVE_AUTHORS = "feedmill:live:authors:"
+#: Run -> its progress: `sent`, `stored`, `failed`; `began`, `latest`, `used` (ms); kept `columns`.
+RUN = "feedmill:run:"
+#: Hours since 1970 -> label -> number of new results in that hour.
+LABELS = "feedmill:labels:"
+#: Purged post -> its tombstone: the time, in seconds since 1970. The post is not sent or stored while it exists.
+TOMBSTONE = "feedmill:gone:"
+#: Digest of what was sent -> stream entry id of its dead letter.
+DEAD_LETTER = "feedmill:buried:"

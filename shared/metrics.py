@@ -141,15 +141,40 @@ def oldest_seconds(redis: Redis, queue: str) -> float | None:
     return max(0.0, time.time() - min(sent)) if sent else None
 
 
-class RedisMetrics:
-    """Metrics that every process reads from Redis. If Redis is unreachable, only `feedmill_redis_up` is reported."""
+class ProcessMetrics:
+    """A process' metrics and health: those that every process reads from Redis, and its own, which subclasses add."""
+
+    #: The process' own metrics.
+    metrics: Sequence[Metric] = ()
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._redis = connect_for_monitoring(settings)
         self._store = ResultsStore(self._redis, settings)
 
+    def serve(self) -> "MetricsServer":
+        """Start the metrics server. Raises UserError."""
+        sources = [(REDIS_METRICS, self.redis_values), (self.metrics, self.values)]
+        return serve(self._settings, sources, self.unhealthy, self.unready)
+
     def values(self) -> Values:
+        """Return the values of the process' own metrics."""
+        return {}
+
+    def unhealthy(self) -> Sequence[str]:
+        """List failures that need a restart. An unreachable Redis is not one of them."""
+        return []
+
+    def unready(self) -> Sequence[str]:
+        """List reasons why the process cannot work now; by default, that Redis is unreachable."""
+        try:
+            self._redis.ping()
+        except RedisError as fault:
+            return [f"Redis at {self._settings.redis_address} is unreachable ({clause(fault)})"]
+        return []
+
+    def redis_values(self) -> Values:
+        """Return the values of REDIS_METRICS; if Redis is unreachable, only that of `feedmill_redis_up`."""
         redis, settings = self._redis, self._settings
         try:
             depths = {name: queue_depth(redis, name) for name in queues(redis, settings)}
@@ -174,14 +199,6 @@ class RedisMetrics:
         except RedisError as fault:
             logger.debug("cannot read metrics from Redis: %s", fault)
             return {"feedmill_redis_up": 0}
-
-    def problems(self) -> list[str]:
-        """Return a sentence if Redis is unreachable, else an empty list."""
-        try:
-            self._redis.ping()
-        except RedisError as fault:
-            return [f"Redis at {self._settings.redis_address} is unreachable ({clause(fault)})"]
-        return []
 
 
 def serve(settings: Settings, sources: Sequence[Source], health: HealthCheck, ready: HealthCheck) -> "MetricsServer":

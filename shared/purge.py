@@ -24,7 +24,7 @@ from redis.client import NEVER_DECODE
 from feedmill.shared import encoding, model_routing
 from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, queue_lists
 from feedmill.shared.errors import UserError, printable
-from feedmill.shared.keys import DEAD_LETTERS, PURGES, RESULTS_STREAM, tombstone_key
+from feedmill.shared.keys import DEAD_LETTERS, PURGES, RESULTS_STREAM, TOMBSTONE
 from feedmill.shared.messages import MAX_ID, Post
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import DAY_S, Settings
@@ -94,12 +94,14 @@ def lift_tombstones(redis: Redis, ids: Iterable[str]) -> int:
 
     Purged data is not restored. Raises as `purge` does.
     """
-    return sum(redis.unlink(*map(tombstone_key, batch)) for batch in _batches(_valid_ids(ids), IDS_AT_ONCE))
+    return sum(
+        redis.unlink(*(TOMBSTONE + post_id for post_id in batch)) for batch in _batches(_valid_ids(ids), IDS_AT_ONCE)
+    )
 
 
 def tombstones(redis: Redis, ids: Sequence[str]) -> dict[str, int]:
     """Return the times of the posts' tombstones, in seconds since 1970. Posts without one are absent."""
-    found: Any = redis.mget([tombstone_key(post_id) for post_id in ids]) if ids else []
+    found: Any = redis.mget([TOMBSTONE + post_id for post_id in ids]) if ids else []
     return {post_id: int(at) for post_id, at in zip(ids, found, strict=True) if at is not None}
 
 

@@ -19,7 +19,7 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from redis.exceptions import ResponseError
 
-from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, STORED, labels_key
+from feedmill.shared.keys import COUNTERS, LABELS, RESULTS_STREAM, STORED
 from feedmill.shared.messages import Classification, DeadLetter, Post, digest
 from feedmill.shared.redis_errors import is_full
 from feedmill.shared.replay import Replay
@@ -248,7 +248,7 @@ class ResultsStore:
         wanted = range(now - hours + 1, now + 1)
         pipe: Any = self._redis.pipeline(transaction=False)
         for hour in wanted:
-            pipe.hgetall(labels_key(hour))
+            pipe.hgetall(f"{LABELS}{hour}")
         found = zip(wanted, pipe.execute(), strict=True)
         return {hour: {label: int(count) for label, count in counts.items()} for hour, counts in found if counts}
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.shared.keys import RUNS, run_key
+from feedmill.shared.keys import RUN, RUNS
 
 #: Maximum number of runs listed: the most recently active ones.
 MAX_RUNS = 1000
@@ -68,8 +68,8 @@ def progress(redis: Redis, run: str) -> Progress | None:
 def keep_columns(redis: Redis, run: str, columns: Sequence[str], ttl: int) -> None:
     """Record which columns the run's posts carry in `extra`, for exports. Raises redis.exceptions.RedisError."""
     pipe: Any = redis.pipeline()
-    pipe.hset(run_key(run), "columns", json.dumps(columns))
-    pipe.expire(run_key(run), ttl)
+    pipe.hset(RUN + run, "columns", json.dumps(columns))
+    pipe.expire(RUN + run, ttl)
     pipe.execute()
 
 
@@ -82,7 +82,7 @@ def recent(redis: Redis, count: int) -> list[Progress]:
 def _read(redis: Redis, runs: Sequence[str]) -> list[Progress | None]:
     pipe: Any = redis.pipeline(transaction=False)
     for run in runs:
-        pipe.hgetall(run_key(run))
+        pipe.hgetall(RUN + run)
     return [_parsed(run, fields) if fields else None for run, fields in zip(runs, pipe.execute(), strict=True)]
 
 

@@ -79,7 +79,7 @@ def reserve(
     limit: int = 64,
 ) -> int:
     """Reserve messages, as a worker does. Return their number. prefix: of their tags. keys: of messages and leases."""
-    return len(call(redis, "reserve", *keys, prefix, limit, 10**7, seconds, *lists)[1])
+    return len(call(redis, "reserve", *keys, prefix, limit, 10**7, seconds, *lists)) // 2
 
 
 class Key(NamedTuple):

@@ -20,7 +20,7 @@ from feedmill.reading import check_run, unknown_run
 from feedmill.shared import runs
 from feedmill.shared.broker import Application, connect, make_app, queue_depth
 from feedmill.shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
-from feedmill.shared.keys import DEAD_LETTERS, dead_letter_key
+from feedmill.shared.keys import DEAD_LETTER, DEAD_LETTERS
 from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
 from feedmill.shared.model_routing import check_queue
 from feedmill.shared.purge import TOMBSTONE_TTL_S, lift_tombstones
@@ -85,7 +85,7 @@ class DeadLetters:
 
     def expect_again(self, letter: DeadLetter) -> None:
         """Allow a new dead letter for the same post. Call before a retry: otherwise a second failure writes none."""
-        self._redis.delete(dead_letter_key(dead_letter_digest(letter)))
+        self._redis.delete(DEAD_LETTER + dead_letter_digest(letter))
 
     def remove_retried(self, entry: DeadLetterEntry) -> None:
         """Delete an entry whose post was sent again, and subtract it from the failures of its run."""

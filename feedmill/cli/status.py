@@ -23,7 +23,7 @@ from feedmill.reading import unknown_run
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app, queue_depth
 from feedmill.shared.errors import UserError, printable
-from feedmill.shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, serve
+from feedmill.shared.metrics import ProcessMetrics, connect_for_monitoring
 from feedmill.shared.settings import Settings, is_folder_locked
 
 #: Port on which `feedmill metrics` serves by default.
@@ -232,8 +232,7 @@ def metrics(settings: Settings) -> None:
     Needs no worker. Workers and ingesting daemons serve their own metrics with --metrics-port. Default port: 9107.
     """
     settings = settings.model_copy(update={"metrics_port": settings.metrics_port or DEFAULT_METRICS_PORT})
-    figures = RedisMetrics(settings)
     ends = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the server starts threads, which would receive them
-    serve(settings, [(REDIS_METRICS, figures.values)], list, figures.problems)
+    ProcessMetrics(settings).serve()
     signal.sigwait(ends)

@@ -79,8 +79,11 @@ def _report(stack: Stack, posts: Sequence[Post], seconds: float, show_all: bool)
     results = sorted(results, key=lambda result: result.post.id)
     shown = results if show_all else random_sample(results)
     console.print(_table(shown))
+    right = _count_right(results)
+    share = f" ({right / len(results):.0%})" if results else ""
     console.print(
-        f"\n[bold]{_share_right(results)}[/]. A label is right if it is the topic that the post was written for."
+        f"\n[bold]{right} of {len(results)} right{share}[/]. A label is right if it is the topic that the post was "
+        "written for."
     )
     if not show_all:
         console.print(
@@ -98,12 +101,6 @@ def random_sample(results: Sequence[Result], rows: int = SAMPLE_ROWS) -> list[Re
 def _count_right(results: Sequence[Result]) -> int:
     """Count the results whose label is the topic that the post was written for."""
     return sum(found.label == post.topic for post, found in results)
-
-
-def _share_right(results: Sequence[Result]) -> str:
-    right = _count_right(results)
-    share = f" ({right / len(results):.0%})" if results else ""
-    return f"{right} of {len(results)} right{share}"
 
 
 def _table(results: Sequence[Result]) -> Table:

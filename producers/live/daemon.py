@@ -26,7 +26,7 @@ from feedmill.producers.live.source import MAX_WAIT_S, Clock, Event, Pause, Requ
 from feedmill.producers.live.state import Gap, Gaps, LiveState, Position
 from feedmill.producers.push import FULL_QUEUE_POLL_S, Pusher
 from feedmill.shared.errors import PostRefused, UserError, clause, printable
-from feedmill.shared.keys import live_position_key
+from feedmill.shared.keys import LIVE_POSITION
 from feedmill.shared.messages import MAX_DEAD_POST_BYTES, DeadLetter, Post, digest
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
@@ -215,7 +215,7 @@ class LiveDaemon:
             # All events until then would be taken for repetitions.
             raise SourceFailed(
                 f"the stored position is {(stored.at - self._clock.time()) / 60:.0f} minutes ahead of this machine's "
-                f"clock: correct the clock, or delete the key {live_position_key(self._source.name)} to skip events"
+                f"clock: correct the clock, or delete the key {LIVE_POSITION}{self._source.name} to skip events"
             )
         # Servers may repeat far more than asked for. Everything before the overlap has been sent.
         self._floor = self._position.cursor - self._source.overlap if self._position else 0

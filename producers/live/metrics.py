@@ -1,10 +1,10 @@
 """Prometheus metrics and health of a daemon that reads a source, from its latest status."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from feedmill.shared.metrics import REDIS_METRICS, Metric, MetricsServer, RedisMetrics, Values, serve
+from feedmill.shared.metrics import Metric, ProcessMetrics, Values
 from feedmill.shared.settings import Settings
 
 #: Seconds without a finished step after which the daemon counts as stuck. A step may wait for the end of Reddit's
@@ -52,25 +52,17 @@ METRICS = tuple(
 )
 
 
-class LiveMetrics:
+class LiveMetrics(ProcessMetrics):
     """Metrics of a daemon's latest status."""
 
+    metrics = METRICS
+
     def __init__(self, settings: Settings, source: str) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._source = source
-        self._redis = RedisMetrics(settings)
         #: Latest status. Replaced, never modified, because other threads read it.
         self._status: Mapping[str, Any] = {}
         self._turned = time.monotonic()
-
-    def serve(self) -> MetricsServer:
-        """Start the metrics server. Raises UserError."""
-        return serve(
-            self._settings,
-            [(REDIS_METRICS, self._redis.values), (METRICS, self.values)],
-            self.unhealthy,
-            self.unready,
-        )
 
     def update(self, status: Mapping[str, Any]) -> None:
         """Store the daemon's status after a step."""
@@ -88,18 +80,14 @@ class LiveMetrics:
             values["feedmill_live_faults_total"] = faults
         return values
 
-    def unhealthy(self) -> list[str]:
-        """List failures that need a restart. An unreachable source or Redis is not one of them."""
+    def unhealthy(self) -> Sequence[str]:
         quiet = time.monotonic() - self._turned
         return [f"the daemon has not finished a step for {quiet:.0f} s"] if quiet > STUCK_AFTER_S else []
 
-    def unready(self) -> list[str]:
-        """List reasons why no posts are being sent."""
+    def unready(self) -> Sequence[str]:
         if not self._status.get("read"):
             return [self._status.get("hindrance") or "the daemon has not read anything yet"]
-        return (
-            self.unhealthy() or [self._status["hindrance"]] * bool(self._status["hindrance"]) or self._redis.problems()
-        )
+        return self.unhealthy() or [self._status["hindrance"]] * bool(self._status["hindrance"]) or super().unready()
 
 
 def _as_number(value: Any) -> float | None:

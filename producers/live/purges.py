@@ -15,7 +15,7 @@ from typing import Any
 from feedmill.producers.live.source import Clock
 from feedmill.producers.push import known_ids
 from feedmill.shared import model_routing
-from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, live_authors_key, live_deleted_key
+from feedmill.shared.keys import DEAD_LETTERS, LIVE_AUTHORS, LIVE_DELETED, RESULTS_STREAM
 from feedmill.shared.messages import MAX_ID
 from feedmill.shared.purge import IDS_AT_ONCE, find_entries, ids_in_messages, purge
 from feedmill.shared.results import stored_ids
@@ -39,7 +39,7 @@ class Purges:
         self._redis = redis
         self._settings = settings
         #: Keys of the posts that are not purged yet, and of the accounts, scored by the time of deletion.
-        self._deleted, self._authors = live_deleted_key(source), live_authors_key(source)
+        self._deleted, self._authors = LIVE_DELETED + source, LIVE_AUTHORS + source
         self._clock = clock
         self._due = self._authors_due = clock.monotonic()  # a killed daemon may have left some
         self.purged = 0

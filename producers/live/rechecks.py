@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from feedmill.producers.live.source import Clock, Event, RequestFailed, Source
 from feedmill.producers.push import Pusher, known_ids
 from feedmill.shared.errors import PostRefused
-from feedmill.shared.keys import live_rechecks_key
+from feedmill.shared.keys import LIVE_RECHECKS
 from feedmill.shared.messages import Post, digest
 from feedmill.shared.purge import lift_matching, purge, tombstones
 from feedmill.shared.results import ResultsStore
@@ -67,7 +67,7 @@ class Rechecks:
         self._store = ResultsStore(redis, settings)
         self._pusher = pusher
         self._clock = clock
-        self._key = live_rechecks_key(source.name)
+        self._key = LIVE_RECHECKS + source.name
         self._due = clock.monotonic()
         #: Posts rechecked, purged, and sent again because they came back, since the start.
         self.rechecked = self.purged = self.returned = 0

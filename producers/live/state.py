@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.shared.keys import LIVE_GAPS, LIVE_STATUS, live_position_key
+from feedmill.shared.keys import LIVE_GAPS, LIVE_POSITION, LIVE_STATUS
 
 #: Maximum number of stored gaps; the oldest are deleted first.
 MAX_GAPS = 10_000
@@ -102,13 +102,13 @@ class LiveState:
 
     def position(self) -> Position | None:
         """Return the position from which to resume; None at the first start."""
-        found: Any = self._redis.hgetall(live_position_key(self._source))
+        found: Any = self._redis.hgetall(LIVE_POSITION + self._source)
         return Position(int(found["cursor"]), float(found["at"])) if found else None
 
     def advance(self, position: Position) -> None:
         """Store the position up to which everything is sent."""
         values: dict[Any, Any] = position._asdict()
-        self._redis.hset(live_position_key(self._source), mapping=values)
+        self._redis.hset(LIVE_POSITION + self._source, mapping=values)
 
     def store_status(self, report: Mapping[str, Any], ended: bool = False) -> None:
         """Store the daemon's status for `feedmill status`. ended: the daemon stops on request, and is not missed."""

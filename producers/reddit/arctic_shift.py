@@ -55,27 +55,21 @@ class Span(NamedTuple):
     crowded: float | None = None
 
 
-class ArcticShiftClient:
+class ArcticShiftClient(HttpClient):
     """A client for Arctic Shift's API. Not thread-safe. Methods raise SourceFailed; RequestFailed for one request.
 
     topic_of: topic by the subreddit's name in lower case.
     """
 
-    name = "Arctic Shift"
-
     def __init__(self, settings: Settings, budget: RequestBudget, topic_of: Mapping[str, str]) -> None:
-        self.budget = budget
-        self._http = HttpClient(self.name, budget)
-        self._http.session.headers["User-Agent"] = settings.reddit_user_agent or "feedmill"
+        super().__init__("Arctic Shift", budget)
+        self.session.headers["User-Agent"] = settings.reddit_user_agent or "feedmill"
         self._url = URL
         self._topic_of = topic_of
         #: Subreddits whose latest search timed out: they are asked for fewer posts.
         self._slow: set[str] = set()
         #: Whether an answer has shown that `after` is inclusive.
         self._inclusive = False
-
-    def close(self) -> None:
-        self._http.close()
 
     def since(self, name: str, since: float, until: float | None = None) -> Span:
         """Return the subreddit's oldest posts created at `since` or later, and before `until`.
@@ -133,8 +127,8 @@ class ArcticShiftClient:
         return [item for item in items if item.subreddit.lower() == name.lower()], len(posts) >= limit
 
     def _request(self, path: str, parameters: Mapping[str, str | int]) -> list[Any]:
-        response = self._http.request("GET", self._url + path, params=parameters)
-        answer = self._http.json(response)
+        response = self.request("GET", self._url + path, params=parameters)
+        answer = self.json(response)
         data = answer.get("data") if isinstance(answer, dict) else None
         if response.status_code != 200 or not isinstance(data, list):
             why = printable(str(answer.get("error") if isinstance(answer, dict) else answer))

@@ -22,7 +22,6 @@ from feedmill.producers.reddit.listing import (
     ListingItem,
     ListingPage,
     SubredditUnreadable,
-    UnreadableReason,
     parse_items,
 )
 from feedmill.shared.errors import CredentialsError
@@ -40,18 +39,16 @@ NEWEST_PAGE_SIZE = 5
 SEARCH_PATH = re.compile(r"(https?://[^/]*)?(/subreddits)?/search(\.json)?/?(\?.*)?")
 SUBREDDIT_PATH = re.compile(r"(?:https?://[^/]*)?/r/([^/?]+)([/?].*)?")
 #: Reasons in answers with status 403 or 404.
-CLOSED: dict[str, UnreadableReason] = {"quarantined": "quarantined", "gated": "gated", "banned": "banned"}
+CLOSED = frozenset({"quarantined", "gated", "banned"})
 
 _BLOCKED = f"Reddit or a proxy blocked the request with status {{}}; check {PREFIX}REDDIT_USER_AGENT"
 
 
-class RedditClient:
+class RedditClient(HttpClient):
     """A client for Reddit's API. Not thread-safe. Methods raise SourceFailed, and RequestFailed for single requests.
 
     topic_of: topic by the subreddit's name in lower case.
     """
-
-    name = "Reddit"
 
     def __init__(self, settings: Settings, budget: RequestBudget, topic_of: Mapping[str, str]) -> None:
         """Create the client. Raises CredentialsError if credentials are missing; wrong ones fail the first request."""
@@ -59,11 +56,10 @@ class RedditClient:
             f"Reddit rejected the client ID or secret. Compare {PREFIX}REDDIT_CLIENT_ID and "
             f"{PREFIX}REDDIT_CLIENT_SECRET (or praw.ini) with your app at https://www.reddit.com/prefs/apps."
         )
-        self.budget = budget
         config = _praw_config(settings)
-        self._http = HttpClient(self.name, budget)
+        super().__init__("Reddit", budget)
         self._url = API_URL
-        self._http.session.headers["User-Agent"] = config.user_agent
+        self.session.headers["User-Agent"] = config.user_agent
         self._credentials = config.client_id, config.client_secret or ""
         if not "".join([config.user_agent, *self._credentials]).isascii():
             raise CredentialsError(
@@ -71,9 +67,6 @@ class RedditClient:
             )
         self._token, self._was_accepted = "", False
         self._topic_of = topic_of
-
-    def close(self) -> None:
-        self._http.close()
 
     def page(
         self,
@@ -118,7 +111,7 @@ class RedditClient:
             self._token = ""  # expired
             response = self._get(path, params)
         _check(response, names)
-        answer = self._http.json(response)
+        answer = self.json(response)
         data = answer.get("data") if isinstance(answer, dict) and answer.get("kind") == "Listing" else None
         if not isinstance(data, dict) or not isinstance(data.get("children"), list):
             raise RequestFailed("Reddit returned something other than a listing")
@@ -127,10 +120,10 @@ class RedditClient:
     def _get(self, path: str, params: Mapping[str, object]) -> requests.Response:
         self._token = self._token or self._new_token()
         headers = {"Authorization": f"bearer {self._token}"}
-        return self._http.request("GET", self._url + path, params={**params, "raw_json": 1}, headers=headers)
+        return self.request("GET", self._url + path, params={**params, "raw_json": 1}, headers=headers)
 
     def _new_token(self) -> str:
-        response = self._http.request(
+        response = self.request(
             "POST",
             f"{TOKEN_URL}/api/v1/access_token",
             auth=self._credentials,
@@ -141,7 +134,7 @@ class RedditClient:
         if response.status_code in (400, 401, 403):
             # After a first token, Reddit may be wrong.
             raise SourceFailed(self._refused) if self._was_accepted else CredentialsError(self._refused)
-        answer = self._http.json(response)
+        answer = self.json(response)
         if response.status_code != 200 or not isinstance(answer, dict) or not answer.get("access_token"):
             raise RequestFailed(f"Reddit returned no token, but status {response.status_code}")
         self._was_accepted = True
@@ -165,7 +158,7 @@ def _check(response: requests.Response, names: Collection[str]) -> None:
             reason = str(response.json().get("reason"))
         except (ValueError, AttributeError):
             raise RequestFailed(_BLOCKED.format(status)) from None
-        raise SubredditUnreadable(CLOSED.get(reason, "private" if status == 403 else "missing"))
+        raise SubredditUnreadable(reason if reason in CLOSED else "private" if status == 403 else "missing")
     if status != 200:
         raise RequestFailed(f"Reddit returned status {status}")
 

@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from feedmill.producers.live.source import Event, RequestFailed
 from feedmill.producers.records import Removal, parse_post, removal_of
@@ -22,15 +22,9 @@ PAGE_SIZE = 100
 #: The end of the year 9999, in seconds since 1970.
 MAX_TIMESTAMP = 253_402_300_799.0
 
-UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated", "redirected"]
-
 
 class SubredditUnreadable(RequestFailed):
-    """A subreddit cannot be read. why: the reason given by Reddit."""
-
-    def __init__(self, why: UnreadableReason) -> None:
-        super().__init__(why)
-        self.why: UnreadableReason = why
+    """A subreddit is missing, banned, private, quarantined, gated or redirected. The text is that word."""
 
 
 class ListingItem(NamedTuple):

@@ -29,7 +29,7 @@ from feedmill.producers.reddit.listing import (
     walk,
 )
 from feedmill.producers.reddit.topics import ASLEEP, ReplacedSubreddit, Topics, choose, replaced, store_replaced
-from feedmill.shared.keys import reddit_track_key
+from feedmill.shared.keys import REDDIT_TRACK
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 
@@ -158,7 +158,7 @@ class RedditSource(Source):
         try:
             items = self._reddit.newest(name)
         except SubredditUnreadable as fault:
-            return fault.why
+            return str(fault)
         except RequestFailed as fault:
             self._count(fault)
             return ""  # unclear: read it, and let the poll handle its failures
@@ -176,7 +176,7 @@ class RedditSource(Source):
             self._store(track)
 
     def _track(self, name: str) -> Track:
-        fields: Any = self._redis.hgetall(reddit_track_key(name.lower()))
+        fields: Any = self._redis.hgetall(REDDIT_TRACK + name.lower())
         track = Track(name, **{field: float(value) for field, value in fields.items()})
         if track.beginning is not None and track.watermark is None:
             # A first walk that was interrupted: the next one reads down to the beginning.
@@ -185,8 +185,8 @@ class RedditSource(Source):
 
     def _store(self, track: Track) -> None:
         fields: Any = {name: value for name, value in vars(track).items() if name != "name" and value is not None}
-        self._redis.hset(reddit_track_key(track.name.lower()), mapping=fields)
-        self._redis.expire(reddit_track_key(track.name.lower()), TRACK_TTL)
+        self._redis.hset(REDDIT_TRACK + track.name.lower(), mapping=fields)
+        self._redis.expire(REDDIT_TRACK + track.name.lower(), TRACK_TTL)
 
     # Reading.
 

@@ -20,15 +20,8 @@ from feedmill.shared import keys
 
 #: Files of the library, in order: later ones use what earlier ones define.
 FILES = ("tables", "results", "queue", "purge", "stream", "leases")
-#: Names of keys, and beginnings of names, that the functions use. Redis Cluster is not supported, so callers need not
-#: declare them.
-NAMES = {
-    "RESULTS_STREAM": keys.RESULTS_STREAM, "DEAD_LETTERS": keys.DEAD_LETTERS, "COUNTERS": keys.COUNTERS,
-    "MARKS": keys.MARKS, "STORED": keys.STORED, "RUNS": keys.RUNS, "PURGES": keys.PURGES,
-    "RUN": keys.run_key(""), "LABELS": keys.labels_key(""), "TOMBSTONE": keys.tombstone_key(""),
-    "DEAD_LETTER": keys.dead_letter_key(""),
-}  # fmt: skip
-_CODE = "".join(f"local {name} = '{key}'\n" for name, key in NAMES.items()) + "".join(
+#: The code, after the names of keys (shared/keys.py). Redis Cluster is not supported, so callers need not declare them.
+_CODE = "".join(f"local {name} = '{key}'\n" for name, key in vars(keys).items() if name.isupper()) + "".join(
     (Path(__file__).parent / f"{name}.lua").read_text("utf-8") for name in FILES
 )
 _LIBRARY = f"feedmill_{blake2b(_CODE.encode(), digest_size=6).hexdigest()}"

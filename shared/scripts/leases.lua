@@ -4,31 +4,26 @@
 --   ARGV[3]  prefix of tags    ARGV[4]  maximum messages   ARGV[5]  bytes after which to stop
 --   ARGV[6]  length of a lease in seconds                  ARGV[7+] lists, in order of delivery
 --
--- Returns a flat array (list number, message count, list number, message count, …) of the lists that had messages, and
--- the messages.
+-- Returns a flat array: the position of a list, and a message from it, of each message.
 register('reserve', SHRINKS, function(ARGV)
   local reserved, index, now = ARGV[1], ARGV[2], current_time()
   redis.call('HDEL', reserved, '')
   redis.call('ZREM', index, '')
   local left, room = tonumber(ARGV[4]), tonumber(ARGV[5])
-  local runs, messages = {}, {}
+  local taken = {}
   for number = 7, #ARGV do
-    local list, before = ARGV[number], #messages
+    local list = ARGV[number]
     while left > 0 and room > 0 do
       local message = redis.call('RPOP', list)
       if not message then break end
-      messages[#messages + 1] = message
+      taken[#taken + 1], taken[#taken + 2] = number - 7, message
       left, room = left - 1, room - #message
-      local tag = string.format('%s-%04d %s', ARGV[3], #messages, list)
+      local tag = string.format('%s-%04d %s', ARGV[3], #taken / 2, list)
       redis.call('HSET', reserved, tag, message)
       redis.call('ZADD', index, now + ARGV[6], tag)
     end
-    if #messages > before then
-      runs[#runs + 1] = number - 7
-      runs[#runs + 1] = #messages - before
-    end
   end
-  return {runs, messages}
+  return taken
 end)
 
 -- A lease that ends later than its length from now was made before Redis' clock was set back. It is shortened to its

@@ -11,7 +11,7 @@ import pytest
 
 from feedmill.cli.enqueue import default_run
 from feedmill.shared import runs
-from feedmill.shared.keys import MODELS, run_key
+from feedmill.shared.keys import MODELS, RUN
 from feedmill.shared.messages import MAX_RUN, DeadLetter, Post, fingerprint
 from feedmill.shared.model_routing import announce, deregister, known_queues, register
 from feedmill.shared.results import Result, ResultsStore
@@ -150,7 +150,7 @@ def test_an_interrupted_command_says_how_to_go_on(redis: RedisServer, tmp_path: 
 
 def test_waits_until_the_run_is_done(redis: RedisServer, csv: Path) -> None:
     with running("enqueue", str(csv), "--run", "a", "--wait", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url) as command:
-        wait_until(lambda: redis.client.hget(run_key("a"), "sent") == "2", "the posts are sent")
+        wait_until(lambda: redis.client.hget(RUN + "a", "sent") == "2", "the posts are sent")
         store(redis, queued(redis))
         assert command.process.wait() == 0
         assert "run a: 2 done, 0 failed" in command.text()
@@ -159,7 +159,7 @@ def test_waits_until_the_run_is_done(redis: RedisServer, csv: Path) -> None:
 def test_waiting_ends_with_an_empty_queue(redis: RedisServer, csv: Path) -> None:
     """Posts can leave the queue without a result."""
     with running("enqueue", str(csv), "--run", "a", "--wait", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url) as command:
-        wait_until(lambda: redis.client.hget(run_key("a"), "sent") == "2", "the posts are sent")
+        wait_until(lambda: redis.client.hget(RUN + "a", "sent") == "2", "the posts are sent")
         redis.client.delete("feedmill")
         assert command.process.wait() == 0
         assert "2 without a result" in command.text()
@@ -210,7 +210,7 @@ def test_results_status_and_dead_letters_of_a_run(redis: RedisServer, csv: Path)
     assert all(f"{name}: " in status for name in ("a", "b"))
     assert enqueue(redis, csv, "--run", "c").returncode == 0
     assert re.search("c: 0 of 2 done · waiting for .*no worker", ask("status", "--run", "c").stdout)
-    redis.client.delete(run_key("c"))
+    redis.client.delete(RUN + "c")
     typo = ask("results", "--run", "c")
     assert all(word in typo.stderr for word in ("'c'", "b, a"))
 
@@ -223,7 +223,7 @@ def test_clearing_the_queue_forgets_that_its_posts_were_sent(redis: RedisServer,
     cleared = feedmill("purge", "--queue", "feedmill", "--yes", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
     assert cleared.returncode == 0
     assert cleared.stdout == "queue feedmill emptied (messages: 1, posts: 2)\n"
-    assert redis.client.hget(run_key("a"), "sent") == "0"
+    assert redis.client.hget(RUN + "a", "sent") == "0"
     again = enqueue(redis, csv, "--run", "a")
     assert again.stdout.startswith("2 posts sent")
     empty = feedmill("purge", "--queue", "feedmill", "--yes", "--json", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)

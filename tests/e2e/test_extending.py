@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from feedmill.producers.live.state import Gaps, LiveState, statuses
-from feedmill.shared.keys import live_deleted_key
+from feedmill.shared.keys import LIVE_DELETED
 from tests.fakes.hacker_news import HackerNews
 from tests.support import ROOT, Feedmill, RedisServer, feedmill, queued, running, wait_until
 
@@ -65,7 +65,7 @@ def test_custom_live_source_sends_posts_once(redis: RedisServer, hacker_news: Ha
         wait_until(
             lambda: (
                 queued(redis)[1] == {"id": "hn-106"}
-                or redis.client.smembers(live_deleted_key("hacker_news")) == {"hn-106"}
+                or redis.client.smembers(LIVE_DELETED + "hacker_news") == {"hn-106"}
             ),
             "the deletion is known",
         )

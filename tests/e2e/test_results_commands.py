@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.shared.keys import RESULTS_STREAM, run_key
+from feedmill.shared.keys import RESULTS_STREAM, RUN
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
@@ -106,7 +106,7 @@ def test_an_unknown_run_is_one_error(redis: RedisServer, tmp_path: Path, command
     )
     assert list(tmp_path.iterdir()) == []
     store.write([Result(Post(id="b1", title="t", run="tuesday"), result("b1").classification)])
-    redis.client.delete(run_key("tuesday"))  # expired, but its results are in the stream
+    redis.client.delete(RUN + "tuesday")  # expired, but its results are in the stream
     if command != "status":
         assert feedmill(*command.split(), "--run", "tuesday", cwd=tmp_path, **url).returncode == 0
 

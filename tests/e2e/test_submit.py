@@ -17,7 +17,7 @@ from feedmill.producers.records import id_of_text
 from feedmill.shared import runs
 from feedmill.shared.broker import CLASSIFY_TASK, make_app
 from feedmill.shared.errors import RequestRefused
-from feedmill.shared.keys import tombstone_key
+from feedmill.shared.keys import TOMBSTONE
 from feedmill.shared.settings import Settings, load
 from tests.e2e.test_python_api import EXPECTED, LABELS, TEXTS, labels
 from tests.support import PASSWORD, RedisServer, naming, run, wait_until, working
@@ -125,7 +125,7 @@ def test_other_fields_travel_with_a_dictionary(key: str) -> None:
 
 def test_purged_posts_are_not_sent(worker: RedisServer) -> None:
     for post_id in ("gone", "0", "1"):
-        worker.client.set(tombstone_key(post_id), "1")
+        worker.client.set(TOMBSTONE + post_id, "1")
     assert labels(api.submit(TEXTS, LABELS).results(60)) == EXPECTED  # a position is not an id
     sent = api.submit([{"id": "gone", "title": TEXTS[0]}, {"id": "here", "title": TEXTS[1]}], LABELS)
     with pytest.warns(UserWarning, match="item 0: purged"):

@@ -14,7 +14,7 @@ from feedmill.producers.live.source import Clock
 from feedmill.producers.live.state import LiveState
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, live_authors_key, live_deleted_key, tombstone_key
+from feedmill.shared.keys import DEAD_LETTERS, LIVE_AUTHORS, LIVE_DELETED, RESULTS_STREAM, TOMBSTONE
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.purge import tombstones
 from feedmill.shared.results import ResultsStore, stored_ids
@@ -139,7 +139,7 @@ def test_deleted_posts_are_purged_and_stay_away(redis: RedisServer, jetstream: J
     run(daemon, lambda: daemon.status()["purged"], "the post is purged")
     assert ids(redis) == [stays]
     assert set(tombstones(redis.client, [gone])) == {gone}
-    assert list(redis.client.scan_iter(tombstone_key("*"))) == [tombstone_key(gone)], "only posts that were sent"
+    assert list(redis.client.scan_iter(TOMBSTONE + "*")) == [TOMBSTONE + gone], "only posts that were sent"
     daemon.close()
     again = make()  # reads the post once more
     run(again, lambda: again.read >= 4, "the overlap is read again")
@@ -190,7 +190,7 @@ def test_a_deleted_accounts_posts_are_found_wherever_they_are(
 def test_a_deleted_accounts_posts_are_searched_for_a_day(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
     daemon = make()
     start(daemon, jetstream)
-    key = live_authors_key("bluesky")
+    key = LIVE_AUTHORS + "bluesky"
     redis.client.zadd(key, {"at://did:plc:long ago/": time.time() - purges.AUTHOR_KEPT_S - 1})
     jetstream.account("did:plc:alice", "deleted")
     author = "at://did:plc:alice/app.bsky.feed.post/"
@@ -211,7 +211,7 @@ def test_a_killed_daemons_deletions_are_purged_by_the_next(
     gone = jetstream.post("to be deleted")
     run(first, lambda: queued(redis), "the post is sent")
     jetstream.delete(gone)
-    run(first, lambda: redis.client.exists(live_deleted_key("bluesky")), "the deletion is stored")
+    run(first, lambda: redis.client.exists(LIVE_DELETED + "bluesky"), "the deletion is stored")
     first.close()
     monkeypatch.undo()
     second = make()

@@ -14,7 +14,7 @@ from feedmill.export.files import STATE_FILE, batch_of, opened, parts, post_ids,
 from feedmill.producers.files import Source
 from feedmill.reading import Chunk, Place, RowReader, id_before, seconds_of
 from feedmill.shared.errors import UserError
-from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, tombstone_key
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, TOMBSTONE
 from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge as purge_posts
 from feedmill.shared.results import Result, ResultsStore
@@ -136,8 +136,8 @@ def test_rows_carry_the_latest_known_scores(store: ResultsStore, reader: RowRead
 
 def test_skips_rows_of_purged_posts(server: RedisServer, store: ResultsStore, reader: RowReader) -> None:
     store.write([result(str(number)) for number in range(5)])
-    server.client.set(tombstone_key("1"), 1)  # a purge begins with a tombstone
-    server.client.set(tombstone_key("4"), 1)
+    server.client.set(TOMBSTONE + "1", 1)  # a purge begins with a tombstone
+    server.client.set(TOMBSTONE + "4", 1)
     chunk = reader.fetch(BEGINNING)
     assert [row.post["id"] for row in chunk.rows] == ["0", "2", "3"]
     assert reader.fetch(chunk.place).rows == []

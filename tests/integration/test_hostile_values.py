@@ -10,7 +10,7 @@ from redis import Redis
 from feedmill.producers import push
 from feedmill.producers.push import SENT, Mark
 from feedmill.shared import runs
-from feedmill.shared.keys import MARKS, RUNS, run_key
+from feedmill.shared.keys import MARKS, RUN, RUNS
 from feedmill.shared.messages import digest
 from feedmill.shared.purge import forget
 from feedmill.shared.results import Result, ResultsStore
@@ -85,6 +85,6 @@ def test_any_records_in_buckets(server: RedisServer, client: Redis, records: byt
 @pytest.mark.parametrize("number", NUMBERS)
 def test_any_fields_of_a_run(server: RedisServer, client: Redis, number: str) -> None:
     names = ("sent", "stored", "failed", "began", "latest", "used", "columns")
-    server.client.hset(run_key("r"), mapping=dict.fromkeys(names, number))
+    server.client.hset(RUN + "r", mapping=dict.fromkeys(names, number))
     server.client.zadd(RUNS, {"r": float("inf"), "another": float("-inf")})
     use_everything(client)

@@ -21,7 +21,7 @@ from feedmill.producers.live.source import Event, Source, SourceFailed
 from feedmill.producers.live.state import EXPECTED_S, STATUS_TTL, Gap, Gaps, LiveState, Position, statuses
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.keys import LIVE_STATUS, tombstone_key
+from feedmill.shared.keys import LIVE_STATUS, TOMBSTONE
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
@@ -206,7 +206,7 @@ def test_post_written_again_after_its_deletion_stays(
     events = [post(1), *pause, Event(2, 1_800_000_002.0, deleted="s-1"), *pause, again]
     run(make(Script(events), settings, clock), clock, 2 * PURGE_INTERVAL_S)
     assert [each["body"] for each in queued(redis)][-1] == "another text"
-    assert not redis.client.exists(tombstone_key("s-1"))
+    assert not redis.client.exists(TOMBSTONE + "s-1")
 
 
 @pytest.mark.parametrize(

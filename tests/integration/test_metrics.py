@@ -18,9 +18,9 @@ from feedmill.producers.live.state import Gap, Gaps, LiveState
 from feedmill.producers.push import Pusher
 from feedmill.shared import encoding
 from feedmill.shared.broker import make_app
-from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, LIVE_STATUS, RUNS, run_key
+from feedmill.shared.keys import COUNTERS, DEAD_LETTERS, LIVE_STATUS, RUN, RUNS
 from feedmill.shared.messages import ClassifyOptions
-from feedmill.shared.metrics import REDIS_METRICS, RedisMetrics, connect_for_monitoring, oldest_seconds
+from feedmill.shared.metrics import REDIS_METRICS, ProcessMetrics, connect_for_monitoring, oldest_seconds
 from feedmill.shared.model_routing import announce
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, announced, make_posts
@@ -41,7 +41,7 @@ LIVE_REPORT: dict[str, Any] = {
 def told(settings: Settings) -> dict[str, float]:
     """Return Redis' metrics by name and labels."""
     found: dict[str, float] = {}
-    for name, value in RedisMetrics(settings).values().items():
+    for name, value in ProcessMetrics(settings).redis_values().items():
         by_labels = value if isinstance(value, dict) else {(): value}
         found |= {" ".join((name, *([key] if isinstance(key, str) else key))): of for key, of in by_labels.items()}
     return found
@@ -129,7 +129,7 @@ def test_ignores_foreign_list_elements_for_the_age(redis: RedisServer, settings:
 def test_unreachable_redis_reports_only_redis_up_zero() -> None:
     away = Settings.model_validate({"redis_url": "redis://:hunter2@127.0.0.1:1/0"})
     assert told(away) == {"feedmill_redis_up": 0}
-    (sentence,) = RedisMetrics(away).problems()
+    (sentence,) = ProcessMetrics(away).unready()
     assert "127.0.0.1:1/0" in sentence
     assert "hunter2" not in sentence
 
@@ -285,7 +285,7 @@ def test_a_snapshot_reads_totals_and_runs_after_the_workers_answered(
 
     def answer(*_: object) -> dict[str, Any]:
         redis.client.hset(COUNTERS, "stored", 500)
-        redis.client.hset(run_key("monday"), mapping={"sent": 500, "stored": 500})
+        redis.client.hset(RUN + "monday", mapping={"sent": 500, "stored": 500})
         redis.client.zadd(RUNS, {"monday": 1})
         redis.client.delete("feedmill")
         redis.client.xadd(DEAD_LETTERS, {"letter": "{}"})
@@ -302,7 +302,7 @@ def test_a_run_without_workers_is_waiting(redis: RedisServer, settings: Settings
     """Its rate was that of the time in which workers served it, and says nothing about its end."""
     now = int(time.time() * 1000)
     counts: dict[Any, Any] = {"sent": 500, "stored": 357, "began": now - 11_000, "latest": now - 1000, "used": 10_000}
-    redis.client.hset(run_key("monday"), mapping=counts)
+    redis.client.hset(RUN + "monday", mapping=counts)
     redis.client.zadd(RUNS, {"monday": now})
 
     def lines(found: Status) -> list[str]:

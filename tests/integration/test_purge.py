@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from feedmill.shared import purge as purging
 from feedmill.shared.broker import make_app, publish
 from feedmill.shared.errors import UserError
-from feedmill.shared.keys import PURGES, tombstone_key
+from feedmill.shared.keys import PURGES, TOMBSTONE
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from feedmill.shared.purge import (
     BEGINNING,
@@ -73,7 +73,7 @@ def everything(client: Redis) -> str:
         "string": ("GET",), "hash": ("HGETALL",), "stream": ("XRANGE", "-", "+"), "list": ("LRANGE", 0, -1),
         "zset": ("ZRANGE", 0, -1),
     }  # fmt: skip
-    names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith((tombstone_key(""), PURGES)))
+    names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith((TOMBSTONE, PURGES)))
     commands = [(name, *read[str(client.type(name))]) for name in names]
     return str([untyped.execute_command(which, name, *end, **{NEVER_DECODE: True}) for name, which, *end in commands])
 
@@ -96,9 +96,9 @@ def test_removes_everything_about_a_post_and_keeps_the_others(
     for post_id in (posts[0], posts[2]):
         assert not has_results(client, post_id)
         assert sent_marks(client, post_id) == 0
-        assert int(str(client.get(tombstone_key(post_id)))) > 1_700_000_000
-        assert 0 < client.ttl(tombstone_key(post_id)) <= TOMBSTONE_TTL_S
-    assert client.exists(tombstone_key("kept")) == 0
+        assert int(str(client.get(TOMBSTONE + post_id))) > 1_700_000_000
+        assert 0 < client.ttl(TOMBSTONE + post_id) <= TOMBSTONE_TTL_S
+    assert client.exists(TOMBSTONE + "kept") == 0
     assert purge(client, settings, [posts[0], posts[2]]) == PurgeCounts()
 
 
@@ -117,7 +117,7 @@ def test_purges_at_redis_memory_limit(client: Redis, settings: Settings, store: 
     finally:
         client.config_set("maxmemory", 0)
     assert found == PurgeCounts(sent=1, results=1, entries=1, dead_letters=1, messages=2)
-    assert client.exists(tombstone_key("gone"), tombstone_key("never there")) == 2
+    assert client.exists(TOMBSTONE + "gone", TOMBSTONE + "never there") == 2
     waiting, taken = client.lindex("feedmill", 0), client.hget("feedmill:reserved", "tag feedmill")
     assert [arguments(str(message)) for message in (waiting, taken)] == 2 * [
         [{"id": "gone"}, {"id": "kept", "title": "another"}]
@@ -173,7 +173,7 @@ def test_rejects_invalid_post_ids(client: Redis, settings: Settings, post_id: st
     for refused in (lambda: purge(client, settings, ["fine", post_id]), lambda: lift_tombstones(client, [post_id])):
         with pytest.raises(UserError, match=rf"\b{len(post_id.strip())}\b.*\b128\b"):
             refused()
-    assert client.exists(tombstone_key("fine")) == 0
+    assert client.exists(TOMBSTONE + "fine") == 0
 
 
 def test_normalizes_ids_as_posts_do(client: Redis, settings: Settings, store: ResultsStore) -> None:

@@ -16,7 +16,7 @@ from feedmill.producers import push
 from feedmill.producers.push import Pusher
 from feedmill.shared import broker
 from feedmill.shared.broker import connect, make_app, queue_depth
-from feedmill.shared.keys import MARKS, REQUESTED_MODELS, tombstone_key
+from feedmill.shared.keys import MARKS, REQUESTED_MODELS, TOMBSTONE
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import forget
@@ -176,14 +176,14 @@ def test_an_interrupted_wait_keeps_what_was_sent(settings: Settings, redis: Redi
 
 def test_purged_posts_are_never_sent(settings: Settings, redis: RedisServer) -> None:
     for post_id in ("p1", "p3"):
-        redis.client.set(tombstone_key(post_id), 1)
+        redis.client.set(TOMBSTONE + post_id, 1)
     for again in (False, True):
         pushing = pusher(settings, again)
         pushing.push(make_posts(5))
         assert (pushing.gone, pushing.first_gone, pushing.skipped) == (2, "p1", 0)
         forget(redis.client, [f"p{number}" for number in range(5)])
     assert ids(redis) == ["p0", "p2", "p4"] * 2
-    redis.client.delete(tombstone_key("p1"))
+    redis.client.delete(TOMBSTONE + "p1")
     pushing.push(make_posts(5)[1:2])
     assert pushing.sent == 4
 
@@ -195,7 +195,7 @@ def test_a_post_purged_while_being_sent_is_not_marked(
 
     def purged_meanwhile(*arguments: Any) -> None:
         publish(*arguments)
-        redis.client.set(tombstone_key("p1"), 1)
+        redis.client.set(TOMBSTONE + "p1", 1)
 
     monkeypatch.setattr(broker, "publish", purged_meanwhile)
     pusher(settings).push(make_posts(3))

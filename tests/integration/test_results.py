@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from feedmill.cli.deletions import DeadLetters
-from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, tombstone_key
+from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, TOMBSTONE
 from feedmill.shared.messages import DeadLetter, Post, digest
 from feedmill.shared.purge import forget
 from feedmill.shared.result_records import CONTEXT_NAME
@@ -55,7 +55,7 @@ def test_writes_and_finds_more_results_than_lua_unpacks(store: ResultsStore, ser
     found = store.find([*wanted, ("10000", "0" * 32)])
     assert [each and each.id for each in found] == [*(post_id for post_id, _ in wanted), None]
     assert forget(server.client, [post_id for post_id, _ in wanted]) == (0, 10_000)
-    server.client.set(tombstone_key("9999"), 1)
+    server.client.set(TOMBSTONE + "9999", 1)
     assert store.write(results) == 9_999
 
 
@@ -134,7 +134,7 @@ def test_results_expire_and_the_stream_is_trimmed(store: ResultsStore, server: R
 
 def test_stores_nothing_about_purged_posts(store: ResultsStore, server: RedisServer) -> None:
     for post_id in ("2", "5", "7"):
-        server.client.set(tombstone_key(post_id), 1)
+        server.client.set(TOMBSTONE + post_id, 1)
     results = [result("1"), result("2"), result("3"), result("2", "another"), result("1")]
     assert store.write(results, [letter("4"), letter("5"), letter(None), letter("6"), letter("7")]) == 2
     assert [found.post.id for found in latest(store, 10)] == ["1", "3"]

@@ -11,7 +11,7 @@ from feedmill.producers.push import Pusher
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
 from feedmill.shared.errors import UserError
-from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUNS, run_key
+from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUN, RUNS
 from feedmill.shared.messages import MAX_RUN, ClassifyOptions, DeadLetter, Post, fingerprint, parse_run, run_of
 from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import purge
@@ -90,8 +90,8 @@ def test_rates_leave_out_pauses(server: RedisServer, settings: Settings, store: 
 
     def write(number: int, ago_ms: int) -> runs.Progress:
         """Store a result `ago_ms` milliseconds after the run's latest activity."""
-        latest = int(server.client.hget(run_key("a"), "latest") or 0)
-        server.client.hset(run_key("a"), "latest", latest - ago_ms)
+        latest = int(server.client.hget(RUN + "a", "latest") or 0)
+        server.client.hset(RUN + "a", "latest", latest - ago_ms)
         store.write([result(post(str(number), "a"))])
         found = runs.progress(server.client, "a")
         assert found
@@ -120,7 +120,7 @@ def test_lists_a_bounded_number_of_runs_that_expire(server: RedisServer, setting
     push(server, settings, [post("0")], "run 4")
     assert server.client.zcard(RUNS) == runs.MAX_RUNS
     assert server.client.zscore(RUNS, "earlier 0") is None
-    assert 0 < server.client.ttl(run_key("run 4")) <= settings.sent_ttl
+    assert 0 < server.client.ttl(RUN + "run 4") <= settings.sent_ttl
     assert 0 < server.client.ttl(RUNS) <= settings.sent_ttl
     assert all(find(str(key)) for key in server.client.scan_iter())
 

@@ -3,7 +3,7 @@
 import pytest
 
 from feedmill.producers.push import IDS_PER_CALL, PURGED, SENT, Mark, known_ids, lookup, mark_sent
-from feedmill.shared.keys import MARKS, RUNS, run_key, tombstone_key
+from feedmill.shared.keys import MARKS, RUN, RUNS, TOMBSTONE
 from feedmill.shared.messages import digest
 from feedmill.shared.purge import forget
 from feedmill.shared.results import ResultsStore
@@ -27,7 +27,7 @@ def write(server: RedisServer, marks: list[Mark], ago: int = 0, ttl: int = 30 * 
 
 def test_marks_and_finds_more_posts_than_lua_unpacks(server: RedisServer) -> None:
     marks = marks_of(10_000)
-    server.client.set(tombstone_key(marks[-1].post_id), 1)
+    server.client.set(TOMBSTONE + marks[-1].post_id, 1)
     assert lookup(server.client, marks) == [0] * 9_999 + [PURGED]
     write(server, marks)
     assert lookup(server.client, marks) == [SENT] * 9_999 + [PURGED]
@@ -41,7 +41,7 @@ def test_marking_again_renews_a_mark(server: RedisServer) -> None:
     write(server, marks, ttl=2 * DAY_S, run="a")
     write(server, [], ago=2 * DAY_S - 1)
     assert lookup(server.client, marks) == [SENT] * 3
-    assert server.client.hget(run_key("a"), "sent") == "3"
+    assert server.client.hget(RUN + "a", "sent") == "3"
     assert server.client.zcard(RUNS) == 1
 
 

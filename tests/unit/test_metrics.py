@@ -162,7 +162,7 @@ def test_worker_health_from_loading_to_failure(worker: worker_metrics.WorkerMetr
     for _ in range(10):
         clock.wait(60.0)
         assert worker.unhealthy() == []
-    worker._redis.problems = lambda: []  # type: ignore[method-assign]
+    worker._redis.ping = lambda **_: True  # type: ignore[method-assign]
     clock.wait(60.0)
     assert (worker.unhealthy(), worker.unready()) == ([], []), "after an outage the consumer has time to reconnect"
     clock.wait(62.0)
@@ -189,7 +189,7 @@ def test_daemon_health_from_start_to_failure(clock: SimulatedClock) -> None:
     assert daemon.unready() == ["Reddit answered 500"]
     daemon.update(STATUS | {"hindrance": ""})
     assert "127.0.0.1:1/0" in daemon.unready()[0]
-    daemon._redis.problems = lambda: []  # type: ignore[method-assign]
+    daemon._redis.ping = lambda **_: True  # type: ignore[method-assign]
     assert daemon.unready() == []
     clock.wait(901.0)
     (stuck,) = daemon.unhealthy()

@@ -106,7 +106,9 @@ class OfflinePipeline:
         self._callers.calls.add(call)
         try:
             while True:
-                while (not sent or self._has_room()) and (some := list(islice(source, self._posts_each))):
+                while (not sent or self._pipeline.waiting() < self._settings.window_rows) and (
+                    some := list(islice(source, self._settings.posts_per_message))
+                ):
                     sent.append((self._submit(some, options, call), some))
                 if not sent:
                     return
@@ -137,13 +139,6 @@ class OfflinePipeline:
                 raise pipeline_error(self._pipeline)
         finally:
             self._callers.calls.discard(call)
-
-    @property
-    def _posts_each(self) -> int:
-        return self._settings.posts_per_message
-
-    def _has_room(self) -> bool:
-        return self._pipeline.waiting() < self._settings.window_rows
 
     def _submit(self, posts: Sequence[Post], options: ClassifyOptions, call: Call) -> Message:
         arguments = {"posts": [post.model_dump(exclude_defaults=True) for post in posts], **options.arguments()}

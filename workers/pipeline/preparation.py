@@ -8,7 +8,7 @@ through the results store.
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias, cast
 
@@ -22,6 +22,7 @@ from feedmill.workers.pipeline.backlog import Backlog, Loaded
 from feedmill.workers.pipeline.context import Context, take
 from feedmill.workers.pipeline.message import MAX_DEATHS, Message, PendingPost, State, traceback_of
 from feedmill.workers.pipeline.recording import Recording
+from feedmill.workers.pipeline.statistics import Speed
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Preparation:
         """Use another model once the device has computed all rows of the previous one."""
 
         def switched() -> None:
-            self._context.statistics.forget_speed()
+            self._context.statistics.speed = Speed()
             loaded.on_active()
 
         self._wait(self._backlog.is_idle)
@@ -174,7 +175,7 @@ class Preparation:
         prepared = [
             pair
             for label_set, group in groupby(readable, lambda each: each.label_set)
-            for pair in self._with_rows([work for each in group for work in each.pending], label_set, classifier)
+            for pair in self._rows([work for each in group for work in each.pending], label_set, classifier)
         ]
         for work, rows in prepared:
             for row in rows:
@@ -216,28 +217,27 @@ class Preparation:
             return readable
         self._context.statistics.totals.answered += len(stored)
         self._context.store.keep(stored)
-        return [each._replace(pending=_unanswered(each.pending)) for each in readable]
+        return [
+            each._replace(pending=[work for work in each.pending if each.message.outcomes[work.index] is None])
+            for each in readable
+        ]
 
-    def _with_rows(
-        self, pending: Sequence[PendingPost], label_set: LabelSet, classifier: Classifier
-    ) -> Iterator[Prepared]:
-        return zip(pending, self._rows(pending, label_set, classifier), strict=True)
-
-    def _rows(self, pending: Sequence[PendingPost], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
-        """Return the rows of each post. A post that cannot be prepared gets no rows, and the reason as its outcome."""
+    def _rows(self, pending: Sequence[PendingPost], label_set: LabelSet, classifier: Classifier) -> list[Prepared]:
+        """Return each post with its rows. A post that cannot be prepared gets none, and the reason as its outcome."""
         if not pending:
             return []
         try:
             with self._context.watch.step("the preparation of posts"):
-                return classifier.prepare([work.post.text for work in pending], label_set)
+                rows = classifier.prepare([work.post.text for work in pending], label_set)
+                return list(zip(pending, rows, strict=True))
         except BaseException as error:  # a Rust panic in the tokenizer is not an Exception
             if len(pending) > 1:
-                return [rows for work in pending for rows in self._rows([work], label_set, classifier)]
+                return [pair for work in pending for pair in self._rows([work], label_set, classifier)]
             logger.error("cannot prepare post %s:\n%s", printable(pending[0].post.id), traceback_of(error))
             reason = f"the post cannot be prepared: {type(error).__name__}: {error}"
             pending[0].message.tracebacks[pending[0].index] = traceback_of(error)
             pending[0].message.set_outcome(pending[0].index, PostError(id=pending[0].post.id, error=reason))
-            return [[]]
+            return [(pending[0], [])]
 
 
 def _posts_of(arrived: Message | Loaded | None) -> int:
@@ -262,7 +262,3 @@ def _without_poison(readable: Readable) -> list[PendingPost]:
         named = ", ".join(map(printable, suspects[:10]))
         logger.warning("computing posts in isolation, because a worker died in their forward pass: %s", named)
     return allowed
-
-
-def _unanswered(pending: Iterable[PendingPost]) -> list[PendingPost]:
-    return [work for work in pending if work.message.outcomes[work.index] is None]

@@ -143,6 +143,7 @@ class Statistics:
         self.forward_seconds = Histogram(FORWARD_BOUNDS_S)
         #: Seconds from sending a message until its last result was stored.
         self.lag = Histogram(LAG_BOUNDS_S)
+        #: Speed of the active model.
         self.speed = Speed()
         #: Totals at times of the last RECENT_S seconds, and at one time before. Replaced as a whole, for readers.
         self._marks: tuple[tuple[float, Totals], ...] = ((now, Totals()),)
@@ -161,10 +162,6 @@ class Statistics:
         self.batch_tokens.add(padded)
         self.padding.add(1 - tokens / padded if padded else 0.0)
         self.forward_seconds.add(seconds)
-
-    def forget_speed(self) -> None:
-        """Reset the speed, because another model becomes active."""
-        self.speed = Speed()
 
     def mark(self, now: float) -> None:
         """Remember the totals. Call this about once a second, by one thread: `recent` is only as current."""

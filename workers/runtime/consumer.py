@@ -158,7 +158,8 @@ class Consumer(consumer.Consumer):
                 return self.timer.call_after(self.ALONE_INTERVAL_S, on_task_received, (message,))
             try:
                 if message.deaths[WHOLE] >= MAX_DEATHS:
-                    return self._refuse_fatal(message)
+                    fatal = f"{MAX_DEATHS} workers died while handling the message in isolation"
+                    return self._refuse(message, f"delivered {message.deliveries - 1} times; {fatal}", unread=True)
                 check(message)
                 handle(message)
                 message.postpone()
@@ -190,11 +191,6 @@ class Consumer(consumer.Consumer):
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002
         self._refuse(message, "invalid Celery message", exc)
-
-    def _refuse_fatal(self, message: Any) -> None:
-        """Write a dead letter, without decoding the body, for a message that killed several workers."""
-        fatal = f"{MAX_DEATHS} workers died while handling the message in isolation"
-        self._refuse(message, f"delivered {message.deliveries - 1} times; {fatal}", unread=True)
 
     def _refuse(
         self,

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -57,16 +56,11 @@ def load_wanted(asked: RequestedModel | None, settings: Settings, device: Device
     return classifier
 
 
-class LoadedModel(NamedTuple):
-    """A model on its device. asked: the deployment that requested it; None for the model in the settings."""
+def load(settings: Settings, redis: Redis) -> tuple[Classifier, TokenBudget, RequestedModel | None]:
+    """Load the model deployed to the queue, else the one in the settings. Raises UserError, DeviceFull, DeviceLost.
 
-    classifier: Classifier
-    budget: TokenBudget
-    asked: RequestedModel | None
-
-
-def load(settings: Settings, redis: Redis) -> LoadedModel:
-    """Load the model deployed to the queue, else the one in the settings. Raises UserError, DeviceFull, DeviceLost."""
+    Return it with its token budget, and the deployment that requested it, if any.
+    """
     selected = devices.select_device(settings.device, settings.dtype, settings.engine)
     if settings.engine == "onnx" and settings.device_memory < 1:
         raise SettingsError(
@@ -89,7 +83,7 @@ def load(settings: Settings, redis: Redis) -> LoadedModel:
         time.monotonic() - began,
         budget.tokens,
     )
-    return LoadedModel(classifier, budget, asked)
+    return classifier, budget, asked
 
 
 def _folder(model: str, settings: Settings) -> Path:

@@ -343,7 +343,7 @@ class InFlight(Owner):
                 raise Reject(fault, requeue=True)
             except Reject:
                 ending = partial(pending.request.on_failure, ExceptionInfo())
-            self._deliver(partial(self._finish_later, pending, ending))
+            self._deliver(lambda: self._unended.append((pending, ending)))
         else:
             self._deliver(partial(self._finish, pending, pending.ending))
 
@@ -404,12 +404,9 @@ class InFlight(Owner):
             logger.warning(
                 "cannot finish %s in Redis (%s); retrying in %.0f s", pending.request, fault, RETRY_INTERVAL_S
             )
-            self._finish_later(pending, ending)
+            self._unended.append((pending, ending))
         else:
             self._held.discard(pending)
-
-    def _finish_later(self, pending: PendingTask, ending: Callable[[], None]) -> None:
-        self._unended.append((pending, ending))
 
     def _give_up(self, request: Any) -> None:
         """Requeue a message that Celery cannot finish, or acknowledge it after MAX_DELIVERIES.

@@ -4,13 +4,13 @@ The pipeline's threads only add numbers to `Statistics`. Everything else runs on
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from feedmill.shared.metrics import REDIS_METRICS, MetricsServer, RedisMetrics, Values, declare, serve
+from feedmill.shared.metrics import ProcessMetrics, Values, declare
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import Device
 
@@ -59,25 +59,20 @@ METRICS = declare(
 )
 
 
-class WorkerMetrics:
+class WorkerMetrics(ProcessMetrics):
     """A worker's metrics and health, from before its model is loaded until it exits.
 
     node: the worker's node name.
     """
 
+    metrics = METRICS
+
     def __init__(self, settings: Settings, node: str) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._node = node
-        self._redis = RedisMetrics(settings)
         self._loaded: tuple[Pipeline, Callable[[], int]] | None = None
         #: Time of the event loop's last iteration or of a wait for Redis, in monotonic seconds; None at first.
         self._turned: float | None = None
-
-    def serve(self) -> MetricsServer:
-        """Start the metrics server. Raises UserError."""
-        return serve(
-            self._settings, [(REDIS_METRICS, self._redis.values), (METRICS, self.values)], self.unhealthy, self.unready
-        )
 
     def loaded(self, pipeline: "Pipeline", held: Callable[[], int]) -> None:
         """Provide the pipeline once the model is loaded. held: returns the number of messages in flight."""
@@ -117,24 +112,22 @@ class WorkerMetrics:
             "feedmill_worker_queue_wait_seconds": (totals.messages, totals.queued_seconds),
         }  # fmt: skip
 
-    def unhealthy(self) -> list[str]:
-        """Return failures that need a restart. An unreachable Redis is not one of them."""
+    def unhealthy(self) -> Sequence[str]:
         if self._loaded and (failure := self._loaded[0].failure):
             return [f"a thread died: {failure}"]
         quiet = 0.0 if self._turned is None else time.monotonic() - self._turned
-        if quiet > REDIS_CHECK_AFTER_S and self._redis.problems():
+        if quiet > REDIS_CHECK_AFTER_S and super().unready():
             self.heartbeat()
         elif quiet > STUCK_AFTER_S + self._settings.drain:  # the loop also stands still while the worker drains
             return [f"the consumer's event loop has not run for {quiet:.0f} s"]
         return []
 
-    def unready(self) -> list[str]:
-        """Return why the worker cannot take messages now; empty if it can."""
+    def unready(self) -> Sequence[str]:
         if self._loaded is None:
             return ["the model is being loaded"]
         if self._turned is None:
             return ["not connected to the queue yet"]
-        return self.unhealthy() or self._redis.problems()
+        return self.unhealthy() or super().unready()
 
 
 def pipeline_status(pipeline: "Pipeline") -> dict[str, Any]:

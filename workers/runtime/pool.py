@@ -83,21 +83,21 @@ class DevicePool(BasePool):
             if self.settings.metrics_port:  # report a taken port before the slow steps
                 self._metrics = WorkerMetrics(self.settings, self._node)
                 self._metrics.serve()
-            model = hot_swap.load(self.settings, self._redis)
+            classifier, budget, asked = hot_swap.load(self.settings, self._redis)
         except (UserError, DeviceFull, DeviceLost) as error:
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
         self.in_flight = InFlight(self.app, (self.options.get("soft_timeout"), self.options.get("timeout")))
         self._store = ResultsStore(connect(self.settings), self.settings)
         self.pipeline = self.in_flight.pipeline = Pipeline(
-            model.classifier, self._store, self.settings, model.budget, self._node, self.in_flight
+            classifier, self._store, self.settings, budget, self._node, self.in_flight
         )
         self.pipeline.start()
-        self._deployer = Deployer(self.pipeline, self.settings, self._redis, model.asked, self._announce_soon)
+        self._deployer = Deployer(self.pipeline, self.settings, self._redis, asked, self._announce_soon)
         self._deployer.start()
         if self._metrics:
             self._metrics.loaded(self.pipeline, held=self.in_flight.__len__)
-        freeze_heap(model.classifier.device)
+        freeze_heap(classifier.device)
         gc.set_threshold(GC_THRESHOLD)
 
     def register_with_event_loop(self, loop: Any) -> None:

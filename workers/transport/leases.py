@@ -62,9 +62,9 @@ PART_TYPES = {"headers": dict, "content-type": str, "content-encoding": str}
 
 
 class Taken(NamedTuple):
-    """A reserved message, the position of its list in the reservation, and its tag."""
+    """A reserved message, its queue, and its tag."""
 
-    list_number: int
+    queue: str
     tag: str
     message: bytes
 
@@ -79,19 +79,19 @@ class Reservation(NamedTuple):
     limit: int
     max_bytes: int
     lease_s: float
-    lists: Sequence[str]
+    #: Each list, with the name of its queue.
+    lists: Sequence[tuple[str, str]]
 
     def command(self) -> tuple[Any, ...]:
         """Return the command, to be sent with others."""
-        return scripts.command("reserve", *self[:-1], *self.lists)
+        return scripts.command("reserve", *self[:-1], *(name for name, _ in self.lists))
 
-    def taken(self, answer: tuple[Sequence[int], Sequence[bytes]]) -> list[Taken]:
+    def taken(self, answer: Sequence[Any]) -> list[Taken]:
         """Parse the command's answer."""
-        runs, messages = answer
-        numbers = [number for number, times in zip(runs[::2], runs[1::2], strict=True) for _ in range(times)]
+        sources = (self.lists[number] for number in answer[::2])
         return [
-            Taken(number, f"{self.prefix}-{place:04d} {self.lists[number]}", message)
-            for place, (number, message) in enumerate(zip(numbers, messages, strict=True), 1)
+            Taken(queue, f"{self.prefix}-{place:04d} {name}", message)
+            for place, ((name, queue), message) in enumerate(zip(sources, answer[1::2], strict=True), 1)
         ]
 
 
@@ -199,7 +199,7 @@ class Leases:
         self._pid = os.getpid()
         atexit.register(self.release)
 
-    def reservation(self, lists: Sequence[str], limit: int, max_bytes: int) -> Reservation:
+    def reservation(self, lists: Sequence[tuple[str, str]], limit: int, max_bytes: int) -> Reservation:
         """Return a reservation. Tags of later ones sort later."""
         prefix = f"{self._process}-{self.seconds:g}-{next(self._numbers):012d}"
         return Reservation(self.reserved, self.index, prefix, limit, max_bytes, self.seconds, lists)

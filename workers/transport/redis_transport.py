@@ -31,7 +31,7 @@ and leases, they
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from queue import Empty
@@ -212,22 +212,21 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             self._expect(commands, "acknowledged", acknowledged, "ZREM", leases.index, *acknowledged)
         messages, size = (0, 0) if self._in_poll else self._room()
         if messages:
-            reservation, queue_of_list = self._reservation(messages, size)
-            self._expect(commands, "reserved", (reservation, queue_of_list), *reservation.command())
+            reservation = self._reservation(messages, size)
+            self._expect(commands, "reserved", reservation, *reservation.command())
             self._in_poll = connection
             if not self._last_was_full:
                 self._waiting, self._notified = 0, False
-                for number, name in enumerate(reservation.lists, 1):
+                for number, (name, _queue) in enumerate(reservation.lists, 1):
                     self._expect(commands, "waiting", number == len(reservation.lists), "LLEN", name)
         if commands:
             connection.send_packed_command(connection.pack_commands(commands), check_health=False)
 
-    def _reservation(self, limit: int, max_bytes: int) -> tuple[Reservation, list[str]]:
-        """Return a reservation over the lists of all priorities, in order of delivery, and the queue of each list."""
+    def _reservation(self, limit: int, max_bytes: int) -> Reservation:
+        """Return a reservation over the lists of all priorities, in order of delivery."""
         queues = self._queue_cycle.consume(len(self.active_queues))
-        lists = [self.global_keyprefix + self._q_for_pri(q, step) for step in self.priority_steps for q in queues]
-        queue_of_list = [queue for _ in self.priority_steps for queue in queues]
-        return self.leases.reservation(lists, limit, max_bytes), queue_of_list
+        lists = [(self.global_keyprefix + self._q_for_pri(q, step), q) for step in self.priority_steps for q in queues]
+        return self.leases.reservation(lists, limit, max_bytes)
 
     def _expect(self, commands: list[tuple[Any, ...]], kind: str, detail: Any, *command: Any) -> None:
         commands.append(command)
@@ -274,7 +273,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         if isinstance(reply, ResponseError):
             self._handle_error(kind, detail, reply)
         elif kind == "reserved":
-            return self._reserved(reply, *detail)
+            return self._reserved(reply, detail)
         elif kind == "waiting":
             self._waiting += reply
             if detail:  # the reply for the last list
@@ -298,13 +297,13 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             self.client.connection.disconnect()
             raise error
 
-    def _reserved(self, reply: Any, reservation: Reservation, queue_of_list: Sequence[str]) -> bool:
+    def _reserved(self, reply: Any, reservation: Reservation) -> bool:
         """Deliver reserved messages; return those of cancelled consumers. Return whether any was delivered."""
         self._reservation_answered()
         taken = reservation.taken(reply)
         size = sum(len(each.message) for each in taken)
         self._last_was_full = len(taken) == reservation.limit or size >= reservation.max_bytes
-        for queue in dict.fromkeys(queue_of_list[each.list_number] for each in taken):
+        for queue in dict.fromkeys(each.queue for each in taken):
             self._queue_cycle.rotate(queue)
         for each in taken:
             self.leases.hold(each.tag, each.message)
@@ -313,12 +312,11 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         try:
             while left:
                 each = left.popleft()
-                queue = queue_of_list[each.list_number]
-                if self._closing or queue not in self.connection._callbacks:
+                if self._closing or each.queue not in self.connection._callbacks:
                     undelivered.append(each.tag)
                 else:
                     delivered = True
-                    self._deliver(queue, each)
+                    self._deliver(each)
         finally:  # a callback may raise, to end the worker for example
             undelivered += [each.tag for each in left]
             self.leases.return_unclaimed(reversed(undelivered))
@@ -329,18 +327,18 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         if not (self._expected and self._expected[0][0] == "waiting"):
             self._in_poll = None
 
-    def _deliver(self, queue: str, taken: Taken) -> None:
+    def _deliver(self, taken: Taken) -> None:
         """Deliver a message, or a stand-in that the consumer refuses if it cannot be decoded."""
         try:
-            self._deliver_as(decoded(taken.message), taken.tag, queue)
+            self._deliver_as(decoded(taken.message), taken)
         except UndecodableError as error:
-            self._deliver_as(stand_in(taken.message, str(error)), taken.tag, queue)
+            self._deliver_as(stand_in(taken.message, str(error)), taken)
 
-    def _deliver_as(self, message: dict[str, Any], tag: str, queue: str) -> None:
-        message["properties"]["delivery_tag"] = tag
-        self.connection._deliver(message, queue)
-        if queue in self._unacknowledged:
-            self._acknowledge(tag)
+    def _deliver_as(self, message: dict[str, Any], taken: Taken) -> None:
+        message["properties"]["delivery_tag"] = taken.tag
+        self.connection._deliver(message, taken.queue)
+        if taken.queue in self._unacknowledged:
+            self._acknowledge(taken.tag)
 
     # Closing.
 

@@ -12,7 +12,7 @@ from feedmill.producers.push import Pusher
 from feedmill.producers.reddit.arctic_shift import BEHIND, CROWDED, ArcticShiftClient
 from feedmill.producers.reddit.source import ArchiveSource
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.keys import tombstone_key
+from feedmill.shared.keys import TOMBSTONE
 from feedmill.shared.messages import ClassifyOptions
 from tests.fakes import constants
 from tests.fakes.arctic_shift import ArcticShift
@@ -147,10 +147,10 @@ def test_rechecks_scores_and_deletions_after_the_second_read(
     house.loopback.remove(removed)
     archive.missing.add(lost)
     house.run(daemon, 2 * DAY)
-    assert house.redis.client.exists(tombstone_key(deleted))
+    assert house.redis.client.exists(TOMBSTONE + deleted)
     house.run(daemon, 2 * DAY)
-    assert house.redis.client.exists(*map(tombstone_key, (removed, lost))) == 2
-    assert not house.redis.client.exists(tombstone_key(kept))
+    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in (removed, lost))) == 2
+    assert not house.redis.client.exists(TOMBSTONE + kept)
 
 
 # Gaps.
@@ -204,7 +204,7 @@ def test_a_deleted_post_that_is_still_archived_is_not_sent_to_fill_a_gap(
     house.loopback.delete(deleted)
     running = house.daemon(archive=archived.client(), reddit_poll_interval=6 * HOUR)
     house.run(running, 2 * HOUR)
-    assert house.redis.client.exists(tombstone_key(deleted))
+    assert house.redis.client.exists(TOMBSTONE + deleted)
     house.gaps.record(Gap("reddit", "cooking", clock.time() - DAY, clock.time() - HOUR, clock.time()))
     house.run(running, 2 * DAY)
     assert house.gaps.open() == []

@@ -9,7 +9,7 @@ from feedmill.producers.reddit import listing
 from feedmill.producers.reddit.client import RedditClient
 from feedmill.producers.reddit.listing import ListingPage
 from feedmill.producers.reddit.topics import Topics
-from feedmill.shared.keys import reddit_track_key
+from feedmill.shared.keys import REDDIT_TRACK
 from feedmill.shared.messages import Post
 from tests.fakes import reddit
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
@@ -182,7 +182,7 @@ def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monke
     later = house.publish("cooking", 250)
     house.run(daemon, 5 * MINUTE)
     assert set(later) <= set(house.ids())
-    assert float(str(house.redis.client.hget(reddit_track_key("cooking"), "watermark"))) <= house.clock.time()
+    assert float(str(house.redis.client.hget(REDDIT_TRACK + "cooking", "watermark"))) <= house.clock.time()
 
 
 def test_sends_unusual_posts_and_counts_empty_ones_as_refused(house: House) -> None:

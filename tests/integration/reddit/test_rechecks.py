@@ -7,7 +7,7 @@ import pytest
 from feedmill.producers.live import rechecks
 from feedmill.producers.live.rechecks import MISSING_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_PAUSES_S, WAITING_RETRY_S
 from feedmill.producers.reddit.source import RedditSource
-from feedmill.shared.keys import MARKS, tombstone_key
+from feedmill.shared.keys import MARKS, TOMBSTONE
 from feedmill.shared.messages import Post
 from feedmill.shared.purge import purge
 from feedmill.shared.results import ResultsStore
@@ -45,14 +45,14 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
     assert store.get(vanished)
     assert daemon.status()["purged"] == 1
     house.run(daemon, REMOVED_PATIENCE_S + WAITING_RETRY_S)
-    assert house.redis.client.exists(tombstone_key(removed))
+    assert house.redis.client.exists(TOMBSTONE + removed)
     assert store.get(vanished)
     house.run(daemon, MISSING_PATIENCE_S - REMOVED_PATIENCE_S)
     for gone in (deleted, removed, vanished):
         assert store.get(gone) == []
         assert not has_results(house.redis.client, gone)
         assert not sent_marks(house.redis.client, gone)
-        assert house.redis.client.exists(tombstone_key(gone))
+        assert house.redis.client.exists(TOMBSTONE + gone)
     assert {entry.post.id for entry in latest(store, 100)} == {kept, edited}
 
 
@@ -65,7 +65,7 @@ def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:
     assert house.loopback.ledger.faults["empty_listing"] >= 1
     house.loopback.faults.clear()
     house.run(daemon, DAY)
-    assert house.redis.client.exists(*map(tombstone_key, fullnames)) == 0
+    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in fullnames)) == 0
     assert all(sent_marks(house.redis.client, fullname) for fullname in fullnames)
     assert daemon.status()["rechecked"] >= 50
 
@@ -89,7 +89,7 @@ def test_failed_requests_do_not_hold_up_later_rechecks(house: House) -> None:
     house.loopback.delete(deleted)
     house.loopback.faults.always("html_400", where=f"/api/info.*{first[50]}")
     house.run(house.daemon(reddit_poll_interval=SELDOM), 3 * HOUR)
-    assert house.redis.client.exists(tombstone_key(deleted))
+    assert house.redis.client.exists(TOMBSTONE + deleted)
 
 
 def test_posts_of_a_subreddit_that_stays_private_are_purged_and_come_back_with_it(house: House) -> None:
@@ -98,10 +98,10 @@ def test_posts_of_a_subreddit_that_stays_private_are_purged_and_come_back_with_i
     house.run(daemon, 5 * MINUTE)
     house.loopback.set_kind("cooking", "private")
     house.run(daemon, MISSING_PATIENCE_S + DAY)
-    assert house.redis.client.exists(*map(tombstone_key, posts)) == 5
+    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in posts)) == 5
     house.loopback.set_kind("cooking", "public")
     house.run(daemon, sum(RETURN_PAUSES_S[:2]))
-    assert house.redis.client.exists(*map(tombstone_key, posts)) == 0
+    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in posts)) == 0
     assert [whole(house).count(post) for post in posts] == [1] * 5
     assert daemon.status()["returned"] == 6  # with the older post of the fixture
 
@@ -115,12 +115,12 @@ def test_a_purged_post_that_is_approved_later_is_sent_again(house: House) -> Non
     house.loopback.delete(deleted)
     purge(house.redis.client, house.settings, [by_hand])
     house.run(daemon, RECHECK_DELAYS_S[0] + REMOVED_PATIENCE_S + 2 * WAITING_RETRY_S)
-    assert house.redis.client.exists(*map(tombstone_key, (approved, deleted, by_hand))) == 3
+    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in (approved, deleted, by_hand))) == 3
     for post in (approved, deleted, by_hand):
         house.loopback.approve(post)
     house.run(daemon, RETURN_PAUSES_S[0] + HOUR)
     assert whole(house).count(approved) == 1
-    assert house.redis.client.exists(*map(tombstone_key, (deleted, by_hand))) == 2
+    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in (deleted, by_hand))) == 2
     assert not {deleted, by_hand} & set(whole(house))
 
 
@@ -130,11 +130,11 @@ def test_a_later_purge_by_hand_stands_if_the_post_comes_back(house: House) -> No
     house.run(daemon, 5 * MINUTE)
     house.loopback.remove(post)
     house.run(daemon, RECHECK_DELAYS_S[0] + REMOVED_PATIENCE_S + 2 * WAITING_RETRY_S)
-    assert house.redis.client.exists(tombstone_key(post))
-    house.redis.client.set(tombstone_key(post), 1)  # another time, as of another purge
+    assert house.redis.client.exists(TOMBSTONE + post)
+    house.redis.client.set(TOMBSTONE + post, 1)  # another time, as of another purge
     house.loopback.approve(post)
     house.run(daemon, RETURN_PAUSES_S[0] + HOUR)
-    assert house.redis.client.exists(tombstone_key(post))
+    assert house.redis.client.exists(TOMBSTONE + post)
     assert post not in whole(house)
 
 
