@@ -27,7 +27,6 @@ from feedmill.workers.models import device
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
 from feedmill.workers.pipeline import offline
-from feedmill.workers.pipeline.calibration import TokenBudget
 
 #: Token budget of all micro-batches.
 TOKENS = 2048
@@ -88,7 +87,7 @@ def _measure(settings: Settings, chosen: device.Device, posts: Sequence[Post]) -
     label_set = classifier.label_set(ClassifyOptions())
     rows = [row.length for of_post in classifier.prepare([post.text for post in posts], label_set) for row in of_post]
     began, used = time.perf_counter(), time.process_time()
-    classified = sum(1 for _ in offline.classify(iter(posts), classifier, settings, TokenBudget(TOKENS)))
+    classified = sum(1 for _ in offline.classify(iter(posts), classifier, settings, TOKENS))
     seconds, cpu = time.perf_counter() - began, time.process_time() - used
     per_post = {"rows": len(rows) / classified, "tokens": sum(rows) / classified}
     return per_post | {"posts_per_s": classified / seconds, "cpu_ms": 1000 * cpu / classified}

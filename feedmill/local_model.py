@@ -10,7 +10,6 @@ from feedmill.shared.settings import Settings
 
 if TYPE_CHECKING:
     from feedmill.workers.models.classifiers import Classifier
-    from feedmill.workers.pipeline.calibration import TokenBudget
 
 
 def load_model(settings: Settings) -> "Classifier":
@@ -27,7 +26,7 @@ def load_model(settings: Settings) -> "Classifier":
     return load_classifier(settings, device.select_device(settings.device, settings.dtype, settings.engine))
 
 
-def load_calibrated(settings: Settings) -> "tuple[Classifier, TokenBudget]":
+def load_calibrated(settings: Settings) -> "tuple[Classifier, int]":
     """Load the model in the settings, and return it with its token budget. Raises UserError as `load_model` does."""
     loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
     import torch  # noqa: PLC0415

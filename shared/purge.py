@@ -26,6 +26,7 @@ from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, queue_lists
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.keys import DEAD_LETTERS, PURGES, RESULTS_STREAM, TOMBSTONE
 from feedmill.shared.messages import MAX_ID, Post
+from feedmill.shared.results import scan_hash
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import DAY_S, Settings
 
@@ -94,9 +95,8 @@ def lift_tombstones(redis: Redis, ids: Iterable[str]) -> int:
 
     Purged data is not restored. Raises as `purge` does.
     """
-    return sum(
-        redis.unlink(*(TOMBSTONE + post_id for post_id in batch)) for batch in _batches(_valid_ids(ids), IDS_AT_ONCE)
-    )
+    keys = (TOMBSTONE + post_id for post_id in _valid_ids(ids))
+    return sum(redis.unlink(*batch) for batch in _batches(keys, IDS_AT_ONCE))
 
 
 def tombstones(redis: Redis, ids: Sequence[str]) -> dict[str, int]:
@@ -212,12 +212,7 @@ def _messages(redis: Any, queues: Collection[str]) -> Iterator[tuple[str, bytes,
     """
     lists, reserved = [name for queue in queues for name in queue_lists(queue)], TRANSPORT_KEYS["reserved_key"]
     yield from _waiting(redis, lists)
-    cursor: Any = None
-    while cursor != 0:
-        command = ("HSCAN", reserved, cursor or 0, "COUNT", MESSAGES_AT_ONCE)
-        cursor, held = redis.execute_command(*command, **{NEVER_DECODE: True})
-        cursor = int(cursor)
-        yield from ((reserved, message, tag) for tag, message in held.items())
+    yield from ((reserved, message, tag) for tag, message in scan_hash(redis, reserved, MESSAGES_AT_ONCE))
     yield from _waiting(redis, lists)
 
 

@@ -268,12 +268,17 @@ def stored_ids(redis: Redis) -> Iterator[str]:
     """Yield the ids of posts with results. Ids can be repeated. Raises redis.exceptions.RedisError."""
     untyped: Any = redis
     for generation in untyped.zrange(STORED, 0, -1):
-        cursor: Any = None
-        while cursor != 0:
-            command = ("HSCAN", f"{STORED}:{generation}", cursor or 0, "COUNT", IDS_PER_CALL)
-            cursor, records = untyped.execute_command(*command, **{NEVER_DECODE: True})
-            cursor = int(cursor)
-            yield from (name for name in map(bytes.decode, records) if not name.startswith(CONTEXT_NAME))
+        names = (name.decode() for name, _ in scan_hash(redis, f"{STORED}:{generation}", IDS_PER_CALL))
+        yield from (name for name in names if not name.startswith(CONTEXT_NAME))
+
+
+def scan_hash(redis: Any, key: str, count: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the fields of a hash and their values, about `count` per call. Some can be repeated."""
+    cursor: Any = None
+    while cursor != 0:
+        cursor, fields = redis.execute_command("HSCAN", key, cursor or 0, "COUNT", count, **{NEVER_DECODE: True})
+        cursor = int(cursor)
+        yield from fields.items()
 
 
 def newest_first(

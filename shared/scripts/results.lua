@@ -32,17 +32,9 @@ end
 -- Bytes of a stream entry beside its texts; 30 to 180 were measured, most with a node per entry. Rounds of trimming.
 local ENTRY_BYTES, ROUNDS = 200, 10
 
--- Return a numeric field of an entry; 0 without one.
-local function number_in(entry, field)
-  for i = 1, entry and #entry[2] or 0, 2 do
-    if entry[2][i] == field then return tonumber(entry[2][i + 1]) or 0 end
-  end
-  return 0
-end
-
--- Return how many entries were ever added up to this one; and their bytes.
-local function number_of(entry) return number_in(entry, 'number') end
-local function total_of(entry) return number_in(entry, 'total') end
+-- Return how many entries were ever added up to this one, and their bytes.
+local function number_of(entry) return tonumber(by_name(entry[2]).number) or 0 end
+local function total_of(entry) return entry and tonumber(by_name(entry[2]).total) or 0 end
 
 local function newest_result() return redis.call('XREVRANGE', RESULTS_STREAM, '+', '-', 'COUNT', 1)[1] end
 
@@ -220,7 +212,7 @@ register('refresh', WRITES, function(ARGV)
   for i = 1, #ARGV, 2 do
     local score = ARGV[i + 1]
     local function replace(records)
-      records, score = without(records, nil, SCORE) .. score, ''
+      records, score = without(records, SCORE_KEY) .. score, ''
       return records
     end
     if change(STORED, ARGV[i], replace) or score == '' then count = count + 1 end

@@ -56,7 +56,7 @@ register('fetch_rows', READS, function(ARGV)
       last = entry[1]
       rows[n + 1], rows[n + 2], rows[n + 3] = last, found, post
       bytes = bytes + #found + #post
-      rows[3] = number_of(entry)
+      rows[3] = tonumber(fields['number']) or 0
       if n == 3 then rows[2] = rows[3] end
     end
     ended = #entries < 50

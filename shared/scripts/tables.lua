@@ -163,7 +163,9 @@ end
 -- Results: a record of the table feedmill:stored starts with its length, its kind, and the key of its fingerprint
 -- (shared/result_records.py).
 
-local HEAD, PACKED, JSON, SCORE = 21, 0, 1, 2
+local HEAD = 21
+-- Stands for the key of a fingerprint in the record of a score.
+local SCORE_KEY = string.rep('\0', 16)
 
 -- Return the offset of the record with this key.
 local function find_record(records, key)
@@ -175,25 +177,20 @@ local function find_record(records, key)
   end
 end
 
--- Return an id's records without those of a key, or of a kind.
-local function without(records, key, kind)
-  local kept, at = {}, 1
-  while at <= #records do
-    local length, held_kind, held = struct.unpack('>I4Bc16', records, at)
-    if held ~= key and held_kind ~= kind then kept[#kept + 1] = string.sub(records, at, at + length - 1) end
-    at = at + length
+-- Return an id's records without those of a key.
+local function without(records, key)
+  local at, length = find_record(records, key)
+  while at do
+    records = string.sub(records, 1, at - 1) .. string.sub(records, at + length)
+    at, length = find_record(records, key)
   end
-  return table.concat(kept)
+  return records
 end
 
 -- Return the text of an id's latest score, as JSON, or nil.
 local function score_in(records)
-  local at = 1
-  while at <= #records do
-    local length, kind = struct.unpack('>I4B', records, at)
-    if kind == SCORE then return string.sub(records, at + HEAD, at + length - 1) end
-    at = at + length
-  end
+  local at, length = find_record(records, SCORE_KEY)
+  return at and string.sub(records, at + HEAD, at + length - 1)
 end
 
 local function unhex(text)
@@ -211,7 +208,7 @@ end
 local function forget_results(id, fingerprint)
   return change(STORED, id, function(records)
     local left = fingerprint and without(records, key_of(fingerprint)) or ''
-    return without(left, nil, SCORE) == '' and '' or left
+    return without(left, SCORE_KEY) == '' and '' or left
   end)
 end
 

@@ -203,7 +203,7 @@ def test_budget_lowered_beside_another_model_is_restored(
         with monkeypatch.context() as during:
             during.setattr(house.owner.classifier, "forward", without_memory)
             house.owner.results(*["two words"] * 32)
-        lowered.append(house.owner.budget.tokens)
+        lowered.append(house.owner.pipeline.backlog.loaded.budget)
         if fails:
             raise ModelError("There is none.")
         return Candidate("new")
@@ -211,7 +211,7 @@ def test_budget_lowered_beside_another_model_is_restored(
     report = house.report(house.deploy("/new", load))
     assert report.stage is (Stage.FAILED if fails else Stage.DONE)
     assert lowered[0] < 64
-    wait_until(lambda: house.owner.pipeline.budget.tokens == 2048, "the token budget is restored")
+    wait_until(lambda: house.owner.pipeline.backlog.loaded.budget == 2048, "the token budget is restored")
 
 
 def test_the_latest_deployment_wins(house: House, caplog: pytest.LogCaptureFixture) -> None:

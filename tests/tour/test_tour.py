@@ -24,7 +24,6 @@ from feedmill.workers.models.classifiers import Row
 from feedmill.workers.models.classifiers.similarity import Similarity
 from feedmill.workers.models.weights import locate
 from feedmill.workers.pipeline import context
-from feedmill.workers.pipeline.calibration import TokenBudget
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.pipeline import Pipeline
 from feedmill.workers.pipeline.window import Window
@@ -79,7 +78,7 @@ class Owner(context.Owner):
 def pipeline(classifier: Similarity, settings: Settings) -> Iterator[tuple[Pipeline, Owner]]:
     store = ResultsStore(connect(settings), settings)
     owner = Owner(store)
-    running = Pipeline(classifier, store, settings, TokenBudget(2048), "tour", owner)
+    running = Pipeline(classifier, store, settings, 2048, "tour", owner)
     running.start()
     yield running, owner
     running.stop()

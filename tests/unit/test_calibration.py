@@ -13,6 +13,7 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models import device
 from feedmill.workers.models.classifiers import Row, Scores
 from feedmill.workers.pipeline import calibration
+from feedmill.workers.pipeline.backlog import Loaded
 from feedmill.workers.pipeline.calibration import best, calibrate, remember, sweep
 from tests.fakes.models import FP32
 from tests.unit.test_pipeline import Done, StandIn
@@ -85,30 +86,30 @@ def test_other_processes_do_not_affect_calibration_on_a_cpu(
     stand_in.kind = kind
     stand_in.device = device.Device(torch.device(torch_device), torch.float32, "for a test")
     stand_in.disturbed = lambda size: size / 100 if size > 600 else 0.0
-    assert calibrate(stand_in, Settings(cache_folder=tmp_path, engine=engine)).tokens == budget
+    assert calibrate(stand_in, Settings(cache_folder=tmp_path, engine=engine)) == budget
 
 
 def test_calibrates_once_per_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(cache_folder=tmp_path / "cache")
     stand_in = on(monkeypatch, 1024)
-    assert calibrate(stand_in, settings).tokens == 1024
+    assert calibrate(stand_in, settings) == 1024
     measured = len(stand_in.sizes)
-    assert calibrate(stand_in, settings).tokens == 1024
+    assert calibrate(stand_in, settings) == 1024
     assert len(stand_in.sizes) == measured
     assert [*json.loads((tmp_path / "cache" / "calibration.json").read_text()).values()] == [1024]
     # Another text length needs a new measurement.
-    assert calibrate(stand_in, settings.model_copy(update={"max_tokens": 64})).tokens == 1024
+    assert calibrate(stand_in, settings.model_copy(update={"max_tokens": 64})) == 1024
     assert len(stand_in.sizes) > measured
 
 
 def test_lowering_never_raises_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(cache_folder=tmp_path)
     stand_in = on(monkeypatch, 4096)
-    budget = calibrate(stand_in, settings)
-    budget.lower(700)
-    budget.lower(900)
-    assert budget.tokens == 700
-    assert calibrate(stand_in, settings).tokens == 4096, "another model may have taken the memory"
+    loaded = Loaded(stand_in, calibrate(stand_in, settings))
+    loaded.lower_budget(700)
+    loaded.lower_budget(900)
+    assert loaded.budget == 700
+    assert calibrate(stand_in, settings) == 4096, "another model may have taken the memory"
 
 
 def test_an_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -44,8 +44,7 @@ class Pipeline:
         self.statistics = Statistics(0.0)
         weights = SimpleNamespace(name=Settings().model)
         self.classifier = SimpleNamespace(kind="nli", device=None, weights=weights)
-        self.budget = SimpleNamespace(tokens=2048)
-        self.backlog = SimpleNamespace(oldest_age=lambda: 0.5)
+        self.backlog = SimpleNamespace(oldest_age=lambda: 0.5, loaded=SimpleNamespace(budget=2048))
 
     def waiting(self) -> int:
         return 12

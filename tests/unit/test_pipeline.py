@@ -23,7 +23,6 @@ from feedmill.workers.models.shapes import EXACT, Shapes
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.models.weights import Weights
 from feedmill.workers.pipeline import context
-from feedmill.workers.pipeline.calibration import TokenBudget
 from feedmill.workers.pipeline.message import Message, State
 from feedmill.workers.pipeline.offline import NullStore, pipeline_error
 from feedmill.workers.pipeline.pipeline import Pipeline
@@ -138,7 +137,7 @@ class Owner:
     """A pipeline and the calls that it made."""
 
     def __init__(self, classifier: StandIn | None = None, store: ResultsStore | None = None, **settings: Any) -> None:
-        self.classifier, self.store, self.budget = classifier or StandIn(), Store(), TokenBudget(2048)
+        self.classifier, self.store = classifier or StandIn(), Store()
         self.started: list[Message] = []
         self.finished: list[Message] = []
         #: Posts of isolated messages that entered a forward pass; none at its end.
@@ -151,7 +150,7 @@ class Owner:
             self.classifier,
             store or self.store,
             Settings(**settings),
-            self.budget,
+            2048,
             "worker",
             Calls(self),
         )
@@ -298,7 +297,7 @@ def test_cpu_runs_concurrent_forward_passes() -> None:
     owner = Owner(cores)
     owner.results("a single post")
     assert cores.shares == [1]
-    owner.budget.tokens = 40
+    owner.pipeline.backlog.loaded.budget = 40
     found = owner.results(*["one two three four"] * 40)
     assert [outcome["label"] for outcome in found] == ["good"] * 40
     assert cores.batches == [1, 10, 10, 10, 10]
@@ -386,10 +385,10 @@ def test_out_of_memory_halves_this_and_later_batches(owner: Owner) -> None:
     assert len(owner.results(*["three words each"] * 100)) == 100
     assert owner.store.dead == []
     assert max(owner.classifier.batches) <= 16
-    assert owner.budget.tokens <= 3 * 100 // 4
-    tried = owner.budget.tokens
+    assert owner.pipeline.backlog.loaded.budget <= 3 * 100 // 4
+    tried = owner.pipeline.backlog.loaded.budget
     owner.results(*["three words each"] * 100)
-    assert owner.budget.tokens <= tried
+    assert owner.pipeline.backlog.loaded.budget <= tried
 
 
 def test_no_memory_for_a_single_row_ends_the_worker(owner: Owner) -> None:
@@ -399,7 +398,7 @@ def test_no_memory_for_a_single_row_ends_the_worker(owner: Owner) -> None:
     assert isinstance(owner.pipeline.failure, DeviceLost)
     assert message not in owner.finished
     assert owner.store.dead == []
-    assert owner.budget.tokens == 2048, "the failure does not show what would fit"
+    assert owner.pipeline.backlog.loaded.budget == 2048, "the failure does not show what would fit"
     assert str(owner.pipeline.failure) in str(pipeline_error(owner.pipeline))
 
 

@@ -12,7 +12,6 @@ import pytest
 from feedmill.shared.messages import ClassifyOptions, PostError
 from feedmill.workers.models.classifiers import LabelSet, Row, Scores
 from feedmill.workers.models.weights import Weights
-from feedmill.workers.pipeline.calibration import TokenBudget
 from feedmill.workers.pipeline.message import Message
 from tests.support import wait_until
 from tests.unit.test_pipeline import Done, Owner, StandIn, TwoCores
@@ -76,7 +75,7 @@ def replace(owner: Owner, model: StandIn, then: Callable[[], None] = lambda: Non
         then()
         replaced.set()
 
-    owner.pipeline.replace(model, TokenBudget(2048), on_replaced)
+    owner.pipeline.replace(model, 2048, on_replaced)
     return replaced
 
 

@@ -16,7 +16,6 @@ from feedmill.shared.errors import DeviceFull, DeviceLost, printable
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.workers.models.classifiers import Classifier, Outputs, Row
 from feedmill.workers.models.device import Device
-from feedmill.workers.pipeline.calibration import TokenBudget
 from feedmill.workers.pipeline.context import Context
 from feedmill.workers.pipeline.message import Message, State, traceback_of
 from feedmill.workers.pipeline.window import Window
@@ -28,17 +27,21 @@ ROWS_PER_LOCK = 256
 
 
 class Loaded:
-    """A loaded model: its classifier and its token budget."""
+    """A loaded model: its classifier, and its token budget."""
 
-    def __init__(
-        self, classifier: Classifier, budget: TokenBudget, on_active: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, classifier: Classifier, budget: int, on_active: Callable[[], None] = lambda: None) -> None:
         self.classifier = classifier
+        #: Maximum tokens of a micro-batch: its longest row times its number of rows.
         self.budget = budget
         #: Called on the writer thread once all results of the previous model are stored.
         self.on_active = on_active
         #: Rows per post with the configured labels.
         self.rows_each = classifier.label_set(ClassifyOptions()).rows
+
+    def lower_budget(self, tokens: int) -> None:
+        """Lower the budget to `tokens`, after the device ran out of memory with twice as many."""
+        self.budget = max(1, min(tokens, self.budget))
+        logger.warning("device out of memory: micro-batches hold at most %d tokens now", self.budget)
 
 
 class Batch(NamedTuple):
@@ -120,7 +123,7 @@ class Backlog:
                 self._run_job()
             with self._ready:
                 self._ready.wait_for(lambda: (not lane and self._jobs) or self._window or self._closed)
-                rows = [] if self._closed else self._window.take(self.loaded.budget.tokens, self._batch_rows)
+                rows = [] if self._closed else self._window.take(self.loaded.budget, self._batch_rows)
                 messages = {id(row.owner.message): row.owner.message for row in rows}
                 starting = [message for message in messages.values() if self._starts(message)]
                 rows = [row for row in rows if row.owner.message.state is State.STARTED]
@@ -233,5 +236,5 @@ class BatchLoop:
         middle = len(rows) // 2
         halves = self._forward(loaded, rows[:middle]) + self._forward(loaded, rows[middle:])
         if full:  # but both halves fit
-            loaded.budget.lower(len(rows) * max(row.length for row in rows) // 2)
+            loaded.lower_budget(len(rows) * max(row.length for row in rows) // 2)
         return halves

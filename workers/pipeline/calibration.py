@@ -42,18 +42,6 @@ MEDIAN_LENGTH, SPREAD = 32, 0.9
 WINDOW_ROWS = 1024
 
 
-class TokenBudget:
-    """Maximum tokens of a micro-batch: its longest row times its number of rows."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def lower(self, tokens: int) -> None:
-        """Lower the budget to `tokens`, after the device ran out of memory with twice as many."""
-        self.tokens = max(1, min(tokens, self.tokens))
-        logger.warning("device out of memory: micro-batches hold at most %d tokens now", self.tokens)
-
-
 def known_budget(classifier: Classifier, settings: Settings) -> int | None:
     """Return the configured budget in tokens, else the remembered one, else None."""
     if settings.token_budget:
@@ -62,15 +50,15 @@ def known_budget(classifier: Classifier, settings: Settings) -> int | None:
     return known if isinstance(known, int) and known > 0 else None
 
 
-def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
+def calibrate(classifier: Classifier, settings: Settings) -> int:
     """Return the configured budget, else the remembered one, else measure the best, which takes several seconds."""
     if known := known_budget(classifier, settings):
-        return TokenBudget(known)
+        return known
     logger.info("measuring the token budget for this device and model; later starts reuse the result")
     classifier.device.take_share(classifier.device.lanes)
     rates = sweep(classifier, settings.batch_rows, _clock(classifier, settings))
     remember(classifier, settings, rates)
-    return TokenBudget(best(rates))
+    return best(rates)
 
 
 def _clock(classifier: Classifier, settings: Settings) -> Callable[[], float]:

@@ -20,7 +20,7 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import select_device
-from feedmill.workers.pipeline.calibration import TokenBudget, calibrate
+from feedmill.workers.pipeline.calibration import calibrate
 from feedmill.workers.pipeline.context import Owner
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.pipeline import Pipeline
@@ -76,7 +76,7 @@ class OfflinePipeline:
         self,
         classifier: Classifier,
         settings: Settings,
-        budget: TokenBudget,
+        budget: int,
         store: ResultsStore | None = None,
         worker: str = "offline",
     ) -> None:
@@ -156,7 +156,7 @@ def classify(
     posts: Iterable[Post],
     classifier: Classifier,
     settings: Settings,
-    budget: TokenBudget,
+    budget: int,
     options: ClassifyOptions | None = None,
 ) -> Generator[tuple[Post, Outcome]]:
     """Yield each post with its outcome, in order, from a pipeline that ends with the iteration.

@@ -21,7 +21,6 @@ from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.pipeline.backlog import Backlog, BatchLoop, Loaded
-from feedmill.workers.pipeline.calibration import TokenBudget
 from feedmill.workers.pipeline.context import Context, Owner, Watch
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.preparation import Preparation
@@ -47,7 +46,7 @@ class Pipeline:
         classifier: Classifier,
         store: ResultsStore,
         settings: Settings,
-        budget: TokenBudget,
+        budget: int,
         worker: str,
         owner: Owner,
     ) -> None:
@@ -89,7 +88,7 @@ class Pipeline:
             self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
         self._preparation.submit(message)
 
-    def replace(self, classifier: Classifier, budget: TokenBudget, on_replaced: Callable[[], None]) -> None:
+    def replace(self, classifier: Classifier, budget: int, on_replaced: Callable[[], None]) -> None:
         """Use another model on the same device for messages submitted from now on.
 
         Earlier messages finish with the old model. The device then switches between two micro-batches. Once all results
@@ -117,11 +116,6 @@ class Pipeline:
     def classifier(self) -> Classifier:
         """The classifier of the active model."""
         return self.backlog.loaded.classifier
-
-    @property
-    def budget(self) -> TokenBudget:
-        """The token budget of the active model."""
-        return self.backlog.loaded.budget
 
     def waiting(self) -> int:
         """Return the number of waiting rows. Posts that are not tokenized yet count with the configured labels."""

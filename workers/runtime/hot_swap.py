@@ -29,7 +29,7 @@ from feedmill.workers.models import device as devices
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import Device
-from feedmill.workers.pipeline.calibration import TokenBudget, calibrate, known_budget
+from feedmill.workers.pipeline.calibration import calibrate, known_budget
 from feedmill.workers.pipeline.message import traceback_of
 from feedmill.workers.pipeline.pipeline import Pipeline
 
@@ -56,7 +56,7 @@ def load_wanted(asked: RequestedModel | None, settings: Settings, device: Device
     return classifier
 
 
-def load(settings: Settings, redis: Redis) -> tuple[Classifier, TokenBudget, RequestedModel | None]:
+def load(settings: Settings, redis: Redis) -> tuple[Classifier, int, RequestedModel | None]:
     """Load the model deployed to the queue, else the one in the settings. Raises UserError, DeviceFull, DeviceLost.
 
     Return it with its token budget, and the deployment that requested it, if any.
@@ -81,7 +81,7 @@ def load(settings: Settings, redis: Redis) -> tuple[Classifier, TokenBudget, Req
         classifier.weights.name,
         classifier.kind,
         time.monotonic() - began,
-        budget.tokens,
+        budget,
     )
     return classifier, budget, asked
 
@@ -147,11 +147,12 @@ class Deployer:
             self._wake.clear()
             asked = self._read_wanted()
             if asked and asked not in (self._active, self._tried) and not self._stopped:
-                self._tried, before = asked, self._pipeline.budget.tokens
+                self._tried, before = asked, self._pipeline.backlog.loaded.budget
                 self._deploy(asked, before)
                 freeze_heap(self._pipeline.classifier.device)  # by now, no reference to the dropped model is left
                 # Restore what was lowered while two models shared the memory.
-                self._pipeline.budget.tokens = known_budget(self._pipeline.classifier, self._settings) or before
+                known = known_budget(self._pipeline.classifier, self._settings)
+                self._pipeline.backlog.loaded.budget = known or before
 
     def _read_wanted(self) -> RequestedModel | None:
         """Return the wanted model, or None if Redis is unreachable or there was no deployment."""
@@ -178,8 +179,7 @@ class Deployer:
             self._report(asked, Stage.SWITCHING, f"to {name}, once earlier messages are finished")
             replaced = threading.Event()
             # A measurement would block the device for ten seconds, and is left to the next start.
-            budget = TokenBudget(known_budget(classifier, self._settings) or tokens)
-            self._pipeline.replace(classifier, budget, replaced.set)
+            self._pipeline.replace(classifier, known_budget(classifier, self._settings) or tokens, replaced.set)
             while not replaced.wait(1):
                 if self._stopped or self._pipeline.failure:
                     return

@@ -93,7 +93,7 @@ class WorkerMetrics(ProcessMetrics):
         return {
             "feedmill_worker_info": {(self._node, model, queue, device.name, precision, classifier.kind): 1},
             "feedmill_worker_device_memory_bytes": _memory(device),
-            "feedmill_worker_token_budget_tokens": pipeline.budget.tokens,
+            "feedmill_worker_token_budget_tokens": pipeline.backlog.loaded.budget,
             "feedmill_worker_messages_held": {queue: held()},
             "feedmill_worker_rows_waiting": pipeline.waiting(),
             "feedmill_worker_oldest_row_seconds": pipeline.backlog.oldest_age(),
@@ -137,7 +137,7 @@ def pipeline_status(pipeline: "Pipeline") -> dict[str, Any]:
         "device": str(classifier.device),
         "model": classifier.weights.name,
         "weights": classifier.weights.sha256,
-        "token_budget": pipeline.budget.tokens,
+        "token_budget": pipeline.backlog.loaded.budget,
         "padding_efficiency": totals.tokens / totals.padded_tokens if totals.padded_tokens else 0.0,
         "recent": asdict(pipeline.statistics.recent(time.monotonic())),
         "rows_waiting": pipeline.waiting(),
