@@ -32,8 +32,8 @@ from feedmill.shared.errors import StackError
 from feedmill.shared.messages import Classification, Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import PREFIX, Settings, load, variables
+from feedmill.stack.embedded import find_redis_server, server_version
 from feedmill.stack.processes import Child, python_command
-from feedmill.stack.redis_server import find_redis_server, server_version
 
 #: Results per write in the second part, like a worker's micro-batch.
 BATCH = 32

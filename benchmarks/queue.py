@@ -32,8 +32,8 @@ from kombu import Connection, Consumer, Exchange, Producer, Queue
 from redis import Redis, RedisError
 
 from benchmarks.running import free_port
+from feedmill.stack.embedded import find_redis_server, server_version
 from feedmill.stack.processes import Child
-from feedmill.stack.redis_server import find_redis_server, server_version
 
 KOMBU, OURS = "kombu", "ours"
 TRANSPORTS = {KOMBU: "redis", OURS: "feedmill.workers.transport.redis_transport:Transport"}

@@ -54,8 +54,8 @@ from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import PREFIX, Settings, variables
+from feedmill.stack.embedded import find_redis_server, server_version
 from feedmill.stack.processes import Child, python_command
-from feedmill.stack.redis_server import find_redis_server, server_version
 
 #: This checkout.
 ROOT = Path(__file__).parent.parent

@@ -9,11 +9,13 @@ and Celery.
 import json
 import logging
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from redis import Redis
 from redis.client import NEVER_DECODE
@@ -22,7 +24,6 @@ from redis.exceptions import ResponseError
 from feedmill.shared.keys import COUNTERS, LABELS, RESULTS_STREAM, STORED
 from feedmill.shared.messages import Classification, DeadLetter, Post, digest
 from feedmill.shared.redis_errors import is_full
-from feedmill.shared.replay import Replay
 from feedmill.shared.result_records import (
     CONTEXT_NAME,
     SCORE,
@@ -38,6 +39,7 @@ from feedmill.shared.scripts import call
 from feedmill.shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Seconds per hour.
 HOUR_S = 3600
@@ -52,6 +54,11 @@ STREAM_SHARE = 0.45
 IDS_PER_CALL = 1000
 #: Dead letters per script call. Redis is blocked during a call.
 DEAD_LETTERS_PER_CALL = 50
+#: Seconds of writes that Redis may lose: two with a slow disk and an append-only file; ten with a replica and the
+#: `min-replicas-max-lag` recommended in docs/durability.md.
+LOSABLE_S = 10.0
+#: Maximum bytes of writes kept for repetition.
+MAX_KEPT_BYTES = 64 * 2**20
 
 
 class Result(NamedTuple):
@@ -86,10 +93,88 @@ class Score(NamedTuple):
     at: float
 
 
+class _Write(NamedTuple):
+    #: Write, and return the server's identity and the answer.
+    repeat: Callable[[], tuple[str, object]]
+    size: int
+    at: float
+
+
+class Replay:
+    """Recent idempotent writes of one client, repeated when Redis may have lost them. Thread-safe.
+
+    A killed Redis can lose the last second of its append-only file. A promoted replica can lack what its master had not
+    yet replicated. A worker could then acknowledge a message whose result was lost. So each answer of the store's
+    functions carries the server's identity: its `run_id`, and its `master_replid`, which changes when a replica is
+    promoted. If it is the same, nothing was lost.
+
+    identify: returns the server's identity. It and writes raise redis-py's errors.
+    """
+
+    def __init__(self, identify: Callable[[], str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._identify = identify
+        self._clock = clock
+        #: The server that has received all kept writes; "" if there may be none, None if there are no writes yet.
+        self._server: str | None = None
+        self._kept: deque[_Write] = deque()
+        self._size = 0
+        #: Time of Redis' last answer. Writes more than LOSABLE_S seconds older than this are safe.
+        self._contact = clock()
+        self._lock = threading.RLock()
+
+    def write(self, write: Callable[[], tuple[str, T]], size: int) -> T:
+        """Write, keep the write for repetition, and catch up. size: bytes of the write."""
+        with self._lock:
+            server, answer = write()
+            self.note(server)
+            self.keep(write, size)
+            self._catch_up(server)
+            return answer
+
+    def note(self, server: str) -> None:
+        """Note the server that gave the latest answer."""
+        with self._lock:
+            self._server = server if self._server in (None, server) else ""
+
+    def keep(self, write: Callable[[], tuple[str, object]], size: int) -> None:
+        """Keep a write for repetition whose results the server has. Does not use Redis."""
+        with self._lock:
+            self._kept.append(_Write(write, size, self._clock()))
+            self._size += size
+            while self._size > MAX_KEPT_BYTES:
+                self._size -= self._kept.popleft().size
+
+    def check(self) -> None:
+        """Catch up if Redis may still lose a kept write."""
+        if self._kept:
+            self._catch_up(self._identify())
+
+    def _catch_up(self, server: str) -> None:
+        """Repeat kept writes if another server answers than the one that has them, and forget writes that are safe.
+
+        While Redis is unreachable, nothing may be forgotten.
+        """
+        with self._lock:
+            while self._server != server:
+                self._forget(self._contact)
+                # With a new time: the new server can lose them too.
+                self._kept = deque(write._replace(at=self._clock()) for write in self._kept)
+                expected, self._server = server, ""
+                for write in self._kept:
+                    server, _ = write.repeat()
+                self._server = expected
+            self._contact = self._clock()
+            self._forget(self._contact)
+
+    def _forget(self, now: float) -> None:
+        while self._kept and now - self._kept[0].at > LOSABLE_S:
+            self._size -= self._kept.popleft().size
+
+
 class ResultsStore:
     """The store of results and dead letters in Redis. Thread-safe.
 
-    Writes of the last seconds are repeated when Redis may have lost them (shared/replay.py).
+    Writes of the last seconds are repeated when Redis may have lost them (`Replay`).
     """
 
     def __init__(self, redis: Redis, settings: Settings) -> None:

@@ -4,19 +4,21 @@
 raise SettingsError, which names the variable and the accepted values.
 """
 
+import csv
 import fcntl
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from feedmill.shared import address, label_files
-from feedmill.shared.errors import SettingsError, first_problem, json_problem
+from feedmill.shared.errors import SettingsError, first_problem, json_problem, printable
 from feedmill.shared.messages import Labels, Template
 
 PREFIX = "FEEDMILL_"
@@ -40,6 +42,23 @@ PLUGIN_PATTERN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 CLASSIFIERS = ("gliclass", "head", "nli", "rerank", "sequence", "similarity")
 CLASSIFIER_CHOICES = f"auto, {', '.join(CLASSIFIERS)} or module:Class"
 
+#: Default port of each supported URL scheme.
+PORTS = {"redis": 6379, "rediss": 6379, "sentinel": 26379}
+#: Valkey's names for the schemes of the same protocol.
+ALIASES = {"valkey://": "redis://", "valkeys://": "rediss://"}
+HOST, DATABASE = re.compile(r"[^,\s]+"), re.compile(r"(/\d*)?")
+MALFORMED = (
+    "must look like redis://:password@host:6379/0, as rediss://… for TLS, or, for several servers, as "
+    "sentinel://:password@host:26379/0;sentinel://… with the same user, password and database (the master's) for each "
+    "Sentinel; without ?options, and with / # ? and ; in the password percent-encoded (docs/redis.md)"
+)
+#: Maximum bytes of a file of labels: 256 labels with all their descriptions take less.
+MAX_LABELS_FILE_BYTES = 2**20
+#: Values that name a file: @ and a path, or a single name with one of these endings.
+FILE_NAME = re.compile(r"@.+|[^,\n\[{]+\.(json|csv|txt)", re.IGNORECASE | re.DOTALL)
+#: Names of a first column, by which a CSV file's header is recognized.
+HEADERS = frozenset({"label", "labels", "name"})
+
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -56,6 +75,17 @@ def _form(pattern: str, words: str) -> AfterValidator:
 
 
 Prompt = Annotated[str, _form(r"(?s).{1,2000}", "1 to 2,000 characters")]
+
+
+@dataclass(frozen=True)
+class Address:
+    """A parsed Redis address. `hosts` are the server itself, or its Sentinels."""
+
+    scheme: str
+    hosts: tuple[tuple[str, int], ...]
+    database: int
+    user: str | None
+    password: str | None = field(repr=False)
 
 
 class Settings(BaseSettings):
@@ -233,8 +263,8 @@ class Settings(BaseSettings):
     @classmethod
     def _from_json(cls, value: object) -> object:
         """Parse labels given as JSON, which can contain commas and descriptions, or as a file."""
-        if isinstance(value, str) and label_files.names_file(value):
-            return label_files.read(value)
+        if isinstance(value, str) and _names_file(value):
+            return _labels_in(value)
         if not isinstance(value, str):
             return value
         if value.lstrip()[:1] not in ("[", "{"):
@@ -271,8 +301,8 @@ class Settings(BaseSettings):
     def _is_redis(cls, value: SecretStr | None) -> SecretStr | None:
         if value is None:
             return None
-        url = address.normalize(value.get_secret_value())
-        address.parse(url)
+        url = _normalized(value.get_secret_value())
+        _parsed(url)
         return SecretStr(url)
 
     @field_validator("redis_ca_file", "redis_certificate_file", "redis_key_file")
@@ -324,9 +354,9 @@ class Settings(BaseSettings):
         return found
 
     @property
-    def redis(self) -> address.Address:
+    def redis(self) -> Address:
         """Redis' parsed address, including its password."""
-        return address.parse(self.broker_url)
+        return _parsed(self.broker_url)
 
     @property
     def redis_address(self) -> str:
@@ -338,10 +368,100 @@ class Settings(BaseSettings):
         return f"{places}/{found.database}"
 
 
+def _normalized(url: str) -> str:
+    """Return an address with Redis' name of its scheme, which kombu and Celery know, instead of Valkey's."""
+    url = url.strip()
+    return next((name + url.removeprefix(alias) for alias, name in ALIASES.items() if url.startswith(alias)), url)
+
+
+def _parsed(url: str) -> Address:
+    """Parse an address. Raises ValueError with the accepted form; the text never contains the password."""
+    parts = [_split(each) for each in url.split(";")]
+    first = parts[0]
+    shared = {(part.scheme, part.username, part.password, part.path.strip("/") or "0") for part in parts}
+    if (
+        first.scheme not in PORTS
+        or len(shared) > 1
+        or (first.scheme != "sentinel" and len(parts) > 1)
+        or any(
+            not HOST.fullmatch(part.hostname or "")
+            or part.port == 0
+            or not DATABASE.fullmatch(part.path)
+            or part.query
+            or part.fragment
+            for part in parts
+        )
+    ):
+        raise ValueError(MALFORMED)
+    return Address(
+        first.scheme,
+        tuple((part.hostname or "", part.port or PORTS[part.scheme]) for part in parts),
+        int(first.path.strip("/") or 0),
+        unquote(first.username or "") or None,
+        None if first.password is None else unquote(first.password),
+    )
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url.strip())
+        _ = parts.port
+    except ValueError:  # the port is not a number; the original error would quote the password
+        raise ValueError(MALFORMED) from None
+    return parts
+
+
+def _names_file(value: str) -> bool:
+    """Return true if the value of an option names a file of labels instead of the labels."""
+    return FILE_NAME.fullmatch(value.strip()) is not None
+
+
+def _labels_in(value: str) -> object:
+    """Return the labels in the file that the value names: names, or an object of descriptions.
+
+    Raises ValueError if the file cannot be read.
+    """
+    path = Path(value.strip().removeprefix("@"))
+    name = printable(str(path))
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_LABELS_FILE_BYTES + 1)
+        if len(data) > MAX_LABELS_FILE_BYTES:
+            raise ValueError(f"more than {MAX_LABELS_FILE_BYTES:,} bytes")
+        text = data.decode("utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(
+            f"there is no file {name} with labels; values after @, or ending in .json, .csv or .txt, name a file"
+        ) from None
+    except (OSError, ValueError) as error:  # a path may contain a null character; the text may not be UTF-8
+        raise ValueError(f"the file {name} cannot be read ({error})") from None
+    if not text.strip():
+        raise ValueError(f"the file {name} is empty")
+    if path.suffix.lower() == ".csv":
+        return _csv_labels(text)
+    if path.suffix.lower() == ".json" or text.lstrip()[0] in "[{":
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the file {name} is not JSON: {json_problem(error)}") from None
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _csv_labels(text: str) -> object:
+    lines = [line for line in text.splitlines() if line.strip()]
+    rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=max(",;\t", key=lines[0].count))]
+    if rows[0][0].lower() in HEADERS:
+        del rows[0]
+    names = [row[0] for row in rows]
+    if len(set(names)) < len(names) or not any(any(row[1:]) for row in rows):
+        return names
+    return {row[0]: [cell for cell in row[1:] if cell] or [row[0]] for row in rows}
+
+
 def _scheme(info: ValidationInfo) -> str:
     """Return the scheme of the valid Redis address; "redis" if none is set, as for the embedded stack."""
     url = info.data.get("redis_url")
-    return "redis" if url is None else address.parse(url.get_secret_value()).scheme
+    return "redis" if url is None else _parsed(url.get_secret_value()).scheme
 
 
 def _require_scheme(scheme: str, info: ValidationInfo) -> None:

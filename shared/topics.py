@@ -8,7 +8,7 @@ use the names alone, like transformers' pipeline.
 import json
 from pathlib import Path
 
-#: Topic -> its descriptions. The file is one of labels, as users write them (shared/label_files.py).
+#: Topic -> its descriptions. The file is one of labels, as users write them (shared/settings.py).
 DESCRIBED_TOPICS: dict[str, tuple[str, ...]] = {
     topic: tuple(texts) for topic, texts in json.loads(Path(__file__).with_suffix(".json").read_text("utf-8")).items()
 }

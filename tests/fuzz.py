@@ -96,7 +96,7 @@ def read(element: bytes) -> str:
         request.refused = refused
     for letter in request.dead_letters("worker", 0.0):
         letter.model_dump_json()
-    return "refused by us" if request.has_failed() else "good"
+    return "refused by us" if request.refused or request.errors() else "good"
 
 
 class Served:

@@ -46,8 +46,8 @@ from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import LOCK_FILE, STACK_FILE, Settings
+from feedmill.stack.embedded import embedded_server, installed_redis_server, server_version
 from feedmill.stack.processes import Child
-from feedmill.stack.redis_server import embedded_server, installed_redis_server, server_version
 from tests.fakes import constants
 from tests.forkserver import Forked, Forks, ForkServer
 

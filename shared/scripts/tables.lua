@@ -165,7 +165,7 @@ end
 
 local HEAD = 21
 -- Stands for the key of a fingerprint in the record of a score.
-local SCORE_KEY = string.rep('\0', 16)
+local SCORE_KEY = '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
 
 -- Return the offset of the record with this key.
 local function find_record(records, key)

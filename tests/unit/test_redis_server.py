@@ -1,4 +1,4 @@
-"""feedmill/stack/redis_server.py: the search for a redis-server."""
+"""feedmill/stack/embedded.py: the search for a redis-server."""
 
 import shutil
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from feedmill.shared.errors import StackError
-from feedmill.stack import redis_server
-from feedmill.stack.redis_server import find_redis_server, installed_redis_server, is_supported
+from feedmill.stack import embedded
+from feedmill.stack.embedded import find_redis_server, installed_redis_server, is_supported
 
 
 def fake_server(folder: Path, name: str, version: str) -> str:
@@ -42,6 +42,6 @@ def test_falls_back_to_the_embedded_server(monkeypatch: pytest.MonkeyPatch) -> N
     path = find_redis_server()
     assert path.endswith("valkey-server")
     assert is_supported(path)
-    monkeypatch.setattr(redis_server, "find_spec", lambda _: None)
+    monkeypatch.setattr(embedded, "find_spec", lambda _: None)
     with pytest.raises(StackError, match="redis-server"):
         find_redis_server()

@@ -1,4 +1,4 @@
-"""shared/replay.py: repeating recent writes to a new server."""
+"""`Replay` in shared/results.py: repeating recent writes to a new server."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 from redis.exceptions import ConnectionError as ConnectionFault
 
-from feedmill.shared import replay
-from feedmill.shared.replay import LOSABLE_S, Replay
+from feedmill.shared import results
+from feedmill.shared.results import LOSABLE_S, Replay
 
 
 class Server:
@@ -85,7 +85,7 @@ def test_forgets_nothing_while_redis_is_unreachable(server: Server) -> None:
 
 
 def test_keeps_a_bounded_number_of_bytes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MAX_KEPT_BYTES", 10)
+    monkeypatch.setattr(results, "MAX_KEPT_BYTES", 10)
     server.write("1234", "5678", "90")
     assert server.repeated() == ["1234", "5678", "90"]
     server.write("x")

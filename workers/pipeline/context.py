@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 from feedmill.shared.results import ResultsStore
 from feedmill.workers.pipeline.message import Message
@@ -38,51 +39,63 @@ class Owner:
         """Handle a thread that died or hangs, because of a defect or a broken device."""
 
 
-def take(items: "queue.SimpleQueue[T]", limit: int, size: Callable[[T], int], timeout: float | None = None) -> list[T]:
-    """Wait for an item, and return it with those behind it, until their sizes add up to `limit` or none is left.
+class WorkQueue(Generic[T]):
+    """The work of one thread, in order of arrival: items, and jobs to run between them.
 
-    A round trip to Redis costs more CPU time than the posts of a small message. So a thread that has fallen behind
-    handles what has arrived together. It never waits for more items.
-
-    timeout: seconds to wait for the first item. Raises queue.Empty.
+    handle: handles items together. posts: returns an item's number of posts. limit: posts at which no more items are
+    handled together.
     """
-    taken = [items.get(timeout=timeout)]
-    total = size(taken[0])
-    while total < limit and not items.empty():
-        taken.append(items.get())
-        total += size(taken[-1])
-    return taken
 
+    def __init__(self, handle: Callable[[list[T]], None], posts: Callable[[T], int], limit: int) -> None:
+        self._handle, self._posts, self._limit = handle, posts, limit
+        self._waiting: queue.SimpleQueue[T | Callable[[], None]] = queue.SimpleQueue()
 
-class Step(NamedTuple):
-    """A step, such as a forward pass, that a thread runs now."""
+    def put(self, work: T | Callable[[], None]) -> None:
+        """Add an item or a job. Thread-safe."""
+        self._waiting.put(work)
 
-    thread: int
-    what: str
-    #: Start time, in monotonic seconds.
-    began: float
+    def work(self, timeout: float | None = None) -> None:
+        """Wait for work, and do it together with the work behind it, up to the limit.
+
+        A round trip to Redis costs more CPU time than the posts of a small message. So a thread that has fallen behind
+        handles what has arrived together. It never waits for more items.
+
+        timeout: seconds to wait for the first one. Raises queue.Empty.
+        """
+        taken: list[Any] = [self._waiting.get(timeout=timeout)]
+        while (
+            sum(self._posts(work) for work in taken if not callable(work)) < self._limit and not self._waiting.empty()
+        ):
+            taken.append(self._waiting.get())
+        for are_jobs, group in groupby(taken, callable):
+            if are_jobs:
+                for job in group:
+                    job()
+            else:
+                self._handle(list(group))
 
 
 class Watch:
     """The current step of each thread, for the watcher thread."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, Step] = {}
+        #: Thread -> the name of its step, and its start, in monotonic seconds.
+        self._steps: dict[int, tuple[str, float]] = {}
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
         """Run the block as a watched step of the calling thread. Steps do not nest."""
         thread = threading.get_ident()
-        self._steps[thread] = Step(thread, what, time.monotonic())
+        self._steps[thread] = what, time.monotonic()
         try:
             yield
         finally:
             del self._steps[thread]
 
-    def longer_than(self, seconds: float) -> list[Step]:
-        """Return the steps that have run for longer than `seconds`."""
+    def longer_than(self, seconds: float) -> list[tuple[int, str]]:
+        """Return the thread and the name of each step that has run for longer than `seconds`."""
         now = time.monotonic()
-        return [step for step in list(self._steps.values()) if now - step.began > seconds]
+        return [(thread, what) for thread, (what, began) in list(self._steps.items()) if now - began > seconds]
 
 
 @dataclass(frozen=True, slots=True)

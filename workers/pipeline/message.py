@@ -135,17 +135,13 @@ class Message:
         """Return the outcomes that are errors."""
         return [outcome for outcome in self.outcomes if isinstance(outcome, PostError)]
 
-    def has_failed(self) -> bool:
-        """Return whether any post of a complete message has no classification."""
-        return bool(self.refused) or any(isinstance(outcome, PostError) for outcome in self.outcomes)
-
     def dead_letters(self, worker: str, now: float) -> list[DeadLetter]:
         """Return a dead letter for each post of a complete message that has no classification.
 
         A message with too many posts gets a single letter without a post, because its size is unbounded. A message
         whose posts are not a list gets a single letter with the value that was sent.
         """
-        if self.sent_again or not self.has_failed():
+        if self.sent_again or not (self.refused or self.errors()):
             return []
         failures = self._failures()
         bare = [self._letter(why, worker, now, id=_id_of(raw), run=run_of(raw)) for raw, why, _ in failures]

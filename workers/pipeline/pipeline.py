@@ -156,9 +156,9 @@ class Pipeline:
                 logged, rates = now, self.statistics.recent(now)
                 if rates.posts:
                     logger.info("%s; oldest row waiting for %.1f s", rates, self.backlog.oldest_age())
-            for step in self._watch.longer_than(self._forward_timeout):
+            for thread, what in self._watch.longer_than(self._forward_timeout):
                 limit = f"{self._forward_timeout:.4g} s (FEEDMILL_FORWARD_TIMEOUT)"
-                self._fail_as_hanging(step.thread, f"{step.what} has hung for {limit}")
+                self._fail_as_hanging(thread, f"{what} has hung for {limit}")
                 return
 
     def _fail_as_hanging(self, thread: int | None, what: str) -> None:

@@ -6,11 +6,11 @@ through the results store.
 """
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 from redis.exceptions import RedisError
 
@@ -19,7 +19,7 @@ from feedmill.shared.messages import Post, PostError, fingerprint
 from feedmill.shared.results import Result
 from feedmill.workers.models.classifiers import Classifier, LabelSet, Row
 from feedmill.workers.pipeline.backlog import Backlog, Loaded
-from feedmill.workers.pipeline.context import Context, take
+from feedmill.workers.pipeline.context import Context, WorkQueue
 from feedmill.workers.pipeline.message import MAX_DEATHS, Message, PendingPost, State, traceback_of
 from feedmill.workers.pipeline.recording import Recording
 from feedmill.workers.pipeline.statistics import Speed
@@ -52,8 +52,8 @@ class Preparation:
         self._backlog = backlog
         self._context = context
         self._recording = recording
-        #: Messages, and models that apply to all later messages; None ends the thread.
-        self._arrived: queue.SimpleQueue[Message | Loaded | None] = queue.SimpleQueue()
+        #: Messages, and switches to models for all later messages.
+        self._arrived: WorkQueue[Message] = WorkQueue(self._take_in, _posts_of, POSTS_TOGETHER)
         #: Number of posts submitted, and of posts prepared. Separate counters, because each has its own writing thread.
         self._posts_in = self._posts_prepared = 0
 
@@ -66,11 +66,11 @@ class Preparation:
 
     def load(self, loaded: Loaded) -> None:
         """Use another model for messages submitted from now on."""
-        self._arrived.put(loaded)
+        self._arrived.put(partial(self._switch, loaded))
 
     def end(self) -> None:
         """Wake the thread so that it can end."""
-        self._arrived.put(None)
+        self._arrived.put(lambda: None)
 
     def posts_waiting(self) -> int:
         """Return the number of posts that are submitted and not yet rows."""
@@ -82,15 +82,7 @@ class Preparation:
     def loop(self) -> None:
         """Prepare messages until `end`."""
         while not self._context.stopping.is_set():
-            self._handle(take(self._arrived, POSTS_TOGETHER, _posts_of))
-
-    def _handle(self, arrived: Sequence[Message | Loaded | None]) -> None:
-        for kind, group in groupby(arrived, type):
-            if kind is Message:
-                self._take_in(cast(list[Message], list(group)))
-            elif kind is Loaded:
-                for loaded in group:
-                    self._switch(cast(Loaded, loaded))
+            self._arrived.work()
 
     def _switch(self, loaded: Loaded) -> None:
         """Use another model once the device has computed all rows of the previous one."""
@@ -240,8 +232,8 @@ class Preparation:
             return [(pending[0], [])]
 
 
-def _posts_of(arrived: Message | Loaded | None) -> int:
-    return max(1, len(arrived.raw_posts)) if isinstance(arrived, Message) else 0
+def _posts_of(message: Message) -> int:
+    return max(1, len(message.raw_posts))
 
 
 def _way(prepared: Prepared) -> tuple[int, Mapping[int, int] | None]:

@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
 from operator import itemgetter
-from typing import cast
 
 from redis.exceptions import RedisError
 
@@ -26,7 +24,7 @@ from feedmill.shared.results import Result
 from feedmill.workers.models.classifiers import Row, Scores
 from feedmill.workers.models.weights import Weights
 from feedmill.workers.pipeline.backlog import Backlog, Computed
-from feedmill.workers.pipeline.context import Context, take
+from feedmill.workers.pipeline.context import Context, WorkQueue
 from feedmill.workers.pipeline.message import Message, PendingPost, traceback_of
 
 logger = logging.getLogger(__name__)
@@ -51,7 +49,7 @@ class Recording:
         self._backlog = backlog
         self._context = context
         #: Work for the writer thread. A message appears by itself if it needed no forward pass.
-        self._finished: queue.SimpleQueue[Computed | Message | Callable[[], None]] = queue.SimpleQueue()
+        self._finished: WorkQueue[Computed | Message] = WorkQueue(self._record_together, _posts_of, POSTS_TOGETHER)
         self._room = threading.Semaphore(MAX_UNWRITTEN)
         self._thread: threading.Thread | None = None
 
@@ -89,18 +87,10 @@ class Recording:
         self._thread = threading.current_thread()
         while not self._context.stopping.is_set():
             try:
-                self._handle(take(self._finished, POSTS_TOGETHER, _posts_of, IDLE_S))
+                self._finished.work(IDLE_S)
             except queue.Empty:
                 with suppress(RedisError):  # retried by the next iteration or write
                     self._context.store.catch_up()
-
-    def _handle(self, taken: Sequence[Computed | Message | Callable[[], None]]) -> None:
-        for is_job, group in groupby(taken, callable):
-            if is_job:
-                for job in group:
-                    cast(Callable[[], None], job)()
-            else:
-                self._record_together(cast(list[Computed | Message], list(group)))
 
     def _record_together(self, finished: Sequence[Computed | Message]) -> None:
         """Record micro-batches, and messages that needed no forward pass, with one write."""
@@ -227,7 +217,5 @@ class Recording:
         return self.retry_write(lambda: self._context.store.write(results, dead))
 
 
-def _posts_of(finished: Computed | Message | Callable[[], None]) -> int:
-    if isinstance(finished, Computed):
-        return len(finished.rows)
-    return max(1, len(finished.raw_posts)) if isinstance(finished, Message) else 0
+def _posts_of(finished: Computed | Message) -> int:
+    return len(finished.rows) if isinstance(finished, Computed) else max(1, len(finished.raw_posts))

@@ -188,7 +188,7 @@ class Leases:
         self.acknowledged: deque[str] = deque()
         self.channels: WeakSet[Any] = WeakSet()
         #: True if an event loop sends the acknowledgements. It uses only its channels' connections: after a reconnect,
-        #: recent results may have to be written again first (shared/replay.py).
+        #: recent results may have to be written again first (shared/results.py).
         self.evented = False
         self._process, self._numbers = uuid4().hex, count()
         self._lock = threading.Lock()

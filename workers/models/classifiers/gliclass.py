@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from feedmill.shared.errors import ModelError, RequestRefused, SettingsError
+from feedmill.shared.errors import ModelError, RequestRefused, SettingsError, explain_missing
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.shared.topics import TOPICS
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row, single_texts
@@ -47,7 +47,7 @@ MASKED_POOLINGS, SCORERS_BY_COUNT = ("first", "pass"), ("hopfield",)
 class Gliclass(ModelClassifier):
     """Classify with a GLiClass uni-encoder. Raises ModelError if the folder does not hold one.
 
-    Raises SettingsError for another engine than torch, or without the package.
+    Raises SettingsError for another engine than torch, UserError without the package.
     """
 
     kind = "gliclass"
@@ -159,13 +159,8 @@ def _load(weights: Weights, device: Device) -> Any:
         raise ModelError(
             f"{weights.name} is a GLiClass {kind}, but only a uni-encoder is supported. Use another model."
         )
-    try:
+    with explain_missing(f"{weights.name}, a GLiClass model,", "gliclass"):
         from gliclass import GLiClassModel  # noqa: PLC0415 - optional, and its imports take seconds
-    except ModuleNotFoundError as missing:
-        raise SettingsError(
-            f"{weights.name} is a GLiClass model, which requires the package {missing.name}: run "
-            "`pip install 'feedmill[gliclass]'`."
-        ) from None
     with loading(f"the GLiClass model {weights.name}"):
         model, report = GLiClassModel.from_pretrained(
             weights.folder, local_files_only=True, use_safetensors=True, output_loading_info=True
