@@ -54,7 +54,7 @@ MALFORMED = (
 )
 #: Maximum bytes of a file of labels: 256 labels with all their descriptions take less.
 MAX_LABELS_FILE_BYTES = 2**20
-#: Values that name a file: @ and a path, or a single name with one of these endings.
+#: Values that name a file of labels: @ and a path, or a single name with one of these endings.
 FILE_NAME = re.compile(r"@.+|[^,\n\[{]+\.(json|csv|txt)", re.IGNORECASE | re.DOTALL)
 #: Names of a first column, by which a CSV file's header is recognized.
 HEADERS = frozenset({"label", "labels", "name"})
@@ -263,10 +263,10 @@ class Settings(BaseSettings):
     @classmethod
     def _from_json(cls, value: object) -> object:
         """Parse labels given as JSON, which can contain commas and descriptions, or as a file."""
-        if isinstance(value, str) and _names_file(value):
-            return _labels_in(value)
         if not isinstance(value, str):
             return value
+        if FILE_NAME.fullmatch(value.strip()):
+            return _labels_in(value)
         if value.lstrip()[:1] not in ("[", "{"):
             # As a list, in which an empty name is an error: a message's text may contain empty parts, as in
             # transformers' pipeline.
@@ -375,7 +375,10 @@ def _normalized(url: str) -> str:
 
 
 def _parsed(url: str) -> Address:
-    """Parse an address. Raises ValueError with the accepted form; the text never contains the password."""
+    """Parse an address. Raises ValueError with the accepted form; the text never contains the password.
+
+    kombu accepts unsupported addresses silently: it would pick one of several redis:// URLs, for example.
+    """
     parts = [_split(each) for each in url.split(";")]
     first = parts[0]
     shared = {(part.scheme, part.username, part.password, part.path.strip("/") or "0") for part in parts}
@@ -411,14 +414,10 @@ def _split(url: str) -> SplitResult:
     return parts
 
 
-def _names_file(value: str) -> bool:
-    """Return true if the value of an option names a file of labels instead of the labels."""
-    return FILE_NAME.fullmatch(value.strip()) is not None
-
-
 def _labels_in(value: str) -> object:
     """Return the labels in the file that the value names: names, or an object of descriptions.
 
+    It is JSON, CSV with a label and its descriptions per row, or text with a label per line.
     Raises ValueError if the file cannot be read.
     """
     path = Path(value.strip().removeprefix("@"))

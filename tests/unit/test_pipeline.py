@@ -236,7 +236,7 @@ def test_stores_waiting_micro_batches_together(slow: Any) -> None:
     wait_until(lambda: slow.store.writes == [1], "the writer waits for Redis")
     for _ in range(6):
         slow.send("short")
-    wait_until(lambda: slow.pipeline.recording._finished.qsize() == 6, "six micro-batches wait")
+    wait_until(lambda: slow.pipeline.recording._finished._waiting.qsize() == 6, "six micro-batches wait")
     slow.store.writing.set()
     wait_until(lambda: len(slow.finished) == 7, "all are finished", 10)
     assert slow.store.writes == [1, 6]

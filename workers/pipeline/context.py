@@ -62,11 +62,11 @@ class WorkQueue(Generic[T]):
 
         timeout: seconds to wait for the first one. Raises queue.Empty.
         """
-        taken: list[Any] = [self._waiting.get(timeout=timeout)]
-        while (
-            sum(self._posts(work) for work in taken if not callable(work)) < self._limit and not self._waiting.empty()
-        ):
-            taken.append(self._waiting.get())
+        taken: list[Any] = []
+        posts = 0
+        while not taken or (posts < self._limit and not self._waiting.empty()):
+            taken.append(self._waiting.get(timeout=timeout))
+            posts += 0 if callable(taken[-1]) else self._posts(taken[-1])
         for are_jobs, group in groupby(taken, callable):
             if are_jobs:
                 for job in group:
