@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from feedmill.producers.live.source import Clock, Event, Source, SourceFailed
+from feedmill.producers.live.source import Clock, Event, Source, SourceFailed, header_number
 from feedmill.shared.errors import clause
 from feedmill.shared.settings import Settings
 
@@ -63,11 +63,8 @@ class BlueskySource(Source):
             ) as connection:
                 yield from self._receive(connection)
         except InvalidStatus as fault:
-            status = fault.response.status_code
-            retry_after = fault.response.headers.get("Retry-After", "")
-            raise SourceFailed(
-                f"the server answered {status}", float(retry_after) if retry_after.isdecimal() else 0.0
-            ) from fault
+            retry_after = header_number(fault.response.headers, "Retry-After") or 0.0
+            raise SourceFailed(f"the server answered {fault.response.status_code}", retry_after) from fault
         except (OSError, EOFError, WebSocketException) as fault:
             raise SourceFailed(f"the connection failed ({clause(fault)})") from fault
 

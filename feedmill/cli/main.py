@@ -29,11 +29,10 @@ from feedmill.console import notes_console
 from feedmill.shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
 from feedmill.shared.settings import PREFIX, Settings, is_folder_locked
 from feedmill.stack.demo import run as run_demo
-from feedmill.stack.devices import shares
 from feedmill.stack.embedded import Stack, flower_url, start
 from feedmill.stack.lock import stop_stack
 from feedmill.stack.signals import not_ignored, note_signals
-from feedmill.stack.supervisor import Supervisor
+from feedmill.stack.supervisor import Supervisor, shares
 
 logger = logging.getLogger(__name__)
 

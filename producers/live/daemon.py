@@ -81,7 +81,7 @@ class LiveDaemon:
         #: Time at which events that could not be read are read again (monotonic seconds); infinite if there are none.
         #: Until then others are sent, and the position stays.
         self._reread_at = math.inf
-        #: Places and digests of events that failed once, and digests of dead letters: the overlap repeats them.
+        #: Kinds of failures of events, with the event's position or digest: sources and the overlap repeat events.
         self._failures_seen = set[tuple[str, int | str]]()
         self._failures = 0
         #: End of the pause after a failure, end of the source's Pause, and time of the next status update (monotonic

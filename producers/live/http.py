@@ -8,7 +8,7 @@ from requests.exceptions import ConnectionError as ConnectionFault
 from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-from feedmill.producers.live.source import MAX_WAIT_S, RequestBudget, RequestFailed, SourceFailed, number
+from feedmill.producers.live.source import MAX_WAIT_S, RequestBudget, RequestFailed, SourceFailed, header_number
 
 #: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.
 MAX_RESPONSE_BYTES = 64 * 2**20
@@ -46,7 +46,7 @@ class HttpClient:
         except HTTPError as error:  # while reading the body
             raise RequestFailed(f"the connection failed ({type(error).__name__})") from error
         if response.status_code == 429:
-            pause = min(number(response.headers.get("retry-after")) or 0.0, MAX_WAIT_S)
+            pause = min(header_number(response.headers, "retry-after") or 0.0, MAX_WAIT_S)
             raise SourceFailed("too many requests (429)", pause)
         if response.status_code in TEMPORARY_STATUSES:
             raise RequestFailed(f"{self.name} returned status {response.status_code}")

@@ -36,8 +36,6 @@ WAITING_RETRY_S = 6 * 3600.0
 REMOVED_PATIENCE_S, MISSING_PATIENCE_S = 86_400.0, 2 * 86_400.0
 #: Seconds from the purge of such a post to its next recheck, and between the following ones.
 RETURN_PAUSES_S = (86_400.0, 2 * 86_400.0, 4 * 86_400.0, 7 * 86_400.0)
-#: In place of a tombstone's time: the purge has begun.
-PURGING = -1
 #: Lifetime of due rechecks, in seconds, while no daemon runs. Longer than the longest delay of a recheck.
 RECHECKS_TTL = 30 * 86_400
 
@@ -46,8 +44,8 @@ class Recheck(NamedTuple):
     """A scheduled recheck of a post.
 
     text: digest of the text that was sent; "" if none was. stage: index into the delays. missing_since: when the post
-    was first found removed or missing; purged_at: time of its tombstone, if it was purged and may come back, or PURGING
-    until that is known; both in seconds since 1970, or 0.
+    was first found removed or missing; purged_at: time of its tombstone, if it was purged and may come back; both in
+    seconds since 1970, or 0. is_purging: its purge has begun, and the time of its tombstone is not known yet.
     """
 
     post_id: str
@@ -55,6 +53,7 @@ class Recheck(NamedTuple):
     stage: int = 0
     missing_since: int = 0
     purged_at: int = 0
+    is_purging: bool = False
 
 
 class Rechecks:
@@ -109,8 +108,8 @@ class Rechecks:
         now = self._clock.time()
         members = self._redis.zrange(self._key, "-inf", now, byscore=True, offset=0, num=POSTS_AT_ONCE)
         found_due = [Recheck(*json.loads(member)) for member in members]
-        self._purge((), [recheck for recheck in found_due if recheck.purged_at == PURGING])
-        if rechecks := [recheck for recheck in found_due if recheck.purged_at != PURGING]:
+        self._purge((), [recheck for recheck in found_due if recheck.is_purging])
+        if rechecks := [recheck for recheck in found_due if not recheck.is_purging]:
             try:
                 found = self._source.look_up([recheck.post_id for recheck in rechecks])
             except RequestFailed:
@@ -153,19 +152,17 @@ class Rechecks:
         return overdue
 
     def _purge(self, deleted: Sequence[Recheck], removed: Sequence[Recheck]) -> None:
-        """Purge posts, and schedule rechecks of those that may come back."""
+        """Purge posts, and schedule rechecks of the removed ones, unless somebody purged them by hand."""
         if not (deleted or removed):
             return
-        others = tombstones(self._redis, [recheck.post_id for recheck in removed if recheck.purged_at != PURGING])
-        ids = [recheck.post_id for recheck in removed if recheck.post_id not in others]
-        # A purge by hand must not be undone later. After a crash during this one, its tombstones are known to be ours.
-        begun = [each._replace(purged_at=PURGING) for each in removed if each.post_id not in others]
-        self._finish(removed, dict.fromkeys(begun, 0.0))
-        gone = [*deleted, *removed, *begun]
-        purge(self._redis, self._settings, [recheck.post_id for recheck in gone])
-        times = tombstones(self._redis, ids)
+        by_hand = tombstones(self._redis, [recheck.post_id for recheck in removed if not recheck.is_purging])
+        # Noted first: after a crash during the purge, its tombstones are known to be ours.
+        ours = [each._replace(is_purging=True) for each in removed if each.post_id not in by_hand]
+        self._finish(removed, dict.fromkeys(ours, 0.0))
+        purge(self._redis, self._settings, [recheck.post_id for recheck in (*deleted, *removed)])
+        times = tombstones(self._redis, [recheck.post_id for recheck in ours])
         due = self._clock.time() + RETURN_PAUSES_S[0]
-        self._finish(gone, {Recheck(post_id, "", purged_at=at): due for post_id, at in times.items()})
+        self._finish((*deleted, *ours), {Recheck(post_id, "", purged_at=at): due for post_id, at in times.items()})
         self.purged += len(deleted) + len(removed)
         logger.info("purged %d posts that were deleted or removed at their source", len(deleted) + len(removed))
 

@@ -195,8 +195,8 @@ class RequestBudget:
 
     def learn(self, headers: Mapping[str, str]) -> None:
         """Read rate-limit headers. Missing or invalid values are ignored. The reset may be a duration or a time."""
-        remaining = number(headers.get("x-ratelimit-remaining"))
-        resets = number(headers.get("x-ratelimit-reset"))
+        remaining = header_number(headers, "x-ratelimit-remaining")
+        resets = header_number(headers, "x-ratelimit-reset")
         if resets is not None and resets >= MIN_RESET_TIME:
             resets = max(0.0, resets - self._clock.time())
         if remaining is not None and resets is not None:
@@ -204,10 +204,10 @@ class RequestBudget:
             self._resets = self._clock.monotonic() + min(resets, MAX_WAIT_S)
 
 
-def number(text: str | None) -> float | None:
-    """Parse a header's value. Returns None unless it is finite and non-negative."""
+def header_number(headers: Mapping[str, str], name: str) -> float | None:
+    """Return a header's value; None if it is absent, or not a finite, non-negative number."""
     try:
-        value = float(text or "")
+        value = float(headers.get(name, ""))
     except ValueError:
         return None
     return value if math.isfinite(value) and value >= 0 else None

@@ -178,27 +178,24 @@ def walk(
     lowest = min((track.watermark for track in unmet.values() if track.watermark is not None), default=None)
     found: dict[str, ListingItem] = {}
     after: str | None = None
-    ended = False
+    in_doubt = False
     for _ in range(pages):
-        page = fetch(after) if ended else _page(fetch, after, list(found))
+        page = fetch(after) if in_doubt else _page(fetch, after, list(found))
         new = {item.fullname: item for item in page.items if item.fullname not in found}
-        if ended and not new:
+        if in_doubt and not new:
             break
         found |= new
-        ended = page.after is None
-        reached = _reached(page, ended and len(found) < COMPLETE_ITEMS)
+        reached = _reached(page, page.after is None and len(found) < COMPLETE_ITEMS)
         for name, track in list(unmet.items()):
             if len(found) >= depth if track.watermark is None else reached is not None and reached <= track.watermark:
                 del unmet[name]
-        after = page.after
-        if ended:
-            # Listings can end early. In doubt, ask for the posts after the last one.
-            if not page.items or all(track.watermark is None for track in unmet.values()):
-                break
-            after = page.items[-1].fullname
-            continue
-        if not unmet and (lowest is None or (reached is not None and reached < lowest - overlap)):
+        # Listings can end early. In doubt, the walk asks for the posts after the last one.
+        in_doubt = page.after is None
+        if in_doubt and (not page.items or all(track.watermark is None for track in unmet.values())):
             break
+        if not in_doubt and not unmet and (lowest is None or (reached is not None and reached < lowest - overlap)):
+            break
+        after = page.after or page.items[-1].fullname
     # A subreddit's first walk has no watermark to reach, and so misses nothing.
     missed = [track for track in unmet.values() if track.watermark is not None]
     order = [item for item in found.values() if not item.stickied]

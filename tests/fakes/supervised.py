@@ -10,7 +10,7 @@ import sys
 from feedmill.cli.options import settings_of
 from feedmill.shared.errors import UserError
 from feedmill.stack import processes, supervisor
-from feedmill.stack.devices import shares
+from feedmill.stack.supervisor import shares
 
 
 def main(command: list[str]) -> int:

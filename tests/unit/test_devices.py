@@ -1,4 +1,4 @@
-"""feedmill/stack/devices.py: devices and CPU cores of each worker."""
+"""feedmill/stack/supervisor.py: devices and CPU cores of each worker."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from feedmill.shared.errors import SettingsError
-from feedmill.stack import devices
-from feedmill.stack.devices import Share, cores_by_package, divide, shares
+from feedmill.stack import supervisor
+from feedmill.stack.supervisor import Share, cores_by_package, divide, shares
 from tests.support import naming
 
 #: Code of a stand-in for torch in the process that counts GPUs.
@@ -38,30 +38,30 @@ def machine(folder: Path, packages: dict[int, list[str]]) -> Path:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Three GPUs reported by torch, on a machine of eight cores."""
-    for variable in (devices.VISIBLE_DEVICES, *devices.THREAD_VARIABLES):
+    for variable in (supervisor.VISIBLE_DEVICES, *supervisor.THREAD_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
     file = tmp_path / "torch.py"
     file.write_text(TORCH.format(gpus=3))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     processors(monkeypatch, *range(8))
-    monkeypatch.setattr(devices, "PROCESSORS", tmp_path)  # an empty topology
+    monkeypatch.setattr(supervisor, "PROCESSORS", tmp_path)  # an empty topology
     return file
 
 
 def test_keeps_packages_and_threads_of_a_core_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Use a common numbering: packages alternate, and second threads follow all first threads."""
-    folder = machine(tmp_path, {0: ["0,4", "2,6"], 1: ["1,5", "3,7"]})
+    monkeypatch.setattr(supervisor, "PROCESSORS", machine(tmp_path, {0: ["0,4", "2,6"], 1: ["1,5", "3,7"]}))
     processors(monkeypatch, *range(8))
-    cores = cores_by_package(folder)
+    cores = cores_by_package()
     assert [sorted(core) for core in cores] == [[0, 4], [2, 6], [1, 5], [3, 7]]
     assert divide(cores, 2) == [(frozenset({0, 2, 4, 6}), 2), (frozenset({1, 3, 5, 7}), 2)]
     assert divide(cores, 3) == [(frozenset({0, 4}), 1), (frozenset({2, 6}), 1), (frozenset({1, 3, 5, 7}), 2)]
 
 
 def test_excludes_cpus_outside_affinity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = machine(tmp_path, {0: ["0,4", "2,6"], 1: ["1,5", "3,7"]})
+    monkeypatch.setattr(supervisor, "PROCESSORS", machine(tmp_path, {0: ["0,4", "2,6"], 1: ["1,5", "3,7"]}))
     processors(monkeypatch, 1, 4, 6)
-    assert cores_by_package(folder) == [{4}, {6}, {1}]
+    assert cores_by_package() == [{4}, {6}, {1}]
 
 
 def test_assigns_every_core_to_exactly_one_worker() -> None:

@@ -13,9 +13,8 @@ import pytest
 from feedmill.shared.errors import StackError
 from feedmill.shared.settings import Settings
 from feedmill.stack import processes
-from feedmill.stack.devices import Share
 from feedmill.stack.processes import MAX_LINE_BYTES, Child, Service
-from feedmill.stack.supervisor import Supervisor
+from feedmill.stack.supervisor import Share, Supervisor
 from tests.support import naming, wait_until
 
 GPUS = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) for number in (4, 7)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from feedmill.shared.errors import ModelError, SettingsError
+from feedmill.shared.errors import ModelError, explain_missing
 from feedmill.shared.messages import digest
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import TORCH_THREADS, Device
@@ -26,15 +26,10 @@ from feedmill.workers.models.engines.network import Network, max_row_tokens, pad
 from feedmill.workers.models.tokenizer import Tokens, padded
 from feedmill.workers.models.weights import Weights, loading
 
-try:
+with explain_missing("FEEDMILL_ENGINE=onnx", "onnx"):  # with a GPU, onnxruntime-gpu replaces onnxruntime
     import onnx
     import onnxruntime
     from onnxruntime.quantization import QuantType, quantize_dynamic
-except ModuleNotFoundError as missing:
-    raise SettingsError(
-        f"FEEDMILL_ENGINE=onnx requires the package {missing.name}: run `pip install 'feedmill[onnx]'` "
-        "(with a GPU, replace onnxruntime by onnxruntime-gpu)."
-    ) from None
 
 logger = logging.getLogger(__name__)
 

@@ -183,7 +183,7 @@ def create_engine(
 
     reads: outputs to return, LOGITS or pooling modes (network.py); or the folder of static embeddings. most: maximum
     tokens per row; the model's own limit applies if it is lower.
-    Raises ModelError, or SettingsError if the engine is not installed.
+    Raises ModelError, or UserError if the engine is not installed.
     """
     if isinstance(reads, Path):
         return create_static_engine(weights, device, settings, reads, most)
