@@ -170,13 +170,7 @@ class Settings(BaseSettings):
     trust_remote_code: bool = False
     #: Classifier (docs/models.md). auto selects one from the model's files. module:Class loads a plug-in
     #: (docs/extending.md).
-    classifier: Annotated[
-        str,
-        _form(
-            rf"auto|{'|'.join(CLASSIFIERS)}|{PLUGIN_PATTERN}",
-            CLASSIFIER_CHOICES,
-        ),
-    ] = "auto"
+    classifier: Annotated[str, _form(rf"auto|{'|'.join(CLASSIFIERS)}|{PLUGIN_PATTERN}", CLASSIFIER_CHOICES)] = "auto"
     #: Inference engine: torch, or onnx for ONNX Runtime on CUDA or a CPU.
     #: module:Class loads a plug-in.
     engine: Annotated[str, _form(rf"torch|onnx|{PLUGIN_PATTERN}", "torch, onnx or module:Class")] = "torch"

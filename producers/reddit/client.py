@@ -17,13 +17,7 @@ from praw.exceptions import MissingRequiredAttributeException
 
 from feedmill.producers.live.http import HttpClient
 from feedmill.producers.live.source import RequestBudget, RequestFailed, SourceFailed
-from feedmill.producers.reddit.listing import (
-    PAGE_SIZE,
-    ListingItem,
-    ListingPage,
-    SubredditUnreadable,
-    parse_items,
-)
+from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, SubredditUnreadable, parse_items
 from feedmill.shared.errors import CredentialsError
 from feedmill.shared.settings import PREFIX, Settings
 

@@ -154,8 +154,5 @@ def _memory(device: Device) -> dict[str, int]:
             "total": torch.cuda.get_device_properties(device.torch).total_memory,
         }
     if device.torch.type == "mps":
-        return {
-            "allocated": torch.mps.current_allocated_memory(),
-            "total": torch.mps.recommended_max_memory(),
-        }
+        return {"allocated": torch.mps.current_allocated_memory(), "total": torch.mps.recommended_max_memory()}
     return {}

@@ -509,8 +509,5 @@ def use_leases(app: broker.Application) -> None:
     kind = "SentinelTransport" if settings.redis.scheme == "sentinel" else "Transport"
     app.conf.update(
         broker_transport=f"{__name__}:{kind}",
-        broker_transport_options={
-            **broker.sentinel_options(settings),
-            **broker.TRANSPORT_KEYS,
-        },
+        broker_transport_options=broker.sentinel_options(settings) | broker.TRANSPORT_KEYS,
     )
