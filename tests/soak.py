@@ -337,7 +337,10 @@ class Soak:
         """Empty the queue like a worker, and count the posts."""
         client: Any = self._redis.client
         while messages := client.lpop("feedmill", 1000):
-            self._sent.update(post["id"] for message in messages for post in body_of(message)[1]["posts"])
+            ids = [post["id"] for message in messages for post in body_of(message)[1]["posts"]]
+            if again := self._sent.keys() & ids:
+                _tell(f"sent again at {self._clock.value - self._begin:.0f} s: {', '.join(again)}")
+            self._sent.update(ids)
 
 
 def _tell(text: str) -> None:
