@@ -148,11 +148,10 @@ class Stack:
         """Run a `feedmill` command in a container of its own."""
         return self.compose("run", "--rm", "--no-deps", "-T", "feedmill", *arguments)
 
-    def exported_ids(self) -> list[str]:
-        """Export all results and return the ids of their posts."""
-        script = "feedmill export /tmp/results.jsonl --columns id >/dev/null && cat /tmp/results.jsonl"
-        lines = self.compose("run", "--rm", "--no-deps", "-T", "--entrypoint", "sh", "feedmill", "-c", script)
-        return [json.loads(line)["id"] for line in lines.splitlines()]
+    def result_ids(self) -> list[str]:
+        """Return the ids of all results' posts."""
+        lines = self.feedmill("results", "--json", "--limit", "1000000").splitlines()
+        return [json.loads(line)["id"] for line in lines]
 
     def lengths(self) -> tuple[int, int]:
         """Return the numbers of stored results and dead letters. Raises ContainersError."""
