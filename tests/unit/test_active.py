@@ -1,4 +1,4 @@
-"""workers/training/active.py: picking posts, and heads of few answers and many posts."""
+"""feedmill/training/active.py: picking posts, and heads of few answers and many posts."""
 
 import pytest
 import torch
