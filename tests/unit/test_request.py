@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.exceptions import InvalidTaskError
 from celery.worker import state
 
 from feedmill.shared.broker import CLASSIFY_TASK, format_arguments
@@ -43,6 +44,15 @@ def test_rejects_a_time_that_celery_cannot_convert(start: Any) -> None:
     (whole["headers"] or whole["body"])["eta"] = "9999-12-31T23:59:59-12:00"
     with pytest.raises(OverflowError):
         check(message)
+
+
+@pytest.mark.parametrize("wrong", [{"shadow": {}}, {"stamped_headers": [[]]}, {"timelimit": [1]}])
+@pytest.mark.parametrize("start", [good, protocol_1])
+def test_rejects_what_would_end_the_worker(start: Any, wrong: dict[str, Any]) -> None:
+    whole = start()
+    (whole["headers"] or whole["body"]).update(wrong)
+    with pytest.raises(InvalidTaskError):
+        check(SimpleNamespace(headers=whole["headers"], payload=whole["body"]))
 
 
 def request(

@@ -29,12 +29,18 @@ from feedmill.workers.runtime.task import arguments_by_name
 
 #: Deliveries after which a message that Celery cannot finish is acknowledged.
 MAX_DELIVERIES = 5
+#: Types that Celery takes for granted where an error would end the worker, by header or field of protocol 1.
+FIELD_TYPES: dict[str, Any] = {
+    "id": str, "task": str, "shadow": str, "root_id": str, "parent_id": str, "group": str, "group_index": int,
+    "retries": int, "timelimit": list | tuple, "stamped_headers": list | tuple, "stamps": dict,
+}  # fmt: skip
 #: Prefix of Feedmill's own keys. A link must not use such a key as a queue.
 OWN_KEYS = "feedmill:"
 
 
 def check(message: Any) -> None:
-    """Raise an error for a message that Celery would delete, or whose links would write to Feedmill's own keys.
+    """Raise an error for a message that Celery would delete, that would end the worker, or whose links would write to
+    Feedmill's own keys.
 
     Other malformed messages raise errors later. Celery itself reports those that name no task or cannot be decoded.
     """
@@ -46,6 +52,13 @@ def check(message: Any) -> None:
     if "task" not in message.headers and not isinstance(links, dict):
         return
     fields = message.headers if "task" in message.headers else links
+    for name, kind in FIELD_TYPES.items():
+        if not isinstance(fields.get(name), kind | None):
+            raise InvalidTaskError(f"{name} has the wrong type, {type(fields[name]).__name__}")
+    if len(fields.get("timelimit") or (None, None)) != 2:
+        raise InvalidTaskError("timelimit must have two values: hard and soft")
+    if not all(isinstance(header, str) for header in fields.get("stamped_headers") or ()):
+        raise InvalidTaskError("stamped_headers must contain only strings")
     if eta := fields.get("eta"):
         maybe_make_aware(maybe_iso8601(eta)).astimezone()  # type: ignore[arg-type]  # an odd value raises an error
     chord = links.get("chord")
