@@ -10,8 +10,7 @@ local MAX_RUNS = 1000
 --
 -- ttl: seconds. first: true when posts are sent, because a run in which nothing is pending was not in use before.
 local function count_progress(run, counts, ttl, first)
-  local key, time = RUN .. run, current_time()
-  local now = math.floor(time * 1000)
+  local key, now = RUN .. run, math.floor(current_time() * 1000)
   local known = redis.call('HMGET', key, 'latest', 'sent', 'stored', 'failed')
   for i = 1, 4 do known[i] = tonumber(known[i] or 0) or 0 end
   local latest, sent, settled = known[1], known[2], known[3] + known[4]
@@ -24,7 +23,7 @@ local function count_progress(run, counts, ttl, first)
   end
   redis.call('HSET', key, 'latest', now)
   redis.call('EXPIRE', key, math.ceil(ttl))
-  redis.call('ZADD', RUNS, math.floor(time), run)
+  redis.call('ZADD', RUNS, now, run)
   redis.call('EXPIRE', RUNS, math.ceil(ttl))
   redis.call('ZREMRANGEBYRANK', RUNS, 0, -1 - MAX_RUNS)
 end

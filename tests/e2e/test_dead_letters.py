@@ -86,7 +86,7 @@ UNKNOWN = "'no.such'"
         (message([[1, 2], {}, {}], headers=TO_NOBODY), UNKNOWN, [None]),
         (message({"task": "no.such", "id": "1", "args": [[POST]], "kwargs": {}}, headers={}), UNKNOWN, ["x"]),
         (message({"no": "task"}, headers={}), "headers", [None]),
-        (message(headers={"task": ["list"], "id": "1"}), "TypeError: ", ["x"]),
+        (message(headers={"task": ["list"], "id": "1"}), "task has the wrong type, list", ["x"]),
         (message(headers={"task": "feedmill.classify"}), "KeyError: 'id'", ["x"]),
         (message(headers=TO_US | {"eta": "soon"}), "invalid Celery message: ", ["x"]),
         (message([["p", "q"]]), "invalid Celery message: ", [None]),
