@@ -1,4 +1,4 @@
-"""Measure a model's accuracy, calibration and throughput on posts with known labels; print evaluations and tunings.
+"""Measure a model's accuracy, calibration and throughput on posts with known labels; print evaluations.
 
 The metrics follow scikit-learn with zero_division=0, except that the macro-F1 ignores labels without a true example.
 Posts go through the worker's pipeline, so the throughput is a worker's. Needs torch, which only workers have.
@@ -17,19 +17,16 @@ from rich.table import Table
 
 from feedmill.console import Report
 from feedmill.local_model import explain_refusals
-from feedmill.shared.errors import ModelError, UserError, printable
+from feedmill.shared.errors import UserError, printable
 from feedmill.shared.messages import Classification, ClassifyOptions, Post, PostError
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import unusable
 from feedmill.workers.pipeline import offline
 from feedmill.workers.pipeline.calibration import calibrate
-from feedmill.workers.pipeline.tuning import Curve, Tuning
 
 #: Bins of the calibration curve.
 NUM_BINS = 10
-#: Length of the longest bar in characters.
-BAR_LENGTH = 24
 
 
 class Measured(NamedTuple):
@@ -137,9 +134,9 @@ def measure(known: Sequence[tuple[Post, str]], loaded: Classifier, settings: Set
     return Measured(name, summary, failures)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], padding: int = 2) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table without lines, whose columns after the first are numbers."""
-    made = Table(box=None, header_style="dim", padding=(0, padding, 0, 0))
+    made = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for place, name in enumerate(columns):
         # In a narrow terminal only the first column wraps: a truncated count would be a wrong number.
         made.add_column(name, justify="right", no_wrap=True) if place else made.add_column(name)
@@ -179,51 +176,3 @@ def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None
         if found
     ]
     return table((head, "accuracy", "macro-F1", "calibration error", "posts/s"), rows)
-
-
-def show_tuning(console: Console, tuning: Tuning, classifier: Classifier, posts: int) -> dict[str, Any]:
-    """Print the curve as bars, the budgets that were left out, and the knee; return it and the points as JSON.
-
-    Raises ModelError if the device had no memory for any budget.
-    """
-    curve, device, name = tuning.curve(), classifier.device, classifier.weights.name
-    if not curve.points:
-        raise ModelError(
-            f"{device.name} has too little memory for {name} and a batch of {curve.full} tokens. Use a smaller model, "
-            "fewer labels, or half precision (FEEDMILL_DTYPE)."
-        )
-    typer.echo(f"{name} on {device.hardware} in {device.precision}: {posts:,} posts, {tuning.tokens:,} tokens")
-    console.print(_bars(curve))
-    if device.lanes > 1:
-        typer.echo(
-            f"The table measures one forward pass at a time, on one of {device.lanes} lanes with its share of the "
-            f"cores. A worker runs {device.lanes} such lanes in parallel."
-        )
-    if tuning.packed:
-        typer.echo("Rows are packed, not padded: no time is spent on padding.")
-    for budget, what in ((curve.unfilled, "posts"), (curve.full, "device memory")):
-        if budget:
-            typer.echo(f"Left out: token budget {budget} and above, which need more {what}.")
-    knee = curve.knee
-    typer.echo(f"Token budget {knee.budget} is the smallest within 2% of the fastest.")
-    points = [point._asdict() for point in curve.points]
-    return {"knee": knee.budget, "posts_per_s": round(knee.posts_per_s, 1), "points": points}
-
-
-def _bars(curve: Curve) -> Table:
-    columns = ("tokens", "posts/s", "", "tokens/s", "padding efficiency", "peak MB")
-    fastest = max(point.posts_per_s for point in curve.points)
-    rows = [
-        (
-            f"[bold]{point.budget:,}[/]" if point == curve.knee else f"{point.budget:,}",
-            f"{point.posts_per_s:,.1f}",
-            "█" * round(BAR_LENGTH * point.posts_per_s / fastest),
-            f"{point.tokens_per_s:,.0f}",
-            f"{point.padding_efficiency:.2f}",
-            "–" if point.peak_mb is None else f"{point.peak_mb:,.0f}",
-        )
-        for point in curve.points
-    ]
-    made = table(columns, rows, padding=1)
-    made.columns[2].justify = "left"
-    return made

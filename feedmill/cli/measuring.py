@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -12,7 +12,7 @@ from feedmill.cli.options import MODEL, File, FileFlags, JsonSummary, Limit, wit
 from feedmill.console import Report, notes_console, output_console
 from feedmill.local_model import explain_refusals, load_model
 from feedmill.producers.files import FileReading
-from feedmill.shared.errors import InputError, explain_missing, json_line, printable
+from feedmill.shared.errors import InputError, ModelError, explain_missing, json_line, printable
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
 
@@ -26,7 +26,6 @@ def tune(
     file: File,
     columns: FileFlags,
     limit: Annotated[int, Option(help="Maximum number of posts to read.", min=1)] = 200,
-    rounds: Annotated[int, Option(help="Measurements per token budget; their median is reported.", min=1)] = 3,
     as_json: JsonSummary = False,
 ) -> None:
     """Measure token budgets, the sizes of micro-batches, on a file's posts.
@@ -35,31 +34,50 @@ def tune(
     """
     notes = notes_console()
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, text_only=True)
-    posts = _first(reading, file, limit)
+    texts = [post.text for post in _first(reading, file, limit)]
     loaded = load_model(settings)
     # Imported late: needs torch, which only workers have.
-    from feedmill.evaluation import show_tuning  # noqa: PLC0415
-    from feedmill.workers.pipeline.calibration import remember  # noqa: PLC0415
-    from feedmill.workers.pipeline.tuning import Tuning  # noqa: PLC0415
+    from feedmill.workers.pipeline.calibration import Peak, measure, remember  # noqa: PLC0415
 
-    tuning = Tuning(loaded, [post.text for post in posts], settings, rounds)
-    with explain_refusals(settings):
-        for _ in Report(notes).counting(f"measuring {len(posts):,} posts", tuning.run(), tuning.steps):
-            pass
-    found = show_tuning(output_console(), tuning, loaded, len(posts))
-    curve = tuning.curve()
-    stored = curve.settled and remember(loaded, settings, curve.rates)
-    if stored:
-        typer.echo(f"Workers of this model, device and settings now start with token budget {curve.knee.budget}.")
-    elif not curve.settled:
-        typer.echo(
-            "Token budget not stored for workers: too few posts to choose one. Give more posts, or raise --limit."
-        )
+    peak = Peak(loaded.device.torch, settings.engine)
+    with explain_refusals(settings), notes.status(f"measuring {len(texts):,} posts"):
+        label_set = loaded.label_set(ClassifyOptions())
+        tokens = sum(row.length for rows in loaded.prepare(texts, label_set) for row in rows)
+        rates = measure(loaded, settings, lambda chance: chance.choice(texts))
+    if not any(rates.values()):
+        raise ModelError(f"{loaded.device.name} has too little memory for {loaded.weights.name}. Use a smaller model, "
+                         "fewer labels, or half precision (FEEDMILL_DTYPE).")  # fmt: skip
+    typer.echo(f"{loaded.weights.name} on {loaded.device}: {len(texts):,} posts, {tokens:,} tokens")
+    found = _show_rates(rates, tokens / len(texts), loaded.device.lanes, peak.mb())
+    if stored := remember(loaded, settings, rates):
+        typer.echo(f"Workers of this model, device and settings now start with token budget {found['knee']}.")
     if settings.token_budget:
         typer.echo(f"FEEDMILL_TOKEN_BUDGET is set, so workers use that budget: {settings.token_budget}.")
     if as_json:
-        typer.echo(json_line({"posts": len(posts), "rounds": rounds, "token_budget": found, "stored": stored}))
+        typer.echo(json_line({"posts": len(texts), "token_budget": found, "stored": stored}))
     _end(reading)
+
+
+def _show_rates(rates: dict[int, float], tokens_each: float, lanes: int, peak_mb: float | None) -> dict[str, Any]:
+    """Print the rate of each token budget and the best budget, and return them.
+
+    rates: tokens per second of a lane. tokens_each: tokens of a post, on average.
+    """
+    from feedmill.evaluation import table  # noqa: PLC0415 - needs numpy, which comes with torch
+    from feedmill.workers.pipeline.calibration import best  # noqa: PLC0415
+
+    points = [
+        {"budget": budget, "posts_per_s": rate / tokens_each, "tokens_per_s": rate}
+        for budget, rate in sorted(rates.items())
+    ]
+    rows = [[f"{figure:,.0f}" for figure in point.values()] for point in points]
+    output_console().print(table(("token budget", "posts/s", "tokens/s"), rows))
+    if lanes > 1:
+        typer.echo(f"These are the rates of one of {lanes} lanes. A worker runs all in parallel.")
+    if peak_mb:
+        typer.echo(f"Peak memory {peak_mb:,.0f} MB.")
+    typer.echo(f"Token budget {best(rates)} is the smallest within 2% of the fastest.")
+    return {"knee": best(rates), "peak_mb": peak_mb, "points": points}
 
 
 @with_settings(*(name for name in MODEL if name != "model"), plain_logs=True)

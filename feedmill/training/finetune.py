@@ -40,7 +40,7 @@ from feedmill.workers.models.engines import device_errors
 from feedmill.workers.models.engines.network import load_pretrained, max_row_tokens, padding_token, read_config
 from feedmill.workers.models.tokenizer import load_tokenizer
 from feedmill.workers.models.weights import Weights, locate
-from feedmill.workers.pipeline.tuning import Peak
+from feedmill.workers.pipeline.calibration import Peak
 
 #: Rows per forward pass when fitting the head. Fixed, so that the head does not depend on the batch size.
 HEAD_BATCH_SIZE = 16

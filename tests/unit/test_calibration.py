@@ -68,6 +68,18 @@ def test_sweep_finds_the_best_budget(monkeypatch: pytest.MonkeyPatch, optimum: i
     assert max(stand_in.sizes) <= max(rates)
 
 
+def test_measures_given_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = on(monkeypatch, 1024)
+    rates = sweep(stand_in, 4096, stand_in.perf_counter, lambda chance: chance.choice(["post " * 50, "post " * 60]))
+    assert best(rates) == 1024
+    assert all(size % 50 == 0 or size % 60 == 0 for size in stand_in.sizes)
+
+
+def test_memory_for_no_budget_gives_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = on(monkeypatch, 1024, memory=100)
+    assert not any(sweep(stand_in, 4096, stand_in.perf_counter).values())
+
+
 @pytest.mark.parametrize(
     ("kind", "engine", "torch_device", "budget"),
     [

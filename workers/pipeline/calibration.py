@@ -2,7 +2,8 @@
 
 The best budget depends on the device (a CPU is fastest while a batch fits its caches, a GPU once a batch fills it), the
 model, the precision and the libraries. So the first start tries several budgets on generated rows and writes the best
-to a file. If any of these changes, the next start measures again. The setting `token_budget` overrides the result.
+to a file; `feedmill tune` does the same on a file's posts. If any of these changes, the next start measures again. The
+setting `token_budget` overrides the result.
 """
 
 import json
@@ -14,6 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from feedmill.shared import linux
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import DeviceFull
 from feedmill.shared.messages import ClassifyOptions, digest
@@ -24,6 +28,8 @@ from feedmill.workers.pipeline.window import Window
 
 logger = logging.getLogger(__name__)
 
+#: Returns a text for a random number generator.
+Text = Callable[[random.Random], str]
 #: Name of the file in the cache folder with the budget of each device, model and settings.
 CALIBRATION_FILE = "calibration.json"
 #: Budgets to try, smallest first, by device type.
@@ -55,10 +61,20 @@ def calibrate(classifier: Classifier, settings: Settings) -> int:
     if known := known_budget(classifier, settings):
         return known
     logger.info("measuring the token budget for this device and model; later starts reuse the result")
-    classifier.device.take_share(classifier.device.lanes)
-    rates = sweep(classifier, settings.batch_rows, _clock(classifier, settings))
+    rates = measure(classifier, settings)
     remember(classifier, settings, rates)
     return best(rates)
+
+
+def generated(chance: random.Random) -> str:
+    """Return a text of a post's length: its median is MEDIAN_LENGTH tokens."""
+    return "post " * max(1, round(chance.lognormvariate(0, SPREAD) * MEDIAN_LENGTH))
+
+
+def measure(classifier: Classifier, settings: Settings, text: Text = generated) -> dict[int, float]:
+    """Measure tokens per second by budget, with the cores of one lane. text: returns a text to classify."""
+    classifier.device.take_share(classifier.device.lanes)
+    return sweep(classifier, settings.batch_rows, _clock(classifier, settings), text)
 
 
 def _clock(classifier: Classifier, settings: Settings) -> Callable[[], float]:
@@ -103,17 +119,19 @@ def best(rates: dict[int, float]) -> int:
     return min(budget for budget, rate in rates.items() if rate >= CLOSE_ENOUGH * max(rates.values()))
 
 
-def sweep(classifier: Classifier, row_limit: int, clock: Callable[[], float]) -> dict[int, float]:
+def sweep(
+    classifier: Classifier, row_limit: int, clock: Callable[[], float], text: Text = generated
+) -> dict[int, float]:
     """Measure tokens per second for each budget, smallest first, up to one that is slow or does not fit in memory.
 
-    clock: returns seconds.
+    clock: returns seconds. A rate of 0 means that not even the smallest budget fits.
     """
     candidates = CANDIDATES.get(classifier.device.torch.type, OTHER_CANDIDATES)
     rates: dict[int, float] = {}
     for _ in range(ROUNDS):
         for budget in candidates:
             try:
-                rate = _tokens_per_second(classifier, budget, row_limit, clock)
+                rate = _tokens_per_second(classifier, budget, row_limit, clock, text)
             except DeviceFull:
                 rates.pop(budget, None)
                 candidates = tuple(other for other in candidates if other < budget)
@@ -125,17 +143,18 @@ def sweep(classifier: Classifier, row_limit: int, clock: Callable[[], float]) ->
     return rates or {candidates[0] if candidates else 1: 0.0}
 
 
-def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int, clock: Callable[[], float]) -> float:
-    """Return real tokens per second (without padding) in batches cut from a window of generated rows."""
-    lengths = random.Random(budget)
+def _tokens_per_second(
+    classifier: Classifier, budget: int, row_limit: int, clock: Callable[[], float], text: Text
+) -> float:
+    """Return real tokens per second (without padding) in batches cut from a window of rows, without preparing them."""
+    chance = random.Random(budget)
     label_set = classifier.label_set(ClassifyOptions())
     window: Window[Row] = Window(time.monotonic, classifier.device.shapes)
     tokens = waiting = 0
     spent = 0.0
     while spent < MIN_TRIAL_S:
         while waiting < 4 * budget and len(window) < WINDOW_ROWS:
-            text = "post " * max(1, round(lengths.lognormvariate(0, SPREAD) * MEDIAN_LENGTH))
-            for row in classifier.prepare([text], label_set)[0]:
+            for row in classifier.prepare([text(chance)], label_set)[0]:
                 window.add(row)
                 waiting += row.length
         batch = window.take(budget, row_limit)
@@ -156,3 +175,24 @@ def _remembered(file: Path) -> dict[str, Any]:
         logger.warning("cannot read %s (%s); starting a new file", file, error)
         return {}
     return found if isinstance(found, dict) else {}
+
+
+class Peak:
+    """Peak memory since this object was created: torch's allocations on a GPU, the whole process on Linux."""
+
+    def __init__(self, device: torch.device, engine: str) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda" and engine == "torch"
+        self._on_host = False
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        elif device.type == "cpu":
+            self._on_host = linux.reset_peak_memory()
+
+    def mb(self) -> float | None:
+        """Return the peak in 10^6 bytes, or None if unknown."""
+        if self._on_gpu:
+            return torch.cuda.max_memory_allocated(self._device) / 1e6
+        if self._on_host and (peak := linux.peak_memory()):
+            return peak / 1e6
+        return None
