@@ -1,4 +1,4 @@
-"""Measure a model's accuracy, calibration and throughput on posts with known labels; print evaluations.
+"""Measure a model's accuracy, calibration and throughput on posts with known labels; print evaluations and rates.
 
 The metrics follow scikit-learn with zero_division=0, except that the macro-F1 ignores labels without a true example.
 Posts go through the worker's pipeline, so the throughput is a worker's. Needs torch, which only workers have.
@@ -23,7 +23,7 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import unusable
 from feedmill.workers.pipeline import offline
-from feedmill.workers.pipeline.calibration import calibrate
+from feedmill.workers.pipeline.calibration import best, calibrate
 
 #: Bins of the calibration curve.
 NUM_BINS = 10
@@ -176,3 +176,24 @@ def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None
         if found
     ]
     return table((head, "accuracy", "macro-F1", "calibration error", "posts/s"), rows)
+
+
+def show_rates(
+    console: Console, rates: Mapping[int, float], tokens_each: float, lanes: int, peak_mb: float | None
+) -> dict[str, Any]:
+    """Print the rate of each token budget and the best budget, and return them.
+
+    rates: tokens per second of a lane. tokens_each: tokens of a post, on average.
+    """
+    points = [
+        {"budget": budget, "posts_per_s": rate / tokens_each, "tokens_per_s": rate}
+        for budget, rate in sorted(rates.items())
+    ]
+    rows = [[f"{figure:,.0f}" for figure in point.values()] for point in points]
+    console.print(table(("token budget", "posts/s", "tokens/s"), rows))
+    if lanes > 1:
+        typer.echo(f"These are the rates of one of {lanes} lanes. A worker runs all in parallel.")
+    if peak_mb:
+        typer.echo(f"Peak memory {peak_mb:,.0f} MB.")
+    typer.echo(f"Token budget {best(rates)} is the smallest within 2% of the fastest.")
+    return {"knee": best(rates), "peak_mb": peak_mb, "points": points}

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -37,6 +37,7 @@ def tune(
     texts = [post.text for post in _first(reading, file, limit)]
     loaded = load_model(settings)
     # Imported late: needs torch, which only workers have.
+    from feedmill.evaluation import show_rates  # noqa: PLC0415
     from feedmill.workers.pipeline.calibration import Peak, measure, remember  # noqa: PLC0415
 
     peak = Peak(loaded.device.torch, settings.engine)
@@ -48,7 +49,7 @@ def tune(
         raise ModelError(f"{loaded.device.name} has too little memory for {loaded.weights.name}. Use a smaller model, "
                          "fewer labels, or half precision (FEEDMILL_DTYPE).")  # fmt: skip
     typer.echo(f"{loaded.weights.name} on {loaded.device}: {len(texts):,} posts, {tokens:,} tokens")
-    found = _show_rates(rates, tokens / len(texts), loaded.device.lanes, peak.mb())
+    found = show_rates(output_console(), rates, tokens / len(texts), loaded.device.lanes, peak.mb())
     if stored := remember(loaded, settings, rates):
         typer.echo(f"Workers of this model, device and settings now start with token budget {found['knee']}.")
     if settings.token_budget:
@@ -56,28 +57,6 @@ def tune(
     if as_json:
         typer.echo(json_line({"posts": len(texts), "token_budget": found, "stored": stored}))
     _end(reading)
-
-
-def _show_rates(rates: dict[int, float], tokens_each: float, lanes: int, peak_mb: float | None) -> dict[str, Any]:
-    """Print the rate of each token budget and the best budget, and return them.
-
-    rates: tokens per second of a lane. tokens_each: tokens of a post, on average.
-    """
-    from feedmill.evaluation import table  # noqa: PLC0415 - needs numpy, which comes with torch
-    from feedmill.workers.pipeline.calibration import best  # noqa: PLC0415
-
-    points = [
-        {"budget": budget, "posts_per_s": rate / tokens_each, "tokens_per_s": rate}
-        for budget, rate in sorted(rates.items())
-    ]
-    rows = [[f"{figure:,.0f}" for figure in point.values()] for point in points]
-    output_console().print(table(("token budget", "posts/s", "tokens/s"), rows))
-    if lanes > 1:
-        typer.echo(f"These are the rates of one of {lanes} lanes. A worker runs all in parallel.")
-    if peak_mb:
-        typer.echo(f"Peak memory {peak_mb:,.0f} MB.")
-    typer.echo(f"Token budget {best(rates)} is the smallest within 2% of the fastest.")
-    return {"knee": best(rates), "peak_mb": peak_mb, "points": points}
 
 
 @with_settings(*(name for name in MODEL if name != "model"), plain_logs=True)

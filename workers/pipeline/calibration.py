@@ -10,7 +10,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def remember(classifier: Classifier, settings: Settings, rates: dict[int, float]
     return True
 
 
-def best(rates: dict[int, float]) -> int:
+def best(rates: Mapping[int, float]) -> int:
     """Return the smallest budget whose rate comes close to the best."""
     return min(budget for budget, rate in rates.items() if rate >= CLOSE_ENOUGH * max(rates.values()))
 
