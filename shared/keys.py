@@ -11,7 +11,7 @@ COUNTERS = "feedmill:counters"
 #: Table of marks, the records of sent posts (producers/push.py): its generations, scored by when they end, in
 #: seconds since 1970. `feedmill:sent-marks:NUMBER` is one: post id -> marks.
 MARKS = "feedmill:sent-marks"
-#: Table of stored results (shared/result_records.py). `feedmill:stored:NUMBER` is a generation: post id -> records.
+#: Table of stored results (shared/results.py). `feedmill:stored:NUMBER` is a generation: post id -> records.
 STORED = "feedmill:stored"
 #: Runs, scored by the time of their latest activity, in seconds since 1970.
 RUNS = "feedmill:runs"

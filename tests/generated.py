@@ -21,7 +21,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from typer.main import get_command
 
 from feedmill.cli.main import app
-from feedmill.producers.live import metrics as live_metrics
+from feedmill.producers.live import daemon as live_metrics
 from feedmill.shared import errors
 from feedmill.shared.messages import MAX_POSTS_PER_MESSAGE, MESSAGE_VERSION, ClassifyOptions, Outcome, Post
 from feedmill.shared.metrics import REDIS_METRICS, Metric

@@ -14,7 +14,6 @@ from redis import Redis
 from typer import Argument, Option
 
 from feedmill.cli.options import AsJson, RunName, Yes, excludes, utc, with_settings
-from feedmill.producers.clear import clear, purge_run
 from feedmill.producers.push import Pusher
 from feedmill.reading import check_run, unknown_run
 from feedmill.shared import runs
@@ -23,7 +22,7 @@ from feedmill.shared.errors import PostRefused, RequestRefused, UserError, json_
 from feedmill.shared.keys import DEAD_LETTER, DEAD_LETTERS
 from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
 from feedmill.shared.model_routing import check_queue
-from feedmill.shared.purge import TOMBSTONE_TTL_S, lift_tombstones
+from feedmill.shared.purge import TOMBSTONE_TTL_S, clear, lift_tombstones, purge_run
 from feedmill.shared.purge import purge as purge_posts
 from feedmill.shared.results import PAGE_SIZE, dead_letter_digest, newest_first
 from feedmill.shared.scripts import call

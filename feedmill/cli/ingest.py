@@ -15,8 +15,7 @@ from typer import Argument, Option
 
 from feedmill.cli.options import SENDING, AsJson, MessageFlags, excludes, needs, utc, with_settings
 from feedmill.console import counted, span
-from feedmill.producers.live.daemon import LiveDaemon
-from feedmill.producers.live.metrics import LiveMetrics
+from feedmill.producers.live.daemon import LiveDaemon, LiveMetrics
 from feedmill.producers.live.rechecks import Rechecks
 from feedmill.producers.live.source import (
     Clock,

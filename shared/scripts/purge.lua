@@ -1,5 +1,4 @@
--- Purges (shared/purge.py, producers/clear.py): set tombstones, find entries, and replace values that
--- have not changed.
+-- Purges (shared/purge.py): set tombstones, find entries, and replace values that have not changed.
 
 -- Number of purges that the log keeps, each of up to 1,000 posts. A reader that missed some checks all of its posts.
 local MAX_PURGES = 4000

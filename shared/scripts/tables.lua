@@ -161,7 +161,7 @@ local function change(name, id, edit)
 end
 
 -- Results: a record of the table feedmill:stored starts with its length, its kind, and the key of its fingerprint
--- (shared/result_records.py).
+-- (shared/results.py).
 
 local HEAD = 21
 -- Stands for the key of a fingerprint in the record of a score.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from feedmill.producers.bluesky import OVERLAP_S, BlueskySource
-from feedmill.producers.live import daemon, purges
+from feedmill.producers.live import daemon, rechecks
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Clock
 from feedmill.producers.live.state import LiveState
@@ -191,7 +191,7 @@ def test_a_deleted_accounts_posts_are_searched_for_a_day(redis: RedisServer, jet
     daemon = make()
     start(daemon, jetstream)
     key = LIVE_AUTHORS + "bluesky"
-    redis.client.zadd(key, {"at://did:plc:long ago/": time.time() - purges.AUTHOR_KEPT_S - 1})
+    redis.client.zadd(key, {"at://did:plc:long ago/": time.time() - rechecks.AUTHOR_KEPT_S - 1})
     jetstream.account("did:plc:alice", "deleted")
     author = "at://did:plc:alice/app.bsky.feed.post/"
     run(daemon, lambda: redis.client.zrange(key, 0, -1) == [author], "the account is remembered")
@@ -205,7 +205,7 @@ def test_a_deleted_accounts_posts_are_searched_for_a_day(redis: RedisServer, jet
 def test_a_killed_daemons_deletions_are_purged_by_the_next(
     redis: RedisServer, jetstream: Jetstream, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(purges.Purges, "run_if_due", lambda _: None)
+    monkeypatch.setattr(rechecks.Purges, "run_if_due", lambda _: None)
     first = make()
     start(first, jetstream)
     gone = jetstream.post("to be deleted")

@@ -16,7 +16,7 @@ from feedmill.cli.deletions import DeadLetters
 from feedmill.producers.bluesky import BlueskySource
 from feedmill.producers.live import daemon as live_daemon
 from feedmill.producers.live.daemon import LiveDaemon
-from feedmill.producers.live.purges import PURGE_INTERVAL_S
+from feedmill.producers.live.rechecks import PURGE_INTERVAL_S
 from feedmill.producers.live.source import Event, Source, SourceFailed
 from feedmill.producers.live.state import EXPECTED_S, STATUS_TTL, Gap, Gaps, LiveState, Position, statuses
 from feedmill.producers.push import Pusher

@@ -17,12 +17,11 @@ from feedmill.export import postgres
 from feedmill.export.columns import ExportFilter
 from feedmill.export.files import batch_of
 from feedmill.export.postgres import TYPES, Table, opened
-from feedmill.producers.clear import purge_run
 from feedmill.reading import RowReader, seconds_of
 from feedmill.shared.errors import DatabaseUnavailable, UserError
 from feedmill.shared.keys import COUNTERS, PURGES, RESULTS_STREAM
 from feedmill.shared.messages import Post, digest
-from feedmill.shared.purge import PURGES_PER_READ, lift_tombstones, purge
+from feedmill.shared.purge import PURGES_PER_READ, lift_tombstones, purge, purge_run
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.postgres import PostgresServer, postgres_folder

@@ -10,8 +10,7 @@ from feedmill.cli.deletions import DeadLetters
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, TOMBSTONE
 from feedmill.shared.messages import DeadLetter, Post, digest
 from feedmill.shared.purge import forget
-from feedmill.shared.result_records import CONTEXT_NAME
-from feedmill.shared.results import Counters, Result, ResultsStore, Score
+from feedmill.shared.results import CONTEXT_NAME, Counters, Result, ResultsStore, Score
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, age, dead_letters, has_results, latest, make_classification, wait_until
 

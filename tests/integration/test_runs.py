@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from feedmill.cli.deletions import DeadLetters
-from feedmill.producers.clear import Cleared, RunPurged, clear, purge_run
 from feedmill.producers.push import Pusher
 from feedmill.shared import runs
 from feedmill.shared.broker import make_app
@@ -14,7 +13,7 @@ from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUN, RUNS
 from feedmill.shared.messages import MAX_RUN, ClassifyOptions, DeadLetter, Post, fingerprint, parse_run, run_of
 from feedmill.shared.model_routing import RequestedModel, request_model
-from feedmill.shared.purge import purge
+from feedmill.shared.purge import Cleared, RunPurged, clear, purge, purge_run
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, find, has_results, latest, make_classification, sent_count, sent_marks

@@ -14,7 +14,7 @@ import torch
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from prometheus_client.parser import text_string_to_metric_families
 
-from feedmill.producers.live import metrics as live_metrics
+from feedmill.producers.live import daemon as live_metrics
 from feedmill.shared.errors import SettingsError, UserError
 from feedmill.shared.metrics import REDIS_METRICS, Metric, MetricsServer, Values, declare, serve
 from feedmill.shared.settings import Settings, load

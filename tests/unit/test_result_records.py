@@ -1,11 +1,11 @@
-"""shared/result_records.py: packing results into records."""
+"""shared/results.py: packing results into records."""
 
 from typing import Any
 
 import pytest
 
 from feedmill.shared.messages import Classification
-from feedmill.shared.result_records import JSON, MAX_CONTEXTS, PACKED, Contexts, fingerprint_key, pack, split, unpack
+from feedmill.shared.results import JSON, MAX_CONTEXTS, PACKED, Contexts, fingerprint_key, pack, split, unpack
 from tests.support import make_classification
 
 FINGERPRINT = "f0443d56baefed70ea7db12a3a34028e"
