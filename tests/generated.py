@@ -22,7 +22,6 @@ from typer.main import get_command
 
 from feedmill.cli.main import app
 from feedmill.producers.live import daemon as live_metrics
-from feedmill.shared import errors
 from feedmill.shared.messages import MAX_POSTS_PER_MESSAGE, MESSAGE_VERSION, ClassifyOptions, Outcome, Post
 from feedmill.shared.metrics import REDIS_METRICS, Metric
 from feedmill.shared.settings import DAY_S, PREFIX, Settings
@@ -49,8 +48,6 @@ FIGURES = {
     "Workers": worker_metrics.METRICS,
     "Daemons of `feedmill ingest`": live_metrics.METRICS,
 }
-#: Errors that users see or catch. Others end a worker or fail one post.
-CAUGHT = (errors.UserError, errors.RequestRefused, errors.MessageFailed)
 #: The values that a setting of each type takes.
 TYPES = {
     bool: "true or false",
@@ -94,12 +91,14 @@ def described(command: Any, name: str) -> Iterator[tuple[str, str, str]]:
 def settings() -> str:
     """Return each setting with its default and description, under the headings in its class."""
     hints = get_type_hints(Settings, include_extras=True)
-    rows: dict[str, list[tuple[str, ...]]] = {}
+    lines: dict[str, list[str]] = {}
     for heading, name, comment in commented(Settings):
-        row = (f"`{PREFIX}{name.upper()}`", default(Settings.model_fields[name].default), taken(hints[name]), comment)
-        rows.setdefault(heading, []).append(row)
-    columns = ("variable", "default", "value", "description")
-    return "\n".join(f"## {heading}\n\n{table(columns, found)}" for heading, found in rows.items())
+        unset = default(Settings.model_fields[name].default)
+        value = f" = {unset}" if unset else ""
+        lines.setdefault(heading, []).append(
+            f"- `{PREFIX}{name.upper()}`{value}: {plain(taken(hints[name]))}. {plain(comment)}\n"
+        )
+    return "\n".join(f"## {heading}\n\n{''.join(found)}" for heading, found in lines.items())
 
 
 def default(value: Any) -> str:
@@ -148,28 +147,14 @@ def bounds(field: FieldInfo) -> str:
 
 def metrics() -> str:
     """Return each metric by the process that serves it."""
-    return "\n".join(
-        f"### {title}\n\n{table(('metric', 'type', 'meaning'), map(metric, figures))}"
-        for title, figures in FIGURES.items()
-    )
+    return "\n".join(f"### {title}\n\n{''.join(map(metric, figures))}" for title, figures in FIGURES.items())
 
 
-def metric(declared: Metric) -> tuple[str, str, str]:
-    """Return a metric's row. Its labels follow its name, as in Prometheus."""
+def metric(declared: Metric) -> str:
+    """Return a metric's line. Its labels follow its name, as in Prometheus; names of counters end with _total."""
     labels = f"{{{','.join(declared.labels)}}}" if declared.labels else ""
-    return f"`{declared.name}{labels}`", declared.kind, declared.help
-
-
-def error_classes() -> str:
-    """Return each error class with its meaning and effect: the first and the other paragraphs of its docstring."""
-    rows = []
-    for name, error in vars(errors).items():
-        if isinstance(error, type) and issubclass(error, CAUGHT):
-            meaning, *rest = (inspect.getdoc(error) or "").split("\n\n")
-            # A paragraph such as "field: the name of …" describes an attribute.
-            effect = [paragraph for paragraph in rest if not re.match(r"\w+: ", paragraph)]
-            rows.append((f"`{name}`", " ".join(meaning.split()), " ".join(" ".join(effect).split())))
-    return table(("class", "meaning", "effect"), rows)
+    kind = f" ({declared.kind})" if declared.kind in ("histogram", "summary") else ""
+    return f"- `{declared.name}{labels}`{kind}: {plain(declared.help)}\n"
 
 
 def docstring(path: Path) -> str:
@@ -271,7 +256,6 @@ def schemas() -> dict[str, str]:
 PARTS: dict[str, Callable[[], str]] = {
     "README.md": tree,
     "docs/reference/commands.md": commands,
-    "docs/reference/errors.md": error_classes,
     "docs/reference/metrics.md": metrics,
     "docs/reference/settings.md": settings,
 }

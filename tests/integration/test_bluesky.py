@@ -38,9 +38,9 @@ def make(redis: RedisServer, jetstream: Jetstream, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(daemon, "MAX_BATCH_S", 0.05)
     monkeypatch.setattr("feedmill.producers.bluesky.IDLE_S", 0.02)
     monkeypatch.setattr("feedmill.producers.bluesky.CLOSE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(purges, "PURGE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(purges, "AUTHORS_INTERVAL_S", 0.0)
-    monkeypatch.setattr(purges, "MAX_SHARE", 1e9)
+    monkeypatch.setattr(rechecks, "PURGE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(rechecks, "AUTHORS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(rechecks, "MAX_SHARE", 1e9)
     for name in ("SOURCE_BACKOFF", "REDIS_BACKOFF"):
         monkeypatch.setattr(daemon, name, type("NoBackoff", (), {"compute": lambda *_: 0.0})())
     made: list[LiveDaemon] = []
