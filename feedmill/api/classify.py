@@ -26,7 +26,8 @@ class Classifier:
     """A model, loaded on a device of this process and ready to classify.
 
     `feedmill.classify` keeps its models by itself; use a Classifier to decide when a model is loaded and released.
-    Several threads may use it at once.
+    Several threads may use it at once. It can be the class that Ray Data's `map_batches` is given (docs/clusters.md).
+    It warns only once about rows of frames without a label.
 
     Args:
         model: A folder with a transformers or sentence-transformers model, or a name on the Hugging Face Hub.
@@ -73,6 +74,8 @@ class Classifier:
         with explain_refusals(self._settings):
             self.labels = loaded.label_set(self._default).labels
         self.model, self.device = loaded.weights.name, loaded.device.name
+        #: True after a warning about rows without a label. Later calls with frames do not warn: a job has thousands.
+        self._has_warned = False
         #: Ends its threads when the last call has ended that refers to it.
         self._pipeline: OfflinePipeline | None = offline.OfflinePipeline(loaded, self._settings, budget)
 
@@ -101,7 +104,10 @@ class Classifier:
         """Classify items with this model. See `feedmill.classify` for the arguments and the result."""
         options = self._options(labels, template, multi_label)
         request = Request(items, options, (id, title, body), scores, prefix, progress)
-        return request.run(self._outcomes, self.labels)
+        result = request.run(self._outcomes, self.labels)
+        if request.table is None or not self._has_warned:
+            self._has_warned |= request.failures.warn(request.unit)
+        return result
 
     __call__ = classify
 
@@ -207,11 +213,13 @@ def classify(
         |---|---|
         | a text, or a dictionary with title and body | a `feedmill.Prediction` |
         | a list, generator or other iterable of them | `feedmill.Predictions`, a list, in the same order |
-        | a pandas or polars DataFrame | a new one with the columns `label` and `label_score`, in the same order and \
-with the same index |
-        | a Series | a DataFrame of its texts, `label` and `label_score` |
+        | a pandas or polars DataFrame, a pyarrow Table | a new one with the columns `label`, `label_score` and \
+`label_error`, in the same order and with the same index |
+        | a dictionary of numpy arrays | the dictionary with these columns |
+        | a Series | a DataFrame of its texts and these columns |
 
-        An item that cannot be classified has the label None. A warning says how many there are, and why.
+        An item that cannot be classified has the label None; `label_error` says why, and is "" for the others. A
+        warning says how many there are.
 
     Raises:
         feedmill.UserError: For an invalid argument, a missing package, or a model that cannot be loaded.
@@ -224,4 +232,5 @@ with the same index |
           complaint  0.89  It broke after a day
     """
     classifier = _kept_classifier(None if model is None else str(model), device)
+    classifier._has_warned = False
     return classifier.classify(items, labels, **options)

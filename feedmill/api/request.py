@@ -37,6 +37,9 @@ NO_TEXT = "no text"
 MAX_KEYS_NAMED, MAX_REASONS = 5, 3
 #: Rows of a frame converted to Python objects at once.
 ROWS_AT_ONCE = 10_000
+#: Column with the reason why a row has no label; "" for the others, because Ray and pandas lose the type of a column
+#: without values, and the Parquet files of a folder would differ.
+ERROR_COLUMN = "label_error"
 #: Types of columns that may hold text.
 TEXT_TYPES = (nw.String, nw.Categorical, nw.Enum, nw.Object, nw.Unknown)
 
@@ -256,26 +259,49 @@ class Table:
 
     def check_new(self, labels: Sequence[str], prefix: str) -> None:
         """Raise UserError if the frame has one of the columns that `labelled` adds."""
-        check_new_columns("The frame", self._frame.columns, label_columns(labels, prefix), "prefix=")
+        new = [*label_columns(labels, prefix), prefix + ERROR_COLUMN]
+        check_new_columns("The frame", self._frame.columns, new, "prefix=")
 
     def labelled(self, found: Iterable[Prediction], labels: Sequence[str], prefix: str) -> Any:
-        """Return the frame with the label, its score and the scores of `labels`; None is missing.
+        """Return the frame with the label, its score, the scores of `labels` and the error; a missing label is None.
 
         The rows keep their order and their index. Raises UserError, before the first row, as `check_new` does.
         """
         self.check_new(labels, prefix)
-        label, *scores = label_values(found, labels, prefix).items()
-        package = self._frame.implementation
+        predictions, package = list(found), self._frame.implementation
+        label, *scores = label_values(predictions, labels, prefix).items()
+        errors = prefix + ERROR_COLUMN, [each.error or "" for each in predictions]
         new = [nw.new_series(*label, nw.String, backend=package)]
         new += [nw.new_series(*column, nw.Float64, backend=package) for column in scores]
+        new += [nw.new_series(*errors, nw.String, backend=package)]
         frame = self._frame.with_columns(*new).to_native()
         if attributes := getattr(self._frame.to_native(), "attrs", None):  # of pandas: narwhals does not copy them
             frame.attrs = attributes
         return frame
 
 
+class Arrays(Table):
+    """A batch of Ray Data: a dictionary of numpy arrays of equal length. Read with pandas, which Ray Data requires."""
+
+    def __init__(self, arrays: Mapping[Any, Any]) -> None:
+        self._arrays = arrays
+        columns = {name: values if values.ndim == 1 else list(values) for name, values in arrays.items()}
+        super().__init__(nw.from_native(import_module("pandas").DataFrame(columns), eager_only=True))
+
+    def labelled(self, found: Iterable[Prediction], labels: Sequence[str], prefix: str) -> Any:
+        """Return the dictionary with the new columns, as `Table.labelled` does. A missing score is NaN."""
+        new = super().labelled(found, labels, prefix).drop(columns=list(self._arrays)).items()
+        return dict(self._arrays) | {
+            name: column.to_numpy() if column.dtype == float else column.to_numpy(object, na_value=None)
+            for name, column in new
+        }
+
+
 def table_of(given: Any) -> Table | None:
-    """Return a frame or a Series as a table; None if it is neither. Raises InputError for columns of one name."""
+    """Return a frame, a Series or arrays as a table, else None. Raises InputError for columns of one name."""
+    if isinstance(given, Mapping):
+        has_arrays = bool(given) and all(getattr(values, "ndim", 0) for values in given.values())
+        return Arrays(given) if has_arrays else None
     allow_series = hasattr(given, "to_frame")
     try:
         frame: Any = nw.from_native(given, pass_through=True, allow_series=allow_series)
@@ -340,8 +366,9 @@ class Request:
         self.options, self.prefix, self._scores, self._progress = options, prefix, scores, progress
         own_id, title, body = (None if name is None else str(name) for name in names)
         columns = Columns.of(own_id, title, body)
-        self.is_single = isinstance(items, str | Mapping | Post)
-        self.table = None if self.is_single else table_of(items)
+        self.table = table_of(items)
+        self.is_single = self.table is None and isinstance(items, str | Mapping | Post)
+        self.failures = Failures()
         if self.table is not None:
             self.items: Iterator[Item] = self.table.items(columns)
             self._total: int | None = len(self.table)
@@ -360,18 +387,17 @@ class Request:
 
         labels: labels of the model, for calls without any.
         """
-        labels, failures = tuple(self.options.labels or labels), Failures()
-        found = tqdm(self.predictions(engine), desc="classifying", total=self._total, disable=not self._progress)
+        labels = tuple(self.options.labels or labels)
+        progress = tqdm(self.predictions(engine), desc="classifying", total=self._total, disable=not self._progress)
+        found = self.failures.watch(progress)
         if self.table is not None:
-            result = self.table.labelled(failures.watch(found), labels if self._scores else (), self.prefix)
-        else:
-            result = Predictions(failures.watch(found), labels)
+            return self.table.labelled(found, labels if self._scores else (), self.prefix)
+        result = Predictions(found, labels)
         if self.is_single:
             (only,) = result
             if only.error is not None:
                 raise UserError(f"Cannot classify the item: {sentence(only.error)}")
             return only
-        failures.warn(self.unit)
         return result
 
     @property
@@ -402,11 +428,13 @@ class Failures:
             self._total += 1
             yield each
 
-    def warn(self, unit: str) -> None:
+    def warn(self, unit: str) -> bool:
+        """Warn if an item has no label, and return whether one has none. unit: the word for an item."""
         if self._failed:
             reasons = "; ".join(f"{unit} {at}: {reason.removesuffix('.')}" for at, reason in self._reasons)
             more = "; …" if self._failed > len(self._reasons) else ""
             warn(f"{self._failed:,} of {self._total:,} {unit}s have no label: {printable(reasons)}{more}.")
+        return self._failed > 0
 
 
 def warn(text: str) -> None:

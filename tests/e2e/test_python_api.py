@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import feedmill as api
 from feedmill import Classifier, Prediction, Predictions, UserError
 from feedmill.api import classify as kept
 from feedmill.producers.records import REMOVED
+from feedmill.shared.errors import DeviceFull
 from feedmill.shared.settings import Settings
 from tests.support import FEEDMILL, _environment, naming, run
 
@@ -155,7 +157,7 @@ def test_pandas_frame_keeps_order_index_and_columns() -> None:
         found = api.classify(frame, LABELS)
     assert type(found) is pandas.DataFrame
     assert list(found.index) == ["x", "x", 7]
-    assert list(found.columns) == ["Title", "body", "n", "label", "label_score"]
+    assert list(found.columns) == ["Title", "body", "n", "label", "label_score", "label_error"]
     assert found["label"].isna().tolist() == [False, True, False]
     assert found["label"].tolist()[::2] == ["complaint", "praise"]
     assert found["label_score"].dtype == "float64"
@@ -168,7 +170,7 @@ def test_polars_frame_keeps_order_and_columns() -> None:
     with pytest.warns(UserWarning, match=naming("1 of 3 rows", "row 1: no text")):
         found = api.classify(frame, LABELS, scores=True)
     assert isinstance(found, polars.DataFrame)
-    assert found.columns == ["n", "text", "label", "label_score", "score_praise", "score_complaint"]
+    assert found.columns == ["n", "text", "label", "label_score", "score_praise", "score_complaint", "label_error"]
     assert found["label"].to_list() == ["complaint", None, "praise"]
     assert found["label_score"].null_count() == 1
     assert found.select(frame.columns).equals(frame)
@@ -180,7 +182,7 @@ def test_polars_frame_keeps_order_and_columns() -> None:
 )
 def test_series_returns_a_frame_of_its_texts(series: Any) -> None:
     found = api.classify(series, LABELS)
-    assert list(found.columns) == ["text", "label", "label_score"]
+    assert list(found.columns) == ["text", "label", "label_score", "label_error"]
     assert list(found["label"]) == EXPECTED
     assert list(found["text"]) == TEXTS
     if isinstance(series, pandas.Series):
@@ -190,6 +192,74 @@ def test_series_returns_a_frame_of_its_texts(series: Any) -> None:
 def test_only_column_holds_the_text() -> None:
     assert list(api.classify(pandas.DataFrame({"review": TEXTS}), LABELS)["label"]) == EXPECTED
     assert list(api.classify(pandas.DataFrame(TEXTS), LABELS)["label"]) == EXPECTED
+
+
+# Batches of clusters, as Ray Data's `map_batches` passes them to a Classifier.
+
+
+def arrays(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    return {name: numpy.array(values, dtype=object) for name, values in columns.items()}
+
+
+@pytest.mark.parametrize("make", [arrays, pandas.DataFrame, pyarrow.table])
+def test_batch_keeps_its_kind_and_warns_once(make: Callable[[Any], Any]) -> None:
+    batch = make({"title": [TEXTS[1], None, "x" * 200_000, "[removed]"], "n": [1, 2, 3, 4]})
+    with Classifier(device="cpu", labels=LABELS) as classifier:
+        with pytest.warns(UserWarning, match=naming("2 of 4 rows", "row 1: no text")):
+            classifier(batch)
+        found = classifier(batch, scores=True)  # another warning would be an error
+    assert type(found) is type(batch)
+    frame = found.to_pandas() if isinstance(found, pyarrow.Table) else pandas.DataFrame(found)
+    scores = ["score_praise", "score_complaint"]
+    assert list(frame.columns) == ["title", "n", "label", "label_score", *scores, "label_error"]
+    assert frame["n"].tolist() == [1, 2, 3, 4]
+    assert frame["label"].isna().tolist() == frame["label_score"].isna().tolist() == [False, True, False, True]
+    assert frame["label"][0] == "complaint"
+    assert frame["label_error"].tolist() == ["", REASON, "", REMOVED]
+
+
+def test_arrays_of_any_shape_pass_through() -> None:
+    batch = {"text": numpy.array(TEXTS), "image": numpy.zeros((2, 3, 3)), "id": numpy.arange(2)}
+    found = api.classify(batch, LABELS)
+    assert found["label"].tolist() == EXPECTED
+    assert (found["label_score"].dtype, found["image"].shape) == (numpy.float64, (2, 3, 3))
+    empty = api.classify({name: values[:0] for name, values in batch.items()}, LABELS)
+    assert [len(values) for values in empty.values()] == [0] * 6
+    with pytest.raises(UserError, match=naming("no column review", "body=")):
+        api.classify(batch, LABELS, body="review")
+
+
+def test_batch_that_does_not_fit_into_memory_is_halved(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = []
+    with Classifier(device="cpu", labels=LABELS) as classifier:
+        assert classifier._pipeline
+        model = classifier._pipeline._pipeline.classifier
+        forward = model.forward
+
+        def with_little_memory(rows: Any) -> Any:
+            if len(rows) > 2:
+                raise DeviceFull("out of memory")
+            sizes.append(len(rows))
+            return forward(rows)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "forward", with_little_memory)
+            found = classifier(arrays({"text": TEXTS * 8}))
+    assert found["label"].tolist() == EXPECTED * 8
+    assert sum(sizes) == 16
+    assert "device out of memory" in caplog.text
+
+
+@pytest.mark.parametrize(("variables", "lanes"), [({}, 1), ({"RAY_RAYLET_PID": "1"}, len(os.sched_getaffinity(0)))])
+def test_actor_of_ray_uses_all_its_cpus(variables: dict[str, str], lanes: int) -> None:
+    """Ray sets OMP_NUM_THREADS=1 for an actor of one CPU. Elsewhere, such as in Spark, the variable counts."""
+    program = (
+        "import feedmill, numpy; found = feedmill.Classifier(device='cpu', labels=['praise', 'complaint'])\n"
+        "print(*found({'text': numpy.array(['It broke'] * 9)})['label'][:1], found._pipeline._pipeline._lanes)"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    said = subprocess.check_output([sys.executable, "-P", "-c", program], env=environment, text=True)
+    assert said == f"complaint {min(lanes, 4)}\n"
 
 
 # Arguments.

@@ -79,7 +79,8 @@ def test_frame_keeps_its_order(package: Any) -> None:
     sent = api.submit(frame, LABELS, body="review", run=f"frame of {package.__name__}")
     with pytest.warns(UserWarning, match=naming("1 of 4 rows", "row 2: no text")):
         found = sent.wait(120).to_frame(scores=True)
-    assert list(found.columns) == ["id", "review", "label", "label_score", "score_praise", "score_complaint"]
+    scores = ["score_praise", "score_complaint"]
+    assert list(found.columns) == ["id", "review", "label", "label_score", *scores, "label_error"]
     assert list(found["label"])[:2] == EXPECTED
     assert found["label_score"][0:2].min() > 0.5
     assert sent.progress() == (4, 4, 1)

@@ -104,6 +104,7 @@ def test_arrow_table_keeps_its_columns() -> None:
         "label_score": [0.75, 0.75, None],
         "score_praise": [0.75, 0.25, None],
         "score_complaint": [0.25, 0.75, None],
+        "label_error": ["", "", "no text"],
     }
 
 

@@ -11,8 +11,10 @@ from feedmill.shared import linux
 from feedmill.shared.errors import SettingsError
 from feedmill.workers.models.shapes import EXACT, FEW, Shapes
 
-#: Number of cores that torch uses. OMP_NUM_THREADS overrides the default.
-TORCH_THREADS = torch.get_num_threads()
+#: True in a process of Ray whose OMP_NUM_THREADS is 1: Ray sets it for tasks of one CPU, the default.
+HAS_RAYS_DEFAULT = os.environ.get("OMP_NUM_THREADS") == "1" and "RAY_RAYLET_PID" in os.environ
+#: Number of cores that torch uses. OMP_NUM_THREADS overrides the default, except for Ray's.
+TORCH_THREADS = len(linux.allowed_cpus()) if HAS_RAYS_DEFAULT else torch.get_num_threads()
 #: Maximum parallel forward passes on a CPU. Each needs Python's global interpreter lock between operations.
 MAX_LANES = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
