@@ -21,8 +21,7 @@ from benchmarks.hardware import describe
 from benchmarks.random_models import CLASSES, MINILM, save
 from benchmarks.throughput import read_posts
 from feedmill.shared.messages import ClassifyOptions, Post
-from feedmill.shared.settings import Settings, load
-from feedmill.shared.topics import TOPICS
+from feedmill.shared.settings import TOPICS, Settings, load
 from feedmill.workers.models import device
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.weights import EMBEDDED_MODEL, locate

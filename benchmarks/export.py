@@ -32,8 +32,7 @@ from feedmill.shared.broker import connect
 from feedmill.shared.errors import StackError
 from feedmill.shared.messages import Classification, Post, digest
 from feedmill.shared.results import Result, ResultsStore
-from feedmill.shared.settings import Settings, load, variables
-from feedmill.shared.topics import TOPICS
+from feedmill.shared.settings import TOPICS, Settings, load, variables
 from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import python_command
 

@@ -31,8 +31,7 @@ from benchmarks.throughput import read_posts
 from feedmill.console import Report
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions
-from feedmill.shared.settings import load
-from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.shared.settings import DESCRIBED_TOPICS, load
 from feedmill.training.active import RANDOM, Answer, Pool, Session
 from feedmill.training.data import TrainOptions
 from feedmill.training.head import Embedder, Fitted, fit, one_thread

@@ -37,8 +37,7 @@ from feedmill.shared import broker
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import Classification, ClassifyOptions, Post, digest
 from feedmill.shared.results import Result, ResultsStore
-from feedmill.shared.settings import PREFIX, load
-from feedmill.shared.topics import TOPICS
+from feedmill.shared.settings import PREFIX, TOPICS, load
 from feedmill.stack.embedded import Stack
 from feedmill.workers.models import device
 

@@ -50,8 +50,7 @@ from benchmarks.running import run_folder
 from benchmarks.throughput import measure, read_posts
 from feedmill.shared.errors import StackError
 from feedmill.shared.messages import Post
-from feedmill.shared.settings import Settings, load
-from feedmill.shared.topics import TOPICS
+from feedmill.shared.settings import TOPICS, Settings, load
 from feedmill.workers.models import device
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.tokenizer import Tokenizer as RowTokenizer

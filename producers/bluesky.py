@@ -8,7 +8,7 @@ earlier than asked. Sources: bluesky-social/jetstream, section 5.1 of its design
 
 import json
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
@@ -17,6 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from feedmill.producers.live.source import Clock, Event, Source, SourceFailed, header_number
 from feedmill.shared.errors import clause
+from feedmill.shared.messages import in_utc
 from feedmill.shared.settings import Settings
 
 COLLECTION = "app.bsky.feed.post"
@@ -142,7 +143,6 @@ def _part(value: Any, *names: str) -> Any:
 def _seconds(text: object) -> float | None:
     """Parse the time that the author's application wrote, in seconds since 1970; None if it is invalid."""
     try:
-        moment = datetime.fromisoformat(str(text))
-        return max(0.0, (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+        return max(0.0, in_utc(datetime.fromisoformat(str(text))))
     except (ValueError, OverflowError):
         return None

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic_core import from_json
 
 from feedmill.shared.errors import InputError, PostRefused, printable
-from feedmill.shared.messages import MAX_BODY, MAX_TITLE, REMOVED_BODIES, Post, digest, is_missing
+from feedmill.shared.messages import MAX_BODY, MAX_TITLE, REMOVED_BODIES, Post, digest, in_utc, is_missing
 
 #: Post field -> names it may have in a record, in order of preference.
 FIELD_ALIASES: dict[str, tuple[str, ...]] = {
@@ -456,11 +456,6 @@ def _seconds(value: object, date_format: str | None = None) -> object:
 def seconds_of_date(text: str) -> float:
     """Parse an ISO date, with or without a time, to seconds since 1970. UTC if it has no zone. Raises ValueError."""
     return in_utc(datetime.fromisoformat(text))
-
-
-def in_utc(date: datetime) -> float:
-    """Return seconds since 1970; UTC if the date has no zone."""
-    return date.replace(tzinfo=date.tzinfo or UTC).timestamp()
 
 
 def unescape_formula(cell: str) -> str:

@@ -123,9 +123,12 @@ _PRESENT = frozenset({str, int, bool, dict, list})
 
 def _as_seconds(value: object) -> object:
     """Convert a datetime to seconds since 1970; UTC if it has no zone."""
-    if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    return value
+    return in_utc(value) if isinstance(value, datetime) else value
+
+
+def in_utc(date: datetime) -> float:
+    """Return seconds since 1970; UTC if the date has no zone."""
+    return date.replace(tzinfo=date.tzinfo or UTC).timestamp()
 
 
 #: Place this last in an annotation. pydantic runs before-validators right to left, so limits apply to repaired text.

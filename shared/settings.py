@@ -42,6 +42,14 @@ PLUGIN_PATTERN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 CLASSIFIERS = ("gliclass", "head", "nli", "rerank", "sequence", "similarity")
 CLASSIFIER_CHOICES = f"auto, {', '.join(CLASSIFIERS)} or module:Class"
 
+#: The sixteen default topics, labels for messages that name none, with their descriptions; a file of labels as users
+#: write them. The descriptions were chosen on one half of a set of real posts and measured on the other (DECISIONS.md).
+DESCRIBED_TOPICS: dict[str, tuple[str, ...]] = {
+    topic: tuple(texts)
+    for topic, texts in json.loads(Path(__file__).with_name("topics.json").read_text("utf-8")).items()
+}
+TOPICS = tuple(DESCRIBED_TOPICS)
+
 #: Default port of each supported URL scheme.
 PORTS = {"redis": 6379, "rediss": 6379, "sentinel": 26379}
 #: Valkey's names for the schemes of the same protocol.
@@ -187,7 +195,7 @@ class Settings(BaseSettings):
     #: torch only), else float32. int8: dynamic quantization, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     #: Labels for messages without any: names separated by commas, JSON, or a file (docs/models.md). Unset: the sixteen
-    #: topics of shared/topics.py.
+    #: topics of shared/topics.json.
     labels: Annotated[Labels | None, NoDecode] = None
     #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli; the label itself for
     #: gliclass; "This post is about {}." for rerank and similarity.

@@ -11,8 +11,7 @@ import torch
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
-from feedmill.shared.settings import Settings
-from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.shared.settings import DESCRIBED_TOPICS, Settings
 from feedmill.workers.models import device
 from feedmill.workers.models.classifiers.similarity import DEFAULT_TEMPLATE
 from feedmill.workers.models.weights import locate

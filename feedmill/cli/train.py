@@ -48,8 +48,7 @@ from feedmill.shared.errors import (
     printable_lines,
 )
 from feedmill.shared.messages import ClassifyOptions, Post
-from feedmill.shared.settings import Settings
-from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.shared.settings import DESCRIBED_TOPICS, Settings
 from feedmill.training.data import CHECKPOINTS, OF_FINE_TUNING, Dataset, TrainOptions, collect, make_dataset, purged_ids
 
 if TYPE_CHECKING:

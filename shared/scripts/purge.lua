@@ -82,7 +82,7 @@ register('remove_retried', SHRINKS, function(ARGV)
   end
 end)
 
---   ARGV[1]  a list, string, or hash    ARGV[2]  the expected value    ARGV[3]  the new value    ARGV[4]  a hash's field
+--   ARGV[1]  a list or hash    ARGV[2]  the expected value    ARGV[3]  the new value    ARGV[4]  a hash's field
 --
 -- Returns 1 if the value was there and was replaced, else 0.
 register('replace', SHRINKS, function(ARGV)
@@ -91,8 +91,6 @@ register('replace', SHRINKS, function(ARGV)
   local at = kind == 'list' and redis.call('LPOS', key, before)
   if at then
     redis.call('LSET', key, at, after)
-  elseif kind == 'string' and redis.call('GET', key) == before then
-    redis.call('SET', key, after, 'KEEPTTL')
   elseif kind == 'hash' and redis.call('HGET', key, ARGV[4]) == before then
     redis.call('HSET', key, ARGV[4], after)
   else

@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from feedmill.shared.topics import DESCRIBED_TOPICS, TOPICS
+from feedmill.shared.settings import DESCRIBED_TOPICS, TOPICS
 from feedmill.workers.pipeline.calibration import CANDIDATES
 from tests.fakes.models import NLI, make_model
 from tests.support import feedmill, last_json

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from feedmill.shared.topics import TOPICS
+from feedmill.shared.settings import TOPICS
 from feedmill.workers.models.shapes import EXACT
 
 #: Texts in a post's title that make the forward pass raise, or kill the process.

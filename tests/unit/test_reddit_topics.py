@@ -6,7 +6,7 @@ import pytest
 
 from feedmill.producers.reddit import topics
 from feedmill.shared.errors import SettingsError
-from feedmill.shared.topics import TOPICS
+from feedmill.shared.settings import TOPICS
 
 
 def written(folder: Path, text: str) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result
-from feedmill.shared.topics import TOPICS
+from feedmill.shared.settings import TOPICS
 from feedmill.stack.demo import SAMPLE_ROWS, random_sample, sample_posts
 from tests.support import make_classification
 

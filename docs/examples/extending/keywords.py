@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from feedmill.shared.messages import ClassifyOptions
-from feedmill.shared.settings import Settings
-from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.shared.settings import DESCRIBED_TOPICS, Settings
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, Row, Scores
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import TensorOutputs, device_errors

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from feedmill.shared.errors import ModelError, RequestRefused, SettingsError, explain_missing
-from feedmill.shared.settings import PREFIX, Settings
-from feedmill.shared.topics import TOPICS
+from feedmill.shared.settings import PREFIX, TOPICS, Settings
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row, single_texts
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import to_device

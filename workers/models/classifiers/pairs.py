@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 from feedmill.shared.errors import ModelError, RequestRefused
-from feedmill.shared.settings import Settings
-from feedmill.shared.topics import TOPICS
+from feedmill.shared.settings import TOPICS, Settings
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row, Scores, single_texts
 from feedmill.workers.models.classifiers.layout import activation, read_text_settings
 from feedmill.workers.models.device import Device

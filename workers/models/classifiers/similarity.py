@@ -12,8 +12,7 @@ from itertools import chain
 import torch
 from torch.nn.functional import normalize
 
-from feedmill.shared.settings import Settings
-from feedmill.shared.topics import DESCRIBED_TOPICS
+from feedmill.shared.settings import DESCRIBED_TOPICS, Settings
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row
 from feedmill.workers.models.classifiers.layout import read_layout
 from feedmill.workers.models.device import Device
