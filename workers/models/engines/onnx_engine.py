@@ -1,7 +1,8 @@
 """The ONNX engine: an exported graph, run by ONNX Runtime with its best available provider.
 
 The graph is exported once from the torch model, pooling included, and cached by model, precision, opset and library
-versions. For GPUs it is exported in float16; `int8` on a CPU is dynamic quantisation of the float32 graph.
+versions. For GPUs it is exported in float16; `int8` on a CPU is dynamic quantisation of the float32 graph, which is cached
+as well.
 Micro-batches are padded.
 """
 
@@ -116,7 +117,11 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
         with tempfile.TemporaryDirectory(prefix=folder.name, dir=folder.parent) as temporary:
             made = Path(temporary) / "graph"
             made.mkdir()
-            _export(weights, dtype, reads, pad_id, made)
+            with loading(f"{weights.name} into ONNX", "Set FEEDMILL_ENGINE=torch."), _quiet():
+                if dtype == torch.int8:
+                    _quantise(exported(weights, torch.float32, reads, pad_id, settings), made / GRAPH_FILE)
+                else:
+                    _export(Network(weights, dtype, reads, pad_id), made / GRAPH_FILE)
             try:
                 made.rename(folder)
             except OSError:
@@ -131,42 +136,33 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
     return folder / GRAPH_FILE
 
 
-def _export(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id: int, folder: Path) -> None:
-    """Export the model and write the graph to the folder."""
-    quantised = dtype == torch.int8
-    network = Network(weights, torch.float32 if quantised else dtype, reads, pad_id)
+@torch.inference_mode()
+def _export(network: Network, target: Path) -> None:
     example = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
     inputs = {"input_ids": example, "mask": torch.ones_like(example)}
     if getattr(network.config, "type_vocab_size", 0) > 1:
         inputs["token_type_ids"] = torch.zeros_like(example)
     rows, tokens = torch.export.Dim("rows"), torch.export.Dim("tokens")
-    target = folder / ("float.onnx" if quantised else GRAPH_FILE)
-    with loading(f"{weights.name} into ONNX", "Set FEEDMILL_ENGINE=torch."), torch.inference_mode(), _quiet():
-        torch.onnx.export(
-            _Graph(network).eval(),
-            kwargs=inputs,
-            f=target,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=list(inputs),
-            output_names=["read"],
-            dynamic_shapes={name: {0: rows, 1: tokens} for name in inputs},
-            verbose=False,
-        )
-        if quantised:
-            _quantise(target, folder / GRAPH_FILE)
+    torch.onnx.export(
+        _Graph(network).eval(),
+        kwargs=inputs,
+        f=target,
+        dynamo=True,
+        opset_version=OPSET,
+        input_names=list(inputs),
+        output_names=["read"],
+        dynamic_shapes={name: {0: rows, 1: tokens} for name in inputs},
+        verbose=False,
+    )
 
 
 def _quantise(source: Path, target: Path) -> None:
-    """Quantise weights to int8 and delete `source`. Activations are quantised at run time."""
+    """Quantise weights to int8. Activations are quantised at run time."""
     graph = onnx.load(source)
     # The exporter records shapes of transposed weights that contradict the quantiser's shape inference.
     del graph.graph.value_info[:]
     # A scale per channel: a single scale per tensor changed the label of twice as many posts.
     quantize_dynamic(graph, target, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=True)
-    for path in source.parent.iterdir():
-        if not path.name.startswith(target.name):
-            path.unlink()
 
 
 @contextmanager
