@@ -199,8 +199,8 @@ class Chaos:
         with suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                 with suppress(OSError):
-                    if b"standin_worker" in (line := Path(f"/proc/{child}/cmdline").read_bytes()):
-                        found[line.split(b"\0")[-2].decode()] = int(child)
+                    if (name := Path(f"/proc/{child}/comm").read_text().strip()).startswith("worker-"):
+                        found[name] = int(child)
         return found
 
     def _produce(self) -> None:

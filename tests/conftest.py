@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from hypothesis import settings as hypothesis_settings
 from redis.connection import Connection, SSLConnection
 
 from feedmill.shared.settings import Settings
-from tests.forkserver import ForkServer
-from tests.support import FORK_SERVER, RedisServer, redis_servers, working
+from tests import forkserver
+from tests.support import RedisServer, redis_servers, working
 
 #: Test files that take the most time, the longest first.
 LONGEST = (
@@ -80,9 +81,16 @@ hypothesis_settings.load_profile("feedmill")
 def pytest_configure(config: pytest.Config) -> None:
     """Start the fork server shared by all test processes. The server's imports run while the tests are collected."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        server = ForkServer()
-        os.environ[FORK_SERVER] = server.address
+        server = forkserver.ForkServer()
+        os.environ[forkserver.FORK_SERVER] = server.address
         config.add_cleanup(server.stop)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork the test processes, too: each would import torch and transformers for ten seconds."""
+    for spec in specs:
+        spec.python = f"{sys.executable} {forkserver.__file__}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,8 +6,8 @@
 Imports take a worker four seconds of CPU time and a command one second, and the tests start hundreds of them. A forked
 process has its own memory, connections, signals, files and exit status. It differs from a new interpreter in three
 ways: when modules are imported, its command line, and that Feedmill's task is registered in every Celery application.
-A forked `feedmill up` or `demo` forks its worker and Flower, too. tests/e2e/test_starting.py, test_demo.py and
-test_secrets.py start new interpreters, as users do.
+A forked `feedmill up` or `demo` forks its worker and Flower, too; so are the test processes of pytest-xdist.
+tests/e2e/test_starting.py, test_demo.py and test_secrets.py start new interpreters, as users do.
 """
 
 import atexit
@@ -34,7 +34,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from feedmill.shared.linux import die_with
-from feedmill.stack import embedded
 from feedmill.stack.processes import Child
 
 #: Maximum size of a request in bytes. Most of it is the environment.
@@ -52,6 +51,8 @@ FORKABLE = (
 ENVIRONMENT = dict(os.environ)
 #: Commands that start other Python processes.
 STACKS = {"up", "demo"}
+#: The environment variable with the fork server's address, set if several processes share the tests.
+FORK_SERVER = "PYTEST_FORK_SERVER"
 
 
 class Forked:
@@ -252,6 +253,8 @@ def _with_children(command: list[str]) -> list[str]:
             for file in range(3):
                 os.dup2(null.fileno(), file)
         return _serve(theirs)
+    from feedmill.stack import embedded  # noqa: PLC0415 - not needed in the client
+
     theirs.close()
     embedded.Child = partial(ForkedChild, Forks(ours))  # type: ignore[assignment, attr-defined]
     return command
@@ -285,10 +288,10 @@ def main() -> None:
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # private
         finalizer.atexit = False  # torch would destroy its operators when each process exits
     gc.freeze()  # a collection in a forked process would copy the memory it touches
-    _run(_listen(socket.socket(fileno=int(sys.argv[1]))))
+    run(_listen(socket.socket(fileno=int(sys.argv[1]))))
 
 
-def _run(command: Sequence[str]) -> NoReturn:
+def run(command: Sequence[str]) -> NoReturn:
     """Run a command like the interpreter and exit, without destroying imported modules, which takes a second."""
     status: object = 0
     try:
@@ -326,4 +329,8 @@ def _interpret(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] != "-u":
+        main()
+    # pytest-xdist starts a test process.
+    forks = Forks.at(os.environ[FORK_SERVER])
+    sys.exit(forks.start([sys.executable, *sys.argv[2:]], Path.cwd(), os.environ, 0, 1, 2).wait())

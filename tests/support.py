@@ -49,7 +49,7 @@ from feedmill.shared.settings import LOCK_FILE, STACK_FILE, Settings
 from feedmill.stack.embedded import embedded_server, installed_redis_server, server_version
 from feedmill.stack.processes import Child
 from tests.fakes import constants
-from tests.forkserver import Forked, Forks, ForkServer
+from tests.forkserver import FORK_SERVER, Forked, Forks, ForkServer
 
 #: Of each process' own: a worker of another test run, whose server had the same port before, cannot log in.
 PASSWORD = f"test-password-{secrets.token_hex(8)}"
@@ -64,8 +64,6 @@ FEEDMILL = str(Path(sys.executable).parent / "feedmill")
 Process = subprocess.Popen[bytes] | Forked
 #: In the environment of a command that needs a new interpreter instead of being forked.
 NEW_INTERPRETER = {"NEW_INTERPRETER": "1"}
-#: The environment variable with the fork server's address, set if several processes share the tests.
-FORK_SERVER = "PYTEST_FORK_SERVER"
 #: The environment variable with the redis-server to test, one of those of this machine.
 SERVER = "PYTEST_REDIS"
 

@@ -124,7 +124,8 @@ def load(settings: Any, _: Any) -> StandIn:
     return StandIn(settings.model, sha256(weights.read_bytes()).hexdigest()) if weights.is_file() else StandIn()
 
 
-def main(name: str) -> int:
+def import_worker() -> None:
+    """Import a worker without what takes most of the time."""
     for absent in (
         "torch",
         "transformers",
@@ -133,6 +134,11 @@ def main(name: str) -> int:
         "feedmill.workers.models.classifiers.registry",
     ):
         sys.modules.setdefault(absent, MagicMock())
+    import feedmill.workers.run  # noqa: F401, PLC0415
+
+
+def main(name: str) -> int:
+    import_worker()
     listen()
     from feedmill.shared import settings  # noqa: PLC0415
     from feedmill.workers.models import device  # noqa: PLC0415
