@@ -197,11 +197,6 @@ def scene(whole: Scene) -> Scene:
 # States, signals, expiry and revoking.
 
 
-def test_results_expire(scene: Scene) -> None:
-    scene.send(post(), task_id="expires").get(timeout=SECONDS)
-    assert 0 < scene.redis.ttl("celery-task-meta-expires") <= 3600
-
-
 @pytest.mark.parametrize(
     ("task", "bad", "expected"),
     [

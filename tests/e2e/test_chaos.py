@@ -6,7 +6,7 @@ from typing import Any
 from tests import chaos
 from tests.fakes.standin_worker import KILLS
 
-FAULTS = "--kill-every 3 --redis-restarts 1 --cuts 2 --oom 2 --clock-jumps 1 --poison 1% --killing 5%"
+FAULTS = "--kill-every 3 --redis-restarts 1 --cuts 2 --oom 2 --clock-jumps 1 --rolling 1 --poison 1% --killing 5%"
 
 
 def test_every_post_ends_once_under_faults(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_every_post_ends_once_under_faults(tmp_path: Path) -> None:
     assert ended == {"sent": 2000, "stored": 1980, "dead_lettered": 20}
     wrong = {name: found[name] for name in ("lost", "duplicated", "innocent_dead_letters", "poison_stored")}
     assert not any(wrong.values()), wrong
-    assert found["faults"].keys() >= {"kill", "redis_restart", "cut", "oom", "clock_jump"}
+    assert found["faults"].keys() >= {"kill", "redis_restart", "cut", "oom", "clock_jump", "rolling_restart"}
     for number, how in run.poison.items():
         assert ("3 " if how == KILLS else "simulated failure") in run.ledger.reasons[number]
 

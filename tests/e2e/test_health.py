@@ -107,10 +107,6 @@ def test_health_prints_text_or_json(served: RedisServer, redis: RedisServer, tmp
 
 def test_status_as_json(served: RedisServer, tmp_path: Path) -> None:
     once = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
-    assert set(once) == {
-        "queue", "queues", "workers", "results", "live", "oldest_seconds", "gaps", "dead_letters", "asked",
-        "missing", "memory", "runs", "results_per_second",
-    }  # fmt: skip
     assert (once["asked"], once["missing"]) == (True, {})
     assert once["memory"]["limit"] > once["memory"]["used"] > 0
     assert once["memory"]["results"] == 0

@@ -19,8 +19,7 @@ from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.transport.redis_transport import Channel
-from tests.e2e.test_ending import standin
-from tests.support import Restartable, feedmill, make_posts, push, wait_until, wait_until_empty, working
+from tests.support import Restartable, feedmill, make_posts, push, wait_until, working
 
 pytestmark = pytest.mark.each_redis
 
@@ -110,19 +109,3 @@ def test_losing_a_permission_stops_the_worker_naming_the_user(durable: Restartab
         assert worker.process.wait(120) == 1
     assert "user worker " in worker.text()
     assert "Traceback" not in worker.text()
-
-
-def test_the_next_worker_finishes_a_killed_workers_messages(durable: Restartable, tmp_path: Path) -> None:
-    posts = make_posts(1000)
-    settings = Settings.model_validate({"redis_url": durable.url})
-    store = ResultsStore(connect(settings), settings)
-    with standin(durable, tmp_path, "first", row_seconds=0.005) as first:
-        push(settings, posts)
-        wait_until(lambda: store.counters().stored > 0, "the first results are stored")
-        first.process.kill()
-        first.process.wait()
-    assert queue_depth(durable.client, "feedmill").held > 0
-    with standin(durable, tmp_path, "second", row_seconds=0):
-        wait_until(lambda: store.counters().stored == len(posts), "all results are stored")
-        wait_until_empty(durable.client)
-    assert durable.client.xlen(RESULTS_STREAM) == len(posts)

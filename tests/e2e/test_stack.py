@@ -1,14 +1,12 @@
 """The embedded stack of `demo` and `up`: starting, reporting, and above all stopping."""
 
-import fcntl
 import json
 import os
 import pty
 import re
 import signal
 import socket
-import subprocess
-import termios
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,7 +24,6 @@ from feedmill.stack import processes
 from feedmill.stack.embedded import Stack, addresses_in
 from tests.forkserver import ForkedChild
 from tests.support import (
-    FEEDMILL,
     Feedmill,
     RedisServer,
     as_jsonl,
@@ -130,19 +127,26 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
     assert processes_in(tmp_path) == []
 
 
+#: Makes standard input the controlling terminal of `feedmill`.
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+from feedmill.__main__ import main
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.exit(main())
+"""
+
+
 def test_a_closed_terminal_stops_all_in_order(tmp_path: Path) -> None:
     terminal, theirs = pty.openpty()
     environment = os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_DATA_FOLDER": "data"}
-    with subprocess.Popen(
-        [FEEDMILL, "up"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=environment,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - one system call
-    ) as up:  # fmt: skip
-        os.close(theirs)
-        shown = b""
-        while b"Ctrl-C" not in shown:
-            shown += os.read(terminal, 4096)
-        os.close(terminal)
-        up.wait(60)
+    up = forks().start([sys.executable, "-c", IN_TERMINAL, "up"], tmp_path, environment, theirs, theirs, theirs)
+    os.close(theirs)
+    shown = b""
+    while b"Ctrl-C" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    up.wait(60)
     assert "Warm shutdown" in (tmp_path / "data" / "worker.log").read_text()
     assert "ready to exit" in (tmp_path / "data" / "redis.log").read_text()
     assert processes_in(tmp_path) == []

@@ -86,7 +86,7 @@ def test_celery_worker_starts_classifies_and_stops(
 ) -> None:
     """The worker ignores `--pool prefork` and warns about a concurrency that its device does not support."""
     command = [*CELERY, "worker", "--loglevel", "info", "--concurrency", "4", "--pool", "prefork"]
-    with executing(command, tmp_path, environment | NEW_INTERPRETER, tmp_path / "worker.log") as worker:
+    with executing(command, tmp_path, environment, tmp_path / "worker.log") as worker:
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
         pool = classifies(redis)
         assert (pool["implementation"], pool["max-concurrency"]) == ("feedmill.workers.runtime.pool:DevicePool", 1)

@@ -16,6 +16,8 @@ from feedmill.workers.models.weights import Weights
 from tests.fakes.models import NLI, fp, make_model, scores_of
 
 ARCHITECTURES = ("bart", "roberta", "xlm-roberta", "bert", "electra", "distilbert", "deberta-v2", "modernbert")
+#: For what depends on the tokenizer only: an architecture with each kind.
+each_tokenizer = pytest.mark.parametrize("folder", ["bart", "bert", "deberta-v2"], indirect=True)
 LABELS = ["sports", "technology", "food", "climate change"]
 TEXTS = [
     "The match ended in a draw.",
@@ -68,12 +70,14 @@ def test_multi_label_scores_match(folder: Path) -> None:
     assert_equal(found, theirs(folder, TEXTS, candidate_labels=LABELS, multi_label=True), 1e-5)
 
 
+@each_tokenizer
 def test_only_label_competes_with_contradiction(folder: Path) -> None:
     found = scores_of(loaded(folder), TEXTS[:3], labels=["sports"])
     assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=["sports"]), 1e-5)
     assert found[0]["sports"] < 1
 
 
+@each_tokenizer
 @pytest.mark.parametrize("template", ["{}", "Is this about {}? It is {}.", "Dieses Beispiel ist {}", " {} </s>"])
 def test_template_scores_match(folder: Path, template: str) -> None:
     found = scores_of(loaded(folder), TEXTS[:3], labels=LABELS, template=template)
@@ -104,6 +108,7 @@ def test_supports_left_padding_tokenizers(tmp_path: Path, architecture: str) -> 
     assert_equal(found, expected, 1e-5)
 
 
+@each_tokenizer
 def test_label_sets_share_a_forward_pass(folder: Path) -> None:
     classifier = loaded(folder)
     sets = [classifier.label_set(ClassifyOptions.parse({"labels": labels})) for labels in (LABELS, ["food", "sports"])]
@@ -121,6 +126,7 @@ def test_label_sets_share_a_forward_pass(folder: Path) -> None:
     assert_equal([first[0][1], second[0][1]], expected, 1e-5)
 
 
+@each_tokenizer
 def test_refuses_labels_that_leave_no_room_for_posts(folder: Path) -> None:
     classifier = loaded(folder, max_tokens=16)
     with pytest.raises(RequestRefused, match=r"^labels: "):

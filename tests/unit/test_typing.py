@@ -26,15 +26,16 @@ feedmill.classify(["x"], labels=5)
 
 #: Large packages that take minutes to analyse and have no part in these types.
 OTHERS = (
-    "celery", "kombu", "redis", "rich", "typer", "torch", "transformers", "workers", "producers", "feedmill.cli",
-    "IPython", "PIL", "fastapi", "huggingface_hub", "hypothesis", "matplotlib", "numpy", "pandas",
-    "prompt_toolkit", "pyarrow",
+    "celery", "kombu", "redis", "rich", "typer", "torch", "transformers", "feedmill.workers", "feedmill.producers",
+    "feedmill.cli", "IPython", "PIL", "fastapi", "huggingface_hub", "hypothesis", "matplotlib", "multiprocessing",
+    "numpy", "pandas", "prompt_toolkit", "pyarrow", "pydantic_settings", "tokenizers",
 )  # fmt: skip
 CONFIGURATION = f"""\
 [mypy]
 python_version = 3.11
 [mypy-{",".join(f"{package}.*" for package in OTHERS)}]
 follow_imports = skip
+follow_imports_for_stubs = True
 """
 
 
