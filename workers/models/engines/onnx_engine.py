@@ -1,9 +1,8 @@
 """The ONNX engine: an exported graph, run by ONNX Runtime with its best available provider.
 
 The graph is exported once from the torch model, pooling included, and cached by model, precision, opset and library
-versions. For GPUs it is exported in float16; `int8` on a CPU is dynamic quantisation of the float32 graph, which is cached
-as well.
-Micro-batches are padded.
+versions. For GPUs it is exported in float16; `int8` on a CPU is dynamic quantisation of the float32 graph, which is
+cached as well. Micro-batches are padded.
 """
 
 import logging
