@@ -33,7 +33,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 INSTALL = $(PIP_INSTALL) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-redis long containers matrix coverage dist test-gpu lint docs rivals clean
+.PHONY: help demo test test-redis long clusters containers matrix coverage dist test-gpu lint docs rivals clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,7 +48,7 @@ test-redis: $(VENV)/test ## Run the tests marked each_redis on another redis-ser
 	PYTEST_REDIS=$(REDIS) $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder \
 		-m "each_redis$(if $(filter embedded,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips)
 
-long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours of each source, comparison with Celery, fuzzing, containers
+long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours of each source, comparison with Celery, fuzzing, clusters, containers
 	for source in reddit arctic-shift bluesky hacker-news; do $(BIN)/python -m tests.soak --source $$source || exit 1; done
 	$(BIN)/python -m tests.differential
 	$(BIN)/python -m tests.fuzz
@@ -57,8 +57,12 @@ long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours o
 	$(BIN)/python -m tests.chaos --posts 20000 --workers 3 --row-ms 4 --rolling 3
 	$(BIN)/python -m tests.chaos --posts 10000 --workers 4 --row-ms 4 --pauses 5 --delays 5 --memory 5 --oom 10 \
 		--hangs 3 --launcher-kills 3 --clock-jumps 10 --poison 1%
+	$(MAKE) clusters
 	$(MAKE) containers
 	$(MAKE) matrix
+
+clusters: build/clusters ## Run the programs of docs/clusters.md on local nodes of Ray, Daft, Dask and Spark (needs Java)
+	build/clusters/bin/python -m tests.clusters
 
 containers: $(VENV)/test ## Build the images and run them under faults, as root, with the Docker engine
 	$(BIN)/python -m tests.containers
@@ -124,6 +128,15 @@ $(VENV)/test: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	$(INSTALL) --editable '.[demo,dev]'
 	@$(STAMP_TORCH)
 	@touch $@ $(VENV)/demo
+
+# An environment above that of the tests, whose packages and editable installation it finds.
+build/clusters: pyproject.toml $(VENV)/test
+	$(BIN)/python -m venv $@
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		>"$$($@/bin/python -c 'import site; print(site.getsitepackages()[0])')/tests.pth"
+	$@/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clusters"])')
+	@touch $@
 
 $(VENV)/rivals: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,rivals]'

@@ -165,17 +165,6 @@ def test_pandas_frame_keeps_order_index_and_columns() -> None:
     pandas.testing.assert_frame_equal(found[frame.columns], before)
 
 
-def test_polars_frame_keeps_order_and_columns() -> None:
-    frame = polars.DataFrame({"n": [1, 2, 3], "text": [TEXTS[1], None, TEXTS[0]]})
-    with pytest.warns(UserWarning, match=naming("1 of 3 rows", "row 1: no text")):
-        found = api.classify(frame, LABELS, scores=True)
-    assert isinstance(found, polars.DataFrame)
-    assert found.columns == ["n", "text", "label", "label_score", "score_praise", "score_complaint", "label_error"]
-    assert found["label"].to_list() == ["complaint", None, "praise"]
-    assert found["label_score"].null_count() == 1
-    assert found.select(frame.columns).equals(frame)
-
-
 @pytest.mark.parametrize(
     "series",
     [pandas.Series(TEXTS, index=[3, 3]), pandas.Series(TEXTS, name="text", dtype="category"), polars.Series(TEXTS)],
@@ -189,11 +178,6 @@ def test_series_returns_a_frame_of_its_texts(series: Any) -> None:
         assert list(found.index) == list(series.index)
 
 
-def test_only_column_holds_the_text() -> None:
-    assert list(api.classify(pandas.DataFrame({"review": TEXTS}), LABELS)["label"]) == EXPECTED
-    assert list(api.classify(pandas.DataFrame(TEXTS), LABELS)["label"]) == EXPECTED
-
-
 # Batches of clusters, as Ray Data's `map_batches` passes them to a Classifier.
 
 
@@ -201,7 +185,7 @@ def arrays(columns: dict[str, list[Any]]) -> dict[str, Any]:
     return {name: numpy.array(values, dtype=object) for name, values in columns.items()}
 
 
-@pytest.mark.parametrize("make", [arrays, pandas.DataFrame, pyarrow.table])
+@pytest.mark.parametrize("make", [arrays, pandas.DataFrame, polars.DataFrame, pyarrow.table])
 def test_batch_keeps_its_kind_and_warns_once(make: Callable[[Any], Any]) -> None:
     batch = make({"title": [TEXTS[1], None, "x" * 200_000, "[removed]"], "n": [1, 2, 3, 4]})
     with Classifier(device="cpu", labels=LABELS) as classifier:
@@ -209,7 +193,7 @@ def test_batch_keeps_its_kind_and_warns_once(make: Callable[[Any], Any]) -> None
             classifier(batch)
         found = classifier(batch, scores=True)  # another warning would be an error
     assert type(found) is type(batch)
-    frame = found.to_pandas() if isinstance(found, pyarrow.Table) else pandas.DataFrame(found)
+    frame = pandas.DataFrame(found) if isinstance(found, dict | pandas.DataFrame) else found.to_pandas()
     scores = ["score_praise", "score_complaint"]
     assert list(frame.columns) == ["title", "n", "label", "label_score", *scores, "label_error"]
     assert frame["n"].tolist() == [1, 2, 3, 4]

@@ -9,7 +9,7 @@ import polars
 import pyarrow
 import pytest
 
-from feedmill.api.request import Prediction, Request, read_options
+from feedmill.api.request import Request, read_options
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post
 from tests.support import make_classification, naming
@@ -92,27 +92,6 @@ def test_invalid_arguments_are_explained(items: Any, arguments: dict[str, Any], 
         classify(items, **arguments)
 
 
-@pytest.mark.filterwarnings("ignore:.* have no label")
-def test_arrow_table_keeps_its_columns() -> None:
-    table = pyarrow.table({"n": [1, 2, 3], "text": pyarrow.array([*TEXTS, None]).dictionary_encode()})
-    found = classify(table, scores=True)
-    assert isinstance(found, pyarrow.Table)
-    assert found.to_pydict() == {
-        "n": [1, 2, 3],
-        "text": [*TEXTS, None],
-        "label": ["praise", "complaint", None],
-        "label_score": [0.75, 0.75, None],
-        "score_praise": [0.75, 0.25, None],
-        "score_complaint": [0.25, 0.75, None],
-        "label_error": ["", "", "no text"],
-    }
-
-
-def test_ids_of_a_column_with_missing_values_are_whole() -> None:
-    found = classify(pandas.DataFrame({"id": [1, None, 2.5], "text": "x"}).to_dict("records"))
-    assert [each.id for each in found] == ["1", None, "2.5"]
-
-
 def test_long_texts_are_cut() -> None:
     found = classify([{"title": "broke " * 1000, "text": "parcel " * 20_000}, "x"])
     assert [each.label for each in found] == ["complaint", "praise"]
@@ -142,9 +121,3 @@ def test_predictions_become_dictionaries() -> None:
         {"id": "a", "text": "<b>It broke</b>", "label": "complaint", "score": 0.75,
          "scores": {"complaint": 0.75, "praise": 0.25}, "error": None}
     ]  # fmt: skip
-
-
-def test_labels_above_a_threshold() -> None:
-    found = Prediction("a", 0.9, {"a": 0.9, "b": 0.5, "c": -0.1})
-    assert found.labels_above(0.5) == ["a", "b"]
-    assert found.labels_above(0.95) == []

@@ -73,11 +73,14 @@ def test_short_listing_above_the_watermark_is_a_gap() -> None:
     assert found.frontier(3.0) == 10.0
 
 
-def test_ignores_an_old_post_out_of_order() -> None:
-    """Reddit does not always mark a pinned post."""
-    listing = Listing([item(5), *newest_first(6, 500)])
-    found = walk(listing, [known(1, 200)], OVERLAP, depth=100)
-    assert "t3_201" in fullnames(found.items)
+@pytest.mark.parametrize("place", [0, 99])
+def test_an_old_post_out_of_order_does_not_end_the_walk(place: int) -> None:
+    """Reddit does not always mark a pinned post. 99 is the end of a page."""
+    listing = newest_first(6, 500)
+    listing.insert(place, item(5))
+    found = walk(Listing(listing), [known(1, 200)], OVERLAP, depth=100)
+    assert found.missed == []
+    assert {f"t3_{number}" for number in range(201, 501)} <= set(fullnames(found.items))
 
 
 def test_reads_on_below_a_listing_that_ends_early() -> None:
@@ -90,14 +93,6 @@ def test_reads_on_below_a_listing_that_ends_early() -> None:
     found = walk(fetch, [known(1, 250)], OVERLAP, depth=100)
     assert found.missed == []
     assert {f"t3_{number}" for number in range(251, 501)} <= set(fullnames(found.items))
-
-
-def test_an_old_post_at_the_end_of_a_page_does_not_end_the_walk() -> None:
-    listing = newest_first(1, 500)
-    listing.insert(99, item(5))
-    found = walk(Listing(listing), [known(1, 200)], OVERLAP, depth=100)
-    assert found.missed == []
-    assert {f"t3_{number}" for number in range(201, 501)} <= set(fullnames(found.items))
 
 
 def test_gap_ends_before_an_old_post_at_the_end_of_the_listing() -> None:
