@@ -21,9 +21,9 @@ from tests.support import RedisServer, redis_servers, working
 
 #: Test files that take the most time, the longest first.
 LONGEST = (
-    "test_hostile", "test_stack", "test_supervisor", "test_celery", "test_redis_goes_away", "test_ending",
-    "test_worker", "test_demo", "test_transport_faults", "test_starting", "test_train", "test_models",
-    "test_onnx_engine",
+    "test_hostile", "test_chaos", "test_stack", "test_documentation", "test_redis_goes_away", "test_differential",
+    "test_starting", "test_supervisor", "test_worker", "test_onnx_engine", "test_secrets", "test_celery", "test_ending",
+    "test_sentinel", "test_demo", "test_transport_faults", "test_export_commands", "test_models",
 )  # fmt: skip
 
 #: Test files that run on every redis-server of this machine, like the tests with the mark each_redis.

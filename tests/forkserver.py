@@ -331,6 +331,6 @@ def _interpret(arguments: Sequence[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] != "-u":
         main()
-    # pytest-xdist starts a test process.
+    # pytest-xdist starts a test process, or Jupyter a kernel.
     forks = Forks.at(os.environ[FORK_SERVER])
     sys.exit(forks.start([sys.executable, *sys.argv[2:]], Path.cwd(), os.environ, 0, 1, 2).wait())

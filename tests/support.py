@@ -476,7 +476,7 @@ def forks() -> Forks:
     if not address:
         server = ForkServer()
         atexit.register(server.stop)
-        address = server.address
+        address = os.environ[FORK_SERVER] = server.address
     forks = Forks.at(address)
     atexit.register(forks.close)
     return forks

@@ -172,12 +172,14 @@ def test_classifies_a_file_and_shows_results(served: RedisServer, tmp_path: Path
         ("$F health --json >/dev/full", 2, "No space left on device"),
         ("PYTHONUNBUFFERED=1 $F health >/dev/full", 2, "No space left on device"),
         ("$F --help >/dev/full", 2, "No space left on device"),
+        ("{ $F --help; echo exit $? >&2; } | :", 0, "exit 0"),
+        ("{ $F health; echo exit $? >&2; } | :", 0, "exit 0"),
     ],
 )
 def test_commands_work_with_closed_streams_or_a_full_disk(
     redis: RedisServer, tmp_path: Path, command: str, status: int, words: str
 ) -> None:
-    """As some daemons leave them."""
+    """As some daemons leave them, and `head` a pipe."""
     environment = os.environ | {"FEEDMILL_REDIS_URL": redis.url, "F": FEEDMILL}
     said = run(["/bin/sh", "-c", command], tmp_path, environment)
     assert "Traceback" not in said.stderr

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, RedisServer, announced, feedmill, run, running, wait_until
+from tests import forkserver
+from tests.support import ROOT, RedisServer, announced, feedmill, forks, run, running, wait_until
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -104,7 +105,7 @@ def test_readme_classifies_in_three_lines(tmp_path: Path) -> None:
 EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], 4)
-nbclient.NotebookClient(notebook, timeout=150, kernel_name="python3").execute()
+nbclient.NotebookClient(notebook, timeout=150, kernel_name="forked").execute()
 nbformat.write(notebook, "done.ipynb")
 """
 
@@ -114,7 +115,13 @@ def test_notebook_runs(tmp_path: Path) -> None:
     path = ROOT / "docs" / "examples" / "classify.ipynb"
     saved = json.loads(path.read_text())
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in saved["cells"])
-    environment = os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048", "IPYTHONDIR": str(tmp_path), "HOME": str(tmp_path)}
+    forks()  # start the fork server, which has imported what the kernel needs
+    command = [sys.executable, forkserver.__file__, "-u", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel = tmp_path / "kernels" / "forked"
+    kernel.mkdir(parents=True)
+    (kernel / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "forked"}))
+    folders = dict.fromkeys(("IPYTHONDIR", "JUPYTER_PATH", "HOME"), str(tmp_path))
+    environment = os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048"} | folders
     said = run([sys.executable, "-c", EXECUTE, str(path)], tmp_path, environment)
     assert (tmp_path / "done.ipynb").exists(), said.stderr
     cells = [

@@ -1,21 +1,16 @@
 """Health checks: a worker's metrics port, `feedmill health` and `feedmill status`."""
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 from contextlib import suppress
 from pathlib import Path
-
-import pytest
 
 from feedmill.shared.keys import WORKERS
 from feedmill.shared.model_routing import expected_workers, register
 from feedmill.shared.settings import Settings
 from tests.support import (
-    FEEDMILL,
     PASSWORD,
     RedisServer,
     feedmill,
@@ -110,15 +105,3 @@ def test_status_as_json(served: RedisServer, tmp_path: Path) -> None:
     assert (once["asked"], once["missing"]) == (True, {})
     assert once["memory"]["limit"] > once["memory"]["used"] > 0
     assert once["memory"]["results"] == 0
-
-
-@pytest.mark.parametrize("arguments", [["health"], ["--help"]])
-def test_closed_pipe_exits_with_status_0(tmp_path: Path, arguments: list[str]) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    environment = os.environ | {"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1/0"}
-    with os.fdopen(writer, "wb") as pipe:
-        said = subprocess.run(
-            [FEEDMILL, *arguments], cwd=tmp_path, env=environment, stdout=pipe, stderr=subprocess.PIPE, check=False
-        )
-    assert (said.returncode, said.stderr) == (0, b"")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -235,15 +234,15 @@ def test_batch_that_does_not_fit_into_memory_is_halved(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(("variables", "lanes"), [({}, 1), ({"RAY_RAYLET_PID": "1"}, len(os.sched_getaffinity(0)))])
-def test_actor_of_ray_uses_all_its_cpus(variables: dict[str, str], lanes: int) -> None:
+def test_actor_of_ray_uses_all_its_cpus(tmp_path: Path, variables: dict[str, str], lanes: int) -> None:
     """Ray sets OMP_NUM_THREADS=1 for an actor of one CPU. Elsewhere, such as in Spark, the variable counts."""
     program = (
         "import feedmill, numpy; found = feedmill.Classifier(device='cpu', labels=['praise', 'complaint'])\n"
         "print(*found({'text': numpy.array(['It broke'] * 9)})['label'][:1], found._pipeline._pipeline._lanes)"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    said = subprocess.check_output([sys.executable, "-P", "-c", program], env=environment, text=True)
-    assert said == f"complaint {min(lanes, 4)}\n"
+    said = run([sys.executable, "-P", "-c", program], tmp_path, environment)
+    assert said.stdout == f"complaint {min(lanes, 4)}\n"
 
 
 # Arguments.

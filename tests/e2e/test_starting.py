@@ -31,7 +31,6 @@ from feedmill.stack.supervisor import KILL_GRACE_S
 from feedmill.workers.app import make_worker_app
 from feedmill.workers.runtime.pool import DevicePool
 from tests.support import (
-    NEW_INTERPRETER,
     POSTS,
     ROOT,
     RedisServer,
@@ -101,7 +100,7 @@ def test_celery_multi_starts_classifies_and_stops(
 
     def multi(what: str, *flags: str) -> None:
         command = [sys.executable, "-P", "-m", "celery", "multi", what, "w1", f"--pidfile={tmp_path}/%n.pid", *flags]
-        said = run(command, tmp_path, environment | NEW_INTERPRETER)
+        said = run(command, tmp_path, environment)
         assert said.returncode == 0, said.stdout + said.stderr
 
     log, pid = tmp_path / "w1.log", tmp_path / "w1.pid"
