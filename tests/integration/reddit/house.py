@@ -74,8 +74,8 @@ class House:
         return LiveDaemon(self.source(chosen, depth, archive), client, pusher, chosen, self.clock)
 
     def run(self, daemon: LiveDaemon, seconds: float) -> None:
-        """Run the daemon for this much simulated time. In days, a step may be late by 1/200 of the time."""
-        late = seconds / 200 if seconds > HOUR else 0.0
+        """Run the daemon for this much simulated time. In days, a step may be late by 1/500 of the time."""
+        late = seconds / 500 if seconds > HOUR else 0.0
         until = self.clock.monotonic() + seconds
         while (left := until - self.clock.monotonic()) > 0:
             self.clock.wait(min(max(min(daemon.step(), 300.0), late), left))
