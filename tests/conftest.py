@@ -88,9 +88,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Fork the test processes, too: each would import torch and transformers for ten seconds."""
-    for spec in specs:
-        spec.python = f"{sys.executable} {forkserver.__file__}"
+    """Fork the test processes, too: each would import torch and transformers for ten seconds.
+
+    Under `make coverage` they are new interpreters, so that the lines that run in an import count.
+    """
+    if "COVERAGE_PROCESS_CONFIG" not in os.environ:
+        for spec in specs:
+            spec.python = f"{sys.executable} {forkserver.__file__}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
