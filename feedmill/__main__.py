@@ -1,5 +1,7 @@
 """Entry point of the `feedmill` command."""
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -8,6 +10,8 @@ import sys
 def main() -> None:
     """Lock the data folder of `up`, then run the command of feedmill/cli/main.py."""
     _open_closed_streams()
+    gc.set_threshold(20_000)  # imports make a million objects and little garbage
+    atexit.register(gc.freeze)  # runs last: the exit would search torch's objects for garbage, which takes a second
     # Until the command runs, Ctrl-C ends the process without a traceback: imports take a second, and hold nothing.
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:

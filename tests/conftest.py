@@ -1,5 +1,6 @@
-"""Fixtures for redis-servers and settings, the order of tests, and the report of skipped tests."""
+"""Fixtures for redis-servers and settings, the order of tests, and skipped tests."""
 
+import gc
 import logging
 import os
 import signal
@@ -36,6 +37,7 @@ for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.
 
 # A garbage-collected AsyncResult unsubscribes, possibly during another test, and blocks for 20 s if its Redis is gone.
 del AsyncResult.__del__
+gc.set_threshold(20_000)  # by default, searches for garbage take a fifth of the imports' time
 
 #: Open sockets of redis-py's connections. Connections close their socket when they are collected. In Celery's reference
 #: cycles, Python may finalize the socket first and warn that it is unclosed. A reference here prevents that.
@@ -70,11 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 # Tests assert no timings, and on a busy machine an example can take long.
-hypothesis_settings.register_profile(
-    "feedmill",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],  # machines may be busy
-)
+hypothesis_settings.register_profile("feedmill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis_settings.load_profile("feedmill")
 
 
@@ -103,15 +101,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if {"server", "redis_path"} <= set(getattr(item, "fixturenames", ())) or item.path.stem in ON_EACH_REDIS:
             item.add_marker(pytest.mark.each_redis)
     places = {stem: place for place, stem in enumerate(LONGEST)}
+    gc.freeze()  # pytest's last searches for garbage would take seconds
     items.sort(key=lambda item: (places.get(item.path.stem, len(places)), "unit" in item.path.parts))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    skipped = terminalreporter.stats.get("skipped", [])
-    if skipped and config.getoption("--strict-skips"):
-        terminalreporter.section("skipped tests, which fail the run (STRICT=1)")
-        for report in skipped:
-            terminalreporter.line(f"{report.nodeid}: {report.longrepr[2]}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -4,7 +4,6 @@ The calls run in a separate process, like an application's, and without Redis wh
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -121,15 +120,19 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
         yield caller
 
 
-def test_importing_feedmill_imports_neither_celery_nor_torch(tmp_path: Path) -> None:
-    program = """
-import sys, feedmill
-before = [name in sys.modules for name in ("celery", "torch", "workers")]
-feedmill.classify_task
-print(before, "celery" in sys.modules, "torch" in sys.modules)
-"""
-    said = run([sys.executable, "-P", "-c", program], tmp_path, os.environ | NEW_INTERPRETER)
-    assert (said.stdout, said.stderr) == ("[False, False, False] True False\n", "")
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("", "celery pydantic redis torch"),
+        ("feedmill.classify_task", "torch"),
+        ("import feedmill.cli.main", "flower praw prometheus_client pyarrow torch"),
+        ("feedmill.classify(['rain'])", "torch._dynamo torch.distributed.tensor"),
+    ],
+)
+def test_imports_only_what_is_needed(tmp_path: Path, program: str, absent: str) -> None:
+    code = f"import sys, feedmill; {program}\nprint({set(absent.split())} & set(sys.modules))"
+    environment = _environment(tmp_path) | NEW_INTERPRETER
+    assert run([sys.executable, "-P", "-c", code], tmp_path, environment).stdout == "set()\n"
 
 
 def test_direct_call_returns_outcomes(here: Caller) -> None:

@@ -200,10 +200,7 @@ class Deployer:
 
 
 def freeze_heap(device: Device) -> None:
-    """Free the old model and exempt live objects from garbage collection.
-
-    The libraries and the model stay in memory. Scanning them in every collection took an eighth of a worker's time.
-    """
+    """Free the old model and exempt live objects from garbage collection again (pool.py)."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -37,7 +37,7 @@ from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.pipeline.pipeline import Pipeline
 from feedmill.workers.runtime import hot_swap
-from feedmill.workers.runtime.hot_swap import Deployer, freeze_heap
+from feedmill.workers.runtime.hot_swap import Deployer
 from feedmill.workers.runtime.in_flight import RETRY_INTERVAL_S, InFlight
 from feedmill.workers.runtime.metrics import TURN_INTERVAL_S, WorkerMetrics, pipeline_status
 
@@ -97,7 +97,9 @@ class DevicePool(BasePool):
         self._deployer.start()
         if self._metrics:
             self._metrics.loaded(self.pipeline, held=self.in_flight.__len__)
-        freeze_heap(classifier.device)
+        gc.collect(1)  # not the oldest objects, those of the imports: a search of them takes 0.4 s
+        gc.freeze()  # garbage collections would scan libraries and model, an eighth of a worker's time
+        classifier.device.give_back()
         gc.set_threshold(GC_THRESHOLD)
 
     def register_with_event_loop(self, loop: Any) -> None:
