@@ -29,7 +29,6 @@ from feedmill.reading import (
     open_reader,
     unknown_run,
 )
-from feedmill.report import gather, page
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import explain_unwritable, json_line, printable, truncate
@@ -220,6 +219,8 @@ def report(
     and failures. The page is self-contained and has no scripts. Writes nothing and exits 1 if there is nothing to
     report.
     """
+    from feedmill.report import gather, page  # noqa: PLC0415 - imports Jinja, which few commands need
+
     labels = None if label_set is None else label_set_named(filter(None, map(str.strip, label_set.split(","))))
     notes = notes_console()
     began = time.monotonic()

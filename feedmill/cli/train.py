@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from jinja2 import Environment, StrictUndefined
 from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
@@ -167,6 +166,8 @@ def _write(folder: Path, options: TrainOptions, record: Mapping[str, Any]) -> No
 
 def _card(folder: Path, options: TrainOptions, record: Mapping[str, Any]) -> str:
     """Return the model card of a training with this record, in Markdown."""
+    from jinja2 import Environment, StrictUndefined  # noqa: PLC0415 - few commands need it
+
     templates = Environment(  # noqa: S701 - Markdown, whose values are made printable
         undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True,
         finalize=lambda value: printable(value) if isinstance(value, str) else value,

@@ -125,7 +125,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
     [
         ("", "celery pydantic redis torch"),
         ("feedmill.classify_task", "torch"),
-        ("import feedmill.cli.main", "flower praw prometheus_client pyarrow torch"),
+        ("import feedmill.cli.main", "flower jinja2 praw prometheus_client pyarrow torch"),
         ("feedmill.classify(['rain'])", "torch._dynamo torch.distributed.tensor"),
     ],
 )
