@@ -10,17 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery.exceptions import InvalidTaskError
 
 from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from feedmill.workers.runtime.request import check
 from tests import fuzz
 from tests.fakes.hostile_messages import Hostile, good
 from tests.fakes.standin_worker import KILLS, KILLS_EARLY
@@ -74,26 +71,6 @@ SPOILT: tuple[dict[str, Any], ...] = (
     {"errbacks": [_errback(serializer="odd")]},
     {"errbacks": [_errback(exchange={"a": 1})]},
 )
-
-
-#: Links for which the whole message is rejected before any work.
-NO_LINKS: tuple[dict[str, Any], ...] = (
-    {"errbacks": [1]},
-    {"errbacks": "9" * 100},
-    {"callbacks": [1]},
-    {"callbacks": [{"task": "x", "options": {"queue": "feedmill:result:a"}}]},
-    {"chain": "x"},
-    {"chord": 5},
-)
-
-
-@pytest.mark.parametrize("links", NO_LINKS, ids=[str(number) for number in range(len(NO_LINKS))])
-def test_rejects_messages_with_invalid_links(links: dict[str, Any]) -> None:
-    whole: Any = good()
-    whole["body"][2] |= links
-    message = SimpleNamespace(payload=whole["body"], headers=whole["headers"])
-    with pytest.raises((InvalidTaskError, AttributeError)):
-        check(message)
 
 
 @pytest.mark.parametrize("posts", [[{"id": "a", "title": "A title"}], [{"id": "a"}]], ids=["good", "failing"])

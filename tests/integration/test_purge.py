@@ -161,13 +161,6 @@ def test_sweeps_streams_in_bounded_parts(
     assert [found.post.id for found in latest(store, 100)] == [str(n) for n in range(100) if n not in gone]
 
 
-def test_lift_allows_a_post_again(client: Redis, settings: Settings, store: ResultsStore) -> None:
-    purge(client, settings, ["a", "b"])
-    assert lift_tombstones(client, ["a", "never purged"]) == 1
-    store.write([result("a"), result("b")])
-    assert [found.post.id for found in latest(store, 10)] == ["a"]
-
-
 @pytest.mark.parametrize("post_id", ["", " ", "x" * 129])
 def test_rejects_invalid_post_ids(client: Redis, settings: Settings, post_id: str) -> None:
     for refused in (lambda: purge(client, settings, ["fine", post_id]), lambda: lift_tombstones(client, [post_id])):

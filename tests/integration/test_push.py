@@ -16,7 +16,7 @@ from feedmill.producers import push
 from feedmill.producers.push import Pusher
 from feedmill.shared import broker
 from feedmill.shared.broker import connect, make_app, queue_depth
-from feedmill.shared.keys import MARKS, REQUESTED_MODELS, TOMBSTONE
+from feedmill.shared.keys import REQUESTED_MODELS, TOMBSTONE
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import RequestedModel, request_model
 from feedmill.shared.purge import forget
@@ -95,12 +95,6 @@ def test_each_priority_has_its_own_list(settings: Settings, redis: RedisServer, 
     assert redis.client.llen(name) == 1
     (message,) = map(json.loads, redis.client.lrange(name, 0, -1))
     assert message["properties"]["priority"] == priority
-
-
-def test_marks_expire(settings: Settings, redis: RedisServer) -> None:
-    pusher(settings).push(make_posts(1))
-    for key in redis.client.scan_iter(f"{MARKS}*"):
-        assert 0 < redis.client.ttl(key) <= 1.25 * settings.sent_ttl
 
 
 def test_message_headers_follow_the_protocol_and_hide_posts(settings: Settings, redis: RedisServer) -> None:

@@ -52,22 +52,6 @@ def counts(server: RedisServer, run: str) -> tuple[int, int, int]:
     return found.sent, found.stored, found.failed
 
 
-def test_equal_ids_of_two_runs_have_their_own_results(store: ResultsStore) -> None:
-    assert store.write([result(post("0", "a")), result(post("0", "b")), result(post("0"))]) == 3
-    assert [found.post.run for found in latest(store, 9)] == ["a", "b", None]
-    assert len({found.fingerprint for found in store.get("0")}) == 3
-
-
-def test_posts_are_marked_as_sent_by_run(server: RedisServer, settings: Settings) -> None:
-    posts = [post("0"), post("t3_x")]
-    assert push(server, settings, posts, "a").sent == 2
-    assert push(server, settings, posts, "a").skipped == 2
-    again = push(server, settings, posts, "b")
-    assert (again.sent, again.skipped) == (2, 0)
-    assert push(server, settings, posts, None).sent == 2
-    assert sent_marks(server.client, "0") == 3
-
-
 def test_progress_counts_each_post_once(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
     posts = [post(str(number), "monday") for number in range(5)]
     push(server, settings, posts, "monday")

@@ -36,13 +36,6 @@ def test_spreads_remaining_requests_over_reddits_window() -> None:
     assert spend(budget, clock, 60) >= 500  # a new window, without headers yet
 
 
-def test_keeps_a_reserve_of_remaining_requests() -> None:
-    clock = SimulatedClock()
-    budget = RequestBudget(clock, per_minute=60)
-    budget.learn(headers(RESERVED_REQUESTS, 42))
-    assert budget.pending() == 42
-
-
 @pytest.mark.parametrize("odd", ["", "nan", "inf", "-1", "soon", "1e999"])
 def test_ignores_invalid_headers(odd: str) -> None:
     budget = RequestBudget(SimulatedClock(), per_minute=60)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from feedmill.shared.errors import PostRefused, RequestRefused
 from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post, clean, digest, fingerprint
-from tests.support import naming
 
 
 @pytest.mark.parametrize(
@@ -145,12 +144,6 @@ def test_accepts_the_current_version_and_drops_it(version: object) -> None:
     # Producers deduplicate by the options' JSON, which must not depend on the message version.
     assert "version" not in options.model_dump_json()
     assert options.arguments() == {"labels": {"a": ["a"]}}
-
-
-@pytest.mark.parametrize("others", [{}, {"future_option": 1}, {"labels": 7, "top_k": -1}])
-def test_rejects_newer_versions_before_other_checks(others: dict[str, object]) -> None:
-    with pytest.raises(RequestRefused, match=naming("version", MESSAGE_VERSION + 1, MESSAGE_VERSION)):
-        ClassifyOptions.parse({**others, "version": MESSAGE_VERSION + 1})
 
 
 def test_fingerprints_differ_by_id_text_and_recipe() -> None:

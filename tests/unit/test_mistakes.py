@@ -18,8 +18,8 @@ from feedmill.cli.main import app
 from feedmill.shared import logs
 from feedmill.shared.errors import DeviceLost, FeedmillError, RequestRefused, UserError
 from feedmill.shared.messages import Classification, Post, PostError
-from feedmill.shared.settings import Settings
-from tests.support import announced, naming
+from feedmill.shared.settings import STACK_FILE, Settings
+from tests.support import naming
 
 POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
 
@@ -33,6 +33,7 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     for name, text in (("posts.jsonl", POST), ("bad.jsonl", '{"id": 1}\n'), ("full/thesis.txt", "a text\n")):
         (tmp_path / name).write_text(text)
+    (tmp_path / "full" / STACK_FILE).write_text('{"redis_url": "redis://127.0.0.1:1/0"}')  # of a killed `up`
 
 
 @pytest.fixture
@@ -54,6 +55,8 @@ def quiet(files: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
         ("enqueue - --posts-per-message 0", ["feedmill: --posts-per-message: "]),
         ("enqueue - --template x", ["--template: ", "'x'"]),
         ("enqueue - --labels a,a", ["--labels: ", "'a'"]),
+        ('enqueue - --labels {"a":"b"', ["--labels: ", "JSON", "column 9"]),
+        ("url --data-folder full", ["full", "FEEDMILL_REDIS_URL is not set"]),
         ("enqueue - --since yesterday", ["--since", "'yesterday'"]),
         ("enqueue - --since 2024-02-01 --until 2024-01-01", ["--since", "2024-02-01", "2024-01-01"]),
         ("results --from-start", ["--from-start needs --group."]),
@@ -121,22 +124,10 @@ def test_help_lists_every_command_and_fits_80_columns(
         assert arguments or "─ Commands ─" not in said, "every command belongs to a panel"
 
 
-def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    monkeypatch.delenv("FEEDMILL_REDIS_URL", raising=False)
-    error = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)]).exception
-    assert isinstance(error, UserError)
-    assert str(tmp_path) in str(error)
-    assert "FEEDMILL_REDIS_URL" in str(error)
-    with announced(tmp_path, '{"redis_url": "redis://:p@127.0.0.1:1/0"}'):
-        for given, url in (
-            ({}, "redis://:p@127.0.0.1:1/0"),
-            ({"FEEDMILL_REDIS_URL": "redis://there/0"}, "redis://there/0"),
-        ):
-            done = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)], env=given)
-            assert (done.exit_code, done.stdout) == (0, f"{url}\n")
-    killed = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)])
-    assert str(killed.exception) == str(error)
+@pytest.mark.usefixtures("quiet")
+def test_url_is_that_of_the_setting() -> None:
+    done = CliRunner().invoke(app, ["url"], env={"FEEDMILL_REDIS_URL": "redis://there/0"})
+    assert (done.exit_code, done.stdout) == (0, "redis://there/0\n")
 
 
 @pytest.mark.usefixtures("quiet")

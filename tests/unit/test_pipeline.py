@@ -502,37 +502,20 @@ def test_drops_revoked_messages(owner: Owner) -> None:
     assert not owner.store.dead
 
 
-def test_timed_out_message_does_not_affect_its_batch(owner: Owner) -> None:
-    owner.classifier.gate.clear()
-    first = owner.send("it keeps the device busy")
-    wait_until(lambda: first.state is State.STARTED, "the device is busy")
-    slow, other = owner.send("a post", ""), owner.send("its neighbour")
-    wait_until(lambda: owner.waiting() == 2, "both messages wait")
-    assert owner.pipeline.recording.give_up(slow, TimeoutError("too slow"), "took too long")
-    assert not owner.pipeline.recording.give_up(slow, TimeoutError("too slow"), "once more")
-    wait_until(lambda: slow in owner.finished, "the message is finished while the device is busy")
-    with pytest.raises(TimeoutError, match="too slow"):
-        slow.result()
-    first_letter, second_letter = owner.store.dead
-    assert (first_letter.id, first_letter.reason, second_letter.id) == ("0", "took too long", "1")
-    assert "title" in second_letter.reason
-    owner.classifier.gate.set()
-    wait_until(lambda: other in owner.finished, "the neighbour is finished")
-    assert owner.finished.count(slow) == 1
-    assert not owner.pipeline.recording.give_up(other, TimeoutError("too slow"), "too late")
-    assert other.result()[0]["label"] == "good"
-
-
 def test_timed_out_message_on_the_device_is_not_stored(owner: Owner) -> None:
     owner.classifier.gate.clear()
     slow = owner.send("in a long forward pass")
     wait_until(lambda: slow.state is State.STARTED, "the device has it")
     assert owner.pipeline.recording.give_up(slow, TimeoutError("too slow"), "took too long")
+    assert not owner.pipeline.recording.give_up(slow, TimeoutError("too slow"), "once more")
     wait_until(lambda: slow in owner.finished, "the message is finished")
+    with pytest.raises(TimeoutError, match="too slow"):
+        slow.result()
     owner.classifier.gate.set()
     owner.results("the next one")
     assert [result.post.title for result in owner.store.written] == ["the next one"]
-    assert len(owner.store.dead) == 1
+    assert [letter.reason for letter in owner.store.dead] == ["took too long"]
+    assert owner.finished.count(slow) == 1
 
 
 def test_retried_message_has_no_dead_letters_yet(owner: Owner) -> None:

@@ -90,12 +90,3 @@ def test_keeps_a_bounded_number_of_bytes(server: Server, monkeypatch: pytest.Mon
     assert server.repeated() == ["1234", "5678", "90"]
     server.write("x")
     assert server.repeated() == ["5678", "90", "x"]
-
-
-def test_forgets_writes_older_than_redis_can_lose(server: Server) -> None:
-    """A server has saved such writes before it dies, so they are not repeated, however late its successor is found."""
-    server.write("old")
-    server.now += LOSABLE_S + 1
-    server.write("new")
-    server.now += 1000
-    assert server.repeated() == ["new"]

@@ -55,6 +55,20 @@ def test_rejects_what_would_end_the_worker(start: Any, wrong: dict[str, Any]) ->
         check(SimpleNamespace(headers=whole["headers"], payload=whole["body"]))
 
 
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"errbacks": [1]}, {"errbacks": "9" * 100}, {"callbacks": [1]}, {"chain": "x"}, {"chord": 5},
+        {"callbacks": [{"task": "x", "options": {"queue": "feedmill:result:a"}}]},
+    ],
+)  # fmt: skip
+def test_rejects_invalid_links(links: dict[str, Any]) -> None:
+    whole = good()
+    whole["body"][2] |= links
+    with pytest.raises((InvalidTaskError, AttributeError)):
+        check(SimpleNamespace(headers=whole["headers"], payload=whole["body"]))
+
+
 def request(
     args: object, kwargs: object, events: list[tuple[str, dict[str, Any]]] | None = None, **headers: Any
 ) -> ClassifyRequest:

@@ -51,14 +51,6 @@ def names(tracks: Iterable[Track]) -> list[str]:
     return [track.name for track in tracks]
 
 
-def test_ends_at_the_watermark() -> None:
-    listing = Listing(newest_first(1, 500))
-    track = Track("a", beginning=1.0, watermark=250.0)
-    found = walk(listing, [track], OVERLAP, depth=100)
-    assert found.missed == []
-    assert len(listing.requests) == 3
-
-
 def test_reports_a_gap_if_the_pages_run_out() -> None:
     found = walk(Listing(newest_first(1, 900)), [known(1, 100)], OVERLAP, depth=100, pages=3)
     assert names(found.missed) == ["a"]
