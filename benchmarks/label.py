@@ -9,6 +9,9 @@ The posts' topics are the answers. Posts whose id has an even SHA-1 are those to
 - `random`: random posts, and the same head;
 - `logistic`: random posts, and the head of `feedmill train --head`, which sees no posts without an answer.
 
+For `label`, `error` is the expected accuracy, which the command shows, less the accuracy; then the number of answers at
+which the command stops asking.
+
 Each runs with the topics' names as labels, and with their descriptions. The figures are means of the seeds, with the
 lowest and the highest. The last line is JSON.
 """
@@ -40,17 +43,30 @@ from feedmill.training.head import Embedder, Fitted, fit, one_thread
 MAX_TOKENS = TrainOptions.max_tokens
 
 #: Variants that have answers.
-VARIANTS = ("label", "random", "logistic")
+VARIANTS = ("label", "error", "random", "logistic")
 
 console = Console(soft_wrap=True, highlight=False)
 
 
-def picked(pool: Pool, truth: Sequence[int], labels: int, seed: int, count: int) -> list[Answer]:
-    """Return the first answers to the posts that `feedmill label` picks."""
-    session = Session(pool, labels, seed)
-    while len(session.answers) < count and (pick := session.next()) is not None:
-        session.answer(truth[pick.place])
-    return session.answers
+class Run:
+    """A session of `feedmill label`: its answers, the expected accuracy after each round, and when it stops asking."""
+
+    def __init__(self, pool: Pool, truth: Sequence[int], labels: int, seed: int, count: int) -> None:
+        session = Session(pool, labels, seed)
+        self.expected: dict[int, float] = {}
+        self.stopped: int | None = None
+        while (pick := session.next()) is not None and len(session.answers) < count:
+            self._note(session)
+            session.answer(truth[pick.place])
+        self._note(session)
+        self.answers = session.answers
+
+    def _note(self, session: Session) -> None:
+        answered = len(session.answers)
+        if session.measured:
+            self.expected[answered] = session.measured.accuracy
+        if session.settled and self.stopped is None:
+            self.stopped = answered
 
 
 def at_random(truth: Sequence[int], seed: int, count: int) -> list[Answer]:
@@ -97,16 +113,20 @@ def main() -> None:
         targets = one_hot(torch.tensor([known[place] for place in places]), len(names))
         return fit(pooled[places], targets, 7)[0]
 
+    stops: dict[str, list[int | None]] = {kind: [] for kind in sentences}
     accuracies: dict[str, dict[str, dict[int, list[float]]]] = {}
     with one_thread():
         for kind, of_labels in sentences.items():
             pool = Pool(pooled, of_labels)
             found: dict[str, dict[int, list[float]]] = {name: {count: [] for count in counts} for name in VARIANTS}
             for seed in range(arguments.seeds):
-                chosen = picked(pool, known, len(names), seed, max(counts))
+                run = Run(pool, known, len(names), seed, max(counts))
+                chosen = run.answers
+                stops[kind].append(run.stopped)
                 unchosen = at_random(known, seed, max(counts))
                 for count in counts:
                     found["label"][count].append(accuracy(pool.head(chosen[:count])))
+                    found["error"][count].append(run.expected[count] - found["label"][count][-1])
                     found["random"][count].append(accuracy(pool.head(unchosen[:count])))
                     found["logistic"][count].append(accuracy(logistic(unchosen[:count])))
             accuracies[kind] = {"zero-shot": {0: [accuracy((of_labels, torch.zeros(len(names))))]}, **found}
@@ -116,11 +136,16 @@ def main() -> None:
             table.add_row(kind, name, *(_figures(by_count.get(count, [])) for count in (0, *counts)))
     console.print(f"{len(pooled):,} posts to label, {len(tested):,} to test on; means of {arguments.seeds} seeds")
     console.print(table)
+    console.print(f"stops asking at: {stops}")
     means = {
         kind: {name: {count: round(mean(each), 4) for count, each in by.items()} for name, by in variants.items()}
         for kind, variants in accuracies.items()
     }
-    print(json.dumps({"pooled": len(pooled), "tested": len(tested), "seeds": arguments.seeds, "accuracy": means}))
+    print(
+        json.dumps(
+            {"pooled": len(pooled), "tested": len(tested), "seeds": arguments.seeds, "accuracy": means, "stops": stops}
+        )
+    )
 
 
 def _figures(values: Sequence[float]) -> str:

@@ -51,7 +51,7 @@ from feedmill.shared.settings import DESCRIBED_TOPICS, Settings
 from feedmill.training.data import CHECKPOINTS, OF_FINE_TUNING, Dataset, TrainOptions, collect, make_dataset, purged_ids
 
 if TYPE_CHECKING:
-    from feedmill.training.active import Pool, Session
+    from feedmill.training.active import Measured, Pool, Session
     from feedmill.training.head import Embedder, HeadModel
 
 #: Packages whose versions are recorded.
@@ -287,7 +287,7 @@ def label(
     if as_json:
         typer.echo(json_line(summary))
     else:
-        _show_session(summary)
+        _show_session(summary, session.measured)
 
 
 def _embed(base: str, posts: Sequence[Post], settings: Settings, report: Report) -> "tuple[Embedder, Pool]":
@@ -305,15 +305,14 @@ def _embed(base: str, posts: Sequence[Post], settings: Settings, report: Report)
         report.stop()
 
 
-def _show_session(summary: Mapping[str, Any]) -> None:
+def _show_session(summary: Mapping[str, Any], measured: "Measured | None") -> None:
     """Print the number of answers and the accuracy, and what to do next."""
-    accuracy, zero_shot = summary["accuracy"], summary["zero_shot_accuracy"]
     typer.echo(
         printable(f"{summary['labelled']:,} labels, {summary['skipped']:,} skipped, in {summary['labels_file']}")
     )
-    if accuracy is not None:
-        typer.echo(f"Accuracy on the held-back posts: {accuracy:.2f}; zero-shot: {zero_shot:.2f}")
-    if accuracy is not None and accuracy <= zero_shot:
+    if measured is not None:
+        typer.echo(f"By cross-validation on {measured.measured_on:,} random posts: {measured}")
+    if measured is not None and measured.accuracy <= measured.zero_shot_accuracy:
         typer.echo("Do not deploy this model yet. The same command asks for more posts.")
     elif summary["model"]:
         advise(summary["model"])
@@ -363,13 +362,17 @@ def _read_sample(reading: FileReading, count: int, settings: Settings, notes: Co
 
 
 def _ask(session: "Session", posts: Sequence[Post], names: Sequence[str], path: Path, notes: Console) -> None:
-    """Ask for labels until the user quits or no post is left. Saves after each answer."""
+    """Ask for labels until the user quits, more would hardly help, or no post is left. Saves after each answer."""
     by_name = {name: number for number, name in enumerate(names)}
     # Labels such as 1 to 5 are their own keys.
     keys = by_name if set(names) <= set(LABEL_KEYS) else dict(zip(LABEL_KEYS, range(len(names)), strict=False))
     choices = "  ".join(f"{key} {printable(names[number])}" for key, number in keys.items())
     try:
         while (pick := session.next()) is not None:
+            if session.settled:
+                notes.print("The last 50 answers changed at most 4% of the posts' labels: more would hardly help.")
+                notes.print("The same command asks for 50 more.")
+                return
             _show_post(posts[pick.place], session, notes)
             notes.print(Text(f"{choices}\n{UNDO} undo  {SKIP} skip  {QUIT} quit", style="bold"))
             given = _answer()
@@ -407,8 +410,8 @@ def _show_post(post: Post, session: "Session", notes: Console) -> None:
     """Show a post, below the accuracy so far."""
     notes.rule(style="dim")
     so_far = f"answers: {session.labelled:,}"
-    if (now := session.measured) is not None:
-        so_far += f"; accuracy on {now.held_back} held-back posts {now.accuracy:.2f}, zero-shot {now.zero_shot:.2f}"
+    if session.measured is not None:
+        so_far += f"; {session.measured}"
     notes.print(Text(so_far, style="dim"))
     body = post.body.replace("\r\n", "\n")
     body = body if len(body) <= MAX_BODY_SHOWN else f"{body[:MAX_BODY_SHOWN]} …"
@@ -435,9 +438,10 @@ def _session_summary(session: "Session", names: Sequence[str]) -> dict[str, Any]
         "labels": {name: given.count(number) for number, name in enumerate(names)},
         "labelled": session.labelled,
         "skipped": given.count(None),
-        "held_back": last.held_back if last else 0,
+        "measured_on": last.measured_on if last else 0,
         "accuracy": last.accuracy if last else None,
-        "zero_shot_accuracy": last.zero_shot if last else None,
+        "accuracy_error": last.accuracy_error if last else None,
+        "zero_shot_accuracy": last.zero_shot_accuracy if last else None,
     }
 
 

@@ -7,8 +7,8 @@ as in Nigam et al., "Text Classification from Labeled and Unlabeled Documents us
 far more accurate than a logistic regression, which ignores the other posts.
 
 The first posts are a random sample. Later ones are drawn at random as well, the more likely the closer the scores of
-their best two labels: the head is uncertain of them. Every fifth post is drawn without regard to that, and held back
-from the head whose accuracy is shown: on uncertain posts, it would be too low.
+their best two labels: the head is uncertain of them. Every fifth post is drawn without regard to that. The random posts
+measure the accuracy, by cross-validation; on uncertain posts, it would be too low.
 
 Knows neither files nor terminals.
 """
@@ -31,8 +31,13 @@ SHARPNESS = 40.0
 ITERATIONS = 10
 #: Posts per label in the first round, and posts in each later round.
 FIRST_PER_LABEL, ROUND_POSTS = 3, 10
-#: One post in so many is random.
+#: One post in so many is random, and one in so many of the pool is never picked by uncertainty.
 RANDOM_EVERY = 5
+#: Parts of the random posts in cross-validation.
+FOLDS = 5
+#: More answers would hardly help once the last WINDOW of them, of at least MIN_LABELLED, changed the labels of at most
+#: this share of the posts: the accuracy cannot have risen by more.
+WINDOW, MIN_LABELLED, MAX_CHANGED = 50, 100, 0.04
 #: Least weight of a post when uncertain posts are drawn.
 MIN_UNCERTAINTY = 1e-3
 
@@ -52,12 +57,17 @@ class Answer(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The accuracy on the posts held back, after a round. held_back: their number."""
+    """The accuracy by cross-validation, after a round, on the labelled random posts. measured_on: their number."""
 
-    held_back: int
-    #: Share of right labels of the head, and of zero-shot classification.
+    measured_on: int
+    #: Share of right labels of the head, its standard error, and the share of zero-shot classification.
     accuracy: float
-    zero_shot: float
+    accuracy_error: float
+    zero_shot_accuracy: float
+
+    def __str__(self) -> str:
+        accuracy = f"{self.accuracy:.2f} ± {self.accuracy_error:.2f}"
+        return f"expected accuracy {accuracy}, zero-shot {self.zero_shot_accuracy:.2f}"
 
 
 class Pool:
@@ -110,16 +120,22 @@ class Pool:
         return SHARPNESS * (points @ means.T - means.square().sum(1) / 2)
 
     def pick(self, answers: Sequence[Answer], count: int, seed: int) -> list[Answer]:
-        """Pick at most `count` posts without an answer. The same answers and seed give the same picks."""
-        generator = torch.Generator().manual_seed(seed + len(answers))
+        """Pick at most `count` posts without an answer. The same answers and seed give the same picks.
+
+        Random ones come from the start of an order, where none is picked by uncertainty, so they stay a random sample.
+        """
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed)).tolist()
         taken = {answer.place for answer in answers}
-        left = [place for place in torch.randperm(len(self), generator=generator).tolist() if place not in taken]
+        left = [place for place in order if place not in taken]
         count = min(count, len(left))
         randoms = count // RANDOM_EVERY
         at_random, left, why = left[:randoms], left[randoms:], FIRST
         if answers and left:
             best = self._scores(self._means(answers), self._points[left]).softmax(1).topk(2).values
             uncertainty = (1 - best[:, 0] + best[:, 1]).clamp_min(MIN_UNCERTAINTY)
+            reserved = torch.tensor(order[: len(order) // RANDOM_EVERY], dtype=torch.long)
+            uncertainty[torch.isin(torch.tensor(left), reserved)] *= 1e-6  # only if no other is left
+            generator = torch.Generator().manual_seed(seed + len(answers))
             chosen = torch.multinomial(uncertainty, count - randoms, generator=generator).tolist()
             left, why = [left[number] for number in chosen], UNCERTAIN
         picks = [Answer(place, why) for place in left[: count - randoms]]
@@ -138,8 +154,11 @@ class Session:
         self._pool, self._labels, self._seed = pool, labels, seed
         self.answers = list(answers)
         self._next: list[Answer] = []
-        #: The accuracy after the last round; None if no post was held back yet.
+        self._labelled_before = self.labelled
+        #: The accuracy after the last round; None if no random post is labelled yet.
         self.measured: Measured | None = None
+        #: Whether more answers would hardly help; False before WINDOW answers of this session.
+        self.settled = False
 
     def next(self) -> Answer | None:
         """Return the post to label now; None if there are no more."""
@@ -147,7 +166,7 @@ class Session:
             first = max(FIRST_PER_LABEL * self._labels, ROUND_POSTS)
             taken = {answer.place for answer in self.answers}
             with one_thread():
-                self.measured = self._measure()
+                self.measured, self.settled = self._measure(), self._is_settled()
                 # A resumed first round goes on with the posts that it had.
                 sample = self._pool.pick((), first, self._seed) if len(self.answers) < first else []
                 self._next = [pick for pick in sample if pick.place not in taken]
@@ -169,17 +188,32 @@ class Session:
         return sum(answer.label is not None for answer in self.answers)
 
     def _measure(self) -> Measured | None:
-        """Measure the accuracy of the head of all other answers on the posts held back."""
-        held_back = [answer for answer in self.answers if answer.why == RANDOM and answer.label is not None]
-        if not held_back:
+        """Measure the accuracy on each fold of the random posts, of the head of all other answers."""
+        sample = [answer for answer in self.answers if answer.why != UNCERTAIN and answer.label is not None]
+        if not sample:
             return None
-        others = [answer for answer in self.answers if answer.why != RANDOM]
-        found = self._pool.predict(others, [answer.place for answer in held_back])
-        right = sum(best == answer.label for best, answer in zip(found, held_back, strict=True))
-        zero_shot = sum(self._pool.zero_shot[answer.place] == answer.label for answer in held_back)
-        return Measured(len(held_back), right / len(held_back), zero_shot / len(held_back))
+        right = sum(self._right(sample[fold::FOLDS]) for fold in range(FOLDS))
+        zero_shot = sum(self._pool.zero_shot[answer.place] == answer.label for answer in sample)
+        # A right and a wrong post more, else the error of a few right ones would be 0.
+        share = (right + 1) / (len(sample) + 2)
+        error = (share * (1 - share) / len(sample)) ** 0.5
+        return Measured(len(sample), right / len(sample), error, zero_shot / len(sample))
+
+    def _right(self, fold: Sequence[Answer]) -> int:
+        """Return how many of these posts the head of all other answers labels right."""
+        others = [answer for answer in self.answers if answer not in fold]
+        found = self._pool.predict(others, [answer.place for answer in fold])
+        return sum(best == answer.label for best, answer in zip(found, fold, strict=True))
+
+    def _is_settled(self) -> bool:
+        if self.labelled < max(MIN_LABELLED, self._labelled_before + WINDOW):
+            return False
+        labelled = [answer for answer in self.answers if answer.label is not None]
+        posts = range(len(self._pool))
+        before, now = self._pool.predict(labelled[:-WINDOW], posts), self._pool.predict(labelled, posts)
+        return sum(old != new for old, new in zip(before, now, strict=True)) <= MAX_CHANGED * len(posts)
 
     def head(self) -> Fitted:
-        """Return the head of all answers, those held back included."""
+        """Return the head of all answers."""
         with one_thread():
             return self._pool.head(self.answers)

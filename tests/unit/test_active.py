@@ -47,6 +47,8 @@ def test_every_fifth_pick_is_random_and_none_repeats() -> None:
     assert all((pick.why == RANDOM) == (number % RANDOM_EVERY == RANDOM_EVERY - 1)
                for number, pick in enumerate(picks[:RANDOM_EVERY * 2]))  # fmt: skip
     assert {pick.why for pick in picks[FIRST_ROUND:]} == {UNCERTAIN, RANDOM}
+    order = torch.randperm(POSTS, generator=torch.Generator().manual_seed(7)).tolist()
+    assert not {pick.place for pick in picks if pick.why == UNCERTAIN} & set(order[: POSTS // RANDOM_EVERY])
 
 
 def test_later_picks_are_uncertain() -> None:
@@ -68,15 +70,24 @@ def test_resuming_picks_the_same_posts() -> None:
         assert label(resumed, 4) == label(session, 4)
 
 
-def test_accuracy_is_that_of_random_posts_that_the_head_has_not_seen() -> None:
-    """Wrong answers to the posts held back change the measurement, and not the head that is measured."""
+def test_accuracy_is_cross_validated_on_random_posts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No head predicts a post whose answer it knows, and uncertain posts do not count."""
     session = Session(pool(), LABELS, seed=7)
-    label(session, FIRST_ROUND + ROUND_POSTS)
+    label(session, FIRST_ROUND + 2 * ROUND_POSTS)
+
+    def predict(_: Pool, answers: list[Answer], places: list[int]) -> list[int]:
+        assert {answer.place for answer in answers} == {answer.place for answer in session.answers} - set(places)
+        return [TRUTH[place] for place in places]
+
+    monkeypatch.setattr(Pool, "predict", predict)
     session.next()
     assert session.measured
-    assert session.measured.held_back == sum(answer.why == RANDOM for answer in session.answers)
-    wrong = [each._replace(label=(each.label or 0) ^ 1) if each.why == RANDOM else each for each in session.answers]
-    other = Session(pool(), LABELS, 7, wrong)
-    other.next()
-    assert other.measured
-    assert other.measured.accuracy == pytest.approx(0.0, abs=1 - session.measured.accuracy)
+    assert session.measured[:2] == (sum(answer.why != UNCERTAIN for answer in session.answers), 1)
+
+
+@pytest.mark.parametrize(("blur", "settled"), [(0.15, True), (1.0, False)])
+def test_settles_when_answers_change_few_labels(blur: float, settled: bool) -> None:
+    session = Session(pool(blur), LABELS, seed=7)
+    label(session, FIRST_ROUND + 10 * ROUND_POSTS)
+    session.next()
+    assert session.settled == settled
