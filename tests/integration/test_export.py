@@ -168,20 +168,6 @@ def test_reports_trimmed_rows_as_missed(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_exports_to_one_file(tmp_path: Path, store: ResultsStore, reader: RowReader, name: str) -> None:
-    out = tmp_path / f"out.{name}"
-    posts = [result("1", body="=a\r\nb", score=3, created_utc=5.5), result("2")]
-    store.write(posts)
-    assert run(out, reader, name).written == 2
-    if name == "csv":
-        assert list(Source(str(out)).items()) == [each.post for each in posts]
-    assert list(tmp_path.iterdir()) == [out]
-    store.write([result("3")])
-    assert run(out, reader, name).written == 3  # rewrites the file
-    assert exported(out) == ["1", "2", "3"]
-
-
-@pytest.mark.parametrize("name", ENDINGS)
 def test_interrupted_file_starts_over(tmp_path: Path, store: ResultsStore, reader: RowReader, name: str) -> None:
     out, form = tmp_path / f"out.{name}", name.partition(".")[0]
     store.write([result(str(number)) for number in range(230)])

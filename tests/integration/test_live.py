@@ -108,12 +108,6 @@ def test_pauses_grow_and_honour_the_sources_wish(settings: Settings, clock: Simu
     assert source.asked == [None] * 7
 
 
-def test_unexpected_errors_do_not_end_the_daemon(redis: RedisServer, settings: Settings, clock: SimulatedClock) -> None:
-    daemon = make(Script([RuntimeError("a bug")], [post(1)]), settings, clock)
-    run(daemon, clock, 10.0)
-    assert (ids(redis), daemon.faults) == (["s-1"], {"unexpected": 1})
-
-
 def test_unreachable_redis_closes_the_source_and_loses_nothing(
     redis: RedisServer, settings: Settings, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

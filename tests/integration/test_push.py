@@ -40,13 +40,6 @@ def messages(redis: RedisServer) -> list[dict[str, Any]]:
     return [json.loads(raw) for raw in redis.client.lrange("feedmill", 0, -1)]
 
 
-def test_packs_posts_into_messages_and_counts_them(settings: Settings, redis: RedisServer) -> None:
-    pushing = pusher(settings)
-    pushing.push(make_posts(70))
-    assert (pushing.sent, pushing.messages, pushing.skipped) == (70, 3, 0)
-    assert queue_depth(redis.client, "feedmill") == (3, 0)
-
-
 def test_skips_a_duplicate_of_a_message_just_sent(settings: Settings) -> None:
     """Redis does not know the posts of a message that is still being filled; the pusher must remember them."""
     small = settings.model_copy(update={"posts_per_message": 4})

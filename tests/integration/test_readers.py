@@ -117,16 +117,6 @@ def reader(request: pytest.FixtureRequest, server: RedisServer) -> Reader:
 # Following the stream.
 
 
-def test_reads_each_new_result_once(store: ResultsStore, reader: Reader) -> None:
-    write(store, "before")
-    assert reader.read() is None
-    write(store, 1, 2)
-    assert ids_of(read_all(reader)) == ["1", "2"]
-    write(store, 3)
-    assert ids_of(read_all(reader)) == ["3"]
-    assert reader.read() is None
-
-
 def test_misses_nothing_after_the_end_of_an_emptied_stream(
     store: ResultsStore, server: RedisServer, reader: Reader
 ) -> None:
@@ -284,17 +274,6 @@ def test_two_consumers_share_a_group(store: ResultsStore, server: RedisServer, m
         member.read()
     write(store, 1, 2, 3, 4)
     assert [ids_of(member.read()) for member in members] == [["1", "2"], ["3", "4"]]
-
-
-def test_unacknowledged_results_are_redelivered(store: ResultsStore, server: RedisServer) -> None:
-    first = items(GroupReader(server.client, "g", "me", since=0.0), follow=False)
-    write(store, 1, 2, 3)
-    taken = [next(first), next(first)]  # acknowledges the first, not yet the second
-    assert [item.post.id for item in taken if isinstance(item, Result)] == ["1", "2"]
-    write(store, 4)
-    again = GroupReader(server.client, "g", "me")
-    assert ids_of(read_all(again)) == ["2", "3", "4"]
-    assert pending(server) == 0
 
 
 def test_takes_over_results_of_a_dead_consumer(store: ResultsStore, server: RedisServer) -> None:

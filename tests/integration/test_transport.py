@@ -515,18 +515,6 @@ def test_returns_unclaimed_messages_after_a_lost_connection(redis: RedisServer) 
         begun.ack()
 
 
-def test_returns_unclaimed_messages_once_redis_is_back(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(redis, 1)
-    with consuming(redis, options=SHORT) as consumer:
-        consumer.until(1)
-        monkeypatch.setattr(consumer.channel.leases, "_restore", Mock(side_effect=RedisError("away")))
-    assert held(redis) == (1, 1)
-    monkeypatch.undo()
-    with consuming(redis, options=SHORT) as consumer:
-        assert bodies(consumer.until(1)) == [1]
-        consumer.acknowledge()
-
-
 def test_reservation_for_a_cancelled_consumer_is_returned_in_order(redis: RedisServer) -> None:
     for no_ack in (False, True):
         publish(redis, *range(3))

@@ -8,8 +8,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from redis.exceptions import ResponseError
 
-from feedmill.shared.errors import RequestRefused, UserError, clause, explain_missing
-from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.errors import UserError, clause, explain_missing
 
 
 def test_errors_of_pipelines_are_shown_without_the_command() -> None:
@@ -27,11 +26,6 @@ def test_missing_packages_are_explained_in_every_thread() -> None:
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match="A test requires the package torch"):
         pool.submit(load).result()
-
-
-def test_names_unknown_arguments() -> None:
-    with pytest.raises(RequestRefused, match="^label: unknown argument$"):
-        ClassifyOptions.parse({"label": ["a"]})
 
 
 def test_notebooks_show_the_sentence_alone(
