@@ -267,15 +267,6 @@ def test_missed_count_is_unknown_without_a_stored_cursor(store: ResultsStore, se
 # Groups.
 
 
-def test_two_consumers_share_a_group(store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "GIVEN_AT_ONCE", 2)
-    members = [GroupReader(server.client, "g", name) for name in "ab"]
-    for member in members:
-        member.read()
-    write(store, 1, 2, 3, 4)
-    assert [ids_of(member.read()) for member in members] == [["1", "2"], ["3", "4"]]
-
-
 def test_takes_over_results_of_a_dead_consumer(store: ResultsStore, server: RedisServer) -> None:
     dead = GroupReader(server.client, "g", "dead", since=0.0)
     write(store, 1, 2)

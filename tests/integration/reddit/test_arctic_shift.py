@@ -66,18 +66,6 @@ def fresh(house: House, name: str, count: int, seconds: float = 1.0) -> list[str
     return found
 
 
-def test_reads_new_posts_once_without_credentials(house: House, archived: Archived) -> None:
-    daemon = archived.daemon()
-    house.run(daemon, 2 * MINUTE)
-    old = house.ids()
-    assert len(old) == 4
-    new = fresh(house, "cooking", 5) + fresh(house, "tennis", 5)
-    house.run(daemon, 5 * MINUTE)
-    house.run(archived.daemon(), 5 * MINUTE)
-    assert sorted(house.ids()) == sorted(old + new)
-    assert house.loopback.ledger.total == 0  # the archive was asked, not Reddit
-
-
 @both_bounds
 def test_catches_up_without_gaps(house: House, archived: Archived) -> None:
     house.run(archived.daemon(), 2 * MINUTE)

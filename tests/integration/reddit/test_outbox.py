@@ -33,14 +33,6 @@ def test_waits_for_a_full_queue_and_loses_nothing(house: House) -> None:
     assert not daemon.status()["paused"]
 
 
-def test_does_not_poll_while_the_queue_is_full(house: House) -> None:
-    daemon = house.daemon(queue_limit=1, posts_per_message=1)
-    house.run(daemon, 2 * MINUTE)
-    begun = house.loopback.ledger.total
-    house.run(daemon, 20 * MINUTE)
-    assert house.loopback.ledger.total == begun
-
-
 class Killed(BaseException):
     pass
 
