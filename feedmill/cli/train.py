@@ -47,7 +47,7 @@ from feedmill.shared.errors import (
     printable_lines,
 )
 from feedmill.shared.messages import ClassifyOptions, Post
-from feedmill.shared.settings import DESCRIBED_TOPICS, Settings
+from feedmill.shared.settings import Settings
 from feedmill.training.data import CHECKPOINTS, OF_FINE_TUNING, Dataset, TrainOptions, collect, make_dataset, purged_ids
 
 if TYPE_CHECKING:
@@ -188,6 +188,7 @@ def _tested(options: TrainOptions, dataset: Dataset, settings: Settings, report:
     """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
     # Imported late: needs torch, which only workers have.
     from feedmill.evaluation import measure, usable_settings  # noqa: PLC0415
+    from feedmill.training.head import described  # noqa: PLC0415
     from feedmill.workers.models.classifiers.registry import WITH_FIXED_LABELS, kind_of  # noqa: PLC0415
 
     known = [(example.post, example.label) for example in dataset.test]
@@ -200,14 +201,14 @@ def _tested(options: TrainOptions, dataset: Dataset, settings: Settings, report:
     tested: dict[str, Any] = {"metrics": None, "zero_shot": None}
     if not known:
         return tested
-    own = {"model": options.out, "classifier": "head" if options.head else "sequence", "revision": None}
+    own = {"model": options.out, "classifier": "auto", "revision": None}
     tested["metrics"] = summary("the trained model", own)
     base, kind = {"model": options.base, "classifier": "auto"}, ""
     with suppress(UserError):  # not a classifier without training
         kind = kind_of(settings.model_copy(update=base))
     if options.compare and kind and kind not in WITH_FIXED_LABELS:
-        described = settings.labels or (DESCRIBED_TOPICS if kind == "similarity" else {})
-        labels = {label: described.get(label, (label,)) for label in dataset.labels}
+        labels = described(dataset.labels, settings) if kind == "similarity" or settings.labels else {}
+        labels = labels or {label: (label,) for label in dataset.labels}
         tested["zero_shot"] = summary("its base", base | {"labels": labels})
     return tested
 

@@ -1,9 +1,12 @@
-"""Fine-tune a sequence classifier with transformers' Trainer: examples and options in, weights out.
+"""Fine-tune a classifier with transformers' Trainer: examples and options in, weights out.
 
-Differences from the plain Trainer:
+A sentence-transformers base keeps its pooling and gets a head on its unit vectors (`Pooled`), any other base becomes
+transformers' sequence classifier. Differences from the plain Trainer:
 
 - the new head is fitted to the base's features first. A random one sends large, undirected gradients into the base,
   which distorts its features ("Fine-Tuning can Distort Pretrained Features", arXiv 2202.10054);
+- the logits are scaled at the end: a second training, on four fifths of at most MAX_VALIDATED examples, shows by the
+  log loss of the others by how much a training makes them too large (temperature scaling, see `head.py`);
 - seed and epoch alone decide the order of examples (`Order`); the Trainer's grouping by length draws from the global
   generator. Resumed and accumulated runs therefore see the same batches;
 - the loss is a sum divided by the examples of the whole optimization step, so gradient accumulation is exact.
@@ -12,13 +15,15 @@ Differences from the plain Trainer:
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch.nn.functional import normalize
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -30,20 +35,33 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 
 from feedmill.console import Report
 from feedmill.producers.records import Labelled
-from feedmill.shared.errors import UserError
+from feedmill.shared.errors import ModelError, UserError
 from feedmill.shared.settings import Settings
 from feedmill.training.data import CHECKPOINTS, Dataset, TrainOptions
-from feedmill.training.head import fit_logistic, loss_of_rows
+from feedmill.training.head import (
+    FOLDS,
+    MAX_VALIDATED,
+    SHARPNESSES,
+    described,
+    fit,
+    fit_logistic,
+    loss_of_rows,
+    save_with_head,
+)
 from feedmill.workers.models import device
-from feedmill.workers.models.classifiers.registry import check_size
+from feedmill.workers.models.classifiers.layout import Layout, read_layout
+from feedmill.workers.models.classifiers.registry import check_size, classifier_kind
+from feedmill.workers.models.classifiers.similarity import COSINE_SCALE, DEFAULT_TEMPLATE
 from feedmill.workers.models.engines import device_errors
-from feedmill.workers.models.engines.network import load_pretrained, max_row_tokens, padding_token, read_config
+from feedmill.workers.models.engines.network import Network, load_pretrained, max_row_tokens, padding_token, read_config
 from feedmill.workers.models.tokenizer import load_tokenizer
 from feedmill.workers.models.weights import Weights, locate
 from feedmill.workers.pipeline.calibration import Peak
 
 #: Rows per forward pass when fitting the head. Fixed, so that the head does not depend on the batch size.
 HEAD_BATCH_SIZE = 16
+#: Least examples whose logits are scaled: a fifth of them must tell one number.
+MIN_VALIDATED = 50
 #: Maximum examples for fitting the head: enough for its few thousand weights.
 MAX_HEAD_EXAMPLES = 20_000
 #: Approximate number of points on the loss curve.
@@ -58,36 +76,66 @@ RIDGE_PENALTY = 0.05
 STEPS_SORTED_TOGETHER = 32
 
 
+class Pooled(torch.nn.Module):
+    """A sentence encoder as the classifier `similarity` runs it, and a linear layer for the labels on its unit vectors.
+
+    Dense layers of the base stay as they are. Raises ModelError if the folder holds no such model.
+    """
+
+    def __init__(self, weights: Weights, layout: Layout, labels: int, pad_id: int) -> None:
+        super().__init__()
+        self.network = Network(weights, torch.float32, layout.pooling, pad_id)
+        self.dense = torch.nn.ModuleList(layout.dense).requires_grad_(False)
+        self._dimensions = layout.truncate_dim
+        with torch.no_grad():
+            width = self.embed(torch.tensor([[pad_id]]), torch.tensor([[1]])).shape[1]
+        self.last = torch.nn.Linear(width, labels)
+
+    def embed(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return unit vectors: [rows, dimensions]. The inputs are those of transformers: [rows, tokens]."""
+        vectors = self.network(input_ids, attention_mask.bool(), token_type_ids, attention_mask)
+        for layer in self.dense:
+            vectors = layer(vectors)
+        return normalize(vectors[:, : self._dimensions].float(), dim=-1)
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the logits, [rows, labels] in float32, as transformers names them. Takes what `embed` takes."""
+        vectors = self.embed(input_ids, attention_mask, token_type_ids)
+        with torch.autocast(vectors.device.type, enabled=False):
+            return {"logits": self.last(vectors)}
+
+
 class Trained(NamedTuple):
-    """Result of a training run."""
+    """Result of a training run. save: writes the model's folder; raises OSError."""
 
     model: Any
     tokenizer: Any
     #: The training's part of training.json: plan, seconds, samples_per_s, peak_mb (10^6 bytes; None if unknown) and
     #: curve, the Trainer's log of losses.
     record: dict[str, Any]
-
-    def save(self, folder: Path) -> None:
-        """Save a plain transformers folder: safetensors, configuration with labels, tokenizer. Raises OSError."""
-        self.tokenizer.backend_tokenizer.no_truncation()  # do not save the settings used for training
-        self.tokenizer.backend_tokenizer.no_padding()
-        self.tokenizer.save_pretrained(folder)
-        self.model.to("cpu").save_pretrained(folder)
-        for weights in folder.glob("*.safetensors"):
-            weights.chmod((folder / "config.json").stat().st_mode)  # written as owner-only, but other users serve it
+    save: Callable[[Path], None]
 
 
 class Training:
     """One training run. Raises UserError if it cannot start."""
 
     def __init__(self, dataset: Dataset, options: TrainOptions, settings: Settings, report: Report) -> None:
-        self._dataset, self._options = dataset, options
+        self._dataset, self._options, self._settings = dataset, options, settings
         self._report = report
         self._device = device.select_device(settings.device, "float32")
         self._precision, self._why_precision = device.for_training(self._device, settings.dtype)
         self._weights = locate(options.base, settings.revision, settings.trust_remote_code)
         check_size(self._weights, self._device)
+        self._layout: Layout | None = None
         self._tokenizer = _tokenizer(self._weights, options.max_tokens)
+        if _embeds(self._weights) and not (layout := read_layout(self._weights, settings)).static:
+            self._layout = layout
+            limit = layout.texts.max_tokens or self._tokenizer.model_max_length
+            self._tokenizer.model_max_length = min(self._tokenizer.model_max_length, limit)
         self._collate = DataCollatorWithPadding(
             self._tokenizer, pad_to_multiple_of=8 if self._device.torch.type == "cuda" else None
         )
@@ -95,32 +143,19 @@ class Training:
     @device_errors()
     def run(self) -> Trained:
         """Train the model. Raises UserError, DeviceFull or DeviceLost."""
-        seed, data = self._options.seed, self._dataset
+        data = self._dataset
         self._report.phase(f"tokenizing {len(data.train):,} posts")
-        train = self._rows(data.train)
-        transformers.set_seed(seed)
-        self._report.phase(f"loading {self._weights.name}")
-        model = make_model(self._weights, data.labels, self._tokenizer.pad_token_id)
-        arguments = self._arguments()
-        model.to(arguments.device)
-        last = self._last_checkpoint()
-        if last is None:
-            self._report.phase("fitting the head")
-            self._fit_head(model, train)
-        trainer = _Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=train,
-            data_collator=self._collate,
-            compute_loss_func=self._loss_of_step,
-            callbacks=[_Progress(self._report)],
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        peak, plan = Peak(self._device.torch, "torch"), self._plan()
-        self._report.phase("training", plan["steps"])
-        transformers.set_seed(seed)  # fitting the head may have drawn random numbers
-        seconds = trainer.train(resume_from_checkpoint=last).metrics["train_runtime"]
+        rows = self._rows(data.train)
+        last, plan, peak = self._last_checkpoint(), self._plan(), Peak(self._device.torch, "torch")
+        trainer = self._train(rows, "training", last)
+        seconds = trainer.state.log_history[-1]["train_runtime"]
         steps = trainer.state.global_step - (0 if last is None else int(last.rpartition("-")[2]))
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        plan["sharpness"] = self._sharpness(rows)
+        if (layer := self._last_layer(model)) is not None:
+            with torch.no_grad():
+                for values in layer.parameters():
+                    values.mul_(plan["sharpness"])
         record = {
             "plan": plan,
             "seconds": seconds,
@@ -128,7 +163,70 @@ class Training:
             "peak_mb": peak.mb(),
             "curve": [entry for entry in trainer.state.log_history if "loss" in entry],
         }
-        return Trained(trainer.accelerator.unwrap_model(trainer.model), self._tokenizer, record)
+        return Trained(model, self._tokenizer, record, lambda folder: self._save(model.to("cpu"), folder))
+
+    def _train(self, rows: Sequence[dict[str, Any]], phase: str, last: str | None = None, keep: bool = True) -> Any:
+        """Fit the head of a new model, then train all weights on these rows; return the Trainer.
+
+        last: the checkpoint to continue from. keep: write checkpoints.
+        """
+        seed, labels = self._options.seed, self._dataset.labels
+        transformers.set_seed(seed)
+        self._report.phase(f"loading {self._weights.name}")
+        pad_id, arguments = self._tokenizer.pad_token_id, self._arguments(keep)
+        if self._layout:
+            model: Any = Pooled(self._weights, self._layout, len(labels), pad_id)
+        else:
+            model = make_model(self._weights, labels, pad_id)
+        model.to(arguments.device)
+        if last is None:
+            self._report.phase("fitting the head")
+            self._fit_head(model, rows)
+        trainer = _Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            data_collator=self._collate,
+            compute_loss_func=self._loss_of_step,
+            callbacks=[_Progress(self._report)],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        self._report.phase(phase, self._steps(len(rows)))
+        transformers.set_seed(seed)  # fitting the head may have drawn random numbers
+        trainer.train(resume_from_checkpoint=last)
+        return trainer
+
+    def _sharpness(self, rows: Sequence[dict[str, Any]]) -> float:
+        """Return the factor of the logits with the lowest log loss on rows that a training has not seen.
+
+        Returns 1 if there are too few rows.
+        """
+        some = random.Random(self._options.seed).sample(rows, min(len(rows), MAX_VALIDATED))
+        if len(some) < MIN_VALIDATED:
+            return 1.0
+        held_out, learnt = some[: len(some) // FOLDS], some[len(some) // FOLDS :]
+        model = self._train(learnt, "measuring how large the logits are on unseen posts", keep=False).model
+        logits = torch.cat([outputs["logits"].float().cpu() for outputs in self._passes(model, held_out)])
+        expected = torch.tensor([row["labels"] for row in held_out])
+        losses = {each: float(loss_of_rows(each * logits, expected).mean()) for each in SHARPNESSES}
+        return min(losses, key=losses.__getitem__)
+
+    def _save(self, model: Any, folder: Path) -> None:
+        """Save a folder of transformers: safetensors, configuration with labels, tokenizer; or of sentence-transformers
+        with a head.
+        """
+        self._tokenizer.backend_tokenizer.no_truncation()  # do not save the settings used for training
+        self._tokenizer.backend_tokenizer.no_padding()
+        if self._layout:
+            model.network.model.save_pretrained(folder)
+        else:
+            model.save_pretrained(folder)
+            self._tokenizer.save_pretrained(folder)
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod((folder / "config.json").stat().st_mode)  # written as owner-only, but other users serve it
+        if self._layout:
+            head, most = (model.last.weight.detach(), model.last.bias.detach()), self._options.max_tokens
+            save_with_head(folder, self._dataset.labels, head, self._weights, self._settings, most)
 
     def _last_checkpoint(self) -> str | None:
         """Return the last checkpoint of an interrupted training, if any. Raises UserError if that training differs."""
@@ -150,20 +248,39 @@ class Training:
         """Return and print the plan."""
         options = self._options
         batch = options.batch_size * options.accumulation
-        steps = math.ceil(options.epochs * math.ceil(len(self._dataset.train) / batch))
+        steps = self._steps(len(self._dataset.train))
         precision = f"{str(self._precision).removeprefix('torch.')}: {self._why_precision}"
         self._report.print(
             f"Effective batch {batch} = {options.batch_size} × {options.accumulation} accumulated; "
             f"{steps:,} optimization steps, {options.epochs:.3g} epochs; {self._device.name} in {precision}"
         )
-        return {"precision": precision, "device": self._device.name, "effective_batch": batch, "steps": steps}
+        return {
+            "classifier": "head" if self._layout else "sequence",
+            "precision": precision,
+            "device": self._device.name,
+            "effective_batch": batch,
+            "steps": steps,
+        }
+
+    def _steps(self, rows: int) -> int:
+        """Return the number of optimization steps of a training on so many rows."""
+        return math.ceil(
+            self._options.epochs * math.ceil(rows / (self._options.batch_size * self._options.accumulation))
+        )
+
+    def _tokens(self, texts: Iterable[str], prompt: str) -> Any:
+        """Tokenize texts as a worker does. prompt: prefix of each text."""
+        read = [prompt + text for text in texts]
+        lower = self._layout and self._layout.texts.lower_case
+        return self._tokenizer([text.lower() for text in read] if lower else read, truncation=True)
 
     def _rows(self, examples: Sequence[Labelled]) -> list[dict[str, Any]]:
-        columns = dict(self._tokenizer([example.post.text for example in examples], truncation=True))
+        prompt = self._layout.texts.post_prompt if self._layout else ""
+        columns = dict(self._tokens((example.post.text for example in examples), prompt))
         columns["labels"] = self._dataset.targets(examples, self._options)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def _arguments(self) -> TrainingArguments:
+    def _arguments(self, keep: bool) -> TrainingArguments:
         options = self._options
         on_gpu = self._device.torch.type == "cuda"
         if on_gpu:
@@ -187,7 +304,7 @@ class Training:
             logging_steps=1 / CURVE_POINTS,
             report_to=[],
             disable_tqdm=True,
-            save_strategy="epoch",
+            save_strategy="epoch" if keep else "no",
             save_total_limit=2,  # a crash can leave the last one incomplete
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs would share the interpreter lock
@@ -203,34 +320,62 @@ class Training:
         rows: torch.Tensor = num_items_in_batch / labels.shape[1]
         return losses.sum() / rows
 
+    def _last_layer(self, model: Any) -> Any:
+        """Return the last linear layer; None if it does not give the logits of the labels."""
+        last = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)][-1]
+        return last if last.out_features == len(self._dataset.labels) else None
+
+    @torch.no_grad()
+    def _passes(self, model: Any, rows: Sequence[dict[str, Any]]) -> Iterator[Any]:
+        """Yield the outputs of a model for rows, in small batches in order."""
+        model.eval()
+        place = next(model.parameters()).device
+        for start in range(0, len(rows), HEAD_BATCH_SIZE):
+            batch = self._collate([dict(row) for row in rows[start : start + HEAD_BATCH_SIZE]])
+            yield model(**{name: value.to(place) for name, value in batch.items() if name != "labels"})
+
     @torch.no_grad()
     def _fit_head(self, model: Any, train: Sequence[dict[str, Any]]) -> None:
         """Fit the last linear layer to its inputs for the training rows.
 
         Leaves the model unchanged if its last layer does not return logits of [rows, labels].
         """
-        last = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)][-1]
-        if last.out_features != model.config.num_labels:
+        last = self._last_layer(model)
+        if last is None:
             return
         some = random.Random(self._options.seed).sample(train, min(len(train), MAX_HEAD_EXAMPLES))
         some.sort(key=lambda row: len(row["input_ids"]))
         inputs: list[torch.Tensor] = []
         hook = last.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
-        model.eval()
-        for start in range(0, len(some), HEAD_BATCH_SIZE):
-            batch = self._collate([dict(row) for row in some[start : start + HEAD_BATCH_SIZE]])
-            model(**{name: value.to(model.device) for name, value in batch.items() if name != "labels"})
+        for _ in self._passes(model, some):
+            pass
         hook.remove()
         # In float64, the fit converges to the same result despite rounding; the computation is small.
         features, wanted = torch.cat(inputs).cpu().double(), torch.tensor([row["labels"] for row in some])
         if features.shape[:-1] != wanted.shape[:1]:
             return
-        # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
-        scale = features.std().clamp_min(1e-6)
-        ((weight, bias),) = fit_logistic(features / scale, wanted, [RIDGE_PENALTY], bias_penalty=0.0)
-        last.weight.copy_(weight / scale)
+        if self._layout:
+            prior = COSINE_SCALE * self._label_vectors(model, self._layout.texts.label_prompt)
+            (weight, bias), _ = fit(features.float(), wanted, self._options.seed, prior)
+        else:
+            # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
+            scale = features.std().clamp_min(1e-6)
+            ((weight, bias),) = fit_logistic(features / scale, wanted, [RIDGE_PENALTY], 0.0, 0 * wanted)
+            weight = weight / scale
+        last.weight.copy_(weight)
         if last.bias is not None:
             last.bias.copy_(bias)
+
+    def _label_vectors(self, model: Pooled, prompt: str) -> torch.Tensor:
+        """Return the unit vectors of the labels' descriptions: [labels, dimensions], on the CPU.
+
+        prompt: prefix of each sentence.
+        """
+        vectors, place = [], next(model.parameters()).device
+        for texts in described(self._dataset.labels, self._settings).values():
+            rows = self._tokens((DEFAULT_TEMPLATE.replace("{}", text) for text in texts), prompt)
+            vectors.append(model.embed(**self._tokenizer.pad(rows, return_tensors="pt").to(place)).mean(0))
+        return normalize(torch.stack(vectors), dim=-1).cpu()
 
 
 class Order(LengthGroupedSampler):
@@ -277,6 +422,13 @@ class _Progress(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         self._report.advance(state.global_step, f", loss {losses[-1]:.3f}" if losses else "")
+
+
+def _embeds(weights: Weights) -> bool:
+    """Return whether a model is a sentence encoder, with or without a head."""
+    with suppress(ModelError):
+        return classifier_kind(weights) in ("similarity", "head")
+    return False
 
 
 def _tokenizer(weights: Weights, most: int) -> Any:

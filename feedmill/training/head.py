@@ -1,7 +1,8 @@
 """Train a head: a linear layer for the labels, on the frozen embeddings of a sentence-transformers model.
 
-The layer is a multinomial logistic regression, a convex problem that takes seconds and few examples. Posts are embedded
-as a worker embeds them.
+The layer is a multinomial logistic regression, a convex problem that takes seconds and few examples. It corrects the
+base's zero-shot logits instead of replacing them, if that is more accurate: they are linear in the embedding, too, so
+the sum of both is again one layer. Posts are embedded as a worker embeds them.
 """
 
 import json
@@ -15,18 +16,20 @@ import torch
 
 from feedmill.console import Report
 from feedmill.shared.messages import ClassifyOptions
-from feedmill.shared.settings import Settings
+from feedmill.shared.settings import DESCRIBED_TOPICS, Settings
 from feedmill.training.data import Dataset, TrainOptions
 from feedmill.workers.models.classifiers.fixed_labels import write_head
 from feedmill.workers.models.classifiers.layout import TEXT_CONFIGS, read_text_config, read_text_settings
 from feedmill.workers.models.classifiers.registry import load_classifier
-from feedmill.workers.models.classifiers.similarity import Similarity
+from feedmill.workers.models.classifiers.similarity import COSINE_SCALE, Similarity
 from feedmill.workers.models.device import select_device
 from feedmill.workers.models.engines import device_errors
-from feedmill.workers.models.weights import HEAD_FILE, copy_model
+from feedmill.workers.models.weights import HEAD_FILE, Weights, copy_model
 
-#: L2 penalties to choose from, for centred features of unit mean square.
-PENALTIES = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
+#: L2 penalties to choose from, for centred features of unit mean square. The first leaves almost only the prior.
+PENALTIES = (1.0, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
+#: Weights of the zero-shot logits to choose from. Others are no more accurate, nor is a weight that is fitted.
+PRIOR_WEIGHTS = (1.0, 0.0)
 #: Maximum L-BFGS iterations. The fit converges well before.
 MAX_ITERATIONS = 200
 #: Penalty if there are too few examples for a choice.
@@ -97,24 +100,32 @@ class HeadModel(NamedTuple):
     record: dict[str, Any]
 
     def save(self, folder: Path) -> None:
-        """Write the model's folder: a copy of the base, with the head beside it.
+        """Write the model's folder: a copy of the base, with the head beside it. Raises OSError."""
+        embedder = self.embedder
+        weights = embedder.classifier.weights
+        save_with_head(folder, self.labels, self.head, weights, embedder.settings, embedder.max_tokens)
 
-        The base's configuration gets the training's token limit and prompt, so that workers, and
-        sentence-transformers' `encode`, embed texts as the training did. Raises OSError.
-        """
-        settings, weights = self.embedder.settings, self.embedder.classifier.weights
-        texts = read_text_settings(weights, settings)
-        write_head(folder / HEAD_FILE, self.labels, *self.head)
-        config = dict(texts.config)
-        if settings.post_prompt is not None:
-            chosen = {PROMPT_NAME: texts.post_prompt} if texts.post_prompt else {}
-            config["prompts"] = (config.get("prompts") or {}) | chosen
-            config["default_prompt_name"] = PROMPT_NAME if chosen else None
-        if config:
-            _write_json(folder / "config_sentence_transformers.json", config)
-        limit = min(self.embedder.max_tokens, texts.max_tokens or self.embedder.max_tokens)
-        _write_json(folder / TEXT_CONFIGS[0], read_text_config(weights.folder) | {"max_seq_length": limit})
-        copy_model(weights, folder)
+
+def save_with_head(
+    folder: Path, labels: tuple[str, ...], head: Fitted, weights: Weights, settings: Settings, max_tokens: int
+) -> None:
+    """Write a head, and the files of its base that are not in the folder.
+
+    The base's configuration gets the training's token limit and prompt, so that workers, and sentence-transformers'
+    `encode`, embed texts as the training did. Raises OSError.
+    """
+    texts = read_text_settings(weights, settings)
+    write_head(folder / HEAD_FILE, labels, *head)
+    config = dict(texts.config)
+    if settings.post_prompt is not None:
+        chosen = {PROMPT_NAME: texts.post_prompt} if texts.post_prompt else {}
+        config["prompts"] = (config.get("prompts") or {}) | chosen
+        config["default_prompt_name"] = PROMPT_NAME if chosen else None
+    if config:
+        _write_json(folder / "config_sentence_transformers.json", config)
+    limit = min(max_tokens, texts.max_tokens or max_tokens)
+    _write_json(folder / TEXT_CONFIGS[0], read_text_config(weights.folder) | {"max_seq_length": limit})
+    copy_model(weights, folder)
 
 
 def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, report: Report) -> HeadModel:
@@ -126,9 +137,11 @@ def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, repo
     rate = len(features) / (time.monotonic() - began)
     report.phase("fitting the head")
     targets = torch.tensor(dataset.targets(dataset.train, options))
-    head, found = fit(features, targets, options.seed)
+    sentences = embedder.label_vectors(ClassifyOptions(labels=described(dataset.labels, settings)))
+    head, found = fit(features, targets, options.seed, COSINE_SCALE * sentences)
     device = embedder.classifier.device
     plan = found | {
+        "classifier": "head",
         "max_tokens": options.max_tokens,
         "precision": f"{device.precision}: {device.dtype_reason}",
         "device": device.name,
@@ -137,42 +150,65 @@ def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, repo
     return HeadModel(embedder, dataset.labels, head, record)
 
 
-def fit(features: torch.Tensor, targets: torch.Tensor, seed: int) -> tuple[Fitted, dict[str, Any]]:
-    """Fit a head with the penalty of the highest cross-validated accuracy, then scale its logits.
+def described(labels: Sequence[str], settings: Settings) -> dict[str, tuple[str, ...]]:
+    """Return the labels' descriptions for zero-shot classification: those set or built in, else the names."""
+    known = settings.labels or DESCRIBED_TOPICS
+    return {label: tuple(known.get(label, (label,))) for label in labels}
+
+
+def fit(features: torch.Tensor, targets: torch.Tensor, seed: int, prior: torch.Tensor) -> tuple[Fitted, dict[str, Any]]:
+    """Fit a head with the prior's weight and penalty of the highest cross-validated accuracy, then scale its logits.
 
     The scale has the lowest log loss on the held-out examples: the most accurate penalties give scores that are too low
     (Guo et al., "On Calibration of Modern Neural Networks", 2017, temperature scaling).
 
-    features: [examples, dimensions]. targets: distributions [examples, labels]. Returns the head in float32, and:
-    penalty; sharpness, the scale; and accuracies by penalty, empty if there are too few examples.
+    features: [examples, dimensions]. targets: distributions [examples, labels]. prior: the layer of the zero-shot
+    logits, [labels, dimensions]. Returns the head in float32, and: prior, its weight; penalty; sharpness, the scale;
+    and accuracies by weight and penalty, empty if there are too few examples.
     """
     centre = features.mean(0)
     scale = (features - centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
     # In float64, the fit converges to the same result despite rounding.
-    scaled = ((features - centre) / scale).double()
-    chosen: dict[str, Any] = {"penalty": USUAL_PENALTY, "sharpness": 1.0, "accuracies": {}}
+    scaled, zero_shot = ((features - centre) / scale).double(), (features @ prior.T).double()
+    chosen: dict[str, Any] = {"prior": 1.0, "penalty": USUAL_PENALTY, "sharpness": 1.0, "accuracies": {}}
     with one_thread():
         if len(scaled) >= FOLDS:
-            chosen = _cross_validate(scaled, targets, seed)
-        ((weight, bias),) = fit_logistic(scaled, targets, [chosen["penalty"]], BIAS_PENALTY / len(scaled))
-    weight, bias = weight * chosen["sharpness"] / scale, bias * chosen["sharpness"]
-    return (weight.float(), (bias - weight @ centre.double()).float()), chosen
+            chosen = _cross_validate(scaled, targets, zero_shot, seed)
+        offset = chosen["prior"] * zero_shot
+        ((weight, bias),) = fit_logistic(scaled, targets, [chosen["penalty"]], BIAS_PENALTY / len(scaled), offset)
+    weight, sharpness = weight / scale, chosen["sharpness"]
+    bias = sharpness * (bias - weight @ centre.double())
+    return ((sharpness * (weight + chosen["prior"] * prior)).float(), bias.float()), chosen
 
 
-def _cross_validate(features: torch.Tensor, targets: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Choose the penalty and the sharpness by the logits that heads give to examples which they have not seen."""
+def _cross_validate(
+    features: torch.Tensor, targets: torch.Tensor, zero_shot: torch.Tensor, seed: int
+) -> dict[str, Any]:
+    """Choose the prior's weight, the penalty and the sharpness by the logits of examples that a head has not seen.
+
+    zero_shot: logits, [examples, labels].
+    """
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
-    parts, logits = order.tensor_split(FOLDS), []
-    for number, part in enumerate(parts):
-        others = torch.cat(parts[:number] + parts[number + 1 :])
-        heads = fit_logistic(features[others], targets[others], PENALTIES, BIAS_PENALTY / len(others))
-        logits.append(torch.stack([features[part] @ weight.T + bias for weight, bias in heads]))
-    held_out = dict(zip(PENALTIES, torch.cat(logits, 1), strict=True))  # [examples, labels] by penalty
-    expected, best = targets[order], targets[order].argmax(1)
+    parts, expected, best = order.tensor_split(FOLDS), targets[order], targets[order].argmax(1)
+    held_out: dict[tuple[float, float], torch.Tensor] = {}  # [examples, labels] by weight and penalty
+    for prior in PRIOR_WEIGHTS:
+        offset, logits = prior * zero_shot, []
+        for number, part in enumerate(parts):
+            others = torch.cat(parts[:number] + parts[number + 1 :])
+            heads = fit_logistic(
+                features[others], targets[others], PENALTIES, BIAS_PENALTY / len(others), offset[others]
+            )
+            logits.append(torch.stack([offset[part] + features[part] @ weight.T + bias for weight, bias in heads]))
+        held_out |= zip(((prior, penalty) for penalty in PENALTIES), torch.cat(logits, 1), strict=True)
     accuracies = {each: float((logits.argmax(1) == best).double().mean()) for each, logits in held_out.items()}
-    penalty = max(accuracies, key=accuracies.__getitem__)
-    losses = {each: loss_of_rows(each * held_out[penalty], expected).mean() for each in SHARPNESSES}
-    return {"penalty": penalty, "sharpness": min(losses, key=losses.__getitem__), "accuracies": accuracies}
+    prior, penalty = chosen = max(accuracies, key=accuracies.__getitem__)  # the first of equals is nearest to the base
+    losses = {each: loss_of_rows(each * held_out[chosen], expected).mean() for each in SHARPNESSES}
+    return {
+        "prior": prior,
+        "penalty": penalty,
+        "sharpness": min(losses, key=losses.__getitem__),
+        "accuracies": {each: {by: accuracies[each, by] for by in PENALTIES} for each in PRIOR_WEIGHTS},
+    }
 
 
 @contextmanager
@@ -192,11 +228,12 @@ def _write_json(path: Path, content: object) -> None:
 
 @torch.enable_grad()
 def fit_logistic(
-    features: torch.Tensor, targets: torch.Tensor, penalties: Sequence[float], bias_penalty: float
+    features: torch.Tensor, targets: torch.Tensor, penalties: Sequence[float], bias_penalty: float, offset: torch.Tensor
 ) -> list[Fitted]:
     """Fit a multinomial logistic regression for each L2 penalty of the weights.
 
-    features: [examples, dimensions], float64. targets: distributions [examples, labels].
+    features: [examples, dimensions], float64. targets: distributions [examples, labels]. offset: logits that the fit
+    adds to, [examples, labels].
     """
     weight = features.new_zeros(targets.shape[1], features.shape[1], requires_grad=True)
     bias = features.new_zeros(targets.shape[1], requires_grad=True)
@@ -212,7 +249,7 @@ def fit_logistic(
 
         def step(optimizer: torch.optim.Optimizer = optimizer, penalty: float = penalty) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = loss_of_rows(features @ weight.T + bias, targets).mean()
+            loss = loss_of_rows(offset + features @ weight.T + bias, targets).mean()
             loss = loss + penalty * weight.square().sum() + bias_penalty * bias.square().sum()
             loss.backward()  # type: ignore[no-untyped-call]
             return loss

@@ -17,7 +17,7 @@ from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.training.data import Dataset, TrainOptions
-from feedmill.training.head import PENALTIES, HeadModel, fit, train_head
+from feedmill.training.head import PENALTIES, PRIOR_WEIGHTS, HeadModel, fit, train_head
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.fixed_labels import read_head, write_head
 from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier
@@ -107,16 +107,35 @@ def test_fit_chooses_penalty_and_scale_by_cross_validation() -> None:
     clear = torch.eye(3)[wanted] @ torch.randn(3, 16, generator=source) + noise / 100
     targets = torch.eye(3)[wanted]
     certain = []
+    prior = torch.zeros(3, 16)
     for features in (noise, clear):
-        (weight, bias), found = fit(features, targets, 7)
+        (weight, bias), found = fit(features, targets, 7, prior)
         logits = features @ weight.T + bias
-        assert set(found["accuracies"]) == set(PENALTIES)
-        assert found["accuracies"][found["penalty"]] == max(found["accuracies"].values())
+        accuracies = found["accuracies"]
+        assert accuracies.keys() == set(PRIOR_WEIGHTS)
+        assert set(accuracies[0.0]) == set(PENALTIES)
+        best = max(each for by_penalty in accuracies.values() for each in by_penalty.values())
+        assert accuracies[found["prior"]][found["penalty"]] == best
         certain.append(float(logits.softmax(1).amax(1).mean()))
     assert certain[0] < 0.7
     assert certain[1] > 0.95
     assert logits.argmax(1).tolist() == wanted.tolist()
-    assert fit(clear[:4], targets[:4], 7)[1]["accuracies"] == {}
+    assert fit(clear[:4], targets[:4], 7, prior)[1]["accuracies"] == {}
+
+
+def test_fit_corrects_the_prior_and_is_never_far_below_it() -> None:
+    """Zero-shot classification that is right is kept; one that is wrong has no weight."""
+    source = torch.Generator().manual_seed(5)
+    prior = 20 * torch.nn.functional.normalize(torch.randn(4, 32, generator=source), dim=1)
+    features = torch.nn.functional.normalize(torch.randn(500, 32, generator=source), dim=1)
+    truth = (features @ prior.T).argmax(1)
+    right = []
+    for layer in (prior, prior.flip(0)):
+        (weight, bias), found = fit(features[:24], torch.eye(4)[truth[:24]], 7, layer)
+        right.append((found["prior"], float(((features @ weight.T + bias).argmax(1) == truth)[24:].double().mean())))
+    assert right[0] == (1.0, pytest.approx(1.0, abs=0.05))
+    assert right[1][0] == 0.0
+    assert 0.4 < right[1][1] < 0.95
 
 
 def test_rejects_a_broken_head(model: Path, tmp_path: Path) -> None:
