@@ -44,7 +44,6 @@ from feedmill.training.head import (
     SHARPNESSES,
     described,
     fit,
-    fit_logistic,
     loss_of_rows,
     save_with_head,
 )
@@ -62,16 +61,13 @@ from feedmill.workers.pipeline.calibration import Peak
 HEAD_BATCH_SIZE = 16
 #: Least examples whose logits are scaled: a fifth of them must tell one number.
 MIN_VALIDATED = 50
-#: Maximum examples for fitting the head: enough for its few thousand weights.
-MAX_HEAD_EXAMPLES = 20_000
+#: Maximum examples for fitting the head, where the training starts.
+MAX_HEAD_EXAMPLES = 5_000
 #: Approximate number of points on the loss curve.
 CURVE_POINTS = 60
 #: Share of the steps with a rising learning rate; it then falls to 0 linearly.
 WARMUP = 0.1
 WEIGHT_DECAY = 0.01
-#: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
-#: below 0.01 the head overfits.
-RIDGE_PENALTY = 0.05
 #: Optimization steps whose examples are sorted by length together. More steps reduce padding; fewer add randomness.
 STEPS_SORTED_TOGETHER = 32
 
@@ -350,18 +346,13 @@ class Training:
         for _ in self._passes(model, some):
             pass
         hook.remove()
-        # In float64, the fit converges to the same result despite rounding; the computation is small.
-        features, wanted = torch.cat(inputs).cpu().double(), torch.tensor([row["labels"] for row in some])
+        features, wanted = torch.cat(inputs).cpu().float(), torch.tensor([row["labels"] for row in some])
         if features.shape[:-1] != wanted.shape[:1]:
             return
+        prior = torch.zeros(wanted.shape[1], features.shape[1])
         if self._layout:
             prior = COSINE_SCALE * self._label_vectors(model, self._layout.texts.label_prompt)
-            (weight, bias), _ = fit(features.float(), wanted, self._options.seed, prior)
-        else:
-            # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
-            scale = features.std().clamp_min(1e-6)
-            ((weight, bias),) = fit_logistic(features / scale, wanted, [RIDGE_PENALTY], 0.0, 0 * wanted)
-            weight = weight / scale
+        (weight, bias), _ = fit(features, wanted, self._options.seed, prior)
         last.weight.copy_(weight)
         if last.bias is not None:
             last.bias.copy_(bias)
