@@ -1,6 +1,6 @@
 """Measure how accurate a head is after some answers of `feedmill label`, beside random posts and zero-shot.
 
-    python -m benchmarks.label --posts FILE [--answers 48,96,160] [--seeds 5]
+    python -m benchmarks.label --posts FILE [--answers 48,98,158] [--seeds 5]
 
 The posts' topics are the answers. Posts whose id has an even SHA-1 are those to label; accuracy is that on the others.
 
@@ -38,6 +38,7 @@ from feedmill.shared.settings import DESCRIBED_TOPICS, load
 from feedmill.training.active import RANDOM, Answer, Pool, Session
 from feedmill.training.data import TrainOptions
 from feedmill.training.head import Embedder, Fitted, fit, one_thread
+from feedmill.workers.models.classifiers.similarity import COSINE_SCALE
 
 #: Maximum tokens to read of a post, as in `feedmill label`.
 MAX_TOKENS = TrainOptions.max_tokens
@@ -78,7 +79,7 @@ def at_random(truth: Sequence[int], seed: int, count: int) -> list[Answer]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--posts", required=True, help="file of posts with topics, which are the answers")
-    parser.add_argument("--answers", default="48,96,160", help="numbers of answers; default: %(default)s")
+    parser.add_argument("--answers", default="48,98,158", help="numbers of answers, each the end of a round; default: %(default)s")
     parser.add_argument("--seeds", type=int, default=5, help="number of random seeds; default: %(default)s")
     arguments = parser.parse_args()
     counts = [int(count) for count in arguments.answers.split(",")]
@@ -108,10 +109,10 @@ def main() -> None:
     def accuracy(head: Fitted) -> float:
         return float(((tested @ head[0].T + head[1]).argmax(1) == truth[~is_pooled]).double().mean())
 
-    def logistic(answers: Sequence[Answer]) -> Fitted:
+    def logistic(answers: Sequence[Answer], of_labels: torch.Tensor) -> Fitted:
         places = [answer.place for answer in answers]
         targets = one_hot(torch.tensor([known[place] for place in places]), len(names))
-        return fit(pooled[places], targets, 7)[0]
+        return fit(pooled[places], targets, 7, COSINE_SCALE * of_labels)[0]
 
     stops: dict[str, list[int | None]] = {kind: [] for kind in sentences}
     accuracies: dict[str, dict[str, dict[int, list[float]]]] = {}
@@ -128,7 +129,7 @@ def main() -> None:
                     found["label"][count].append(accuracy(pool.head(chosen[:count])))
                     found["error"][count].append(run.expected[count] - found["label"][count][-1])
                     found["random"][count].append(accuracy(pool.head(unchosen[:count])))
-                    found["logistic"][count].append(accuracy(logistic(unchosen[:count])))
+                    found["logistic"][count].append(accuracy(logistic(unchosen[:count], of_labels)))
             accuracies[kind] = {"zero-shot": {0: [accuracy((of_labels, torch.zeros(len(names))))]}, **found}
     table = Table("labels", "variant", *(f"{count} answers" for count in (0, *counts)))
     for kind, variants in accuracies.items():
