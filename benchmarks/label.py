@@ -79,7 +79,7 @@ def at_random(truth: Sequence[int], seed: int, count: int) -> list[Answer]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--posts", required=True, help="file of posts with topics, which are the answers")
-    parser.add_argument("--answers", default="48,98,158", help="numbers of answers, each the end of a round; default: %(default)s")
+    parser.add_argument("--answers", default="48,98,158", help="ends of rounds; default: %(default)s")
     parser.add_argument("--seeds", type=int, default=5, help="number of random seeds; default: %(default)s")
     arguments = parser.parse_args()
     counts = [int(count) for count in arguments.answers.split(",")]
