@@ -133,8 +133,8 @@ def test_fit_corrects_the_prior_and_is_never_far_below_it() -> None:
     for layer in (prior, prior.flip(0)):
         (weight, bias), found = fit(features[:24], torch.eye(4)[truth[:24]], 7, layer)
         right.append((found["prior"], float(((features @ weight.T + bias).argmax(1) == truth)[24:].double().mean())))
-    assert right[0] == (1.0, pytest.approx(1.0, abs=0.05))
-    assert right[1][0] == 0.0
+    assert [weight for weight, _ in right] == [1.0, 0.0]
+    assert right[0][1] > 0.95
     assert 0.4 < right[1][1] < 0.95
 
 
