@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 COMPILER = "torch._dynamo"
+#: Modules of Feedmill's own processes. A program that uses Feedmill as a library may compile or divide its models.
+OWN = frozenset({"feedmill.cli.main", "feedmill.workers.app"})
 
 
 class Placeholder(ModuleType):
@@ -45,8 +47,8 @@ def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Avoid the import of torch's compiler inside the block, unless it is used."""
-    if COMPILER in sys.modules:
+    """Avoid the import of torch's compiler inside the block, unless it is used or this is another program's process."""
+    if COMPILER in sys.modules or OWN.isdisjoint(sys.modules):
         yield
         return
     placeholder = sys.modules[COMPILER] = Placeholder()
@@ -57,7 +59,9 @@ def without_compiler() -> Iterator[None]:
 
 
 def import_models() -> None:
-    """Import the embedded model's module, and with it the modules that all models of transformers share."""
+    """Import the embedded model's module, and with it what all models share; nothing in another program's process."""
+    if OWN.isdisjoint(sys.modules):
+        return
     is_available, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     try:
         with without_compiler():
