@@ -277,21 +277,15 @@ def _compute_on(threads: int) -> None:
 
 
 def main() -> None:
-    import celery.apps.worker  # noqa: F401, PLC0415 - imported for forked processes, as all of these
+    import transformers.models.bert.modeling_bert  # noqa: F401, PLC0415
 
     import feedmill.cli.main  # noqa: PLC0415
     import feedmill.export.postgres  # noqa: PLC0415
     import feedmill.monitoring.dashboard  # noqa: PLC0415
+    import feedmill.workers.models.classifiers.similarity  # noqa: PLC0415
     import feedmill.workers.run  # noqa: PLC0415
     import feedmill.workers.runtime.consumer  # noqa: F401, PLC0415
-    from feedmill.shared.settings import Settings  # noqa: PLC0415
-    from feedmill.workers.models import device, weights  # noqa: PLC0415
-    from feedmill.workers.models.classifiers.similarity import Similarity  # noqa: PLC0415
 
-    threads = device.TORCH_THREADS
-    _compute_on(1)  # a forked process would wait for other threads
-    Similarity(weights.locate(weights.EMBEDDED_MODEL), device.select_device(), Settings())  # prepares transformers
-    _compute_on(threads)
     del sys.path[0]  # the working directory, added by `-m`
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # private
         finalizer.atexit = False  # torch would destroy its operators when each process exits

@@ -9,10 +9,7 @@ import torch
 
 from feedmill.shared.errors import DeviceFull, DeviceLost
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.lean import import_models
 from feedmill.workers.models.tokenizer import Tokens
-
-import_models()  # before this package's modules do
 
 #: Out-of-memory messages of torch, its CPU allocator, cuBLAS and ONNX Runtime.
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate memory")

@@ -23,7 +23,6 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from feedmill.shared.errors import ModelError
 from feedmill.workers.models.engines.packing import Group, packed_head
-from feedmill.workers.models.lean import without_compiler
 from feedmill.workers.models.weights import Weights, loading
 
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
@@ -197,7 +196,7 @@ def load_pretrained(architecture: Any, weights: Weights, **options: Any) -> tupl
             f"{weights.name} has the unsupported model type {kind}: its scores depend on padding. Use another model."
         )
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with loading(f"the model in {weights.folder}"), without_compiler():
+    with loading(f"the model in {weights.folder}"):
         return architecture.from_pretrained(  # type: ignore[no-any-return]
             weights.folder,
             local_files_only=True,
