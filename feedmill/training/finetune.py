@@ -147,8 +147,8 @@ class Training:
         seconds = trainer.state.log_history[-1]["train_runtime"]
         steps = trainer.state.global_step - (0 if last is None else int(last.rpartition("-")[2]))
         model = trainer.accelerator.unwrap_model(trainer.model)
-        plan["sharpness"] = self._sharpness(rows)
-        if (layer := self._last_layer(model)) is not None:
+        if (layer := self._last_layer(model)) is not None:  # else no layer could be scaled
+            plan["sharpness"] = self._sharpness(rows)
             with torch.no_grad():
                 for values in layer.parameters():
                     values.mul_(plan["sharpness"])
