@@ -276,6 +276,13 @@ def _compute_on(threads: int) -> None:
     device.TORCH_THREADS = threads
 
 
+#: Packages that only test processes need.
+OF_TESTS = (
+    "hypothesis", "jsonschema", "kubernetes_validate", "pandas", "polars", "praw", "sentence_transformers",
+    "trustme", "websockets.sync.client",
+)  # fmt: skip
+
+
 def main() -> None:
     import transformers.models.bert.modeling_bert  # noqa: F401, PLC0415
 
@@ -286,6 +293,8 @@ def main() -> None:
     import feedmill.workers.run  # noqa: PLC0415
     import feedmill.workers.runtime.consumer  # noqa: F401, PLC0415
 
+    for package in OF_TESTS:
+        importlib.import_module(package)
     del sys.path[0]  # the working directory, added by `-m`
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # private
         finalizer.atexit = False  # torch would destroy its operators when each process exits

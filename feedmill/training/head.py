@@ -226,7 +226,7 @@ def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
-@torch.enable_grad()
+@torch.no_grad()
 def fit_logistic(
     features: torch.Tensor, targets: torch.Tensor, penalties: Sequence[float], bias_penalty: float, offset: torch.Tensor
 ) -> list[Fitted]:
@@ -235,8 +235,9 @@ def fit_logistic(
     features: [examples, dimensions], float64. targets: distributions [examples, labels]. offset: logits that the fit
     adds to, [examples, labels].
     """
-    weight = features.new_zeros(targets.shape[1], features.shape[1], requires_grad=True)
-    bias = features.new_zeros(targets.shape[1], requires_grad=True)
+    weight = features.new_zeros(targets.shape[1], features.shape[1])
+    bias = features.new_zeros(targets.shape[1])
+    targets = targets.to(features)
     heads = []
     for penalty in penalties:  # each fit starts at the previous one, which is near
         optimizer = torch.optim.LBFGS(
@@ -247,15 +248,17 @@ def fit_logistic(
             line_search_fn="strong_wolfe",
         )
 
-        def step(optimizer: torch.optim.Optimizer = optimizer, penalty: float = penalty) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of_rows(offset + features @ weight.T + bias, targets).mean()
-            loss = loss + penalty * weight.square().sum() + bias_penalty * bias.square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
+        def step(penalty: float = penalty) -> torch.Tensor:
+            """Return the loss and set its gradients. Autograd would take 1.5 times as long."""
+            likelihoods = (offset + features @ weight.T + bias).log_softmax(-1)
+            errors = (targets.sum(1, keepdim=True) * likelihoods.exp() - targets) / len(features)
+            weight.grad = errors.T @ features + 2 * penalty * weight
+            bias.grad = errors.sum(0) + 2 * bias_penalty * bias
+            loss = -(targets * likelihoods).sum() / len(features)
+            return loss + penalty * weight.square().sum() + bias_penalty * bias.square().sum()
 
         optimizer.step(step)  # type: ignore[no-untyped-call]
-        heads.append((weight.detach().clone(), bias.detach().clone()))
+        heads.append((weight.clone(), bias.clone()))
     return heads
 
 

@@ -19,7 +19,8 @@ def test_gpu_benchmark_needs_neither_redis_nor_celery() -> None:
     command = f"import sys; sys.modules.update({missing}); from benchmarks.gpu import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", command, "--device", "cpu", "--quick"],
-        capture_output=True, text=True, check=False, timeout=170, env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, check=False, timeout=170,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

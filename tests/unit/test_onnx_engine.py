@@ -1,7 +1,9 @@
 """workers/models/engines/onnx_engine.py: the graph's scores equal torch's, and a graph is exported once."""
 
+import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +68,32 @@ def test_padding_to_few_shapes_does_not_change_scores(tmp_path: Path, cache: Pat
         assert ours == pytest.approx(expected, abs=1e-3)
 
 
-def test_embedded_model_matches_torch_and_is_exported_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In float32 its scores are torch's, and in int8, which is quantised from the same graph, most labels."""
+def test_trained_model_matches_torch_and_is_exported_once(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In float32 its scores are torch's, and in int8, which is quantised from the same graph, most labels.
+
+    The model is the first two layers of the embedded one.
+    """
     caplog.set_level(logging.INFO)
+    model = tmp_path / "minilm"
+    shutil.copytree(locate(EMBEDDED_MODEL).folder, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     posts = [post.text[:200] for post in sample_posts()[::5]]
-    exact = scores_of(loaded(EMBEDDED_MODEL, cache, dtype="float32"), posts)
-    for ours, expected in zip(scores_of(loaded(EMBEDDED_MODEL, cache, engine="onnx"), posts), exact, strict=True):
+    exact = scores_of(loaded(model, cache, dtype="float32"), posts)
+    for ours, expected in zip(scores_of(loaded(model, cache, engine="onnx"), posts), exact, strict=True):
         assert ours == pytest.approx(expected, abs=1e-3)
-    assert re.search("export.*all-MiniLM-L6-v2.*float32", caplog.text)
+    assert re.search("export.*minilm.*float32", caplog.text)
     assert "CPUExecutionProvider" in caplog.text
     caplog.clear()
-    loaded(EMBEDDED_MODEL, cache, engine="onnx")
-    assert not re.search("export.*all-MiniLM-L6-v2", caplog.text)
-    quantised = scores_of(loaded(EMBEDDED_MODEL, cache, engine="onnx", dtype="int8"), posts)
+    loaded(model, cache, engine="onnx")
+    assert not re.search("export.*minilm", caplog.text)
+    quantised = scores_of(loaded(model, cache, engine="onnx", dtype="int8"), posts)
     same = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in zip(exact, quantised, strict=True))
     assert same / len(posts) >= 0.9
     assert quantised != exact
-    assert not re.search("export.*all-MiniLM-L6-v2.*float32", caplog.text)
+    assert not re.search("export.*minilm.*float32", caplog.text)
 
 
 def test_gpu_without_provider_does_not_fall_back_to_cpu(tmp_path: Path, cache: Path) -> None:
