@@ -19,6 +19,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def resident_megabytes(pid: int) -> float:
+    """Return the resident memory of a process, shared memory included."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def family(pid: int) -> Iterator[int]:
     """Yield a process and all processes that it, or one of them, started. Those of an ended parent are not found."""
     yield pid

@@ -1,7 +1,8 @@
-"""Run the programs of docs/clusters.md: `python -m tests.clusters [ray daft dask spark]`. Spark needs Java.
+"""Run the programs of docs/clusters.md: `python -m tests.clusters [ray memory daft dask spark]`. Spark needs Java.
 
-Ray runs on two nodes; an actor is killed, then the program, and a second run continues. Exits with a traceback if a row
-is missing, doubled or without its label, or if the second run repeats a dump.
+Ray runs on two nodes; an actor is killed, then the program, and a second run continues. `memory` labels ten times as
+many posts as an actor holds. Exits with a traceback if a row is missing, doubled or without its label, if the second
+run repeats a dump, or if an actor's memory grows with the dump.
 """
 
 import json
@@ -9,7 +10,9 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +20,9 @@ import pyarrow
 import zstandard
 from pyarrow import parquet
 
+from benchmarks.running import family, resident_megabytes
 from feedmill.stack.demo import sample_posts
+from tests.fakes.models import make_sentence_model
 from tests.support import ROOT, wait_until
 
 #: Dumps, and rows of each. Every hundredth row has no text.
@@ -38,6 +43,12 @@ def check(folder: Path, column: str) -> None:
     assert outcomes == {(True, ""): ROWS - ROWS // 100, (False, "no text"): ROWS // 100}, folder
 
 
+def actors() -> set[int]:
+    """Return the ids of the actors' processes that this process started, or one that it started."""
+    titled = subprocess.getoutput(r"pgrep -f '^ray::MapWorker\(MapBatches\(Classifier'").split()  # noqa: S605, S607
+    return set(map(int, titled)) & set(family(os.getpid()))
+
+
 def on_ray(dumps: Path, out: Path) -> None:
     from ray.cluster_utils import Cluster  # noqa: PLC0415 - the other programs run without Ray
 
@@ -48,18 +59,12 @@ def on_ray(dumps: Path, out: Path) -> None:
     (dumps / "empty.zst").write_bytes(frames[2])
     node = {"num_cpus": 2, "object_store_memory": 100 << 20}
     cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    nodes = cluster.head_node, cluster.add_node(**node)
-    raylets = ",".join(str(each.all_processes["raylet"][0].process.pid) for each in nodes)
+    cluster.add_node(**node)
     start, environment = command("ray", dumps, out, "--devices", 2), os.environ | {"RAY_ADDRESS": cluster.address}
-
-    def actors() -> list[int]:
-        pattern = r"^ray::MapWorker\(MapBatches\(Classifier"
-        return [*map(int, subprocess.getoutput(f"pgrep -P {raylets} -f '{pattern}'").split())]  # noqa: S605 - as written
-
     try:
         run = subprocess.Popen(start, env=environment)
         wait_until(lambda: len(actors()) == 2 and any(out.glob("RS_*")), "both actors run and a dump is written")
-        os.kill(actors()[0], 9)
+        os.kill(min(actors()), 9)
         count = len(list(out.glob("RS_*")))
         wait_until(lambda: len(list(out.glob("RS_*"))) > count, "another dump is written")
         run.kill()
@@ -76,15 +81,38 @@ def on_ray(dumps: Path, out: Path) -> None:
         check(out / name, "line")
 
 
+def memory(dumps: Path, out: Path) -> None:
+    model = make_sentence_model(dumps / "model")
+    lines = [json.dumps({"title": f"post {at}", "selftext": "word " * (at % 3200)}).encode() for at in range(40_000)]
+    (dumps / "posts.zst").write_bytes(zstandard.ZstdCompressor().compress(b"\n".join(lines)))
+    environment = os.environ | {"RAY_ADDRESS": "local", "FEEDMILL_MODEL": str(model)}
+    run = subprocess.Popen(command("ray", dumps, out), env=environment)
+    #: Pairs of blocks written and the actor's resident megabytes.
+    samples: list[tuple[int, float]] = []
+    while run.poll() is None:
+        time.sleep(0.1)
+        blocks = len([*out.rglob("*.parquet")])
+        with suppress(OSError):  # the actor has ended
+            samples += [(blocks, resident_megabytes(pid)) for pid in actors() if blocks]
+    assert run.returncode == 0
+    blocks = len([*out.rglob("*.parquet")])
+    early = max(size for written, size in samples if written <= blocks / 4)
+    logging.info("largest memory of the actor: %.0f MB up to block %d", early, blocks // 4)
+    late = max(size for _, size in samples)
+    logging.info("largest memory of the actor: %.0f MB up to block %d", late, blocks)
+    assert late < 1.1 * early
+    assert blocks >= 80
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    for program in sys.argv[1:] or ["ray", "daft", "dask", "spark"]:
+    for program in sys.argv[1:] or ["ray", "memory", "daft", "dask", "spark"]:
         with TemporaryDirectory(prefix="mill-") as folder:
             given, written = Path(folder) / "in", Path(folder) / "out"
             given.mkdir()
-            if program == "ray":
-                on_ray(given, written)
+            if program in ("ray", "memory"):
+                {"ray": on_ray, "memory": memory}[program](given, written)
             else:
                 for part in (0, 1):
                     parquet.write_table(pyarrow.Table.from_pylist(POSTS[part::2]), given / f"{part}.parquet")

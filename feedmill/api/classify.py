@@ -213,8 +213,8 @@ def classify(
         |---|---|
         | a text, or a dictionary with title and body | a `feedmill.Prediction` |
         | a list, generator or other iterable of them | `feedmill.Predictions`, a list, in the same order |
-        | a pandas or polars DataFrame, a pyarrow Table | a new one with the columns `label`, `label_score` and \
-`label_error`, in the same order and with the same index |
+        | a pandas or polars DataFrame, a pyarrow Table or RecordBatch | a new one (of a RecordBatch, a Table) with \
+the columns `label`, `label_score` and `label_error`, in the same order and with the same index |
         | a dictionary of numpy arrays | the dictionary with these columns |
         | a Series | a DataFrame of its texts and these columns |
 

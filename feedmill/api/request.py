@@ -208,7 +208,7 @@ def item_of(value: object, position: int, columns: Columns) -> Item:
             return Item(problem)
     else:
         given, by_name, columns = None, {"body": value}, DETECTED
-    record = {name: by_name[name] for field in FIELDS for name in columns.names_of(field) if name in by_name}
+    record = {name: _plain(by_name[name]) for field in FIELDS for name in columns.names_of(field) if name in by_name}
     ids = (record.get(name) for name in columns.names_of("id"))
     own_id = next((str(plain_id(each)) for each in ids if not is_missing(each)), None)
     post = parse_text(record, str(position), columns)
@@ -268,12 +268,13 @@ class Table:
         The rows keep their order and their index. Raises UserError, before the first row, as `check_new` does.
         """
         self.check_new(labels, prefix)
-        predictions, package = list(found), self._frame.implementation
-        label, *scores = label_values(predictions, labels, prefix).items()
-        errors = prefix + ERROR_COLUMN, [each.error or "" for each in predictions]
-        new = [nw.new_series(*label, nw.String, backend=package)]
-        new += [nw.new_series(*column, nw.Float64, backend=package) for column in scores]
-        new += [nw.new_series(*errors, nw.String, backend=package)]
+        predictions, error = list(found), prefix + ERROR_COLUMN
+        columns = label_values(predictions, labels, prefix) | {error: [each.error or "" for each in predictions]}
+        types = {prefix + "label": nw.String, error: nw.String}
+        new = [
+            nw.new_series(name, values, types.get(name, nw.Float64), backend=self._frame.implementation)
+            for name, values in columns.items()
+        ]
         frame = self._frame.with_columns(*new).to_native()
         if attributes := getattr(self._frame.to_native(), "attrs", None):  # of pandas: narwhals does not copy them
             frame.attrs = attributes
@@ -309,6 +310,8 @@ def table_of(given: Any) -> Table | None:
         raise InputError(f"The frame has several columns of one name ({error}). Rename all but one of them.") from None
     if isinstance(frame, nw.LazyFrame):
         frame = frame.collect()
+    elif frame is given and hasattr(given, "schema") and hasattr(given, "__arrow_c_stream__"):  # batches of pyarrow
+        frame = nw.from_arrow(given, backend="pyarrow")
     if isinstance(frame, nw.Series):
         frame = (frame if frame.name else frame.alias("text")).to_frame()
     return Table(frame) if isinstance(frame, nw.DataFrame) else None
@@ -338,8 +341,9 @@ def read_options(labels: Any, template: str | None, multi_label: bool) -> Classi
 
 
 def _plain(values: Any) -> Any:
-    """Return the values of a pyarrow array, whose items are not Python objects, as a list; other values unchanged."""
-    return values.to_pylist() if hasattr(values, "to_pylist") else values
+    """Return an array of pyarrow or numpy as a list of Python objects; other values unchanged."""
+    convert = getattr(values, "to_pylist", None) or getattr(values, "tolist", None)
+    return convert() if convert else values
 
 
 def _type_of(value: object) -> str:
@@ -367,6 +371,8 @@ class Request:
         own_id, title, body = (None if name is None else str(name) for name in names)
         columns = Columns.of(own_id, title, body)
         self.table = table_of(items)
+        #: The word for an item.
+        self.unit = "item" if self.table is None else "row"
         self.is_single = self.table is None and isinstance(items, str | Mapping | Post)
         self.failures = Failures()
         if self.table is not None:
@@ -399,11 +405,6 @@ class Request:
                 raise UserError(f"Cannot classify the item: {sentence(only.error)}")
             return only
         return result
-
-    @property
-    def unit(self) -> str:
-        """The word for an item."""
-        return "item" if self.table is None else "row"
 
     def predictions(self, engine: Engine) -> Iterator[Prediction]:
         """Yield a prediction for each item, in order. Reads the items as they are needed."""

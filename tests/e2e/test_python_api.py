@@ -117,12 +117,13 @@ def test_missing_and_unusable_items_do_not_affect_others() -> None:
         5,
         True,
         ["x"],
+        numpy.array(["x", "y"]),
         b"x",
     ]
-    with pytest.warns(UserWarning, match=naming("8 of 11 items", "item 1: no text", "item 3")):
+    with pytest.warns(UserWarning, match=naming("9 of 12 items", "item 1: no text", "item 3")):
         found = api.classify(items, LABELS)
     assert [each.error for each in found] == [
-        None, *[REASON] * 5, REMOVED, None, *["body: input should be a valid string"] * 2, None,
+        None, *[REASON] * 5, REMOVED, None, *["body: input should be a valid string"] * 3, None,
     ]  # fmt: skip
     assert found[0].label == "praise"
     assert found[7].text == "5"
@@ -206,6 +207,7 @@ def test_arrays_of_any_shape_pass_through() -> None:
     found = api.classify(batch, LABELS)
     assert found["label"].tolist() == EXPECTED
     assert (found["label_score"].dtype, found["image"].shape) == (numpy.float64, (2, 3, 3))
+    assert api.classify(pyarrow.record_batch({"text": TEXTS}), LABELS)["label"].to_pylist() == EXPECTED
     empty = api.classify({name: values[:0] for name, values in batch.items()}, LABELS)
     assert [len(values) for values in empty.values()] == [0] * 6
     with pytest.raises(UserError, match=naming("no column review", "body=")):

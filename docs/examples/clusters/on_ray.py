@@ -82,7 +82,9 @@ def write(table: pyarrow.Table, parts: Path) -> pyarrow.Table:
 def labelled(dumps: list[Path], parts: Path, devices: int, gpus: int) -> Iterator[dict[str, object]]:
     """Classify and write all rows. Yield the file, rows and unlabelled rows of each part that is written."""
     ray.init()  # the cluster at RAY_ADDRESS, or this machine
-    ray.data.DataContext.get_current().target_max_block_size = BLOCK_BYTES
+    context = ray.data.DataContext.get_current()
+    context.target_max_block_size = BLOCK_BYTES
+    context.max_consecutive_actor_init_deaths = 1  # a lost node may have been loading the model
     items = ray.data.from_items([str(dump) for dump in dumps], override_num_blocks=len(dumps))
     # With as many CPUs as an actor, Ray would read within the actors, which then compute less.
     rows = items.map_batches(partial(read, parts=parts), batch_size=1, batch_format="pyarrow", num_cpus=0.5)

@@ -17,8 +17,7 @@ import feedmill
 def label(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
     warnings.filterwarnings("ignore", message=".* have no label")  # the column label_error says it
     for batch in batches:
-        posts = pyarrow.Table.from_batches([batch])
-        yield from feedmill.classify(posts, labels=["sports", "food"], device="cpu").to_batches()
+        yield from feedmill.classify(batch, labels=["sports", "food"], device="cpu").to_batches()
 
 
 if __name__ == "__main__":
