@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from feedmill.shared.errors import UserError
-from feedmill.stack.signals import handle_signals, not_ignored
+from feedmill.stack.processes import handle_signals, not_ignored
 
 
 def cpu_seconds(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""Compare training optimisations by samples/s and peak memory on the same posts.
+"""Compare training optimisations by samples/s on the same posts.
 
     python -m benchmarks.training [--posts FILE] [--samples 256] [--rounds 3] [--png training.png]
 
@@ -48,10 +48,9 @@ console = Console(soft_wrap=True, highlight=False)
 
 
 class TrainingResult(NamedTuple):
-    """The throughput and peak memory (10^6 bytes; None if unknown) of one variant in one round."""
+    """The throughput of one variant in one round."""
 
     samples_per_s: float
-    peak_mb: float | None
 
 
 def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> TrainingResult:
@@ -68,7 +67,7 @@ def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Tr
         options = TrainOptions(source="posts", out=folder, base=settings.model, epochs=1, **chosen)
         record = Training(dataset, options, settings, Times()).run().record
     samples = (len(ends) - 1) * record["plan"]["effective_batch"]
-    return TrainingResult(samples / (ends[-1] - ends[0]), record["peak_mb"])
+    return TrainingResult(samples / (ends[-1] - ends[0]))
 
 
 def examples(path: str | None, count: int) -> Dataset:
@@ -106,13 +105,12 @@ def main() -> None:
     except UserError as error:
         sys.exit(f"benchmark: {error}")
     rates = {name: [each.samples_per_s for each in measured] for name, measured in found.items()}
-    peaks = {name: min((each.peak_mb or 0.0 for each in measured), default=0.0) for name, measured in found.items()}
     plain = median(rates["plain"])
     table = Table("variant", title=f"medians of {arguments.rounds} rounds", title_justify="left")
-    for column in ("samples/s", "times plain", "peak MB"):
+    for column in ("samples/s", "times plain"):
         table.add_column(column, justify="right")
     for name, values in rates.items():
-        table.add_row(name, f"{median(values):.1f}", f"{median(values) / plain:.2f}", f"{peaks[name]:,.0f}")
+        table.add_row(name, f"{median(values):.1f}", f"{median(values) / plain:.2f}")
     console.print(table)
     if arguments.png:
         draw(arguments.png, rates, f"Training {settings.model}, {arguments.samples} posts per epoch")
@@ -123,7 +121,6 @@ def main() -> None:
                 "precision": str(precision).removeprefix("torch."),
                 "samples_per_s": {name: round(median(values), 2) for name, values in rates.items()},
                 "times_plain": {name: round(median(values) / plain, 3) for name, values in rates.items()},
-                "peak_mb": {name: round(peak) for name, peak in peaks.items()},
             }
         )
     )

@@ -16,12 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from feedmill.console import Report
-from feedmill.local_model import explain_refusals
-from feedmill.shared.errors import UserError, printable
+from feedmill.shared.errors import UserError, explain_refusals, printable
 from feedmill.shared.messages import Classification, ClassifyOptions, Post, PostError
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
-from feedmill.workers.models.classifiers.registry import unusable
 from feedmill.workers.pipeline import offline
 from feedmill.workers.pipeline.calibration import best, calibrate
 
@@ -35,8 +33,6 @@ class Measured(NamedTuple):
     The posts per second include tokenization, but not the loading of the model. left_out: posts that failed.
     """
 
-    #: The model's name, as in results.
-    model: str
     summary: dict[str, Any]
     #: Error messages of the posts that could not be classified.
     failures: list[str]
@@ -96,18 +92,13 @@ def matching_label(topic: str | None, labels: Sequence[str]) -> str | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def usable_settings(settings: Settings) -> Settings:
-    """Return the settings without those that their model cannot use. Raises ModelError."""
-    return settings.model_copy(update=dict.fromkeys(unusable(settings)))
-
-
 def measure(known: Sequence[tuple[Post, str]], loaded: Classifier, settings: Settings, report: Report) -> Measured:
     """Classify posts and compare the predicted labels with the true ones.
 
     known: (post, true label), where the label is one of the model's. Raises UserError if no post can be classified.
     """
     name = loaded.weights.name
-    with explain_refusals(settings):
+    with explain_refusals(settings.model):
         budget = calibrate(loaded, settings)
         began = time.perf_counter()
         outcomes = offline.classify((post for post, _ in known), loaded, settings, budget)
@@ -131,7 +122,7 @@ def measure(known: Sequence[tuple[Post, str]], loaded: Classifier, settings: Set
     )
     summary |= calibration([(outcome.scores[outcome.label], outcome.label == truth) for outcome, truth in results])
     summary |= {"posts_per_s": len(found) / seconds, "left_out": len(failures)}
-    return Measured(name, summary, failures)
+    return Measured(summary, failures)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -178,9 +169,7 @@ def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None
     return table((head, "accuracy", "macro-F1", "calibration error", "posts/s"), rows)
 
 
-def show_rates(
-    console: Console, rates: Mapping[int, float], tokens_each: float, lanes: int, peak_mb: float | None
-) -> dict[str, Any]:
+def show_rates(console: Console, rates: Mapping[int, float], tokens_each: float, lanes: int) -> dict[str, Any]:
     """Print the rate of each token budget and the best budget, and return them.
 
     rates: tokens per second of a lane. tokens_each: tokens of a post, on average.
@@ -193,7 +182,5 @@ def show_rates(
     console.print(table(("token budget", "posts/s", "tokens/s"), rows))
     if lanes > 1:
         typer.echo(f"These are the rates of one of {lanes} lanes. A worker runs all in parallel.")
-    if peak_mb:
-        typer.echo(f"Peak memory {peak_mb:,.0f} MB.")
     typer.echo(f"Token budget {best(rates)} is the smallest within 2% of the fastest.")
-    return {"knee": best(rates), "peak_mb": peak_mb, "points": points}
+    return {"knee": best(rates), "points": points}

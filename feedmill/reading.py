@@ -30,11 +30,11 @@ from redis.exceptions import RedisError, ResponseError
 
 from feedmill.producers.records import subreddit_name
 from feedmill.shared import runs
-from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.broker import connect
 from feedmill.shared.errors import UserError, clause, printable
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM
 from feedmill.shared.messages import Classification, Post, in_utc, parse_run
-from feedmill.shared.redis_errors import is_temporary, rejects_writes
+from feedmill.shared.redis_errors import is_temporary, rejects_writes, user_errors
 from feedmill.shared.results import Result, newest_first
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import load_arguments

@@ -6,8 +6,7 @@ Feedmill never reads or writes pickle.
 
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
@@ -16,15 +15,15 @@ from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import InvalidResponse, ResponseError
+from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as TimeoutFault
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from feedmill.shared import encoding
-from feedmill.shared.errors import RedisUnavailable, printable
+from feedmill.shared.errors import printable
 from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
-from feedmill.shared.redis_errors import is_replica, user_message
+from feedmill.shared.redis_errors import is_replica
 from feedmill.shared.settings import Settings
 
 #: Name of the classification task. Producers send it by name; only workers contain its code.
@@ -158,17 +157,6 @@ def _disconnecting_from_replicas(kind: Any) -> Any:
                 raise
 
     return Connection
-
-
-@contextmanager
-def user_errors(settings: Settings) -> Iterator[None]:
-    """Convert errors from an unreachable, untrusted or refusing Redis to RedisUnavailable, with a message for users."""
-    try:
-        yield
-    except (ConnectionFault, TimeoutFault, OperationalError, ResponseError, InvalidResponse) as fault:
-        if message := user_message(fault, settings):
-            raise RedisUnavailable(message) from None
-        raise
 
 
 def publish(

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from json import JSONDecodeError
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import Any
 
 
 class FeedmillError(Exception):
@@ -148,7 +147,7 @@ def truncate(text: str, limit: int = QUOTED_CHARACTERS) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def first_problem(error: ValidationError) -> tuple[str, str]:
+def first_problem(error: Any) -> tuple[str, str]:
     """Return the first problem of a pydantic error as (field, reason), both of bounded length.
 
     The field may contain names chosen by the sender: unknown options, labels, keys of `extra`.
@@ -227,3 +226,19 @@ def json_line(value: object) -> str:
     """Return a value as one line of JSON, with control characters escaped for safe display in a terminal."""
     written = json.dumps(value, ensure_ascii=False)
     return UNPRINTABLE_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", written)
+
+
+@contextmanager
+def explain_refusals(model: str) -> Iterator[None]:
+    """Convert the model's refusals and device failures inside the block into UserError."""
+    try:
+        yield
+    except RequestRefused as refused:
+        raise UserError(
+            f"{model} cannot serve this request: {sentence(str(refused))} Correct the option, or use another model."
+        ) from None
+    except (DeviceFull, DeviceLost) as error:
+        raise ModelError(
+            f"The device failed: {clause(error)}. Try again; if the device is out of memory, lower "
+            "FEEDMILL_TOKEN_BUDGET."
+        ) from None

@@ -1,8 +1,4 @@
-"""What only Linux or its C library offers, with a fallback for other systems: the only module that calls it.
-
-Without it, children may outlive a killed parent, workers share all cores, and memory is neither kept nor measured.
-Nothing else changes.
-"""
+"""What only Linux or its C library offers, with a fallback for other systems: the only module that calls it."""
 
 import ctypes
 import os
@@ -22,8 +18,6 @@ LIBC: Any = ctypes.CDLL(None)
 PROC = Path("/proc")
 #: Option from <sys/prctl.h>: sets the signal that a process receives when its parent dies.
 PR_SET_PDEATHSIG = 1
-#: Text that resets a process' peak memory when it is written to its file `clear_refs`.
-RESET_PEAK = "5"
 
 
 def die_with(parent: int, orphaned: signal.Signals = signal.SIGKILL) -> None:
@@ -67,23 +61,6 @@ def available_memory() -> int:
     if available := _field("meminfo", "MemAvailable:"):
         return int(available.split()[0]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def reset_peak_memory() -> bool:
-    """Measure this process' peak memory from now on, after returning freed memory. Return whether that is possible."""
-    with suppress(AttributeError):  # only glibc has malloc_trim, and needs it
-        LIBC.malloc_trim(0)
-    try:
-        (PROC / "self/clear_refs").write_text(RESET_PEAK)
-    except OSError:  # not Linux, or a container without permission
-        return False
-    return True
-
-
-def peak_memory() -> int | None:
-    """Return this process' peak memory in bytes; None if unknown."""
-    peak = _field("self/status", "VmHWM:")
-    return int(peak.split()[0]) * 1024 if peak else None
 
 
 def set_malloc_options(options: Mapping[int, int]) -> None:

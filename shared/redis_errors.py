@@ -1,13 +1,15 @@
-"""Classify Redis errors as transient or permanent, and explain them to users. Independent of Celery."""
+"""Classify Redis errors as transient or permanent, and explain them to users. Imports no Celery."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from redis.exceptions import AuthenticationError, InvalidResponse, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 
-from feedmill.shared.errors import clause
+from feedmill.shared.errors import RedisUnavailable, clause
 from feedmill.shared.settings import PREFIX, Settings
 
 #: Text of Redis' error when a key has the wrong type. In a script's error it is surrounded by other text.
@@ -103,3 +105,17 @@ def user_message(fault: BaseException, settings: Settings) -> str | None:
         reason = UNREACHABLE.get(found.scheme, UNREACHABLE["redis"])
     said = {"said": clause(fault), "user": found.user or "default", "scheme": found.scheme}
     return reason and f"Redis at {settings.redis_address} {reason.format(**said)}"
+
+
+@contextmanager
+def user_errors(settings: Settings) -> Iterator[None]:
+    """Convert errors from an unreachable, untrusted or refusing Redis to RedisUnavailable, with a message for users."""
+    try:
+        yield
+    except (
+        ConnectionFault, TimeoutFault, ResponseError, InvalidResponse,
+        getattr(sys.modules.get("kombu.exceptions"), "OperationalError", ConnectionFault),
+    ) as fault:  # fmt: skip
+        if message := user_message(fault, settings):
+            raise RedisUnavailable(message) from None
+        raise

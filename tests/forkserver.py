@@ -290,11 +290,14 @@ def main() -> None:
     import feedmill.export.postgres  # noqa: PLC0415
     import feedmill.monitoring.dashboard  # noqa: PLC0415
     import feedmill.workers.models.classifiers.similarity  # noqa: PLC0415
+    import feedmill.workers.models.engines.network  # noqa: PLC0415
+    import feedmill.workers.models.hub  # noqa: PLC0415
     import feedmill.workers.run  # noqa: PLC0415
-    import feedmill.workers.runtime.consumer  # noqa: F401, PLC0415
+    import feedmill.workers.runtime.consumer  # noqa: PLC0415
 
     for package in OF_TESTS:
         importlib.import_module(package)
+    feedmill.cli.main.application()  # imports the commands
     del sys.path[0]  # the working directory, added by `-m`
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # private
         finalizer.atexit = False  # torch would destroy its operators when each process exits

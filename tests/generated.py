@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from typer.main import get_command
 
-from feedmill.cli.main import app
+from feedmill.cli.main import application
 from feedmill.producers.live import daemon as live_metrics
 from feedmill.shared.messages import MAX_POSTS_PER_MESSAGE, MESSAGE_VERSION, ClassifyOptions, Outcome, Post
 from feedmill.shared.metrics import REDIS_METRICS, Metric
@@ -69,7 +69,7 @@ def tree() -> str:
 
 def commands() -> str:
     """Return each command with the first paragraph of its help and the names of its arguments and flags."""
-    return table(("command", "does", "arguments and flags"), described(get_command(app), "feedmill"))
+    return table(("command", "does", "arguments and flags"), described(get_command(application()), "feedmill"))
 
 
 def described(command: Any, name: str) -> Iterator[tuple[str, str, str]]:

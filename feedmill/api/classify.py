@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, overload
 from narwhals.typing import IntoDataFrameT, IntoSeries
 
 from feedmill.api.request import Labels, OneItem, Prediction, Predictions, Request, read_options
-from feedmill.local_model import explain_refusals, load_calibrated
-from feedmill.shared.errors import UserError
+from feedmill.local_model import load_calibrated
+from feedmill.shared.errors import UserError, explain_refusals
 from feedmill.shared.messages import ClassifyOptions, Outcome, Post
 from feedmill.shared.settings import load_arguments
 
@@ -71,7 +71,7 @@ class Classifier:
         loaded, budget = load_calibrated(self._settings)  # first: it explains missing packages
         from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
 
-        with explain_refusals(self._settings):
+        with explain_refusals(self._settings.model):
             self.labels = loaded.label_set(self._default).labels
         self.model, self.device = loaded.weights.name, loaded.device.name
         #: True after a warning about rows without a label. Later calls with frames do not warn: a job has thousands.
@@ -136,7 +136,7 @@ class Classifier:
     def _outcomes(self, posts: Iterable[Post], options: ClassifyOptions) -> Generator[tuple[Post, Outcome]]:
         if self._pipeline is None:
             raise UserError("This classifier is closed. Create another one.")
-        with explain_refusals(self._settings):
+        with explain_refusals(self._settings.model):
             yield from self._pipeline.classify(posts, options)
 
     @property

@@ -21,10 +21,11 @@ from feedmill.api.request import Failures, Item, Labels, Prediction, Predictions
 from feedmill.producers.push import Pusher
 from feedmill.producers.records import id_of_text, normalize_keys, parse_post
 from feedmill.shared import runs
-from feedmill.shared.broker import connect, make_app, user_errors
+from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import RequestRefused, UserError, sentence
 from feedmill.shared.messages import MAX_ID, Post, parse_run
 from feedmill.shared.model_routing import check_options, check_queue, missing_worker
+from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.settings import Settings, load_arguments
 
 #: Results fetched from Redis at once. One of 32 posts and 16 labels has about 25 KB.

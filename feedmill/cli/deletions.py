@@ -36,7 +36,7 @@ MAX_QUOTED_IDS = 5
 #: Numbers of removed things by name, and a summary.
 Done = tuple[dict[str, int], str]
 
-dead_app = typer.Typer(
+dead = typer.Typer(
     name="dead", no_args_is_help=True, help="List, retry or drop dead letters (posts that could not be classified)."
 )
 
@@ -112,7 +112,7 @@ DeadLetterIds = Annotated[list[str] | None, Argument(metavar="ID...", help="Ids 
 All = Annotated[bool, Option("--all", help="Select every dead letter.")]
 
 
-@dead_app.command("list")
+@dead.command("list")
 @excludes("ID...", "--count", "--run")
 @with_settings("redis_url")
 def list_(
@@ -135,7 +135,7 @@ def list_(
         typer.echo("no dead letters", err=True)
 
 
-@dead_app.command()
+@dead.command()
 @with_settings("redis_url")
 def retry(settings: Settings, ids: DeadLetterIds = None, every: All = False) -> None:
     """Send the posts of dead letters to their queues again, with their original options.
@@ -161,7 +161,7 @@ def retry(settings: Settings, ids: DeadLetterIds = None, every: All = False) -> 
     raise typer.Exit(1 if refused else 0)
 
 
-@dead_app.command()
+@dead.command()
 @with_settings("redis_url")
 def drop(settings: Settings, ids: DeadLetterIds = None, every: All = False, yes: Yes = False) -> None:
     """Delete dead letters permanently. Asks first with --all."""
@@ -264,7 +264,7 @@ def purge(
     lift: Annotated[bool, Option("--lift", help="Unblock the posts instead; deletes and restores nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete everything stored about the given posts and block them from being ingested again.
+    """Delete everything stored about posts, and block them from being ingested again.
 
     Asks first in a terminal. The block lasts a year. With --run, delete what is stored about a run; with --queue,
     remove the messages that no worker has taken yet. Neither blocks anything: the posts can be sent again. Exits 1 if

@@ -1,8 +1,4 @@
-"""The `feedmill deploy` command: switch the workers of a queue to another model while they keep running.
-
-The command stores the requested model in Redis, asks the workers to check for it, and polls them until they have
-switched or failed.
-"""
+"""The `feedmill deploy` command: switch the workers of a queue to another model while they keep running."""
 
 import json
 import time

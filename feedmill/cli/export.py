@@ -26,7 +26,7 @@ from feedmill.shared.errors import DatabaseUnavailable, UserError, clause, expla
 from feedmill.shared.redis_errors import is_temporary
 from feedmill.shared.runs import progress
 from feedmill.shared.settings import PREFIX, Settings
-from feedmill.stack.signals import note_signals
+from feedmill.stack.processes import note_signals
 from feedmill.tables import format_of
 
 if TYPE_CHECKING:

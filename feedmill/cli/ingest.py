@@ -32,7 +32,7 @@ from feedmill.producers.reddit import topics as topics_file
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import UserError, explain_missing, printable
 from feedmill.shared.settings import Settings
-from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
+from feedmill.stack.processes import EXIT_SIGNALS, handle_signals, not_ignored
 from feedmill.workers.models.plugins import load_plugin
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ DEFAULT_LIMIT = 100
 #: Seconds between two status lines in a log, and until the first one.
 LOG_INTERVAL_S, FIRST_LOG_DELAY_S = 60.0, 10.0
 
-app = typer.Typer(
+ingest = typer.Typer(
     name="ingest",
     help="Read posts from Reddit, Bluesky or your own source and send them to the queue.",
     no_args_is_help=True,
@@ -55,7 +55,7 @@ Period = Literal["hour", "day", "week", "month", "year", "all"]
 RedditSite = Literal["reddit", "arctic-shift"]
 
 
-@app.command()
+@ingest.command()
 @needs("--listing", "--once")
 @needs("--period", "--once")
 @excludes("--once", "--source")
@@ -100,7 +100,7 @@ def _reddit_source(limit: int, site: RedditSite, settings: Settings, clock: Cloc
     return RedditSource(api, redis, topics, settings, clock, limit, archive if settings.reddit_fill_gaps else None)
 
 
-@app.command()
+@ingest.command()
 @with_settings(*SENDING, "bluesky_languages", "bluesky_min_characters", "metrics_port")
 def bluesky(settings: Settings, flags: MessageFlags) -> None:
     """Send Bluesky's new posts to the queue until SIGTERM, dozens per second. Needs no key.
@@ -113,7 +113,7 @@ def bluesky(settings: Settings, flags: MessageFlags) -> None:
     _follow(lambda settings, clock, _: BlueskySource(settings, clock), settings, flags)
 
 
-@app.command()
+@ingest.command()
 @with_settings(*SENDING, "metrics_port")
 def live(
     settings: Settings,
@@ -230,7 +230,7 @@ def _one_pass(settings: Settings, flags: MessageFlags, kind: ListingKind, limit:
     raise typer.Exit(1 if failed else 0)
 
 
-@app.command()
+@ingest.command()
 @with_settings("redis_url")
 def gaps(
     settings: Settings,
@@ -261,7 +261,7 @@ def _gap_state(gap: Gap) -> str:
     return f"open: {printable(gap.problem)}" if gap.problem else "open"
 
 
-@app.command()
+@ingest.command()
 def topics() -> None:
     """Print the default topics file, as a template for your own."""
     typer.echo(topics_file.DEFAULT_TOPICS_FILE.read_text(encoding="utf-8"), nl=False)

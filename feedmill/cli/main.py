@@ -5,50 +5,27 @@ found; 2 on a user error, which the message explains, or if the output cannot be
 services, which end with 0 after Ctrl-C and SIGTERM (docs/reference/errors.md).
 """
 
+import atexit
 import errno
+import gc
 import io
-import logging
 import os
 import re
-import shlex
-import signal
 import sys
 from contextlib import suppress
-from functools import partial
-from threading import Timer
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.text import Text
 from typer import Option
 
 from feedmill import __version__
-from feedmill.cli import deletions, deploy, enqueue, export, ingest, measuring, offline, results, status, train
-from feedmill.cli.options import with_settings
-from feedmill.console import notes_console
-from feedmill.shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
-from feedmill.shared.settings import PREFIX, Settings, is_folder_locked
-from feedmill.stack.demo import run as run_demo
-from feedmill.stack.embedded import Stack, flower_url, start
-from feedmill.stack.lock import stop_stack
-from feedmill.stack.signals import not_ignored, note_signals
-from feedmill.stack.supervisor import Supervisor, shares
+from feedmill.shared.errors import UserError, printable_lines
 
-logger = logging.getLogger(__name__)
-
-#: Seconds that `feedmill down` waits longer than the worker may take to finish its messages.
-STOP_MARGIN_S = 30.0
 #: Exit status after Ctrl-C.
 INTERRUPTED = 130
 #: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
-    context_settings={"help_option_names": ["--help", "-h"]},
-    help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
-    "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
-)  # fmt: skip
 
 
 def _print_version(is_given: bool) -> None:
@@ -58,7 +35,6 @@ def _print_version(is_given: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def main(
     _version: Annotated[
         bool, Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
@@ -67,155 +43,64 @@ def main(
     """Take the options that need no command."""
 
 
-@with_settings()
-def demo(
-    settings: Settings,
-    all_posts: Annotated[bool, Option("--all", help="Show every post instead of a random sample.")] = False,
-) -> None:
-    """Run the whole system once on the bundled posts.
-
-    Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops.
-    """
-    run_demo(settings, all_posts)
-
-
-@with_settings("data_folder")
-def up(settings: Settings) -> None:
-    """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
-
-    Data, logs, ports and passwords stay in the data folder for the next `feedmill up`. Processes that exit are
-    restarted. While it runs, other commands connect to its Redis by default.
-    """
-    if settings.redis_url is not None:
-        raise SettingsError(
-            "`feedmill up` starts its own Redis, but FEEDMILL_REDIS_URL is set and sends the other commands "
-            "elsewhere. Unset it, or run `feedmill worker` to use that Redis."
-        )
-    notes = notes_console()
-    with note_signals() as received:
-        stack = Stack(settings, settings.data_folder, durable=True, signals=received)
-        try:
-            start(stack, notes)
-            notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C or `feedmill down` stops everything."))
-            folder = f"export {PREFIX}DATA_FOLDER={shlex.quote(str(settings.data_folder))}"
-            steps = (folder, "feedmill enqueue posts.csv", "feedmill results --follow")
-            notes.print(Text("\n  ".join(["In another terminal:", *steps])))
-            stack.stay(partial(notes.print, markup=False))
-        except (KeyboardInterrupt, SystemExit):  # a signal during the start is a normal end, too
-            notes.print("stopping …")
-        finally:
-            stack.stop()
-            notes.print("stopped")
+#: Commands: their panel in `feedmill --help`, their module and name, and the start of their help.
+COMMANDS = (
+    ("Try it", "running.demo", "Run the whole system once on the bundled posts."),
+    ("Try it", "offline.classify", "Classify a text or a file's posts in this process."),
+    ("Run it", "running.up", "Run Redis, a worker and Flower until Ctrl-C or SIGTERM."),
+    ("Run it", "running.down", "Stop the `feedmill up` that runs with this data folder."),
+    ("Run it", "running.url", "Print the URL of the Redis that the commands use, including its password."),
+    ("Run it", "running.worker", "Run a worker on one device, or one worker per device."),
+    ("Run it", "running.flower", "Run Flower, Celery's dashboard of queues, workers and messages."),
+    ("Send posts", "enqueue.enqueue", "Send the posts of a file to the queue."),
+    ("Send posts", "ingest.ingest", "Read posts from Reddit, Bluesky or your own source and send them to the queue."),
+    ("Read results", "results.results", "Show the newest results, follow new ones, or look up posts."),
+    ("Read results", "results.report", "Write an HTML report on the last hours."),
+    ("Read results", "export.export", "Write results to Parquet, CSV or JSONL files, or to a table in PostgreSQL."),
+    ("Observe it", "status.status", "Show the state of queues, workers, results and Redis memory."),
+    ("Observe it", "status.health", "Check health. Exits 0 if healthy, 1 if not."),
+    ("Observe it", "status.metrics", "Serve Prometheus metrics of queues and results until SIGTERM."),
+    ("Clean up", "deletions.purge", "Delete everything stored about posts, and block them from being ingested again."),
+    ("Clean up", "deletions.dead", "List, retry or drop dead letters (posts that could not be classified)."),
+    ("Improve it", "measuring.tune", "Measure token budgets, the sizes of micro-batches, on a file's posts."),
+    ("Improve it", "measuring.evaluate", "Compare a model's labels with the topics of a file's posts."),
+    ("Improve it", "train.label", "Label the posts that teach most, with a key per post, and make a model of them."),
+    ("Improve it", "train.train", "Fine-tune a classifier on labelled posts, or fit a head on embeddings (--head)."),
+    ("Improve it", "deploy.deploy", "Switch the workers of a queue to another model without stopping them."),
+)
 
 
-@with_settings("data_folder")
-def down(settings: Settings) -> None:
-    """Stop the `feedmill up` that runs with this data folder.
-
-    Waits until its worker has finished the messages it holds. Data, ports and passwords stay for the next `feedmill
-    up`. Exits 1 if none is running.
-    """
-    pid = stop_stack(settings.data_folder, settings.drain + STOP_MARGIN_S, partial(typer.echo, err=True))
-    folder = printable(str(settings.data_folder))
-    if pid is None:
-        typer.echo(f"No `feedmill up` is running with data in {folder}.", err=True)
-        raise typer.Exit(1)
-    typer.echo(f"Stopped `feedmill up` (process {pid}). Its data stays in {folder}.")
-
-
-@with_settings("data_folder")
-def url(
-    settings: Settings,
-    flower: Annotated[
-        bool, Option("--flower", help="Print the URL of the Flower of `feedmill up`, with user and password.")
-    ] = False,
-) -> None:
-    """Print the URL of the Redis that the commands use, including its password.
-
-    Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`.
-    """
-    if flower:
-        typer.echo(flower_url(settings.data_folder))
-        return
-    if settings.redis_url is None and not is_folder_locked(settings.data_folder):
-        raise SettingsError(
-            f"No `feedmill up` is running with data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set. "
-            "Start `feedmill up`, or set the variable."
-        )
-    typer.echo(settings.broker_url)
-
-
-@with_settings(
-    "model", "queue", "revision", "classifier", "engine", "device", "devices", "dtype", "token_budget", "metrics_port",
-    "include", "redis_url", explains_redis=False,
-)  # fmt: skip
-def worker(
-    settings: Settings,
-    name: Annotated[
-        str | None, Option(help="Worker name, unique among the workers of one Redis (default: generated).")
-    ] = None,
-) -> None:
-    """Run a worker on one device, or one worker per device.
-
-    On SIGTERM, a worker finishes the messages it holds and exits. After FEEDMILL_DRAIN seconds (30) it returns the rest
-    to the queue.
-    """
-    if settings.devices:
-        found = shares(settings.devices)
-        if len(found) > 1:
-            raise typer.Exit(Supervisor(settings, found, name).run())
-        (share,) = found
-        os.environ.update(share.environment)  # before the import of torch, which reads it once
-        settings, name = settings.model_copy(update={"device": share.device}), share.node(name)
-    for number in not_ignored(signal.SIGINT, signal.SIGTERM):
-        # Until the worker takes messages, it holds nothing. No exception: packages with C code swallow it in imports.
-        signal.signal(number, lambda *_: os._exit(0))
-    with explain_missing("A worker", "worker"):
-        from feedmill.workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
-    raise typer.Exit(run_worker(settings, name))
-
-
-@with_settings("data_folder", "redis_url")
-def flower(
-    settings: Settings,
-    port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 5555,
-    address: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
-) -> None:
-    """Run Flower, Celery's dashboard of queues, workers and messages.
-
-    The user is feedmill; set the password in FEEDMILL_FLOWER_PASSWORD.
-    """
-    with explain_missing("Flower", "monitor"):
-        from feedmill.monitoring.dashboard import Dashboard  # noqa: PLC0415 - needs Flower, an optional package
-    Dashboard(settings, address, port).run()
-
-
-#: Commands and groups of commands by purpose, the panels of `feedmill --help`.
-COMMANDS: dict[str, tuple[Any, ...]] = {
-    "Try it": (demo, offline.classify),
-    "Run it": (up, down, url, worker, flower),
-    "Send posts": (enqueue.enqueue, ingest.app),
-    "Read results": (results.results, results.report, export.export),
-    "Observe it": (status.status, status.health, status.metrics),
-    "Handle failures and deletions": (deletions.purge, deletions.dead_app),
-    "Improve the model": (measuring.tune, measuring.evaluate, train.label, train.train, deploy.deploy),
-}
-for purpose, commands in COMMANDS.items():
-    for command in commands:
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, rich_help_panel=purpose)
+def application(*names: str) -> typer.Typer:
+    """Return the application with these commands, or all. The others have only the start of their help: no imports."""
+    app = typer.Typer(
+        no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+        context_settings={"help_option_names": ["--help", "-h"]},
+        help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
+        "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
+    )  # fmt: skip
+    app.callback()(main)
+    for panel, place, start in COMMANDS:
+        module, name = place.split(".")
+        if names and name not in names:
+            app.command(name, help=start, rich_help_panel=panel)(main)
+        elif isinstance(command := getattr(import_module(f"feedmill.cli.{module}"), name), typer.Typer):
+            app.add_typer(command, rich_help_panel=panel)
         else:
-            app.command(rich_help_panel=purpose)(command)
+            app.command(rich_help_panel=panel)(command)
+    return app
 
 
 def run() -> None:
     """Run the console script; report user errors as a message, without a traceback."""
+    _open_closed_streams()
+    gc.set_threshold(20_000)  # imports make a million objects and little garbage
+    atexit.register(gc.freeze)  # runs last: the exit would search torch's objects for garbage, which takes a second
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
-    sys.unraisablehook = _repeat_interrupt
     try:
         try:
+            app = application(*sys.argv[1:2] or ["--help"])  # a command is always the first argument
             _format_help(typer.main.get_command(app))(prog_name="feedmill")
         finally:
             sys.stdout.flush()
@@ -236,12 +121,12 @@ def run() -> None:
         _end(2, f"Cannot write the output: {error.strerror}.")
 
 
-def _repeat_interrupt(dropped: Any) -> None:
-    """Send Ctrl-C again, soon, if Python has dropped it in a callback of an import."""
-    if dropped.exc_type is KeyboardInterrupt:
-        Timer(0.01, signal.raise_signal, (signal.SIGINT,)).start()
-    else:
-        sys.__unraisablehook__(dropped)
+def _open_closed_streams() -> None:
+    """Replace closed standard streams, as some daemons leave them, by the null device. Python has None for them."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # In this order, it gets the stream's descriptor, the lowest that is free. A file of posts must not get it.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 - open until the end
 
 
 def _format_help(command: Any) -> Any:

@@ -10,9 +10,9 @@ from typer import Option
 
 from feedmill.cli.options import MODEL, File, FileFlags, JsonSummary, Limit, with_settings
 from feedmill.console import Report, notes_console, output_console
-from feedmill.local_model import explain_refusals, load_model
+from feedmill.local_model import load_model
 from feedmill.producers.files import FileReading
-from feedmill.shared.errors import InputError, ModelError, explain_missing, json_line, printable
+from feedmill.shared.errors import InputError, ModelError, explain_missing, explain_refusals, json_line, printable
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.settings import Settings
 
@@ -38,10 +38,9 @@ def tune(
     loaded = load_model(settings)
     # Imported late: needs torch, which only workers have.
     from feedmill.evaluation import show_rates  # noqa: PLC0415
-    from feedmill.workers.pipeline.calibration import Peak, measure, remember  # noqa: PLC0415
+    from feedmill.workers.pipeline.calibration import measure, remember  # noqa: PLC0415
 
-    peak = Peak(loaded.device.torch, settings.engine)
-    with explain_refusals(settings), notes.status(f"measuring {len(texts):,} posts"):
+    with explain_refusals(settings.model), notes.status(f"measuring {len(texts):,} posts"):
         label_set = loaded.label_set(ClassifyOptions())
         tokens = sum(row.length for rows in loaded.prepare(texts, label_set) for row in rows)
         rates = measure(loaded, settings, lambda chance: chance.choice(texts))
@@ -49,7 +48,7 @@ def tune(
         raise ModelError(f"{loaded.device.name} has too little memory for {loaded.weights.name}. Use a smaller model, "
                          "fewer labels, or half precision (FEEDMILL_DTYPE).")  # fmt: skip
     typer.echo(f"{loaded.weights.name} on {loaded.device}: {len(texts):,} posts, {tokens:,} tokens")
-    found = show_rates(output_console(), rates, tokens / len(texts), loaded.device.lanes, peak.mb())
+    found = show_rates(output_console(), rates, tokens / len(texts), loaded.device.lanes)
     if stored := remember(loaded, settings, rates):
         typer.echo(f"Workers of this model, device and settings now start with token budget {found['knee']}.")
     if settings.token_budget:
@@ -59,23 +58,15 @@ def tune(
     _end(reading)
 
 
-@with_settings(*(name for name in MODEL if name != "model"), plain_logs=True)
+@with_settings(*MODEL, plain_logs=True)
 def evaluate(
-    settings: Settings,
-    file: File,
-    columns: FileFlags,
-    models: Annotated[
-        list[str] | None, Option("--model", help="Model to evaluate, as for classify; repeat to compare several.")
-    ] = None,
-    limit: Limit = None,
-    as_json: JsonSummary = False,
+    settings: Settings, file: File, columns: FileFlags, limit: Limit = None, as_json: JsonSummary = False
 ) -> None:
     """Compare a model's labels with the topics of a file's posts.
 
-    Prints precision, recall, F1 and the most frequent mistake per label, accuracy and macro-F1. Give --model several
-    times to compare models. Exits 1 if a post failed or a record was malformed.
+    Prints precision, recall, F1 and the most frequent mistake per label, accuracy and macro-F1. Exits 1 if a post
+    failed or a record was malformed.
     """
-    each = [settings.model_copy(update={"model": model}) for model in models or (settings.model,)]
     notes = notes_console()
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, shows_ids=False)
     posts = _first(reading, file, limit)
@@ -83,46 +74,31 @@ def evaluate(
         raise InputError("No post has a topic. Add the true labels in the field `topic`.")
     with explain_missing("Evaluating", "worker"):
         from feedmill import evaluation  # noqa: PLC0415 - needs torch, which only workers have
-    if compared := len(each) > 1:
-        each = [evaluation.usable_settings(settings) for settings in each]
-    loaded = [load_model(settings) for settings in each]
-    known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
-    progress = Report(notes)
-    found = [evaluation.measure(known, model, own, progress) for model, own in zip(loaded, each, strict=True)]
+    loaded = load_model(settings)
+    known = _known(posts, loaded.label_set(ClassifyOptions()).labels)
+    found = evaluation.measure(known, loaded, settings, Report(notes))
+    evaluation.show(output_console(), found.summary)
     left_out = len(posts) - len(known)
-    summaries = {one.model: one.summary | {"left_out": left_out + len(one.failures)} for one in found}
-    if compared:
-        best_first = sorted(summaries.items(), key=lambda one: one[1]["accuracy"], reverse=True)
-        output_console().print(evaluation.models_table("model", best_first))
-        typer.echo(f"{len(known):,} posts.")
-    else:
-        evaluation.show(output_console(), found[0].summary)
     if left_out:
-        typer.echo(f"Excluded: {left_out:,} posts whose topic is missing or not a label{' of every model' * compared}.")
-    failures = [] if compared else found[0].failures
-    if failures:
+        typer.echo(f"Excluded: {left_out:,} posts whose topic is missing or not a label.")
+    if failures := found.failures:
         typer.echo(f"Excluded: {len(failures):,} posts that could not be classified; the first: {failures[0]}")
     if as_json:
-        typer.echo(json_line({"posts": len(known), "models": summaries} if compared else summaries[found[0].model]))
+        typer.echo(json_line(found.summary | {"left_out": left_out + len(failures)}))
     _end(reading, bool(failures))
 
 
-def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:
-    """Return the posts whose topic is a label of every set, each with that label. Raises InputError without any."""
+def _known(posts: Sequence[Post], labels: Sequence[str]) -> list[tuple[Post, str]]:
+    """Return the posts whose topic is a label, each with that label. Raises InputError without any."""
     from feedmill.evaluation import matching_label  # noqa: PLC0415 - needs numpy, which comes with torch
 
-    known = [
-        (post, truth)
-        for post in posts
-        if (truth := matching_label(post.topic, label_sets[0])) is not None
-        and all(truth in labels for labels in label_sets)
-    ]
+    known = [(post, truth) for post in posts if (truth := matching_label(post.topic, labels)) is not None]
     if not known:
         topics = Counter(post.topic for post in posts if post.topic)
         named = ", ".join(printable(topic) for topic, _ in topics.most_common(MAX_TOPICS_NAMED))
-        labels = ", ".join(label for label in label_sets[0] if all(label in one for one in label_sets))
         raise InputError(
-            f"No post's topic is one of the labels (topics: {named}; labels: {labels}). Pass the topics as --labels."
+            f"No post's topic is one of the labels (topics: {named}; labels: {', '.join(labels)}). Pass the topics as "
+            "--labels."
         )
     return known
 

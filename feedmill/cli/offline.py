@@ -22,11 +22,19 @@ from typer import Argument, Option
 
 from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOption, needs, refuse, with_settings
 from feedmill.console import ID_WIDTH, LiveBar, counted, notes_console, output_console, span, with_title
-from feedmill.local_model import explain_refusals, load_calibrated
+from feedmill.local_model import load_calibrated
 from feedmill.producers.files import NOT_UTF8, CsvTable, FileReading, Place, Row, Source, is_file
 from feedmill.producers.records import NO_TEXT, REMOVED, parse_text
 from feedmill.shared.atomic_files import replacing
-from feedmill.shared.errors import InputError, UserError, explain_missing, explain_unwritable, json_line, printable
+from feedmill.shared.errors import (
+    InputError,
+    UserError,
+    explain_missing,
+    explain_refusals,
+    explain_unwritable,
+    json_line,
+    printable,
+)
 from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from feedmill.shared.settings import Settings
 from feedmill.tables import Classify, check_new_columns, format_of, label_columns, with_outcomes
@@ -260,7 +268,7 @@ def classify(
         ),
         (as_json and output.out == "-", "--json and --out - both print to standard output. Omit one of them."),
     )
-    with explain_refusals(settings):
+    with explain_refusals(settings.model):
         if output.out is not None:
             labelling = Labelling(what, file, output, limit)
             labelling.run(load)

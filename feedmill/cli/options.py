@@ -26,10 +26,9 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from feedmill.producers.records import Columns, seconds_of_date
 from feedmill.shared import logs
-from feedmill.shared.broker import user_errors
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.messages import ClassifyOptions, parse_run
-from feedmill.shared.model_routing import check_queue
+from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.settings import CLASSIFIER_CHOICES, Settings, load, unknown_variables
 
 logger = logging.getLogger(__name__)
@@ -178,6 +177,8 @@ class MessageFlags:
 
         FEEDMILL_QUEUE is not checked against the known queues, because producers may start before the first worker.
         """
+        from feedmill.shared.model_routing import check_queue  # noqa: PLC0415 - Celery, which other commands need not
+
         if self.queue is not None:
             check_queue(redis, self.queue)
 

@@ -77,11 +77,11 @@ def results(
     ] = CLAIM_AFTER_S,
     as_json: AsJson = False,
 ) -> None:
-    """Show the newest results, follow new ones, read as a consumer group, or look up posts.
+    """Show the newest results, follow new ones, or look up posts.
 
-    With --group, each result goes to one reader of the group, at least once. A result is acknowledged once it is
-    written to standard output. With ids, shows every result of these posts: one for each text, model and label set, and
-    each run. Exits 1 if no result matches the filters, or one of the posts has none.
+    With --group, read as a consumer group: each result goes to one of its readers, at least once, and is acknowledged
+    once it is written to standard output. With ids, shows every result of these posts: one for each text, model and
+    label set, and each run. Exits 1 if no result matches the filters, or one of the posts has none.
     """
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, run)

@@ -29,7 +29,7 @@ from typer import Argument, Option
 from feedmill import __version__
 from feedmill.cli.options import AsJson, FileFlags, JsonSummary, excludes, with_settings
 from feedmill.console import Report, notes_console, output_console, span
-from feedmill.local_model import explain_refusals, load_model
+from feedmill.local_model import load_model
 from feedmill.producers.files import FileReading
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import (
@@ -41,6 +41,7 @@ from feedmill.shared.errors import (
     UserError,
     clause,
     explain_missing,
+    explain_refusals,
     explain_unwritable,
     json_line,
     printable,
@@ -187,9 +188,9 @@ def make_folder(folder: Path) -> set[str]:
 def _tested(options: TrainOptions, dataset: Dataset, settings: Settings, report: Report) -> dict[str, Any]:
     """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
     # Imported late: needs torch, which only workers have.
-    from feedmill.evaluation import measure, usable_settings  # noqa: PLC0415
+    from feedmill.evaluation import measure  # noqa: PLC0415
     from feedmill.training.head import described  # noqa: PLC0415
-    from feedmill.workers.models.classifiers.registry import WITH_FIXED_LABELS, kind_of  # noqa: PLC0415
+    from feedmill.workers.models.classifiers.registry import WITH_FIXED_LABELS, kind_of, usable_settings  # noqa: PLC0415
 
     known = [(example.post, example.label) for example in dataset.test]
 
@@ -298,7 +299,7 @@ def _embed(base: str, posts: Sequence[Post], settings: Settings, report: Report)
     try:
         report.phase(f"loading {base}")
         embedder = head.Embedder(base, settings, MAX_TOKENS)
-        with explain_refusals(settings):
+        with explain_refusals(settings.model):
             vectors = embedder.embed([post.text for post in posts], report)
             described = ClassifyOptions(labels=settings.labels, template=settings.template)
             return embedder, active.Pool(vectors, embedder.label_vectors(described))

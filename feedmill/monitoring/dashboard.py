@@ -40,7 +40,7 @@ from feedmill.shared.linux import notify
 from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.model_routing import queues
 from feedmill.shared.settings import FLOWER_USER, PREFIX, Settings
-from feedmill.stack.signals import EXIT_SIGNALS, not_ignored
+from feedmill.stack.processes import EXIT_SIGNALS, not_ignored
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from rich.filesize import decimal
 
 from feedmill.console import span
 from feedmill.producers.live.state import Gaps, LiveStatus, statuses
-from feedmill.shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth, user_errors
+from feedmill.shared.broker import TRANSPORT_KEYS, QueueDepth, make_app, queue_depth
 from feedmill.shared.errors import RedisUnavailable
 from feedmill.shared.keys import DEAD_LETTERS
 from feedmill.shared.metrics import RedisMemory, connect_for_monitoring, oldest_seconds, read_memory
 from feedmill.shared.model_routing import expected_workers, known_queues
-from feedmill.shared.redis_errors import rejects_writes
+from feedmill.shared.redis_errors import rejects_writes, user_errors
 from feedmill.shared.results import Counters, ResultsStore
 from feedmill.shared.runs import Progress, recent
 from feedmill.shared.settings import PREFIX, Settings

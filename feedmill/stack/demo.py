@@ -24,7 +24,7 @@ from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.stack.embedded import Stack, start
-from feedmill.stack.signals import note_signals
+from feedmill.stack.processes import note_signals
 
 #: Rows of the table, unless `--all` shows every post.
 SAMPLE_ROWS = 16

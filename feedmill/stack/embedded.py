@@ -1,7 +1,4 @@
-"""Run the embedded stack: a redis-server, a worker and Flower as child processes.
-
-The worker is the ordinary `feedmill worker`, connected to a Redis that this process starts and stops.
-"""
+"""Run the embedded stack: a redis-server, an ordinary `feedmill worker` and Flower as child processes."""
 
 import json
 import os
@@ -19,7 +16,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from redis.exceptions import RedisError
@@ -122,12 +119,14 @@ class Stack:
 
     The attribute `settings` holds settings for the stack's own Redis. durable: Redis persists its data in the
     folder; otherwise they are lost when the stack stops. signals: the numbers of the signals that asked this process to
-    end so far (`note_signals`). Raises StackError.
+    end so far (`note_signals`). lock: of the folder, if the caller has it. Raises StackError.
     """
 
-    def __init__(self, settings: Settings, folder: Path, durable: bool, signals: Sequence[int] = ()) -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, durable: bool, signals: Sequence[int] = (), lock: Any = None
+    ) -> None:
         self._folder, self._durable, self._signals = folder, durable, signals
-        self._lock = lock_folder(folder)
+        self._lock = lock or lock_folder(folder)
         self.addresses = addresses_in(settings.model_copy(update={"data_folder": folder}))
         unset = dict.fromkeys(name for name in Settings.model_fields if name.startswith("redis_"))
         ours = unset | {"redis_url": self.addresses.redis_url, "data_folder": folder}

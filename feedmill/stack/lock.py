@@ -1,51 +1,27 @@
-"""Lock the data folder of a `feedmill up`. By this lock, other commands see that it runs, and `feedmill down` stops it.
-
-Imports little, because `feedmill up` locks its folder before it imports the rest, which takes a second. Commands that
-start meanwhile would otherwise use another Redis on localhost.
-"""
+"""Lock the data folder of a `feedmill up`: so other commands see that it runs, and `feedmill down` stops it."""
 
 import fcntl
 import json
 import os
 import signal
 import time
-from argparse import ArgumentError, ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from feedmill.shared.errors import StackError, UserError
+from feedmill.shared.errors import StackError
 from feedmill.shared.linux import process_namespace
-from feedmill.shared.settings import LOCK_FILE, is_folder_locked, load
+from feedmill.shared.settings import LOCK_FILE, is_folder_locked
 
 #: Attempts to lock the data folder. Several are needed, because `is_folder_locked` holds the lock for microseconds.
 LOCK_ATTEMPTS = 10
 #: Seconds between these attempts, and between checks whether a stack has stopped.
 LOCK_PAUSE_S, POLL_INTERVAL_S = 0.05, 0.1
-#: The lock that `lock_early` took, until the stack takes it over, with its folder.
-_early: dict[Path, IO[str]] = {}
-
-
-def lock_early(arguments: Sequence[str]) -> None:
-    """Lock the data folder if these are the arguments of `feedmill up`, for a later `lock_folder` in this process.
-
-    Leaves errors to the command.
-    """
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("command", nargs="?")
-    parser.add_argument("--data-folder")
-    with suppress(ArgumentError, UserError):
-        given, others = parser.parse_known_args(arguments)
-        if given.command == "up" and not others:
-            folder = load(data_folder=given.data_folder).data_folder
-            _early[folder] = lock_folder(folder)
 
 
 def lock_folder(folder: Path) -> IO[str]:
     """Create the data folder, and lock it until the file is closed. Raises StackError if another stack uses it."""
-    if folder in _early:
-        return _early.pop(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (folder / LOCK_FILE).open("a")

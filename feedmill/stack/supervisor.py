@@ -25,8 +25,7 @@ from feedmill.shared import linux
 from feedmill.shared.errors import SettingsError, UserError, json_line
 from feedmill.shared.linux import notify
 from feedmill.shared.settings import PREFIX, Settings
-from feedmill.stack.processes import Child, Service, environment, python_command
-from feedmill.stack.signals import note_signals
+from feedmill.stack.processes import Child, Service, environment, note_signals, python_command
 
 logger = logging.getLogger(__name__)
 

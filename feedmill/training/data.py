@@ -19,9 +19,10 @@ from feedmill.cli.options import FileFlags
 from feedmill.producers.files import FileReading
 from feedmill.producers.records import Labelled
 from feedmill.reading import RowReader
-from feedmill.shared.broker import connect, user_errors
+from feedmill.shared.broker import connect
 from feedmill.shared.errors import InputError, RedisUnavailable, UserError, printable
 from feedmill.shared.messages import Post, digest
+from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.settings import Settings
 
 #: Default minimum of posts per label, for fine-tuning and for a head.

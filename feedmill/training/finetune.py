@@ -52,10 +52,9 @@ from feedmill.workers.models.classifiers.layout import Layout, read_layout
 from feedmill.workers.models.classifiers.registry import check_size, classifier_kind
 from feedmill.workers.models.classifiers.similarity import COSINE_SCALE, DEFAULT_TEMPLATE
 from feedmill.workers.models.engines import device_errors
-from feedmill.workers.models.engines.network import Network, load_pretrained, max_row_tokens, padding_token, read_config
+from feedmill.workers.models.engines.network import Network, load_pretrained, padding_token
 from feedmill.workers.models.tokenizer import load_tokenizer
-from feedmill.workers.models.weights import Weights, locate
-from feedmill.workers.pipeline.calibration import Peak
+from feedmill.workers.models.weights import Weights, locate, max_row_tokens, read_config
 
 #: Rows per forward pass when fitting the head. Fixed, so that the head does not depend on the batch size.
 HEAD_BATCH_SIZE = 16
@@ -110,8 +109,8 @@ class Trained(NamedTuple):
 
     model: Any
     tokenizer: Any
-    #: The training's part of training.json: plan, seconds, samples_per_s, peak_mb (10^6 bytes; None if unknown) and
-    #: curve, the Trainer's log of losses.
+    #: The training's part of training.json: plan, seconds, samples_per_s and curve, the Trainer's
+    #: log of losses.
     record: dict[str, Any]
     save: Callable[[Path], None]
 
@@ -142,7 +141,7 @@ class Training:
         data = self._dataset
         self._report.phase(f"tokenizing {len(data.train):,} posts")
         rows = self._rows(data.train)
-        last, plan, peak = self._last_checkpoint(), self._plan(), Peak(self._device.torch, "torch")
+        last, plan = self._last_checkpoint(), self._plan()
         trainer = self._train(rows, "training", last)
         seconds = trainer.state.log_history[-1]["train_runtime"]
         steps = trainer.state.global_step - (0 if last is None else int(last.rpartition("-")[2]))
@@ -156,7 +155,6 @@ class Training:
             "plan": plan,
             "seconds": seconds,
             "samples_per_s": steps * plan["effective_batch"] / seconds,  # without tokenizing and fitting the head
-            "peak_mb": peak.mb(),
             "curve": [entry for entry in trainer.state.log_history if "loss" in entry],
         }
         return Trained(model, self._tokenizer, record, lambda folder: self._save(model.to("cpu"), folder))

@@ -12,11 +12,12 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from feedmill.shared.broker import connect, queue_depth, user_errors
+from feedmill.shared.broker import connect, queue_depth
 from feedmill.shared.broker import make_app as make_celery
 from feedmill.shared.errors import RedisUnavailable
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.purge import BEGINNING, newest_purge, purge, read_purges
+from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import load

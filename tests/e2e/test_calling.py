@@ -120,12 +120,19 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
         yield caller
 
 
+#: Packages that take seconds to import, and that the embedded model does not need.
+HEAVY = "huggingface_hub scipy sklearn sympy torch._dynamo transformers"
+
+
 @pytest.mark.parametrize(
     ("program", "absent"),
     [
         ("", "celery pydantic redis torch"),
         ("feedmill.classify_task", "torch"),
-        ("import feedmill.cli.main", "flower jinja2 praw prometheus_client pyarrow torch"),
+        ("feedmill.classify(['rain'])", f"celery kombu pandas {HEAVY}"),
+        ("import feedmill.cli.offline, feedmill.cli.running", "celery torch"),
+        ("import feedmill.cli.main; feedmill.cli.main.application('--help')", "celery pydantic redis rich torch"),
+        ("import feedmill.workers.run; feedmill.classify(['rain'])", f"flower jinja2 pandas {HEAVY}"),
     ],
 )
 def test_imports_only_what_is_needed(tmp_path: Path, program: str, absent: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from feedmill.cli.deletions import DeadLetters
-from feedmill.cli.main import app
+from feedmill.cli.main import application
 from feedmill.shared import logs
 from feedmill.shared.broker import queue_depth
 from feedmill.shared.errors import UserError
@@ -41,7 +41,7 @@ class House:
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
         """Run the command in this process; return its exit status, output and errors. Logging stays unconfigured."""
-        said = CliRunner().invoke(app, ["dead", *arguments], env={"FEEDMILL_REDIS_URL": self.redis.url})
+        said = CliRunner().invoke(application(), ["dead", *arguments], env={"FEEDMILL_REDIS_URL": self.redis.url})
         if isinstance(said.exception, UserError):
             return 2, said.stdout, f"feedmill: {said.exception}\n"
         return said.exit_code, said.stdout, said.stderr

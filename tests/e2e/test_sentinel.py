@@ -11,10 +11,11 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from feedmill.producers.push import Pusher
-from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, user_errors
+from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth
 from feedmill.shared.errors import RedisUnavailable
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings, load
 from feedmill.stack.processes import Child

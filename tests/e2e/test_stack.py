@@ -130,10 +130,10 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
 #: Makes standard input the controlling terminal of `feedmill`.
 IN_TERMINAL = """
 import fcntl, os, sys, termios
-from feedmill.__main__ import main
+from feedmill.cli.main import run
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-sys.exit(main())
+sys.exit(run())
 """
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from feedmill.shared.broker import connect, make_app, publish, user_errors
+from feedmill.shared.broker import connect, make_app, publish
 from feedmill.shared.errors import RedisUnavailable, SettingsError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.metrics import connect_for_monitoring
+from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.settings import Settings, load
 from feedmill.workers.transport.redis_transport import use_leases
 from tests.support import (

@@ -28,7 +28,7 @@ def replace(constants: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from feedmill.__main__ import main
+    from feedmill.cli.main import run
 
     replace(json.loads(os.environ[VARIABLE]))
-    main()
+    run()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from feedmill.shared.linux import die_with
-from feedmill.stack.signals import EXIT_SIGNALS, note_signals
+from feedmill.stack.processes import EXIT_SIGNALS, note_signals
 from tests import forkserver
 from tests.fakes import standin_worker
 from tests.fakes.standin_worker import CLOCK, FULL, HANG

@@ -5,8 +5,9 @@ import ssl
 import pytest
 from redis.exceptions import InvalidResponse, ReadOnlyError, RedisError, ResponseError
 
-from feedmill.shared.broker import connect, make_app, user_errors
+from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import RedisUnavailable, SettingsError
+from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.settings import load
 from feedmill.stack.embedded import Stack
 from feedmill.workers.transport.redis_transport import use_leases

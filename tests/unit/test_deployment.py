@@ -26,7 +26,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from redis.retry import Retry
 from typer.main import get_command
 
-from feedmill.cli.main import app
+from feedmill.cli.main import application
 from feedmill.shared.metrics import serve
 from feedmill.shared.settings import Settings
 from tests.support import NEW_INTERPRETER, ROOT, distributions_of, free_port, installed_redis, run, wait_until
@@ -121,8 +121,10 @@ def test_images_have_files_extras_pins_and_a_user(image: str) -> None:
 
 
 def test_commands_of_the_images_parse() -> None:
-    accept(get_command(app), ["feedmill", *words_of("CMD", DOCKERFILES["feedmill-worker"])])
-    accept(get_command(app), words_of("CMD", re.findall("HEALTHCHECK.*", DOCKERFILES["feedmill-producer"])[0]))
+    accept(get_command(application()), ["feedmill", *words_of("CMD", DOCKERFILES["feedmill-worker"])])
+    accept(
+        get_command(application()), words_of("CMD", re.findall("HEALTHCHECK.*", DOCKERFILES["feedmill-producer"])[0])
+    )
     assert re.findall(r"--no-deps (\S+)", DOCKERFILES["feedmill-worker"])[0] in PROJECT["project"][
         "optional-dependencies"]["demo"]  # fmt: skip
 
@@ -209,7 +211,7 @@ def test_docker_compose_accepts_the_file(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OUR_SERVICES)
 def test_services_match_their_images_and_settings(name: str) -> None:
     service = OUR_SERVICES[name]
-    accept(get_command(app), ["feedmill", *service["command"]])
+    accept(get_command(application()), ["feedmill", *service["command"]])
     image, _, tag = service["image"].partition(":")
     assert service["build"]["dockerfile"] == f"docker/{image.removeprefix('feedmill-')}.Dockerfile"
     assert ("TORCH_INDEX" in service["build"].get("args", ())) == (tag == "cuda") == ("deploy" in service)

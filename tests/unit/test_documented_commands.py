@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from typer.main import get_command
 
-from feedmill.cli.main import app
+from feedmill.cli.main import application
 from tests.unit.test_deployment import accept
 
 ROOT = Path(__file__).parent.parent.parent
@@ -21,7 +21,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FEEDMILL: Any = get_command(app)
+FEEDMILL: Any = get_command(application())
 #: Programs that start `feedmill` elsewhere, given as one of their arguments.
 LAUNCHERS = ("docker", "kubectl")
 #: The parser's errors for a missing argument, flag value or subcommand.

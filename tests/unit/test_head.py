@@ -8,7 +8,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from typer.testing import CliRunner
 
-from feedmill.cli.main import app
+from feedmill.cli.main import application
 from feedmill.cli.train import show_trained
 from feedmill.console import Report
 from feedmill.producers.records import Labelled
@@ -177,7 +177,7 @@ def test_command_writes_a_tested_model(base: Path, tmp_path: Path, monkeypatch: 
     rows = [each.post.model_dump(exclude_defaults=True) | {"topic": each.label} for each in examples(60)]
     posts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--head", "--from", str(posts), "--base", str(base), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    found = CliRunner().invoke(app, ["train", *flags, "--json"], catch_exceptions=False)
+    found = CliRunner().invoke(application(), ["train", *flags, "--json"], catch_exceptions=False)
     assert found.exit_code == 0, found.output
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert record["plan"]["penalty"] in PENALTIES

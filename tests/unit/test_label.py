@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from feedmill.cli import train as label_command
-from feedmill.cli.main import app
+from feedmill.cli.main import application
 from feedmill.cli.options import FileFlags
 from feedmill.shared import logs
 from feedmill.shared.messages import ClassifyOptions
@@ -45,7 +45,7 @@ def label(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Label:
 
     def run(answers: str, *flags: str, labels: str = "food,sports") -> Any:
         given = [str(tmp_path / "posts.jsonl"), "--out", str(tmp_path / "out"), "--base", str(base), "--device", "cpu"]
-        return CliRunner().invoke(app, ["label", *given, "--labels", labels, *flags], input=answers)
+        return CliRunner().invoke(application(), ["label", *given, "--labels", labels, *flags], input=answers)
 
     return run
 

@@ -22,7 +22,6 @@ def test_measures_this_process() -> None:
     assert linux.process_namespace()
     assert linux.processor()
     assert 0 < linux.available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert (linux.peak_memory() or 0) > 1e6
 
 
 @pytest.mark.usefixtures("hidden")
@@ -31,8 +30,6 @@ def test_falls_back_elsewhere() -> None:
     assert linux.process_namespace() == ""
     assert linux.processor() is None
     assert linux.available_memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert not linux.reset_peak_memory()
-    assert linux.peak_memory() is None
     linux.run_on({0})
     linux.set_malloc_options({-1: 1})
     linux.die_with(os.getppid())

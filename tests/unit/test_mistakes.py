@@ -12,13 +12,12 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import feedmill.export
-from feedmill import local_model
 from feedmill.cli import main, measuring, offline, options
-from feedmill.cli.main import app
+from feedmill.cli.main import application
 from feedmill.shared import logs
-from feedmill.shared.errors import DeviceLost, FeedmillError, RequestRefused, UserError
+from feedmill.shared.errors import DeviceLost, FeedmillError, RequestRefused, UserError, explain_refusals
 from feedmill.shared.messages import Classification, Post, PostError
-from feedmill.shared.settings import STACK_FILE, Settings
+from feedmill.shared.settings import STACK_FILE
 from tests.support import naming
 
 POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
@@ -113,7 +112,7 @@ def test_help_lists_every_command_and_fits_80_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    root: Any = get_command(app)
+    root: Any = get_command(application())
     for arguments in ([], *[[name] for name in root.commands]):
         monkeypatch.setattr(sys, "argv", ["feedmill", *arguments, "-h"])
         with pytest.raises(SystemExit):
@@ -126,7 +125,7 @@ def test_help_lists_every_command_and_fits_80_columns(
 
 @pytest.mark.usefixtures("quiet")
 def test_url_is_that_of_the_setting() -> None:
-    done = CliRunner().invoke(app, ["url"], env={"FEEDMILL_REDIS_URL": "redis://there/0"})
+    done = CliRunner().invoke(application(), ["url"], env={"FEEDMILL_REDIS_URL": "redis://there/0"})
     assert (done.exit_code, done.stdout) == (0, "redis://there/0\n")
 
 
@@ -146,7 +145,7 @@ def test_missing_packages_name_their_extra(
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "feedmill.export.postgres", raising=False)
     monkeypatch.delattr(feedmill.export, "postgres", raising=False)
-    said = CliRunner().invoke(app, arguments.split()).exception
+    said = CliRunner().invoke(application(), arguments.split()).exception
     assert isinstance(said, UserError)
     assert re.search(naming(*words), str(said))
 
@@ -161,7 +160,7 @@ def test_rejects_a_file_without_posts_before_loading_a_model(
 ) -> None:
     monkeypatch.setattr(offline, "load_calibrated", Mock(side_effect=AssertionError))
     (tmp_path / "posts.jsonl").write_text(data)
-    done = CliRunner().invoke(app, ["classify", "posts.jsonl"])
+    done = CliRunner().invoke(application(), ["classify", "posts.jsonl"])
     assert named in f"{done.stderr}{done.exception}"
     assert getattr(done.exception, "code", None) == status
 
@@ -194,5 +193,5 @@ def test_warns_about_a_single_label(
     [(RequestRefused("labels: too many"), "labels: too many"), (DeviceLost("CUDA error"), "CUDA error")],
 )
 def test_model_failures_are_user_errors(fault: FeedmillError, named: str) -> None:
-    with pytest.raises(UserError, match=named), local_model.explain_refusals(Settings(model="some/model")):
+    with pytest.raises(UserError, match=named), explain_refusals("some/model"):
         raise fault

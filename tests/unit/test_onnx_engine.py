@@ -16,8 +16,8 @@ from feedmill.stack.demo import sample_posts
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import Device, select_device
-from feedmill.workers.models.engines.network import LOGITS
 from feedmill.workers.models.engines.onnx_engine import OnnxEngine
+from feedmill.workers.models.engines.packing import LOGITS
 from feedmill.workers.models.shapes import FEW, Shapes
 from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
 from tests.fakes.models import NLI, make_model, scores_of

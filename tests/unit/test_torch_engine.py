@@ -11,15 +11,9 @@ from transformers import AutoModel, AutoModelForSequenceClassification, BartForS
 from feedmill.shared.errors import DeviceFull, DeviceLost
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import device_errors, packing
-from feedmill.workers.models.engines.network import (
-    LOGITS,
-    OFFSET_POSITION_TYPES,
-    PADDED_TYPES,
-    Network,
-    max_row_tokens,
-    read_config,
-)
-from feedmill.workers.models.engines.packing import PACKABLE_TYPES
+from feedmill.workers.models.engines.bert import Bert
+from feedmill.workers.models.engines.network import PADDED_TYPES, Network
+from feedmill.workers.models.engines.packing import LOGITS, PACKABLE_TYPES
 from feedmill.workers.models.engines.torch_engine import (
     REORDERED_TYPES,
     ReorderedLinear,
@@ -30,7 +24,14 @@ from feedmill.workers.models.engines.torch_engine import (
 )
 from feedmill.workers.models.shapes import EXACT, FEW
 from feedmill.workers.models.tokenizer import Tokens
-from feedmill.workers.models.weights import Weights
+from feedmill.workers.models.weights import (
+    EMBEDDED_MODEL,
+    OFFSET_POSITION_TYPES,
+    Weights,
+    locate,
+    max_row_tokens,
+    read_config,
+)
 from tests.fakes.models import ARCHITECTURES, FP32, NLI, TYPED, make_model
 
 BF16 = FP32._replace(dtype=torch.bfloat16)
@@ -254,3 +255,17 @@ def test_reordered_layer_equals_the_original(shape: tuple[int, ...], bias: bool)
 )
 def test_reorders_only_for_bfloat16_on_a_cpu(device: Device) -> None:
     assert not can_reorder(device)
+
+
+def test_embedded_model_runs_without_transformers() -> None:
+    """Its outputs in bfloat16 are as near to float32's as those of transformers' layers."""
+    model, rows = locate(EMBEDDED_MODEL), rows_of(3, 7, 7, 40)
+    engine = TorchEngine(model, BF16, ("mean",), 0, 512)
+    assert isinstance(engine.network, Bert)
+    rounded, expected = (Network(model, dtype, ("mean",), 0) for dtype in (torch.bfloat16, torch.float32))
+    with torch.no_grad():
+        theirs, exact = (
+            torch.cat([one(ids := torch.tensor([row.ids]), torch.ones_like(ids).bool()) for row in rows])
+            for one in (rounded, expected)
+        )
+    assert (engine.forward(rows) - exact).abs().max() <= 2 * (theirs - exact).abs().max()

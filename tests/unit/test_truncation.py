@@ -7,8 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from tokenizers import Tokenizer
 
+from feedmill.workers.models.tokenizer import EMBEDDED_TOKENIZER_SETTINGS, load_tokenizer
 from feedmill.workers.models.tokenizer import Tokenizer as ModelTokenizer
-from feedmill.workers.models.weights import Weights
+from feedmill.workers.models.weights import EMBEDDED_MODEL, Weights, locate
 from tests.fakes.models import make_model
 
 #: Words, white space and characters that tokenizers treat specially.
@@ -47,6 +48,16 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Mode
         library.no_padding()
         found[architecture] = ModelTokenizer(Weights("m", folder, None, "00"), 16), library
     return found
+
+
+def test_embedded_tokenizer_equals_transformers() -> None:
+    weights = locate(EMBEDDED_MODEL)
+    ours, library = ModelTokenizer(weights, 512), load_tokenizer(weights)
+    rust = library.backend_tokenizer
+    rust.no_padding()
+    rust.enable_truncation(512, strategy="only_first")
+    assert ours._rust.to_str() == rust.to_str()
+    assert {name: getattr(library, name) for name in EMBEDDED_TOKENIZER_SETTINGS} == EMBEDDED_TOKENIZER_SETTINGS
 
 
 def test_left_truncation_reads_whole_texts(tmp_path: Path) -> None:

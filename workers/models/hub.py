@@ -1,8 +1,6 @@
 """Models on the Hugging Face hub: download one commit of a repository into the hub's cache.
 
-huggingface_hub reads HF_ENDPOINT, HF_HOME and HF_TOKEN, downloads files, and manages the cache, which all programs that
-use the library share. This module turns the library's errors into ModelError without secrets. The caller chooses the
-files to download.
+huggingface_hub downloads files and manages the cache. This module turns its errors into ModelError without secrets.
 """
 
 import logging

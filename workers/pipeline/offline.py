@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 
-from feedmill.shared.broker import connect
-from feedmill.shared.errors import DeviceFull, DeviceLost, ModelError, clause
+from feedmill.shared.errors import ModelError, explain_refusals
 from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Outcome, Post, PostError
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
@@ -195,16 +194,13 @@ def run(message: Message, settings: Settings, worker: str | None) -> None:
 
 
 def _make(settings: Settings, worker: str | None) -> OfflinePipeline:
-    try:
+    with explain_refusals(settings.model):
         classifier = load_classifier(settings, select_device(settings.device, settings.dtype, settings.engine))
         budget = calibrate(classifier, settings)
-    except (DeviceFull, DeviceLost) as error:
-        raise ModelError(
-            f"The device failed: {clause(error)}. Try again; if the device is out of memory, lower "
-            "FEEDMILL_TOKEN_BUDGET."
-        ) from None
     if worker is None:
         return OfflinePipeline(classifier, settings, budget)
+    from feedmill.shared.broker import connect  # noqa: PLC0415 - Celery, which callers without results do not need
+
     return OfflinePipeline(classifier, settings, budget, ResultsStore(connect(settings), settings), worker)
 
 

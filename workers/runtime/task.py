@@ -20,8 +20,9 @@ from celery import Task, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
 from redis import Redis
 
-from feedmill.shared.broker import CLASSIFY_TASK, SENT_AT, Application, connect, make_app, user_errors
+from feedmill.shared.broker import CLASSIFY_TASK, SENT_AT, Application, connect, make_app
 from feedmill.shared.errors import MessageFailed, RequestRefused, UserError
+from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.settings import Settings, load
 from feedmill.workers.pipeline.message import Message
 

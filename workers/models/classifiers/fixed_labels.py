@@ -22,8 +22,8 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import LabelSet, ModelClassifier, Row
 from feedmill.workers.models.classifiers.similarity import Similarity
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines.network import LOGITS, read_config
-from feedmill.workers.models.weights import HEAD_FILE, Weights, loading
+from feedmill.workers.models.engines.packing import LOGITS
+from feedmill.workers.models.weights import HEAD_FILE, Weights, loading, read_config
 
 #: Limits on a model's labels. Every result stores the scores of all labels, so these bound its size in Redis.
 MAX_LABELS, MAX_LABEL_CHARACTERS = 1000, 200

@@ -23,7 +23,6 @@ from feedmill.shared.settings import PREFIX, TOPICS, Settings
 from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassifier, Row, single_texts
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import to_device
-from feedmill.workers.models.engines.network import max_row_tokens
 from feedmill.workers.models.engines.torch_engine import (
     REORDERED_TYPES,
     can_reorder,
@@ -31,7 +30,7 @@ from feedmill.workers.models.engines.torch_engine import (
     use_attention_without_plans,
 )
 from feedmill.workers.models.tokenizer import Tokenizer, Tokens, padded
-from feedmill.workers.models.weights import Weights, loading, read_config_file
+from feedmill.workers.models.weights import Weights, loading, max_row_tokens, read_config_file
 
 #: Markers before each label, and after the last one.
 LABEL, SEPARATOR = "<<LABEL>>", "<<SEP>>"

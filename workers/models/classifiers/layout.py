@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from feedmill.shared.errors import ModelError, SettingsError
 from feedmill.shared.messages import digest
 from feedmill.shared.settings import PREFIX, Settings
-from feedmill.workers.models.engines.network import POOLINGS
+from feedmill.workers.models.engines.packing import POOLINGS
 from feedmill.workers.models.weights import CONFIG_FILE, MODULES_FILE, WEIGHTS_FILE, Weights, loading, read_json
 
 #: Possible names of the file with the text limits. As in sentence-transformers, the first existing file is read.

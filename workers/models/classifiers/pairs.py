@@ -32,8 +32,8 @@ from feedmill.workers.models.classifiers import LabelSet, LabelSets, ModelClassi
 from feedmill.workers.models.classifiers.layout import activation, read_text_settings
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines import TensorOutputs, rounded
-from feedmill.workers.models.engines.network import LOGITS, read_config
-from feedmill.workers.models.weights import Weights
+from feedmill.workers.models.engines.packing import LOGITS
+from feedmill.workers.models.weights import Weights, read_config
 
 logger = logging.getLogger(__name__)
 #: Label that transformers gives the only class of a model without named labels.

@@ -113,9 +113,10 @@ def kind_of(settings: Settings) -> str:
     return _located(settings)[1]
 
 
-def unusable(settings: Settings) -> list[str]:
-    """Return the settings that must be unset for the configured model's classifier. Raises ModelError."""
-    return ["labels", "template"] if kind_of(settings) in WITH_FIXED_LABELS else []
+def usable_settings(settings: Settings) -> Settings:
+    """Return the settings without those that their model's classifier cannot use. Raises ModelError."""
+    fixed = kind_of(settings) in WITH_FIXED_LABELS
+    return settings.model_copy(update={"labels": None, "template": None}) if fixed else settings
 
 
 def classifier_kind(weights: Weights) -> str:

@@ -1,8 +1,7 @@
 """A transformers model together with the outputs that Feedmill needs from it.
 
 Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Differences between
-architectures belong here (attention masks and workarounds) and in packing.py. Batch layout is in torch_engine.py, ONNX
-Runtime in onnx_engine.py.
+architectures belong here (attention masks and workarounds) and in packing.py.
 """
 
 from collections.abc import Sequence
@@ -11,29 +10,17 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoModelForSequenceClassification
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from feedmill.shared.errors import ModelError
-from feedmill.workers.models.engines.packing import Group, packed_head
-from feedmill.workers.models.weights import Weights, loading
+from feedmill.workers.models.engines.packing import LOGITS, Group, last_tokens, packed_attention, packed_head, pool
+from feedmill.workers.models.weights import Weights, loading, read_config
 
-#: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
-LOGITS = ("logits",)
-#: Supported pooling modes for token embeddings, named as in sentence-transformers.
-POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
-#: Architectures whose positions start after the padding token's id instead of at 0.
-OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
-#: Name under which torch's attention with `padding_mask` is registered with transformers, and the architectures that
-#: use it. Tests check that their padded forward passes read nothing on the host.
-PADDED = "feedmill_padded"
+#: Names under which attention is registered with transformers: within packed rows; and torch's with `padding_mask`.
+PACKED, PADDED = "feedmill_packed", "feedmill_padded"
+#: Architectures that use PADDED. Tests check that their padded forward passes read nothing on the host.
 PADDED_TYPES = frozenset(
     {
         "bart", "bert", "camembert", "distilbert", "electra", "gpt2", "gte", "modernbert", "nomic_bert", "qwen3",
@@ -46,37 +33,6 @@ ENCODER_CLASSES = {
 }
 #: Architectures whose scores depend on padding, and therefore on the other rows of the batch.
 PADDING_SENSITIVE_TYPES = frozenset({"fnet", "xlnet"})
-
-
-def pool(states: torch.Tensor, mask: torch.Tensor | None, ways: Sequence[str]) -> torch.Tensor:
-    """Pool hidden states into [rows, modes * dimensions], in float32.
-
-    states: [rows, tokens, dimensions]. mask: [rows, tokens], true for real tokens; None if no row is padded. ways:
-    pooling modes. For rows padded on the right, the result equals that of sentence-transformers' Pooling.
-    """
-    real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if mask is None else mask
-    return torch.cat([_pooled(states, real, way) for way in ways], dim=-1)
-
-
-def _pooled(states: torch.Tensor, real: torch.Tensor, way: str) -> torch.Tensor:
-    if way == "cls":
-        return states[:, 0].float()
-    if way == "lasttoken":
-        return last_tokens(states, real).float()
-    if way == "max":
-        return states.masked_fill(~real.unsqueeze(-1), float("-inf")).amax(1).float()
-    weights = real
-    if way == "weightedmean":
-        weights = real * torch.arange(1, states.shape[1] + 1, device=states.device, dtype=torch.float32)
-    sums = (states * weights.unsqueeze(-1)).sum(1, dtype=torch.float32)
-    total = weights.sum(1, keepdim=True)
-    return sums / (total.sqrt() if way == "mean_sqrt_len_tokens" else total)
-
-
-def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the hidden state of each row's last real token: [rows, dimensions]."""
-    last = mask.sum(1) - 1
-    return states[torch.arange(states.shape[0], device=states.device), last]
 
 
 class Network(torch.nn.Module):
@@ -182,6 +138,7 @@ def padding_mask(mask_function: Any, attention_mask: torch.Tensor | None, **opti
     return mask
 
 
+AttentionInterface.register(PACKED, packed_attention)
 AttentionInterface.register(PADDED, sdpa_attention_forward)
 AttentionMaskInterface.register(PADDED, padding_mask)
 
@@ -207,29 +164,10 @@ def load_pretrained(architecture: Any, weights: Weights, **options: Any) -> tupl
         )
 
 
-def read_config(weights: Weights) -> Any:
-    """Load the model's configuration. Raises ModelError."""
-    with loading(f"{weights.folder}/config.json"):
-        return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=weights.remote_code)
-
-
 def padding_token(config: Any, pad_id: int) -> int:
     """Return the padding token: the model's, or else the tokenizer's."""
     own = getattr(config.get_text_config(), "pad_token_id", None)
     return pad_id if own is None else int(own)
-
-
-def first_position(config: Any) -> int:
-    """Return the position of a row's first token."""
-    return int(config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITION_TYPES else 0
-
-
-def max_row_tokens(config: Any) -> int | None:
-    """Return the maximum tokens per row that the model's positions allow; None if the positions are unlimited."""
-    if not getattr(config, "position_biased_input", True):  # DeBERTa with relative positions only
-        return None
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None
 
 
 def _bart_layer(layer: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """The ONNX engine: an exported graph, run by ONNX Runtime with its best available provider.
 
 The graph is exported once from the torch model, pooling included, and cached by model, precision, opset and library
-versions. For GPUs it is exported in float16; `int8` on a CPU is dynamic quantisation of the float32 graph, which is
-cached as well. Micro-batches are padded.
+versions. For GPUs it is exported in float16; `int8` on a CPU is dynamic quantisation of the float32 graph, also cached.
 """
 
 import logging
@@ -22,9 +21,9 @@ from feedmill.shared.errors import ModelError, explain_missing
 from feedmill.shared.messages import digest
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.device import TORCH_THREADS, Device
-from feedmill.workers.models.engines.network import Network, max_row_tokens, padding_token, read_config
+from feedmill.workers.models.engines.network import Network, padding_token
 from feedmill.workers.models.tokenizer import Tokens, padded
-from feedmill.workers.models.weights import Weights, loading
+from feedmill.workers.models.weights import Weights, loading, max_row_tokens, read_config
 
 with explain_missing("FEEDMILL_ENGINE=onnx", "onnx"):  # with a GPU, onnxruntime-gpu replaces onnxruntime
     import onnx

@@ -1,7 +1,7 @@
 """Packed micro-batches: rows that follow each other in one sequence, [1, tokens], each attending only to itself.
 
 Only attention and pooling see rows: in groups of adjacent rows of equal length, as ordinary batches. Nothing is
-computed for padding; in bfloat16, attention alone pads rows. Depends on transformers' attention interface.
+computed for padding; in bfloat16, attention alone pads rows.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
-#: Name under which `packed_attention` is registered with transformers.
-PACKED = "feedmill_packed"
+#: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
+LOGITS = ("logits",)
+#: Supported pooling modes for token embeddings, named as in sentence-transformers.
+POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
 #: Architectures that can be packed: encoders that take token positions as an argument, and whose attention is called
-#: through transformers' interface. DeBERTa and MPNet compute attention from the distances between all tokens of the
-#: sequence.
+#: through transformers' interface. DeBERTa's and MPNet's depends on the distances between all tokens of the sequence.
 PACKABLE_TYPES = frozenset(
     {"bert", "distilbert", "electra", "gte", "modernbert", "nomic_bert", "roberta", "xlm-roberta"}
 )
@@ -110,7 +110,35 @@ def packed_attention(
     return torch.cat(attended).unsqueeze(0), None
 
 
-AttentionInterface.register(PACKED, packed_attention)
+def pool(states: torch.Tensor, mask: torch.Tensor | None, ways: Sequence[str]) -> torch.Tensor:
+    """Pool hidden states into [rows, modes * dimensions], in float32.
+
+    states: [rows, tokens, dimensions]. mask: [rows, tokens], true for real tokens; None if no row is padded. ways:
+    pooling modes. For rows padded on the right, the result equals that of sentence-transformers' Pooling.
+    """
+    real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if mask is None else mask
+    return torch.cat([_pooled(states, real, way) for way in ways], dim=-1)
+
+
+def _pooled(states: torch.Tensor, real: torch.Tensor, way: str) -> torch.Tensor:
+    if way == "cls":
+        return states[:, 0].float()
+    if way == "lasttoken":
+        return last_tokens(states, real).float()
+    if way == "max":
+        return states.masked_fill(~real.unsqueeze(-1), float("-inf")).amax(1).float()
+    weights = real
+    if way == "weightedmean":
+        weights = real * torch.arange(1, states.shape[1] + 1, device=states.device, dtype=torch.float32)
+    sums = (states * weights.unsqueeze(-1)).sum(1, dtype=torch.float32)
+    total = weights.sum(1, keepdim=True)
+    return sums / (total.sqrt() if way == "mean_sqrt_len_tokens" else total)
+
+
+def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the hidden state of each row's last real token: [rows, dimensions]."""
+    last = mask.sum(1) - 1
+    return states[torch.arange(states.shape[0], device=states.device), last]
 
 
 def packed_head(model: Any, first: torch.Tensor) -> torch.Tensor:

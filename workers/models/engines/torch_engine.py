@@ -7,10 +7,6 @@ A micro-batch has one of two layouts:
 - packed: the rows concatenated into a single sequence in which each row attends only to itself (packing.py). Nothing is
   computed for padding, and attention needs no mask (on a CPU in half precision, a mask costs a quarter of the forward
   pass). Requires a CPU and an architecture of PACKABLE_TYPES.
-
-Both give the same outputs up to rounding; tests check this for every architecture that can be packed.
-
-On x86 CPUs in bfloat16, linear layers have their weights in oneDNN's own layout (`ReorderedLinear`).
 """
 
 import platform
@@ -24,20 +20,13 @@ import torch
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.device import Device, onednn_has_bfloat16
 from feedmill.workers.models.engines import Engine, to_device
-from feedmill.workers.models.engines.network import (
-    PADDED,
-    PADDED_TYPES,
-    Network,
-    first_position,
-    max_row_tokens,
-    read_config,
-)
-from feedmill.workers.models.engines.packing import LENGTH_STEP, PACKABLE_TYPES, PACKED, groups_of
+from feedmill.workers.models.engines.bert import Bert, read_bert
+from feedmill.workers.models.engines.packing import LENGTH_STEP, LOGITS, PACKABLE_TYPES, groups_of
 from feedmill.workers.models.engines.static_engine import create_static_engine
 from feedmill.workers.models.plugins import load_plugin
 from feedmill.workers.models.shapes import Shapes
 from feedmill.workers.models.tokenizer import Tokenizer, Tokens, padded
-from feedmill.workers.models.weights import Weights
+from feedmill.workers.models.weights import Weights, first_position, max_row_tokens, read_config
 
 #: In bfloat16, packed micro-batches are padded to a multiple of this many tokens: oneDNN prepares each linear layer for
 #: each new number of tokens, which takes 2 to 6 ms.
@@ -81,23 +70,35 @@ class TorchEngine:
         shapes: Shapes | None = None,
     ) -> None:
         self.device = device
+        self.network: Any
         self._shapes = shapes or device.shapes
         self.home = device.torch
         use_attention_without_plans(device)
+        packs, reorders = packed and device.torch.type == "cpu", reordered and can_reorder(device)
+        if packs and tuple(reads) != LOGITS and (config := read_bert(weights)):
+            self.packed, self.network = True, Bert(weights, config, device.dtype, reads, reorders)
+        else:
+            config = self._load_network(weights, reads, pad_id, packs, reorders)
+        self._first_position = first_position(config)
+        half = device.dtype == torch.bfloat16
+        self._token_step, self._length_step = (TOKEN_STEP, LENGTH_STEP) if half else (1, 1)
+        self._pad_id = self.network.pad_id
+        self._most = most
+
+    def _load_network(self, weights: Weights, reads: Sequence[str], pad_id: int, packs: bool, reorders: bool) -> Any:
+        """Load the model with transformers; return its configuration. packs, reorders: do so where it is possible."""
+        from feedmill.workers.models.engines import network  # noqa: PLC0415 - takes seconds
+
         config = read_config(weights)
         # Remote code may claim a known model type and behave differently.
         own = not (weights.remote_code and getattr(config, "auto_map", None))
-        self.packed = packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES
-        padded = PADDED if own and config.model_type in PADDED_TYPES else None
-        self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else padded)
-        self.network.to(device.torch)
-        if reordered and own and config.model_type in REORDERED_TYPES and can_reorder(device):
+        self.packed = packs and own and config.model_type in PACKABLE_TYPES
+        padded = network.PADDED if own and config.model_type in network.PADDED_TYPES else None
+        attention = network.PACKED if self.packed else padded
+        self.network = network.Network(weights, self.device.dtype, reads, pad_id, attention).to(self.home)
+        if reorders and own and config.model_type in REORDERED_TYPES:
             reorder_linear_layers(self.network)
-        half = device.dtype == torch.bfloat16
-        self._token_step, self._length_step = (TOKEN_STEP, LENGTH_STEP) if half else (1, 1)
-        self._first_position = first_position(config)
-        self._pad_id = self.network.pad_id
-        self._most = most
+        return config
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
@@ -119,7 +120,8 @@ class TorchEngine:
             each = (row.types or [0] * len(row.ids) for row in rows)
             types = torch.tensor([*chain.from_iterable(each), *[0] * rest]).unsqueeze(0)
         groups = groups_of(lengths, self._length_step, self.device.dtype)
-        return self.network.packed(ids.unsqueeze(0), positions.unsqueeze(0), types, groups)
+        outputs: torch.Tensor = self.network.packed(ids.unsqueeze(0), positions.unsqueeze(0), types, groups)
+        return outputs
 
     def _positions(self, ids: Sequence[int]) -> Iterable[int]:
         """Return the position of each token of a row.
@@ -187,8 +189,8 @@ def create_engine(
     """
     if isinstance(reads, Path):
         return create_static_engine(weights, device, settings, reads, most)
-    positions = max_row_tokens(read_config(weights)) or most
-    tokenizer = Tokenizer(weights, min(most, positions))
+    config = read_bert(weights) or read_config(weights)
+    tokenizer = Tokenizer(weights, min(most, max_row_tokens(config) or most))
     if settings.engine == "onnx":
         # Imported here because ONNX Runtime is optional.
         from feedmill.workers.models.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
