@@ -5,6 +5,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 # Folder in which `make matrix` keeps its Debian systems. Default: build/matrix.
 ROOTS ?=
+# Test processes. Tests that start workers wait most of the time: two cores suffice for six processes.
+PROCESSES ?= 6
 # Server of `make test-redis`: system, valkey or embedded.
 REDIS ?= embedded
 # Set to 1 to count skipped tests as failures.
@@ -42,10 +44,10 @@ demo: $(VENV)/demo ## Install the demo into .venv and run it
 	$(BIN)/feedmill demo
 
 test: $(VENV)/test lint ## Install the test dependencies, run all checks and tests
-	PYTEST_REDIS=first $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
+	PYTEST_REDIS=first $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
 
 test-redis: $(VENV)/test ## Run the tests marked each_redis on another redis-server: REDIS=valkey or embedded
-	PYTEST_REDIS=$(REDIS) $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder \
+	PYTEST_REDIS=$(REDIS) $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 		-m "each_redis$(if $(filter embedded,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips)
 
 long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours of each source, comparison with Celery, fuzzing, clusters, containers
@@ -73,7 +75,7 @@ matrix: $(VENV)/test ## Run demo and tests on other Pythons, Redis versions and 
 coverage: $(VENV)/test ## Run the tests with branch coverage and require at least 95% of each package
 	rm -rf build/coverage*
 	@mkdir -p build
-	$(BIN)/coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/coverage run -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 	$(BIN)/coverage combine
 	for package in shared producers workers; do \
 		$(BIN)/coverage report --include "$$package/*" --skip-covered --show-missing --fail-under 95 || exit 1; done

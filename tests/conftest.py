@@ -22,9 +22,12 @@ from tests.support import RedisServer, redis_servers, working
 
 #: Test files that take the most time, the longest first.
 LONGEST = (
-    "test_hostile", "test_chaos", "test_stack", "test_documentation", "test_redis_goes_away", "test_differential",
-    "test_starting", "test_supervisor", "test_worker", "test_onnx_engine", "test_secrets", "test_celery", "test_ending",
-    "test_sentinel", "test_demo", "test_transport_faults", "test_export_commands", "test_models",
+    "test_hostile", "test_chaos", "test_differential", "test_redis_goes_away", "test_stack", "test_worker",
+    "test_documentation", "test_starting", "test_supervisor", "test_python_api", "test_onnx_engine", "test_training",
+    "test_arctic_shift", "test_deploy", "test_secrets", "test_export_commands", "test_benchmarks", "test_models",
+    "test_celery", "test_ending", "test_sentinel", "test_transport_faults", "test_postgres", "test_push", "test_demo",
+    "test_extending", "test_own_tasks", "test_health", "test_tls", "test_calling", "test_live", "test_head",
+    "test_typing",
 )  # fmt: skip
 
 #: Test files that run on every redis-server of this machine, like the tests with the mark each_redis.
