@@ -66,8 +66,8 @@ Item = Post | Labelled | BadRecord | LeftOut
 class Record(NamedTuple):
     """A record with its place.
 
-    fields: the values by name; the reason why it could not be parsed; or None for a row of empty cells, and for a line
-    that was skipped. cells: the row as in the file; None for JSON.
+    fields: the values by name; the reason why it could not be parsed; or None for a row of empty cells. cells: the row
+    as in the file; None for JSON.
     """
 
     place: Place
@@ -134,9 +134,9 @@ class Source:
 
         Raises InputError if the file cannot be read, UserError if a required package is not installed.
         """
-        for place, record, cells in self._records():
+        for place, record, _ in self._records():
             if record is None:
-                yield LeftOut.BY_FILTERS if cells is None else LeftOut.BLANK
+                yield LeftOut.BLANK
             elif isinstance(record, str):
                 yield BadRecord(f"{self.name}:{place}", record)
             else:
@@ -168,7 +168,7 @@ class Source:
                     if not checked and isinstance(record.fields, dict):
                         self._check_columns(record.fields)
                         checked = True
-                    is_empty &= record.fields is None and record.cells is not None
+                    is_empty &= record.fields is None
                     yield record
         # pyarrow raises ValueError and NotImplementedError, too; UnicodeError for a text that is not UTF-8.
         except (OSError, EOFError, zlib.error, ValueError, LookupError, NotImplementedError) as error:
@@ -223,7 +223,7 @@ class Source:
         is_table = bool(self._columns.texts_among(header))
         # JSONL with a damaged first line is still JSONL.
         if head.startswith("{") or (not is_table and "\n{" in head):
-            return line_records(text, self._json)
+            return line_records(text, _json_line)
         # Each line is a text in a file `.txt`, and on standard input if no delimiter is in sight.
         is_text = TEXT_FILE.search(self._path) or (self._path == "-" and len(header) == 1)
         if is_text and first_line and not (is_table or self._columns.text):
@@ -236,9 +236,6 @@ class Source:
             return cast(BufferedReader, sys.stdin.buffer)
         self._file = FileIO(self._path)
         return opened.enter_context(BufferedReader(self._file, CHUNK_BYTES))
-
-    def _json(self, line: str) -> dict[str, Any] | str | None:
-        return None if self._filters.reject_line(line) else _json_line(line)
 
 
 class FileReading(Source):
@@ -394,7 +391,7 @@ def _lines(text: TextIOWrapper) -> Iterator[tuple[int, str | None]]:
             yield number, line
 
 
-def line_records(text: TextIOWrapper, parse: Callable[[str], dict[str, Any] | str | None]) -> Iterator[Record]:
+def line_records(text: TextIOWrapper, parse: Callable[[str], dict[str, Any] | str]) -> Iterator[Record]:
     """Yield a record for each line. parse: returns a line's fields: see `Record`."""
     for number, line in _lines(text):
         yield Record(number, f"the line is {TOO_LONG}" if line is None else parse(line))

@@ -16,13 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from feedmill.producers import files
 from feedmill.producers.files import MAX_RECORD_SIZE, NOT_UTF8, REASONS_SHOWN, FileReading, Item, Source
-from feedmill.producers.records import BadRecord, Columns, Filters, LeftOut, normalize_keys
+from feedmill.producers.records import BadRecord, Columns, Filters, LeftOut
 from feedmill.shared.errors import InputError, UserError
 from feedmill.shared.messages import Post
 from tests.support import ROOT, naming
@@ -568,23 +566,6 @@ def test_filters_by_subreddit_and_time(
     items = items_of(tmp_path, form(*records), filters)
     assert [item.id for item in items if isinstance(item, Post)] == ids
     assert items.count(LeftOut.BY_FILTERS) == len(records) - len(ids)
-
-
-names = st.sampled_from(["python", "Python", "r/python", "pyth\u00f6n", "go", "", 'a"b', "a\\b", None, 7])
-inner = st.dictionaries(st.sampled_from(["subreddit", "Subreddit", "name"]), names, max_size=2)
-records = st.dictionaries(
-    st.sampled_from(
-        ["subreddit", "Subreddit", "SUBREDDIT ", " subreddit", "subreddit name", "subreddit_name", "title", "from"]
-    ),
-    names | inner | st.lists(inner, max_size=2),
-)
-
-
-@given(record=records, spaced=st.booleans(), escaped=st.booleans())
-def test_line_filter_never_rejects_a_match(record: dict[str, object], spaced: bool, escaped: bool) -> None:
-    line = json.dumps(record, separators=(", ", " : ") if spaced else (",", ":"), ensure_ascii=escaped)
-    filters = Filters(frozenset({"python"}))
-    assert not (filters.reject_line(line + "\n") and filters.admit(normalize_keys(record)))
 
 
 # Counting records.
