@@ -5,9 +5,9 @@
 The posts' topics are the answers. Posts whose id has an even SHA-1 are those to label; accuracy is that on the others.
 
 - `zero-shot`: the classifier `similarity`, without any answer;
+- `adapted`: a head without any answer, adapted to the posts;
 - `label`: the posts that `feedmill label` picks, and its head;
-- `random`: random posts, and the same head;
-- `logistic`: random posts, and the head of `feedmill train --head`, which sees no posts without an answer.
+- `random`: random posts, and the same head.
 
 For `label`, `error` is the expected accuracy, which the command shows, less the accuracy; then the number of answers at
 which the command stops asking.
@@ -27,7 +27,6 @@ from statistics import mean
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.nn.functional import one_hot
 
 from benchmarks.hardware import describe
 from benchmarks.throughput import read_posts
@@ -35,16 +34,15 @@ from feedmill.console import Report
 from feedmill.shared.errors import UserError
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import DESCRIBED_TOPICS, load
-from feedmill.training.active import RANDOM, Answer, Pool, Session
+from feedmill.training.active import RANDOM, Answer, Session
 from feedmill.training.data import TrainOptions
-from feedmill.training.head import Embedder, Fitted, fit, one_thread
-from feedmill.workers.models.classifiers.similarity import COSINE_SCALE
+from feedmill.training.head import Embedder, Fitted, one_thread
 
 #: Maximum tokens to read of a post, as in `feedmill label`.
 MAX_TOKENS = TrainOptions.max_tokens
 
 #: Variants that have answers.
-VARIANTS = ("label", "error", "random", "logistic")
+VARIANTS = ("label", "error", "random")
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -52,8 +50,7 @@ console = Console(soft_wrap=True, highlight=False)
 class Run:
     """A session of `feedmill label`: its answers, the expected accuracy after each round, and when it stops asking."""
 
-    def __init__(self, pool: Pool, truth: Sequence[int], labels: int, seed: int, count: int) -> None:
-        session = Session(pool, labels, seed)
+    def __init__(self, session: Session, truth: Sequence[int], count: int) -> None:
         self.expected: dict[int, float] = {}
         self.stopped: int | None = None
         while (pick := session.next()) is not None and len(session.answers) < count:
@@ -109,28 +106,25 @@ def main() -> None:
     def accuracy(head: Fitted) -> float:
         return float(((tested @ head[0].T + head[1]).argmax(1) == truth[~is_pooled]).double().mean())
 
-    def logistic(answers: Sequence[Answer], of_labels: torch.Tensor) -> Fitted:
-        places = [answer.place for answer in answers]
-        targets = one_hot(torch.tensor([known[place] for place in places]), len(names))
-        return fit(pooled[places], targets, 7, COSINE_SCALE * of_labels)[0]
+    def after(answers: Sequence[Answer], of_labels: torch.Tensor) -> float:
+        return accuracy(Session(pooled, of_labels, 7, answers).fit().head)
 
     stops: dict[str, list[int | None]] = {kind: [] for kind in sentences}
     accuracies: dict[str, dict[str, dict[int, list[float]]]] = {}
     with one_thread():
         for kind, of_labels in sentences.items():
-            pool = Pool(pooled, of_labels)
             found: dict[str, dict[int, list[float]]] = {name: {count: [] for count in counts} for name in VARIANTS}
             for seed in range(arguments.seeds):
-                run = Run(pool, known, len(names), seed, max(counts))
+                run = Run(Session(pooled, of_labels, seed), known, max(counts))
                 chosen = run.answers
                 stops[kind].append(run.stopped)
                 unchosen = at_random(known, seed, max(counts))
                 for count in counts:
-                    found["label"][count].append(accuracy(pool.head(chosen[:count])))
+                    found["label"][count].append(after(chosen[:count], of_labels))
                     found["error"][count].append(run.expected[count] - found["label"][count][-1])
-                    found["random"][count].append(accuracy(pool.head(unchosen[:count])))
-                    found["logistic"][count].append(accuracy(logistic(unchosen[:count], of_labels)))
-            accuracies[kind] = {"zero-shot": {0: [accuracy((of_labels, torch.zeros(len(names))))]}, **found}
+                    found["random"][count].append(after(unchosen[:count], of_labels))
+            zero_shot = {0: [accuracy((of_labels, torch.zeros(len(names))))]}
+            accuracies[kind] = {"zero-shot": zero_shot, "adapted": {0: [after((), of_labels)]}, **found}
     table = Table("labels", "variant", *(f"{count} answers" for count in (0, *counts)))
     for kind, variants in accuracies.items():
         for name, by_count in variants.items():

@@ -52,7 +52,7 @@ from feedmill.shared.settings import Settings
 from feedmill.training.data import CHECKPOINTS, OF_FINE_TUNING, Dataset, TrainOptions, collect, make_dataset, purged_ids
 
 if TYPE_CHECKING:
-    from feedmill.training.active import Measured, Pool, Session
+    from feedmill.training.active import Answer, Measured, Session
     from feedmill.training.head import Embedder, HeadModel
 
 #: Packages whose versions are recorded.
@@ -78,7 +78,7 @@ AnsweredPost = tuple[Post, str, str]
 
 
 @excludes("--head", *OF_FINE_TUNING)
-@with_settings("device", "redis_url", plain_logs=True)
+@with_settings("labels", "device", "redis_url", plain_logs=True)
 def train(
     settings: Settings,
     options: TrainOptions,
@@ -115,7 +115,7 @@ def _train(options: TrainOptions, file: FileFlags, settings: Settings) -> dict[s
         raise UserError(f"{folder} is not empty. Choose a new or empty folder.")
     train = _trainer(options)
     collected = collect(options, file, settings, notes)
-    dataset = make_dataset(collected.examples, options)
+    dataset = make_dataset(collected.examples, options, collected.unlabelled, tuple(settings.labels or ()))
     report = Report(notes)
     for line in dataset.summary():
         report.print(line)
@@ -278,13 +278,12 @@ def label(
         if places.setdefault(post.id, len(sample)) == len(sample):  # not in the sample
             sample.append(post)
         done.append(active.Answer(places[post.id], why, names.index(name) if name else None))
-    embedder, embedded = _embed(base, sample, settings, Report(notes))
-    session = active.Session(embedded, len(names), SEED, done)
+    embedder, session = _begin(base, sample, done, settings, Report(notes))
     _ask(session, sample, names, folder / LABELS_FILE, notes)
     summary = _session_summary(session, names) | {"base": base, "max_tokens": MAX_TOKENS, "seed": SEED}
     model = str(folder / MODEL_FOLDER) if session.labelled else None
     if model:
-        _write_model(Path(model), head.HeadModel(embedder, names, session.head(), summary))
+        _write_model(Path(model), head.HeadModel(embedder, names, session.fit().head, summary))
     summary |= {"model": model, "labels_file": str(folder / LABELS_FILE)}
     if as_json:
         typer.echo(json_line(summary))
@@ -292,7 +291,9 @@ def label(
         _show_session(summary, session.measured)
 
 
-def _embed(base: str, posts: Sequence[Post], settings: Settings, report: Report) -> "tuple[Embedder, Pool]":
+def _begin(
+    base: str, posts: Sequence[Post], answers: "Sequence[Answer]", settings: Settings, report: Report
+) -> "tuple[Embedder, Session]":
     """Load the model, and embed the posts and the sentences of the labels. Raises UserError."""
     from feedmill.training import active, head  # noqa: PLC0415 - needs torch
 
@@ -302,7 +303,7 @@ def _embed(base: str, posts: Sequence[Post], settings: Settings, report: Report)
         with explain_refusals(settings.model):
             vectors = embedder.embed([post.text for post in posts], report)
             described = ClassifyOptions(labels=settings.labels, template=settings.template)
-            return embedder, active.Pool(vectors, embedder.label_vectors(described))
+            return embedder, active.Session(vectors, embedder.label_vectors(described), SEED, answers)
     finally:
         report.stop()
 
@@ -411,7 +412,7 @@ def _save_answers(session: "Session", posts: Sequence[Post], names: Sequence[str
 def _show_post(post: Post, session: "Session", notes: Console) -> None:
     """Show a post, below the accuracy so far."""
     notes.rule(style="dim")
-    so_far = f"answers: {session.labelled:,}"
+    so_far = f"answers: {len(session.labelled):,}"
     if session.measured is not None:
         so_far += f"; {session.measured}"
     notes.print(Text(so_far, style="dim"))
@@ -438,7 +439,7 @@ def _session_summary(session: "Session", names: Sequence[str]) -> dict[str, Any]
     last = session.measured
     return {
         "labels": {name: given.count(number) for number, name in enumerate(names)},
-        "labelled": session.labelled,
+        "labelled": len(session.labelled),
         "skipped": given.count(None),
         "measured_on": last.measured_on if last else 0,
         "accuracy": last.accuracy if last else None,

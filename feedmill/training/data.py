@@ -106,7 +106,7 @@ class TrainOptions:
 
 
 class Collected(NamedTuple):
-    """Examples, and counts of posts, without content.
+    """Examples, posts without a label, and counts of posts, without content.
 
     counts: read; unlabelled: without a usable label or text; purged: left out (None if Redis did not answer);
     labelled_by: posts per labelling model, empty if the labels are topics.
@@ -114,6 +114,7 @@ class Collected(NamedTuple):
 
     examples: list[Labelled]
     counts: dict[str, Any]
+    unlabelled: list[Labelled]
 
 
 def collect(options: TrainOptions, file: FileFlags, settings: Settings, notes: Console) -> Collected:
@@ -122,7 +123,8 @@ def collect(options: TrainOptions, file: FileFlags, settings: Settings, notes: C
     gone = purged_ids((each.post.id for each in read), settings, notes)
     kept = [each for each in read if each.post.id not in (gone or ())]
     examples = [example for each in kept if (example := _example(each, options))]
-    if not examples:
+    unlabelled = [each for each in kept if each.post.text and not _example(each, options)]
+    if not examples and not (options.head and unlabelled and settings.labels):
         raise InputError(
             f"None of {len(kept):,} posts has a label for --targets {options.targets}. Topics are in a column topic, "
             "label or category of the file; a model's labels are in exports, with scores of at least "
@@ -131,7 +133,7 @@ def collect(options: TrainOptions, file: FileFlags, settings: Settings, notes: C
     models = Counter(example.model for example in examples if example.model)
     counts = {"source": options.source, "read": len(read), "unlabelled": len(kept) - len(examples)}
     counts |= {"purged": None if gone is None else len(read) - len(kept), "labelled_by": dict(models)}
-    return Collected(examples, counts)
+    return Collected(examples, counts, unlabelled)
 
 
 def _example(labelled: Labelled, options: TrainOptions) -> Labelled | None:
@@ -178,6 +180,8 @@ class Dataset(NamedTuple):
     test: list[Labelled]
     #: Number of excluded examples by reason.
     left_out: dict[str, int]
+    #: Posts without a label, for a head.
+    unlabelled: Sequence[Labelled] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -219,25 +223,30 @@ class Dataset(NamedTuple):
             yield f"Left out: {', '.join(f'{count:,} {why}' for why, count in self.left_out.items())}"
 
 
-def make_dataset(found: Iterable[Labelled], options: TrainOptions) -> Dataset:
-    """Deduplicate the examples and split them according to `options`.
+def make_dataset(
+    found: Iterable[Labelled], options: TrainOptions, unlabelled: Iterable[Labelled] = (), names: Sequence[str] = ()
+) -> Dataset:
+    """Deduplicate the examples and the unlabelled posts, and split the examples according to `options`.
 
-    Raises InputError if the examples are not enough to train or test on.
+    names: labels that a head has even without examples, if no example has another. Raises InputError if there are too
+    few examples to train or test on.
     """
     left_out: Counter[str] = Counter()
     examples = _deduplicate(found, left_out)
     if options.targets == "soft":
         examples = _keep_common_label_set(examples, left_out)
     train, test = split(examples, options.split, options.test_share, options.seed)
-    labels = _labels(train, options)
+    labels = tuple(names)
+    if not options.head or len(labels) < 2 or not {example.label for example in examples} <= set(labels):
+        labels = _labels(train, options)
     known = [example for example in test if example.label in labels]
     left_out["tests of another label"] += len(test) - len(known)
-    if not known and options.split != "none":
+    if examples and not known and options.split != "none":
         raise InputError(
             f"No post is left to test on; {len(train):,} are training posts. Provide more posts or another "
             "--split; --split none trains without a test."
         )
-    return Dataset(labels, train, known, {why: count for why, count in left_out.items() if count})
+    return Dataset(labels, train, known, dict(+left_out), _deduplicate(unlabelled, Counter()))
 
 
 def split(examples: Sequence[Labelled], how: str, share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:

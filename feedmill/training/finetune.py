@@ -15,6 +15,7 @@ transformers' sequence classifier. Differences from the plain Trainer:
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import asdict
@@ -41,7 +42,7 @@ from feedmill.training.data import CHECKPOINTS, Dataset, TrainOptions
 from feedmill.training.head import (
     FOLDS,
     MAX_VALIDATED,
-    SHARPNESSES,
+    best_sharpness,
     described,
     fit,
     loss_of_rows,
@@ -50,7 +51,7 @@ from feedmill.training.head import (
 from feedmill.workers.models import device
 from feedmill.workers.models.classifiers.layout import Layout, read_layout
 from feedmill.workers.models.classifiers.registry import check_size, classifier_kind
-from feedmill.workers.models.classifiers.similarity import COSINE_SCALE, DEFAULT_TEMPLATE
+from feedmill.workers.models.classifiers.similarity import DEFAULT_TEMPLATE
 from feedmill.workers.models.engines import device_errors
 from feedmill.workers.models.engines.network import Network, load_pretrained, padding_token
 from feedmill.workers.models.tokenizer import load_tokenizer
@@ -138,12 +139,12 @@ class Training:
     @device_errors()
     def run(self) -> Trained:
         """Train the model. Raises UserError, DeviceFull or DeviceLost."""
-        data = self._dataset
+        data, began = self._dataset, time.monotonic()
         self._report.phase(f"tokenizing {len(data.train):,} posts")
         rows = self._rows(data.train)
         last, plan = self._last_checkpoint(), self._plan()
         trainer = self._train(rows, "training", last)
-        seconds = trainer.state.log_history[-1]["train_runtime"]
+        training_s = trainer.state.log_history[-1]["train_runtime"]
         steps = trainer.state.global_step - (0 if last is None else int(last.rpartition("-")[2]))
         model = trainer.accelerator.unwrap_model(trainer.model)
         if (layer := self._last_layer(model)) is not None:  # else no layer could be scaled
@@ -153,8 +154,8 @@ class Training:
                     values.mul_(plan["sharpness"])
         record = {
             "plan": plan,
-            "seconds": seconds,
-            "samples_per_s": steps * plan["effective_batch"] / seconds,  # without tokenizing and fitting the head
+            "seconds": time.monotonic() - began,
+            "samples_per_s": steps * plan["effective_batch"] / training_s,
             "curve": [entry for entry in trainer.state.log_history if "loss" in entry],
         }
         return Trained(model, self._tokenizer, record, lambda folder: self._save(model.to("cpu"), folder))
@@ -202,8 +203,7 @@ class Training:
         model = self._train(learnt, "measuring how large the logits are on unseen posts", keep=False).model
         logits = torch.cat([outputs["logits"].float().cpu() for outputs in self._passes(model, held_out)])
         expected = torch.tensor([row["labels"] for row in held_out])
-        losses = {each: float(loss_of_rows(each * logits, expected).mean()) for each in SHARPNESSES}
-        return min(losses, key=losses.__getitem__)
+        return best_sharpness(logits, expected)
 
     def _save(self, model: Any, folder: Path) -> None:
         """Save a folder of transformers: safetensors, configuration with labels, tokenizer; or of sentence-transformers
@@ -347,10 +347,8 @@ class Training:
         features, wanted = torch.cat(inputs).cpu().float(), torch.tensor([row["labels"] for row in some])
         if features.shape[:-1] != wanted.shape[:1]:
             return
-        prior = torch.zeros(wanted.shape[1], features.shape[1])
-        if self._layout:
-            prior = COSINE_SCALE * self._label_vectors(model, self._layout.texts.label_prompt)
-        (weight, bias), _ = fit(features, wanted, self._options.seed, prior)
+        sentences = self._label_vectors(model, self._layout.texts.label_prompt) if self._layout else None
+        weight, bias = fit(features, wanted, sentences, self._options.seed).head
         last.weight.copy_(weight)
         if last.bias is not None:
             last.bias.copy_(bias)

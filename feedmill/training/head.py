@@ -1,13 +1,15 @@
 """Train a head: a linear layer for the labels, on the frozen embeddings of a sentence-transformers model.
 
-The layer is a multinomial logistic regression, a convex problem that takes seconds and few examples. It corrects the
-base's zero-shot logits instead of replacing them, if that is more accurate: they are linear in the embedding, too, so
-the sum of both is again one layer. Posts are embedded as a worker embeds them.
+Zero-shot classification is a linear layer of the embedding. `adapt` moves it towards a sample of posts, whose labels it
+need not know; then a multinomial logistic regression corrects it by the labelled posts, if there are any. The sum is
+again one layer. If cross-validation shows that zero-shot classification as it is, or nothing, is a better start for the
+correction, that replaces the adapted layer. Posts are embedded as a worker embeds them.
 """
 
 import json
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -26,21 +28,22 @@ from feedmill.workers.models.device import select_device
 from feedmill.workers.models.engines import device_errors
 from feedmill.workers.models.weights import HEAD_FILE, Weights, copy_model
 
-#: L2 penalties to choose from, for centred features of unit mean square. The first leaves almost only the prior.
-PENALTIES = (1.0, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
-#: Weights of the zero-shot logits to choose from. Others are no more accurate, nor is a weight that is fitted.
-PRIOR_WEIGHTS = (1.0, 0.0)
+#: Inverse variance of the posts of a label, where the mean square distance of all posts from their centre is 1; and
+#: posts that a label's sentences count as. Twice as much or half of it costs less than the draws differ.
+PRECISION, PRIOR_POSTS = 40.0, 8.0
+#: Starts of the correction. The first is taken unless another is certainly more accurate.
+ADAPTED, ZERO_SHOT, NOTHING = "adapted", "zero-shot", "nothing"
+#: L2 penalties of the weights, for centred features of unit mean square, and of the biases, beside the examples' summed
+#: losses. Without the latter, the few examples' label frequencies are learnt as if they were those of all posts.
+PENALTY, BIAS_PENALTY = 0.15, 5.0
 #: Maximum L-BFGS iterations. The fit converges well before.
 MAX_ITERATIONS = 200
-#: Penalty if there are too few examples for a choice.
-USUAL_PENALTY = 3e-4
 #: Greatest component of the gradient at the end of a fit.
 TOLERANCE = 1e-6
-#: Penalty of the biases, divided by the number of examples. Without one, the few examples' label frequencies are learnt
-#: as if they were those of all posts, which costs 7% of accuracy with 48 examples and 2% with 160.
-BIAS_PENALTY = 5.0
 #: Parts of the cross-validation, and the maximum number of examples in it.
 FOLDS, MAX_VALIDATED = 5, 2000
+#: Posts without a label that a head learns from. More hardly move it.
+MAX_UNLABELLED = 2000
 #: Maximum tokens per forward pass, with padding.
 BATCH_TOKENS = 8192
 #: Factors of the logits to choose from.
@@ -129,25 +132,27 @@ def save_with_head(
 
 
 def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, report: Report) -> HeadModel:
-    """Embed the training posts and fit a head to them. Raises UserError, DeviceFull or DeviceLost."""
+    """Embed the posts for training, and fit a head to them. Raises UserError, DeviceFull or DeviceLost."""
     report.phase(f"loading {options.base}")
     embedder = Embedder(options.base, settings, options.max_tokens)
     began = time.monotonic()
-    features = embedder.embed([example.post.text for example in dataset.train], report)
-    rate = len(features) / (time.monotonic() - began)
+    others = random.Random(options.seed).sample(dataset.unlabelled, min(len(dataset.unlabelled), MAX_UNLABELLED))
+    vectors = embedder.embed([example.post.text for example in (*dataset.train, *others)], report)
+    rate = len(vectors) / (time.monotonic() - began)
     report.phase("fitting the head")
-    targets = torch.tensor(dataset.targets(dataset.train, options))
+    targets = torch.tensor(dataset.targets(dataset.train, options)).reshape(-1, len(dataset.labels))
     sentences = embedder.label_vectors(ClassifyOptions(labels=described(dataset.labels, settings)))
-    head, found = fit(features, targets, options.seed, COSINE_SCALE * sentences)
+    fitted = fit(vectors, targets, sentences, options.seed)
     device = embedder.classifier.device
-    plan = found | {
+    plan = fitted.choice | {
+        "unlabelled": len(others),
         "classifier": "head",
         "max_tokens": options.max_tokens,
         "precision": f"{device.precision}: {device.dtype_reason}",
         "device": device.name,
     }
     record = {"plan": plan, "seconds": time.monotonic() - began, "samples_per_s": rate, "curve": []}
-    return HeadModel(embedder, dataset.labels, head, record)
+    return HeadModel(embedder, dataset.labels, fitted.head, record)
 
 
 def described(labels: Sequence[str], settings: Settings) -> dict[str, tuple[str, ...]]:
@@ -156,59 +161,115 @@ def described(labels: Sequence[str], settings: Settings) -> dict[str, tuple[str,
     return {label: tuple(known.get(label, (label,))) for label in labels}
 
 
-def fit(features: torch.Tensor, targets: torch.Tensor, seed: int, prior: torch.Tensor) -> tuple[Fitted, dict[str, Any]]:
-    """Fit a head with the prior's weight and penalty of the highest cross-validated accuracy, then scale its logits.
+class Fit(NamedTuple):
+    """A head, and how it was chosen."""
 
-    The scale has the lowest log loss on the held-out examples: the most accurate penalties give scores that are too low
-    (Guo et al., "On Calibration of Modern Neural Networks", 2017, temperature scaling).
+    head: Fitted
+    #: start, the name of the layer that it corrects; sharpness, the factor of its logits; accuracies in the
+    #: cross-validation, by start. With too few examples for that, the first start, 1 and none.
+    choice: dict[str, Any]
+    #: For each example, 1 if a head that has not seen it labels it right, else 0; NaN if that is unknown: [examples].
+    right: torch.Tensor
 
-    features: [examples, dimensions]. targets: distributions [examples, labels]. prior: the layer of the zero-shot
-    logits, [labels, dimensions]. Returns the head in float32, and: prior, its weight; penalty; sharpness, the scale;
-    and accuracies by weight and penalty, empty if there are too few examples.
+
+def adapt(vectors: torch.Tensor, label_vectors: torch.Tensor) -> Fitted:
+    """Move each label's vector to the mean of itself and of the posts that resemble it, once.
+
+    This is the first step of expectation maximization, for a mixture of Gaussians of equal variance (Nigam et al.,
+    "Text Classification from Labeled and Unlabeled Documents using EM", 2000). Further steps let frequent labels absorb
+    rare ones.
+
+    vectors: unit vectors of posts, [posts, dimensions]. label_vectors: those of the labels' sentences, [labels,
+    dimensions].
     """
-    centre = features.mean(0)
-    scale = (features - centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
+    centre, scale = _centre(vectors)
+    points, sentences = (vectors - centre) / scale, (label_vectors - label_vectors.mean(0)) / scale
+    shares = (PRECISION * (points @ sentences.T - sentences.square().sum(1) / 2)).softmax(1)
+    means = (PRIOR_POSTS * sentences + shares.T @ points) / (PRIOR_POSTS + shares.sum(0))[:, None]
+    weight = PRECISION / scale * means
+    return weight, -PRECISION / 2 * means.square().sum(1) - weight @ centre
+
+
+def scores_of(layer: Fitted, vectors: torch.Tensor) -> torch.Tensor:
+    """Return the logits of vectors: [vectors, labels]."""
+    return vectors @ layer[0].T + layer[1]
+
+
+def _centre(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of vectors, [dimensions], and the root of their mean square distance from it."""
+    centre = vectors.mean(0)
+    return centre, (vectors - centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
+
+
+def _starts(vectors: torch.Tensor, label_vectors: torch.Tensor | None, labels: int) -> dict[str, Fitted]:
+    """Return the layers that a head may correct, by name. The arguments are those of `fit`."""
+    nothing = torch.zeros(labels, vectors.shape[1]), torch.zeros(labels)
+    if label_vectors is None:
+        return {NOTHING: nothing}
+    zero_shot = COSINE_SCALE * label_vectors, nothing[1]
+    return {ADAPTED: adapt(vectors, label_vectors), ZERO_SHOT: zero_shot, NOTHING: nothing}
+
+
+def fit(vectors: torch.Tensor, targets: torch.Tensor, label_vectors: torch.Tensor | None, seed: int) -> Fit:
+    """Correct the best of some layers by examples, and scale its logits, both by cross-validation.
+
+    The scale has the lowest log loss on the held-out examples (Guo et al., "On Calibration of Modern Neural Networks",
+    2017, temperature scaling).
+
+    vectors: [posts, dimensions], of which the first are the examples. targets: the examples' distributions, [examples,
+    labels]. label_vectors: as for `adapt`; None without zero-shot classification.
+    """
+    starts = _starts(vectors, label_vectors, targets.shape[1])
+    centre, scale = _centre(vectors)
+    vectors, count = vectors[: len(targets)], len(targets)
     # In float64, the fit converges to the same result despite rounding.
-    scaled, zero_shot = ((features - centre) / scale).double(), (features @ prior.T).double()
-    chosen: dict[str, Any] = {"prior": 1.0, "penalty": USUAL_PENALTY, "sharpness": 1.0, "accuracies": {}}
+    features = ((vectors - centre) / scale).double()
+    logits = {name: scores_of(layer, vectors).double() for name, layer in starts.items()}
+    choice: dict[str, Any] = {"start": next(iter(starts)), "sharpness": 1.0, "accuracies": {}}
+    right = torch.full((count,), torch.nan)
     with one_thread():
-        if len(scaled) >= FOLDS:
-            chosen = _cross_validate(scaled, targets, zero_shot, seed)
-        offset = chosen["prior"] * zero_shot
-        ((weight, bias),) = fit_logistic(scaled, targets, [chosen["penalty"]], BIAS_PENALTY / len(scaled), offset)
-    weight, sharpness = weight / scale, chosen["sharpness"]
-    bias = sharpness * (bias - weight @ centre.double())
-    return ((sharpness * (weight + chosen["prior"] * prior)).float(), bias.float()), chosen
+        if count >= FOLDS:
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
+            held_out = {name: _held_out(features[order], targets[order], each[order]) for name, each in logits.items()}
+            choice, right[order] = _choose(held_out, targets[order])
+        weight, bias = fit_logistic(features, targets, logits[choice["start"]])
+    weight, sharpness, (first, first_bias) = weight / scale, choice["sharpness"], starts[choice["start"]]
+    bias = first_bias + bias - weight @ centre.double()
+    return Fit(((sharpness * (first + weight)).float(), (sharpness * bias).float()), choice, right)
 
 
-def _cross_validate(
-    features: torch.Tensor, targets: torch.Tensor, zero_shot: torch.Tensor, seed: int
-) -> dict[str, Any]:
-    """Choose the prior's weight, the penalty and the sharpness by the logits of examples that a head has not seen.
+def _held_out(features: torch.Tensor, targets: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Return the logits of each example by a head that has not seen it: [examples, labels]."""
+    numbers, logits = torch.arange(len(targets)) % FOLDS, offset.clone()
+    for number in range(FOLDS):
+        part, others = numbers == number, numbers != number
+        weight, bias = fit_logistic(features[others], targets[others], offset[others])
+        logits[part] += features[part] @ weight.T + bias
+    return logits
 
-    zero_shot: logits, [examples, labels].
-    """
-    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
-    parts, expected, best = order.tensor_split(FOLDS), targets[order], targets[order].argmax(1)
-    held_out: dict[tuple[float, float], torch.Tensor] = {}  # [examples, labels] by weight and penalty
-    for prior in PRIOR_WEIGHTS:
-        offset, logits = prior * zero_shot, []
-        for number, part in enumerate(parts):
-            others = torch.cat(parts[:number] + parts[number + 1 :])
-            heads = fit_logistic(
-                features[others], targets[others], PENALTIES, BIAS_PENALTY / len(others), offset[others]
-            )
-            logits.append(torch.stack([offset[part] + features[part] @ weight.T + bias for weight, bias in heads]))
-        held_out |= zip(((prior, penalty) for penalty in PENALTIES), torch.cat(logits, 1), strict=True)
-    accuracies = {each: float((logits.argmax(1) == best).double().mean()) for each, logits in held_out.items()}
-    prior, penalty = chosen = max(accuracies, key=accuracies.__getitem__)  # the first of equals is nearest to the base
-    losses = {each: loss_of_rows(each * held_out[chosen], expected).mean() for each in SHARPNESSES}
-    return {
-        "prior": prior,
-        "penalty": penalty,
-        "sharpness": min(losses, key=losses.__getitem__),
-        "accuracies": {each: {by: accuracies[each, by] for by in PENALTIES} for each in PRIOR_WEIGHTS},
-    }
+
+def _choose(held_out: Mapping[str, torch.Tensor], targets: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the choice of a `Fit` by the logits of each start, and 1 for each example that its start labels right."""
+    rights = {name: (logits.argmax(1) == targets.argmax(1)).float() for name, logits in held_out.items()}
+    best, *others = rights
+    for name in others:
+        if _is_positive(rights[name] - rights[best]):
+            best = name
+    accuracies = {name: float(each.mean()) for name, each in rights.items()}
+    sharpness = best_sharpness(held_out[best], targets)
+    return {"start": best, "sharpness": sharpness, "accuracies": accuracies}, rights[best]
+
+
+def best_sharpness(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    """Return the factor of logits with the lowest log loss; 1 if that is not certainly lower."""
+    losses = {each: loss_of_rows(each * logits, targets) for each in SHARPNESSES}
+    best = min(losses, key=lambda each: float(losses[each].mean()))
+    return best if _is_positive(loss_of_rows(logits, targets) - losses[best]) else 1.0
+
+
+def _is_positive(differences: torch.Tensor) -> bool:
+    """Return whether the mean is above zero by more than twice its standard error."""
+    return bool(differences.mean() > 2 * differences.std() / len(differences) ** 0.5)
 
 
 @contextmanager
@@ -227,39 +288,34 @@ def _write_json(path: Path, content: object) -> None:
 
 
 @torch.no_grad()
-def fit_logistic(
-    features: torch.Tensor, targets: torch.Tensor, penalties: Sequence[float], bias_penalty: float, offset: torch.Tensor
-) -> list[Fitted]:
-    """Fit a multinomial logistic regression for each L2 penalty of the weights.
+def fit_logistic(features: torch.Tensor, targets: torch.Tensor, offset: torch.Tensor) -> Fitted:
+    """Fit a multinomial logistic regression.
 
     features: [examples, dimensions], float64. targets: distributions [examples, labels]. offset: logits that the fit
     adds to, [examples, labels].
     """
     weight = features.new_zeros(targets.shape[1], features.shape[1])
     bias = features.new_zeros(targets.shape[1])
-    targets = targets.to(features)
-    heads = []
-    for penalty in penalties:  # each fit starts at the previous one, which is near
-        optimizer = torch.optim.LBFGS(
-            [weight, bias],
-            max_iter=MAX_ITERATIONS,
-            tolerance_grad=TOLERANCE,
-            tolerance_change=TOLERANCE * 1e-5,
-            line_search_fn="strong_wolfe",
-        )
+    targets, count = targets.to(features), max(1, len(features))
+    optimizer = torch.optim.LBFGS(
+        [weight, bias],
+        max_iter=MAX_ITERATIONS,
+        tolerance_grad=TOLERANCE,
+        tolerance_change=TOLERANCE * 1e-5,
+        line_search_fn="strong_wolfe",
+    )
 
-        def step(penalty: float = penalty) -> torch.Tensor:
-            """Return the loss and set its gradients. Autograd would take 1.5 times as long."""
-            likelihoods = (offset + features @ weight.T + bias).log_softmax(-1)
-            errors = (targets.sum(1, keepdim=True) * likelihoods.exp() - targets) / len(features)
-            weight.grad = errors.T @ features + 2 * penalty * weight
-            bias.grad = errors.sum(0) + 2 * bias_penalty * bias
-            loss = -(targets * likelihoods).sum() / len(features)
-            return loss + penalty * weight.square().sum() + bias_penalty * bias.square().sum()
+    def step() -> torch.Tensor:
+        """Return the loss and set its gradients. Autograd would take 1.5 times as long."""
+        likelihoods = (offset + features @ weight.T + bias).log_softmax(-1)
+        errors = targets.sum(1, keepdim=True) * likelihoods.exp() - targets
+        weight.grad = (errors.T @ features + 2 * PENALTY * weight) / count
+        bias.grad = (errors.sum(0) + 2 * BIAS_PENALTY * bias) / count
+        penalties = PENALTY * weight.square().sum() + BIAS_PENALTY * bias.square().sum()
+        return (penalties - (targets * likelihoods).sum()) / count
 
-        optimizer.step(step)  # type: ignore[no-untyped-call]
-        heads.append((weight.clone(), bias.clone()))
-    return heads
+    optimizer.step(step)  # type: ignore[no-untyped-call]
+    return weight, bias
 
 
 def loss_of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from torch.nn.functional import normalize
 from typer.testing import CliRunner
 
 from feedmill.cli.main import application
@@ -17,7 +18,7 @@ from feedmill.shared.errors import ModelError
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 from feedmill.training.data import Dataset, TrainOptions
-from feedmill.training.head import PENALTIES, PRIOR_WEIGHTS, HeadModel, fit, train_head
+from feedmill.training.head import ADAPTED, NOTHING, Fit, HeadModel, fit, train_head
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.fixed_labels import read_head, write_head
 from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier
@@ -99,43 +100,56 @@ def test_another_head_is_another_model(model: Path, tmp_path: Path) -> None:
     assert locate(str(other)).sha256 != before
 
 
-def test_fit_chooses_penalty_and_scale_by_cross_validation() -> None:
+def test_scales_logits_by_cross_validation() -> None:
     """Scores are low where labels are noise, and high where labels are clear."""
     source = torch.Generator().manual_seed(3)
     wanted = torch.arange(60) % 3
     noise = torch.randn(60, 16, generator=source)
-    clear = torch.eye(3)[wanted] @ torch.randn(3, 16, generator=source) + noise / 100
     targets = torch.eye(3)[wanted]
+    clear = targets @ torch.randn(3, 16, generator=source) + noise / 100
     certain = []
-    prior = torch.zeros(3, 16)
     for features in (noise, clear):
-        (weight, bias), found = fit(features, targets, 7, prior)
+        (weight, bias), choice, right = fit(features, targets, None, 7)
         logits = features @ weight.T + bias
-        accuracies = found["accuracies"]
-        assert accuracies.keys() == set(PRIOR_WEIGHTS)
-        assert set(accuracies[0.0]) == set(PENALTIES)
-        best = max(each for by_penalty in accuracies.values() for each in by_penalty.values())
-        assert accuracies[found["prior"]][found["penalty"]] == best
+        assert choice["accuracies"] == {NOTHING: pytest.approx(float(right.mean()))}
         certain.append(float(logits.softmax(1).amax(1).mean()))
     assert certain[0] < 0.7
     assert certain[1] > 0.95
     assert logits.argmax(1).tolist() == wanted.tolist()
-    assert fit(clear[:4], targets[:4], 7, prior)[1]["accuracies"] == {}
+    few = fit(clear[:4], targets[:4], None, 7)
+    assert few.choice["accuracies"] == {}
+    assert few.right.isnan().all()
 
 
-def test_fit_corrects_the_prior_and_is_never_far_below_it() -> None:
-    """Zero-shot classification that is right is kept; one that is wrong has no weight."""
+def stream(distance: float = 0.4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return posts around four centres, their labels, and label sentences at a distance from the centres."""
     source = torch.Generator().manual_seed(5)
-    prior = 20 * torch.nn.functional.normalize(torch.randn(4, 32, generator=source), dim=1)
-    features = torch.nn.functional.normalize(torch.randn(500, 32, generator=source), dim=1)
-    truth = (features @ prior.T).argmax(1)
-    right = []
-    for layer in (prior, prior.flip(0)):
-        (weight, bias), found = fit(features[:24], torch.eye(4)[truth[:24]], 7, layer)
-        right.append((found["prior"], float(((features @ weight.T + bias).argmax(1) == truth)[24:].double().mean())))
-    assert [weight for weight, _ in right] == [1.0, 0.0]
-    assert right[0][1] > 0.95
-    assert 0.4 < right[1][1] < 0.95
+    centres = normalize(torch.randn(4, 32, generator=source), dim=1)
+    truth = torch.arange(600) % 4
+    posts = normalize(centres[truth] + 0.25 * torch.randn(600, 32, generator=source), dim=1)
+    return posts, truth, normalize(centres + distance * torch.randn(4, 32, generator=source), dim=1)
+
+
+def accuracy(fitted: Fit, posts: torch.Tensor, truth: torch.Tensor) -> float:
+    return float(((posts @ fitted.head[0].T + fitted.head[1]).argmax(1) == truth).double().mean())
+
+
+def test_posts_without_a_label_adapt_zero_shot_classification() -> None:
+    posts, truth, sentences = stream()
+    zero_shot = float(((posts[300:] @ sentences.T).argmax(1) == truth[300:]).double().mean())
+    adapted = fit(posts[:300], torch.zeros(0, 4), sentences, 7)
+    assert adapted.choice == {"start": ADAPTED, "sharpness": 1.0, "accuracies": {}}
+    assert accuracy(adapted, posts[300:], truth[300:]) > zero_shot + 0.1
+    answered = fit(posts[:300], torch.eye(4)[truth[:24]], sentences, 7)
+    assert answered.choice["start"] == ADAPTED
+    assert accuracy(answered, posts[300:], truth[300:]) > accuracy(adapted, posts[300:], truth[300:])
+
+
+def test_labels_with_misleading_sentences_are_learnt_from_examples_alone() -> None:
+    posts, truth, sentences = stream(0.0)
+    fitted = fit(posts[:300], torch.eye(4)[truth[:40]], sentences.roll(1, 0), 7)
+    assert fitted.choice["start"] == NOTHING
+    assert accuracy(fitted, posts[300:], truth[300:]) > 0.9
 
 
 def test_rejects_a_broken_head(model: Path, tmp_path: Path) -> None:
@@ -175,18 +189,34 @@ def test_command_writes_a_tested_model(base: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")  # measuring it takes most of a minute
     posts = tmp_path / "posts.jsonl"
     rows = [each.post.model_dump(exclude_defaults=True) | {"topic": each.label} for each in examples(60)]
+    rows += [{"id": f"u{number}", "title": f"bread {number}", "topic": ""} for number in range(3)]
     posts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--head", "--from", str(posts), "--base", str(base), "--out", str(tmp_path / "out"), "--device", "cpu"]
     found = CliRunner().invoke(application(), ["train", *flags, "--json"], catch_exceptions=False)
     assert found.exit_code == 0, found.output
     record = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert record["plan"]["penalty"] in PENALTIES
+    assert (record["plan"]["start"], record["plan"]["unlabelled"]) == (ADAPTED, 3)
     assert record["metrics"]["accuracy"] > 0.8
     assert record["metrics"]["posts"] == record["zero_shot"]["posts"] == record["test"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "sentence-transformers" in card
     assert "bread the" not in card
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_command_adapts_a_model_to_posts_without_a_label(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    posts, out = tmp_path / "posts.csv", tmp_path / "out"
+    posts.write_text("title\n" + "".join(f"{each.post.title}\n" for each in examples(40)))
+    given = ["train", "--head", "--from", str(posts), "--base", str(base), "--out", str(out), "--device", "cpu"]
+    assert "has a label" in str(CliRunner().invoke(app, given).exception)
+    found = CliRunner().invoke(app, [*given, "--labels", ",".join(LABELS)], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    record = json.loads((out / "training.json").read_text())
+    assert (record["train"], record["metrics"], record["plan"]["unlabelled"]) == (0, None, 40)
+    assert read_head(locate(str(out)))[0] == LABELS
 
 
 @pytest.mark.parametrize(("zero_shot", "advised"), [(0.412, False), (0.685, False), (0.3, True), (None, True)])
