@@ -134,8 +134,7 @@ class Session:
         self._rounds.append(scores_of(fitted.head, self._vectors).argmax(1))
         if len(self.labelled) < MIN_LABELLED or len(self._rounds) <= WINDOW_ROUNDS:
             return False
-        changed = self._rounds[-1] != self._rounds[-1 - WINDOW_ROUNDS]
-        return float(changed.double().mean()) <= MAX_CHANGED
+        return float((self._rounds[-1] != self._rounds[-1 - WINDOW_ROUNDS]).double().mean()) <= MAX_CHANGED
 
     def _pick(self, fitted: Fit) -> list[Answer]:
         """Pick at most ROUND_POSTS posts without an answer. The same answers and seed give the same picks.

@@ -211,8 +211,8 @@ def test_command_adapts_a_model_to_posts_without_a_label(
     posts, out = tmp_path / "posts.csv", tmp_path / "out"
     posts.write_text("title\n" + "".join(f"{each.post.title}\n" for each in examples(40)))
     given = ["train", "--head", "--from", str(posts), "--base", str(base), "--out", str(out), "--device", "cpu"]
-    assert "has a label" in str(CliRunner().invoke(app, given).exception)
-    found = CliRunner().invoke(app, [*given, "--labels", ",".join(LABELS)], catch_exceptions=False)
+    assert "has a label" in str(CliRunner().invoke(application(), given).exception)
+    found = CliRunner().invoke(application(), [*given, "--labels", ",".join(LABELS)], catch_exceptions=False)
     assert found.exit_code == 0, found.output
     record = json.loads((out / "training.json").read_text())
     assert (record["train"], record["metrics"], record["plan"]["unlabelled"]) == (0, None, 40)
