@@ -52,7 +52,8 @@ def actors() -> set[int]:
 def on_ray(dumps: Path, out: Path) -> None:
     from ray.cluster_utils import Cluster  # noqa: PLC0415 - the other programs run without Ray
 
-    lines = [json.dumps(post).encode() if post["title"] else b"no JSON" for post in POSTS]
+    lines = [json.dumps(post).encode() if post["title"] else b"[" * 100_000 for post in POSTS]
+    lines[0] = json.dumps(POSTS[0] | {"selftext": "\ud800"}).encode()
     frames = [zstandard.ZstdCompressor().compress(b"\n".join([*some, b""])) for some in (lines[:500], lines[500:], [])]
     for name in NAMES:
         (dumps / name).write_bytes(frames[0] + frames[1])

@@ -323,7 +323,7 @@ def read_options(labels: Any, template: str | None, multi_label: bool) -> Classi
     if isinstance(labels, str) or hasattr(labels, "columns") or not isinstance(labels, Iterable | None):
         raise UserError(
             "labels must be a list such as ['praise', 'complaint'], a column, or a dictionary of descriptions, not "
-            f"{truncate(repr(labels))} ({_type_of(labels)})."
+            f"{truncate(repr(labels))} ({type(labels).__name__})."
         )
     if isinstance(labels, Mapping):
         labels = dict(labels)
@@ -344,12 +344,6 @@ def _plain(values: Any) -> Any:
     """Return an array of pyarrow or numpy as a list of Python objects; other values unchanged."""
     convert = getattr(values, "to_pylist", None) or getattr(values, "tolist", None)
     return convert() if convert else values
-
-
-def _type_of(value: object) -> str:
-    """Return the name of a value's type, with the package of a type that is not built in."""
-    package, name = type(value).__module__.partition(".")[0], type(value).__name__
-    return name if package == "builtins" else f"{package}.{name}"
 
 
 class Request:
@@ -382,8 +376,8 @@ class Request:
         values = (items,) if self.is_single else _plain(items)
         if isinstance(values, bytes | bytearray) or not isinstance(values, Iterable):
             raise InputError(
-                f"Cannot classify a value of type {_type_of(items)}. Give a text, a dictionary with title and body, a "
-                "list of either, or a DataFrame; for a file, run `feedmill classify`."
+                f"Cannot classify a value of type {type(items).__name__}. Give a text, a dictionary with title and "
+                "body, a list of either, or a DataFrame; for a file, run `feedmill classify`."
             )
         self.items = (item_of(value, position, columns) for position, value in enumerate(values))
         self._total = len(values) if isinstance(values, Sized) else None

@@ -83,7 +83,7 @@ def test_items_without_the_named_key_have_no_label() -> None:
         (b"bytes", {}, ["bytes"]),
         (TEXTS, {"labels": "praise, complaint"}, ["labels must be a list", "'praise, complaint'"]),
         (TEXTS, {"labels": 5}, ["labels", "int"]),
-        (TEXTS, {"labels": pandas.DataFrame({"name": LABELS})}, ["labels must be a list", "pandas.DataFrame"]),
+        (TEXTS, {"labels": pandas.DataFrame({"name": LABELS})}, ["labels must be a list", "DataFrame"]),
         (TEXTS, {"labels": {"": "a", "b": "b"}}, ["labels: a label is empty"]),
     ],
 )  # fmt: skip

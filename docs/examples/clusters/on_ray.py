@@ -32,8 +32,8 @@ FIELDS = ("id", "title", "selftext", "subreddit", "created_utc")
 SCHEMA = pyarrow.schema(
     [("file", pyarrow.string()), ("line", pyarrow.int64()), *((name, pyarrow.string()) for name in FIELDS)]
 )
-#: Rows read at once; and bytes of a block, about 8,000 posts, which an actor sorts by length.
-READ_ROWS, BLOCK_BYTES = 2_000, 4 << 20
+#: Rows read at once; bytes of a block, about 8,000 posts, which an actor sorts by length; and rows of a GPU's batch.
+READ_ROWS, BLOCK_BYTES, GPU_ROWS = 2_000, 4 << 20, 8_192
 
 
 def lines(dump: Path) -> Iterator[dict[str, object]]:
@@ -43,10 +43,12 @@ def lines(dump: Path) -> Iterator[dict[str, object]]:
             row: dict[str, object] = {"file": dump.name, "line": number}
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict):
-                row |= {name: str(record[name]) for name in FIELDS if isinstance(record.get(name), str | int)}
+                texts = {name: str(record[name]) for name in FIELDS if isinstance(record.get(name), str | int)}
+                # Arrow refuses half of a surrogate pair.
+                row |= {name: text.encode(errors="replace").decode() for name, text in texts.items()}
             yield row
 
 
@@ -97,7 +99,7 @@ def labelled(dumps: list[Path], parts: Path, devices: int, gpus: int) -> Iterato
             enable_true_multi_threading=True,
         ),
         num_gpus=gpus or None,
-        batch_size=None,  # a whole block
+        batch_size=GPU_ROWS if gpus else None,  # a whole block, which Ray refuses with GPUs
         batch_format="pyarrow",
     )
     yield from posts.map_batches(partial(write, parts=parts), batch_size=None, batch_format="pyarrow").iter_rows()
