@@ -256,15 +256,15 @@ def _choose(held_out: Mapping[str, torch.Tensor], targets: torch.Tensor) -> tupl
         if _is_positive(rights[name] - rights[best]):
             best = name
     accuracies = {name: float(each.mean()) for name, each in rights.items()}
-    sharpness = best_sharpness(held_out[best], targets)
+    logits, sharpness = held_out[best], best_sharpness(held_out[best], targets)
+    if not _is_positive(loss_of_rows(logits, targets) - loss_of_rows(sharpness * logits, targets)):
+        sharpness = 1.0
     return {"start": best, "sharpness": sharpness, "accuracies": accuracies}, rights[best]
 
 
 def best_sharpness(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return the factor of logits with the lowest log loss; 1 if that is not certainly lower."""
-    losses = {each: loss_of_rows(each * logits, targets) for each in SHARPNESSES}
-    best = min(losses, key=lambda each: float(losses[each].mean()))
-    return best if _is_positive(loss_of_rows(logits, targets) - losses[best]) else 1.0
+    """Return the factor of logits with the lowest log loss."""
+    return min(SHARPNESSES, key=lambda each: float(loss_of_rows(each * logits, targets).mean()))
 
 
 def _is_positive(differences: torch.Tensor) -> bool:
