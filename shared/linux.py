@@ -70,6 +70,12 @@ def set_malloc_options(options: Mapping[int, int]) -> None:
             LIBC.mallopt(option, value)
 
 
+def return_freed_memory() -> None:
+    """Return memory that glibc keeps for later to the system. Does nothing with another C library."""
+    with suppress(AttributeError):
+        LIBC.malloc_trim(0)
+
+
 def _field(file: str, name: str) -> str | None:
     """Return the first field of this name in a file of /proc, such as "1024 kB"; None if absent."""
     path = PROC / file

@@ -32,4 +32,5 @@ def test_falls_back_elsewhere() -> None:
     assert linux.available_memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     linux.run_on({0})
     linux.set_malloc_options({-1: 1})
+    linux.return_freed_memory()
     linux.die_with(os.getppid())

@@ -29,6 +29,7 @@ from celery.signals import worker_shutting_down
 from celery.worker import state
 from redis.exceptions import RedisError
 
+from feedmill.shared import linux
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import DeviceFull, DeviceLost, UserError
 from feedmill.shared.metrics import connect_for_monitoring
@@ -126,6 +127,7 @@ class DevicePool(BasePool):
         """Register the worker, and its model for each served queue (shared/model_routing.py). Retry a Redis error after
         the next interval.
         """
+        linux.return_freed_memory()  # micro-batches of varying sizes leave holes: half a gigabyte within minutes
         self._deployer.request_check()
         classifier = self.pipeline.classifier
         model, labels = classifier.weights.name, getattr(classifier, "fixed_labels", None)
