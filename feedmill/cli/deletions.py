@@ -82,19 +82,12 @@ class DeadLetters:
         """Return the entry with this name, or None if it no longer exists."""
         return next(self._between(name, name), None)
 
-    def expect_again(self, letter: DeadLetter) -> None:
-        """Allow a new dead letter for the same post. Call before a retry: otherwise a second failure writes none."""
-        self._redis.delete(DEAD_LETTER + dead_letter_digest(letter))
-
     def remove_retried(self, entry: DeadLetterEntry) -> None:
         """Delete an entry whose post was sent again, and subtract it from the failures of its run."""
         if entry.letter.run is None:
-            self.remove(entry)
+            self._redis.xdel(DEAD_LETTERS, entry.name)
         else:
             call(self._redis, "remove_retried", entry.name, entry.letter.run)
-
-    def remove(self, entry: DeadLetterEntry) -> None:
-        self._redis.xdel(DEAD_LETTERS, entry.name)
 
     def _between(self, start: str, end: str) -> Iterator[DeadLetterEntry]:
         """Yield the letters between two stream ids, oldest first."""
@@ -149,7 +142,7 @@ def retry(settings: Settings, ids: DeadLetterIds = None, every: All = False) -> 
     for each in _chosen(dead, ids, every):
         try:
             letter, post, options = _read(each)
-            dead.expect_again(letter)
+            redis.delete(DEAD_LETTER + dead_letter_digest(letter))  # else a second failure would write none
             _send_again(post, options, redis, app_of(letter.queue))
         except (PostRefused, RequestRefused) as why:
             typer.echo(f"feedmill: {printable(each.name)} not retried: {printable(str(why))}", err=True)
@@ -169,10 +162,7 @@ def drop(settings: Settings, ids: DeadLetterIds = None, every: All = False, yes:
     dead = DeadLetters(redis)
     chosen = _chosen(dead, ids, every)
     confirm(f"Drop {redis.xlen(DEAD_LETTERS):,} dead letters permanently", yes or not every)
-    dropped = 0
-    for each in chosen:
-        dead.remove(each)
-        dropped += 1
+    dropped = sum(1 for each in chosen if redis.xdel(DEAD_LETTERS, each.name))
     typer.echo(f"{dropped:,} dropped")
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from feedmill.cli.deletions import DeadLetters
-from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM, STORED, TOMBSTONE
+from feedmill.shared.keys import DEAD_LETTER, DEAD_LETTERS, RESULTS_STREAM, STORED, TOMBSTONE
 from feedmill.shared.messages import DeadLetter, Post, digest
 from feedmill.shared.purge import forget
-from feedmill.shared.results import CONTEXT_NAME, Counters, Result, ResultsStore, Score
+from feedmill.shared.results import CONTEXT_NAME, Counters, Result, ResultsStore, Score, dead_letter_digest
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, age, dead_letters, has_results, latest, make_classification, wait_until
 
@@ -90,12 +90,11 @@ def test_a_dead_letter_is_stored_once_until_it_is_removed(store: ResultsStore, s
 
 
 def test_a_retried_dead_letter_may_fail_before_its_removal(store: ResultsStore, server: RedisServer) -> None:
-    dead = DeadLetters(server.client)
     store.write([], [letter("1")])
-    (entry,) = dead.newest(9)
-    dead.expect_again(entry.letter)
+    (entry,) = DeadLetters(server.client).newest(9)
+    server.client.delete(DEAD_LETTER + dead_letter_digest(entry.letter))
     store.write([], [letter("1", "another reason")])
-    dead.remove(entry)
+    server.client.xdel(DEAD_LETTERS, entry.name)
     assert [found.reason for found in dead_letters(store, 9)] == ["another reason"]
 
 
