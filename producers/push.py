@@ -2,21 +2,17 @@
 
 Marking comes last: a crash before it repeats a message, whose results the store already has. Marking first could lose
 the message.
-
-Depends on a private method of Celery 5.7: `Celery._after_fork` drops the application's connection and producer pools.
 """
 
 import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from hashlib import sha1
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kombu import pools, uuid
-from kombu.exceptions import OperationalError
+from celery import uuid
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -122,9 +118,7 @@ class Pusher:
     run: name of the run that the posts belong to; replaces the posts' own. None keeps theirs and counts no progress.
 
     Between calls of `push` only the counts are kept in memory; Redis stores what was sent. After any exception, even
-    one raised by a signal handler, the same posts can be pushed again. One case is unsafe: if a signal handler raises
-    while kombu holds the lock of a connection pool, the lock stays taken, and about one interrupted `push` in ten
-    thousand hangs. To avoid this, let the handler only record the signal, and let `wait` raise.
+    one raised by a signal handler, the same posts can be pushed again.
     """
 
     def __init__(
@@ -172,15 +166,15 @@ class Pusher:
     def push(self, posts: Iterable[Post]) -> None:
         """Publish posts, packed into messages as configured.
 
-        Raises redis.exceptions.RedisError, kombu.exceptions.OperationalError. Posts counted as sent are
-        in the queue by then; pushing the same posts again sends the rest.
+        Raises redis.exceptions.RedisError. Posts counted as sent are in the queue by then; pushing the same posts again
+        sends the rest.
         """
         try:
             self._push(posts)
-        except (RedisError, OperationalError):
-            raise  # redis-py and kombu have already reset their connections
         except BaseException:
-            self._drop_connections()
+            # A signal handler's exception can leave a reply unread, which the next command would take for its own.
+            for redis in (self._redis, self._app.redis):
+                redis.connection_pool.disconnect(inuse_connections=False)
             raise
 
     def retry_until_memory(self, write: Callable[[], object]) -> None:
@@ -190,8 +184,8 @@ class Pusher:
                 try:
                     write()
                     return
-                except (RedisError, OperationalError) as fault:
-                    if not self._waits_for(fault):
+                except RedisError as fault:
+                    if not (self._wait_for_memory and is_full(fault)):
                         raise
                     self._pause("Redis is at its memory limit")
         finally:
@@ -231,7 +225,7 @@ class Pusher:
             fitting = unsent[: size * self._wait_for_room()]
             unsent = unsent[len(fitting) :]
             messages = [fitting[start : start + size] for start in range(0, len(fitting), size)]
-            self._publish([[post for _, post in message] for message in messages])
+            self.retry_until_memory(partial(self._publish, [[post for _, post in message] for message in messages]))
             # Count before marking: posts that cannot be marked are in the queue and will be sent again.
             self.sent += len(fitting)
             self.messages += len(messages)
@@ -257,46 +251,17 @@ class Pusher:
         return room
 
     def _publish(self, messages: Sequence[Sequence[Post]]) -> None:
-        """Publish the messages. If memory was short, retry them one by one, since some may have been published."""
-        try:
-            self._hand_over(messages)
-        except OperationalError as fault:
-            if not self._waits_for(fault):
-                raise
-            for message in messages:
-                self.retry_until_memory(partial(self._hand_over, [message]))
-
-    def _hand_over(self, messages: Sequence[Sequence[Post]]) -> None:
         replies = [uuid() for _ in messages] if self._on_published else None
         broker.publish(self._app, messages, self._options, self._settings.priority, replies)
         for task_id, posts in zip(replies or (), messages, strict=False):
             if self._on_published:
                 self._on_published(task_id, posts)
 
-    def _waits_for(self, fault: Exception) -> bool:
-        return self._wait_for_memory and is_full(fault)
-
     def _pause(self, why: str) -> None:
         if self.waiting != why:
             logger.warning("%s: waiting for room", why)
         self.waiting = why
         self._wait(FULL_QUEUE_POLL_S)
-
-    def _drop_connections(self) -> None:
-        """Drop all connections, so that the next command opens new ones.
-
-        An exception from a signal handler can leave a reply unread, which the next command would take for its own.
-        Raised within kombu, it can leave a broken producer or a pool whose lock stays taken. Other Celery applications
-        in this process with the same broker share these pools.
-        """
-        self._redis.connection_pool.disconnect(inuse_connections=False)
-        app: Any = self._app
-        for pool in (app.producer_pool, app.pool):
-            with suppress(Exception):  # half-open connections may fail to close
-                pool.force_close_all()
-        pools.producers.clear()
-        pools.connections.clear()
-        app._after_fork()  # drops the app's own pools; they are recreated on the next send
 
 
 def _round_trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:

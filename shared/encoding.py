@@ -1,7 +1,6 @@
 """Encode and decode message bodies: JSON, optionally compressed, compatible with any Celery application.
 
-`register` adds Feedmill's serializers and leaves kombu's unchanged, because other applications may run in the same
-process. `limit_bodies` replaces kombu's decoders, and is for worker processes only. kombu decompresses bodies of any
+`limit_bodies` replaces kombu's decoders, and is for worker processes only. kombu decompresses bodies of any
 size: one megabyte of gzip can expand to a gigabyte. kombu's JSON reader is also slow, because it checks every object
 for kombu's own types.
 """
@@ -25,9 +24,8 @@ except ImportError:  # isal has no wheel for this platform
 #: Typed as Any: kombu's type stubs are wrong about registered codecs and lack a name.
 compression: Any = _compression
 serialization: Any = _serialization
-#: Names of the serializers that accept Post objects, without and with compression; and the content type and encoding of
-#: their output, plain JSON.
-POSTS, PACKED_POSTS, JSON = "feedmill", "feedmill-gzip", ("application/json", "utf-8")
+#: Content type and encoding of JSON.
+JSON = ("application/json", "utf-8")
 #: Value of the header `compression` in messages whose body is compressed.
 GZIP = "application/x-gzip"
 #: Value of `body_encoding` in kombu's messages. Without the field, the body is plain text.
@@ -46,19 +44,6 @@ MAX_MESSAGE = 64 * 2**20
 MAX_SEPARATORS = 2**22
 #: Serializes any body, with pydantic's fast path for posts: a fifth of the time.
 BODY_ADAPTER: TypeAdapter[Any] = TypeAdapter(Any)
-
-
-def register() -> None:
-    """Register the serializers POSTS and PACKED_POSTS. Messages encoded by the latter need the compression header GZIP.
-
-    Compression is part of the serializer because kombu's gzip takes six times as long as isal's, and registering
-    another gzip would replace it for the whole process.
-    """
-    names = serialization.registry.type_to_name  # `register` overwrites the name for JSON
-    name = names[JSON[0]]
-    serialization.register(POSTS, write, None, *JSON)
-    serialization.register(PACKED_POSTS, lambda body: pack(write(body)), None, *JSON)
-    names[JSON[0]] = name
 
 
 def write(body: Any) -> bytes:

@@ -43,7 +43,6 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
 
-from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from feedmill.producers.push import Pusher
@@ -212,7 +211,7 @@ class Chaos:
             while not self._stopping.is_set():
                 try:
                     pusher.push(some)
-                except (RedisError, OperationalError):
+                except RedisError:
                     self._stopping.wait(0.2)
                 else:
                     self._sent += len(some)

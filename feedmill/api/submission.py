@@ -79,7 +79,6 @@ class SubmittedRun:
     def _send(self, posts: Iterable[Post] | None = None) -> None:
         """Send posts: those of the request, unless others are given."""
         app = make_app(self._settings, current=False)
-        app.conf.update(result_backend="disabled")  # it would subscribe to each message's result
         pusher = Pusher(
             app, self._redis, self._settings, self._request.options, again=True, run=self.name,
             on_published=self._pending.__setitem__,

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from kombu.exceptions import OperationalError
 from redis import Redis
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
@@ -108,7 +107,7 @@ class LiveDaemon:
                 pause = self._run()
         except SourceFailed as fault:
             pause = self._failed("source", f"{self._source.name}: {fault}", SOURCE_BACKOFF, fault.retry_after)
-        except (RedisError, OperationalError) as error:
+        except RedisError as error:
             pause = self._failed("redis", f"Redis at {self._redis_address} failed ({clause(error)})", REDIS_BACKOFF)
         except UserError:
             raise
@@ -254,7 +253,7 @@ class LiveDaemon:
         """Send a batch. If that fails for another reason than Redis, send its events one by one to find the culprit."""
         try:
             self._deliver(batch)
-        except (RedisError, OperationalError):
+        except RedisError:
             raise
         except Exception as error:
             if len(batch) > 1:

@@ -132,12 +132,10 @@ def test_sends_nothing_to_untrusted_servers(
     secure: SecureRedis,
     untrusted: dict[str, SecureRedis],
     authority: Authority,
-    monkeypatch: pytest.MonkeyPatch,
     wrong: str,
     words: str,
     way: str,
 ) -> None:
-    monkeypatch.setattr("feedmill.shared.broker.RETRY_DELAYS_S", ())
     server = untrusted.get(wrong, secure)
     settings = load(redis_url=server.secure_url, redis_ca_file=None if wrong == "no authority" else authority.file)
     before = server.client.info("commandstats")
@@ -170,11 +168,8 @@ def test_plain_text_to_a_tls_port_mentions_tls(secure: SecureRedis) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_plain_text_port_never_receives_a_command(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_a_plain_text_port_never_receives_a_command(authority: Authority, way: str) -> None:
     """The server sees only the start of a TLS handshake, and its plain-text answer ends the connection."""
-    monkeypatch.setattr("feedmill.shared.broker.RETRY_DELAYS_S", ())
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 

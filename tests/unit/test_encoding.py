@@ -58,7 +58,6 @@ def test_kombu_decompresses_our_gzip(size: int) -> None:
 
 @pytest.mark.parametrize("limited", [False, True], ids=["stock", "limited"])
 def test_serializes_posts_as_plain_json(limited: bool) -> None:
-    encoding.register()
     if limited:
         encoding.limit_bodies()
     body = [
@@ -66,18 +65,14 @@ def test_serializes_posts_as_plain_json(limited: bool) -> None:
         {"posts": [Post(id="1", title="ä 🙂", extra={"x": [1.5, None]}, score=3)], "version": 1},
         {"chain": None},
     ]
-    written = serialization.dumps(body, encoding.POSTS)
-    assert written[:2] == encoding.JSON
+    data = encoding.write(body)
     plain = [
         [],
         {"posts": [{"id": "1", "title": "ä 🙂", "score": 3, "extra": {"x": [1.5, None]}}], "version": 1},
         {"chain": None},
     ]
-    content, coded, data = written
-    assert json.loads(data) == kombu_json.loads(data) == serialization.loads(data, content, coded) == plain
-    content, coded, packed = serialization.dumps(body, encoding.PACKED_POSTS)
-    assert (content, coded) == encoding.JSON
-    assert kombu.decompress(packed, encoding.GZIP) == data
+    assert json.loads(data) == kombu_json.loads(data) == serialization.loads(data, *encoding.JSON) == plain
+    assert kombu.decompress(encoding.pack(data), encoding.GZIP) == data
 
 
 @pytest.mark.parametrize(

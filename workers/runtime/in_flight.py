@@ -179,6 +179,8 @@ class InFlight(Owner):
         self._held: set[PendingTask] = set()
         #: Pending tasks whose ending failed on Redis, each with the call to retry. Used only on the consumer's thread.
         self._unended: list[tuple[PendingTask, Callable[[], None]]] = []
+        #: Messages of this turn of the event loop, which the tokenizer thread is to get together.
+        self._arrived: list[Message] = []
         #: Callbacks for the consumer's thread, in order.
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         #: True if the event loop is going to run them: waking it for each takes longer than the callback.
@@ -213,9 +215,17 @@ class InFlight(Owner):
             leased.queue,
             leased.deaths if leased.needs_isolation else None,
         )
-        self.pipeline.submit(pending.message)
+        self._arrived.append(pending.message)
+        if len(self._arrived) == 1:
+            self._deliver(self._submit)
         if (posts := len(pending.message.raw_posts)) and (size := leased.queued_size):
             self._post_bytes += min(1.0, posts / POSTS_TO_LEARN) * (size / posts - self._post_bytes)
+
+    def _submit(self) -> None:
+        """Submit the messages of the last turn together: submitted one by one, each would be prepared by itself."""
+        arrived, self._arrived = self._arrived, []
+        for message in arrived:
+            self.pipeline.submit(message)
 
     def room(self) -> tuple[int, int]:
         """Return how many messages of one post to prefetch, and their bytes; 0 until a quarter of the maximum is free.
