@@ -78,10 +78,9 @@ class SubmittedRun:
 
     def _send(self, posts: Iterable[Post] | None = None) -> None:
         """Send posts: those of the request, unless others are given."""
-        app = make_app(self._settings, current=False)
         pusher = Pusher(
-            app, self._redis, self._settings, self._request.options, again=True, run=self.name,
-            on_published=self._pending.__setitem__,
+            make_app(self._settings, current=False), self._redis, self._settings, self._request.options, again=True,
+            run=self.name, on_published=self._pending.__setitem__,
         )  # fmt: skip
         with user_errors(self._settings):
             pusher.push(self._posts() if posts is None else posts)

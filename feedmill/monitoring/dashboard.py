@@ -27,7 +27,6 @@ from celery.events.state import Task, Worker
 from flower import events as flower_events  # type: ignore[import-untyped]
 from flower.app import Flower  # type: ignore[import-untyped]
 from flower.command import apply_env_options, extract_settings, setup_logging  # type: ignore[import-untyped]
-from flower.events import Events, EventsState  # type: ignore[import-untyped]
 from flower.urls import settings as tornado_settings  # type: ignore[import-untyped]
 from flower.utils.search import TaskSearchEngine  # type: ignore[import-untyped]
 from flower.views import BaseHandler  # type: ignore[import-untyped]
@@ -131,7 +130,7 @@ def _with_reason(task: Any) -> Any:
     return task
 
 
-class MessageEvents(Events):  # type: ignore[misc]
+class MessageEvents(flower_events.Events):  # type: ignore[misc]
     """Flower's event store: drops post texts and saves its state between runs. db: path of the state file."""
 
     def on_event(self, event: dict[str, Any]) -> None:
@@ -148,7 +147,7 @@ class MessageEvents(Events):  # type: ignore[misc]
             workers.update((fields["hostname"], Worker(**fields)) for fields in kept["workers"])
             for fields in kept["tasks"]:
                 tasks[fields["uuid"]] = Task(**fields | {"worker": workers.data.get(fields.get("worker"))})
-            state = EventsState(workers=workers, tasks=tasks)
+            state = flower_events.EventsState(workers=workers, tasks=tasks)
             for task in tasks.data.values():
                 task.cluster_state = state
             state.counter.update({name: Counter(counted) for name, counted in kept["counter"].items()})

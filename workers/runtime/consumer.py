@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 #: Sentinels' own.
 FIELDS_WITH_PASSWORDS = frozenset({"password", "alternates", "transport_options"})
 
-#: Events published together. Celery's own limit of 24 makes a round trip to Redis for every eight messages.
+#: Events after which a publication does not wait. Celery's limit is 24, those of eight messages.
 EVENTS_TOGETHER = 1000
 #: Errors that a malformed message causes in Celery, as opposed to errors of Redis or its connection.
 MALFORMED_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -284,7 +284,8 @@ class ConsumerFit(bootsteps.StartStopStep):
         if not isinstance(parent.pool, DevicePool):
             return  # the command line selects another pool
         parent.task_consumer.channel.consumer_room = parent.pool.in_flight.room
-        parent.event_dispatcher.buffer_limit = EVENTS_TOGETHER
+        # Instead, the pool publishes events periodically: a publication takes as long as a message.
+        parent.event_dispatcher.buffer_limit, parent.event_dispatcher.on_send_buffered = EVENTS_TOGETHER, None
         with suppress(ResponseError):  # Redis is full; after a lost connection, this step runs again
             parent._store.catch_up()
         with suppress(ResponseError):

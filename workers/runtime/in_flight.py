@@ -179,7 +179,7 @@ class InFlight(Owner):
         self._held: set[PendingTask] = set()
         #: Pending tasks whose ending failed on Redis, each with the call to retry. Used only on the consumer's thread.
         self._unended: list[tuple[PendingTask, Callable[[], None]]] = []
-        #: Messages of this turn of the event loop, which the tokenizer thread is to get together.
+        #: Messages of this turn of the event loop.
         self._arrived: list[Message] = []
         #: Callbacks for the consumer's thread, in order.
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -222,7 +222,7 @@ class InFlight(Owner):
             self._post_bytes += min(1.0, posts / POSTS_TO_LEARN) * (size / posts - self._post_bytes)
 
     def _submit(self) -> None:
-        """Submit the messages of the last turn together: submitted one by one, each would be prepared by itself."""
+        """Submit messages together: one by one, each would be prepared by itself."""
         arrived, self._arrived = self._arrived, []
         for message in arrived:
             self.pipeline.submit(message)
@@ -244,7 +244,6 @@ class InFlight(Owner):
         try:
             while not self._deliveries.empty():
                 self._deliveries.get()()
-            self.flush_events()
         finally:
             if not self._deliveries.empty():  # a callback raised an error
                 self._schedule()
@@ -262,7 +261,7 @@ class InFlight(Owner):
             pending.request.eventer = eventer
 
     def flush_events(self) -> None:
-        """Send buffered events now. Celery would send them after the event loop's next wait, which may never end."""
+        """Publish buffered events."""
         if self._eventer and self._eventer.enabled:
             self._eventer.flush()
 

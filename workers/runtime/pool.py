@@ -44,6 +44,8 @@ from feedmill.workers.runtime.metrics import TURN_INTERVAL_S, WorkerMetrics, pip
 
 logger = logging.getLogger(__name__)
 
+#: Seconds between two publications of events.
+EVENTS_INTERVAL_S = 0.1
 #: Net new objects between two garbage collections. Python's default of 700 is less than one message.
 GC_THRESHOLD = 20_000
 
@@ -114,6 +116,7 @@ class DevicePool(BasePool):
         self._announce_soon()
         self._timers = [
             loop.call_repeatedly(ANNOUNCE_INTERVAL_S, self._announce_soon),
+            loop.call_repeatedly(EVENTS_INTERVAL_S, self.in_flight.flush_events),
             loop.call_repeatedly(RETRY_INTERVAL_S, self.in_flight.retry_unended),
             loop.call_repeatedly(RETRY_INTERVAL_S, self.catch_up),
         ]

@@ -37,7 +37,6 @@ from uuid import uuid4
 from weakref import WeakSet
 
 from kombu.transport.virtual import Message as VirtualMessage
-from kombu.utils.json import loads
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -100,11 +99,9 @@ class UndecodableError(ValueError):
 
 
 def decoded(message: bytes) -> dict[str, Any]:
-    """Parse a message. Raises UndecodableError. Uses kombu's slow parser only for messages with kombu's JSON types."""
+    """Parse a message. Raises UndecodableError."""
     try:
-        encoding.check_size(message)
-        text = message.decode()
-        found = loads(text) if '"__type__"' in text else json.loads(text)
+        found = encoding.read(message)
         body, delivery = found["body"], found["properties"]["delivery_info"]
     except Exception as error:  # kombu's JSON types raise more types of errors than JSON does
         why = str(error) if type(error) is ValueError else type(error).__name__  # other texts quote the message
