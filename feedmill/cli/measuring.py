@@ -58,41 +58,67 @@ def tune(
     _end(reading)
 
 
-@with_settings(*MODEL, plain_logs=True)
+@with_settings(*(name for name in MODEL if name != "model"), plain_logs=True)
 def evaluate(
-    settings: Settings, file: File, columns: FileFlags, limit: Limit = None, as_json: JsonSummary = False
+    settings: Settings,
+    file: File,
+    columns: FileFlags,
+    models: Annotated[
+        list[str] | None, Option("--model", help="Model to evaluate, as for classify; repeat to compare several.")
+    ] = None,
+    limit: Limit = None,
+    as_json: JsonSummary = False,
 ) -> None:
     """Compare a model's labels with the topics of a file's posts.
 
-    Prints precision, recall, F1 and the most frequent mistake per label, accuracy and macro-F1. Exits 1 if a post
-    failed or a record was malformed.
+    Prints precision, recall, F1 and the most frequent mistake per label, accuracy and macro-F1. Give --model several
+    times to compare models. Exits 1 if a post failed or a record was malformed.
     """
+    each = [settings.model_copy(update={"model": model}) for model in models or (settings.model,)]
     notes = notes_console()
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, shows_ids=False)
     posts = _first(reading, file, limit)
     if not any(post.topic for post in posts):
         raise InputError("No post has a topic. Add the true labels in the field `topic`.")
     with explain_missing("Evaluating", "worker"):
-        from feedmill import evaluation  # noqa: PLC0415 - needs torch, which only workers have
-    loaded = load_model(settings)
-    known = _known(posts, loaded.label_set(ClassifyOptions()).labels)
-    found = evaluation.measure(known, loaded, settings, Report(notes))
-    evaluation.show(output_console(), found.summary)
+        # Imported late: need torch, which only workers have.
+        from feedmill import evaluation  # noqa: PLC0415
+        from feedmill.workers.models.classifiers.registry import usable_settings  # noqa: PLC0415
+    if compared := len(each) > 1:
+        each = [usable_settings(settings) for settings in each]
+    loaded = [load_model(settings) for settings in each]
+    known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
+    progress = Report(notes)
+    found = [evaluation.measure(known, model, own, progress) for model, own in zip(loaded, each, strict=True)]
     left_out = len(posts) - len(known)
+    summaries = {
+        model.weights.name: one.summary | {"left_out": left_out + len(one.failures)}
+        for model, one in zip(loaded, found, strict=True)
+    }
+    if compared:
+        best_first = sorted(summaries.items(), key=lambda one: one[1]["accuracy"], reverse=True)
+        output_console().print(evaluation.models_table("model", best_first))
+        typer.echo(f"{len(known):,} posts.")
+    else:
+        evaluation.show(output_console(), found[0].summary)
     if left_out:
-        typer.echo(f"Excluded: {left_out:,} posts whose topic is missing or not a label.")
-    if failures := found.failures:
+        typer.echo(f"Excluded: {left_out:,} posts whose topic is missing or not a label{' of every model' * compared}.")
+    failures = [] if compared else found[0].failures
+    if failures:
         typer.echo(f"Excluded: {len(failures):,} posts that could not be classified; the first: {failures[0]}")
     if as_json:
-        typer.echo(json_line(found.summary | {"left_out": left_out + len(failures)}))
+        typer.echo(
+            json_line({"posts": len(known), "models": summaries} if compared else next(iter(summaries.values())))
+        )
     _end(reading, bool(failures))
 
 
-def _known(posts: Sequence[Post], labels: Sequence[str]) -> list[tuple[Post, str]]:
-    """Return the posts whose topic is a label, each with that label. Raises InputError without any."""
+def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:
+    """Return the posts whose topic is a label of every set, each with that label. Raises InputError without any."""
     from feedmill.evaluation import matching_label  # noqa: PLC0415 - needs numpy, which comes with torch
 
-    known = [(post, truth) for post in posts if (truth := matching_label(post.topic, labels)) is not None]
+    labels = [label for label in label_sets[0] if all(label in one for one in label_sets)]
+    known = [(post, truth) for post in posts if (truth := matching_label(post.topic, label_sets[0])) in labels]
     if not known:
         topics = Counter(post.topic for post in posts if post.topic)
         named = ", ".join(printable(topic) for topic, _ in topics.most_common(MAX_TOPICS_NAMED))

@@ -65,10 +65,16 @@ def test_train_writes_a_model_that_can_be_served(redis: RedisServer, tmp_path: P
     tried = feedmill("classify", "bread soup oven", "--model", "out", cwd=tmp_path)
     assert tried.stdout.split()[2] == "food", tried.stderr
 
-    compared = feedmill("evaluate", "posts.jsonl", "--model", "out", "--json", cwd=tmp_path)
+    compared = feedmill(
+        "evaluate", "posts.jsonl", "--model", "out", "--model", "sentence-transformers/all-MiniLM-L6-v2",
+        "--labels", "food,sports,travel", "--json", cwd=tmp_path,
+    )  # fmt: skip
     assert compared.returncode == 0, compared.stderr
-    figures = last_json(compared.stdout)
-    assert figures["posts"] == sum(each["posts"] for each in figures["calibration"]) == 96
-    assert figures["posts_per_s"] > 0
-    assert 0 <= figures["calibration_error"] <= 1
+    found = last_json(compared.stdout)
+    assert found["posts"] == 96
+    assert list(found["models"]) == ["out", "sentence-transformers/all-MiniLM-L6-v2"]
+    for figures in found["models"].values():
+        assert figures["posts_per_s"] > 0
+        assert 0 <= figures["calibration_error"] <= 1
+        assert sum(each["posts"] for each in figures["calibration"]) == 96
     assert "calibration error" in compared.stdout
