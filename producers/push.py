@@ -39,7 +39,6 @@ BUCKET_BYTES, ID_BYTES = 2, 4
 #: Bytes of the other parts of a mark: digests of the run and of what was sent. The probability that a new post is taken
 #: for sent is 2**-48 (4e-15) for each mark of its id, and 2**-112 for each mark of another id.
 RUN_BYTES, DIGEST_BYTES = 2, 6
-MARK_BYTES = ID_BYTES + RUN_BYTES + DIGEST_BYTES
 #: Ids per call of `known`. Redis is blocked during a call.
 IDS_PER_CALL = 500
 

@@ -38,7 +38,7 @@ from trustme import CA
 
 from feedmill.cli.deletions import DeadLetters
 from feedmill.producers import push as producing
-from feedmill.producers.push import BUCKET_BYTES, ID_BYTES, MARK_BYTES, Pusher
+from feedmill.producers.push import BUCKET_BYTES, DIGEST_BYTES, ID_BYTES, RUN_BYTES, Pusher
 from feedmill.reading import newest
 from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth
 from feedmill.shared.keys import MARKS
@@ -51,6 +51,7 @@ from feedmill.stack.processes import Child
 from tests.fakes import constants
 from tests.forkserver import FORK_SERVER, Forked, Forks, ForkServer
 
+MARK_BYTES = ID_BYTES + RUN_BYTES + DIGEST_BYTES
 #: Of each process' own: a worker of another test run, whose server had the same port before, cannot log in.
 PASSWORD = f"test-password-{secrets.token_hex(8)}"
 ROOT = Path(__file__).parent.parent

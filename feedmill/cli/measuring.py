@@ -88,13 +88,11 @@ def evaluate(
         each = [usable_settings(settings) for settings in each]
     loaded = [load_model(settings) for settings in each]
     known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
-    progress = Report(notes)
-    found = [evaluation.measure(known, model, own, progress) for model, own in zip(loaded, each, strict=True)]
+    found = [evaluation.measure(known, model, own, Report(notes)) for model, own in zip(loaded, each, strict=True)]
     left_out = len(posts) - len(known)
-    summaries = {
-        model.weights.name: one.summary | {"left_out": left_out + len(one.failures)}
-        for model, one in zip(loaded, found, strict=True)
-    }
+    for one in found:
+        one.summary["left_out"] += left_out
+    summaries = {model.weights.name: one.summary for model, one in zip(loaded, found, strict=True)}
     if compared:
         best_first = sorted(summaries.items(), key=lambda one: one[1]["accuracy"], reverse=True)
         output_console().print(evaluation.models_table("model", best_first))
@@ -103,8 +101,7 @@ def evaluate(
         evaluation.show(output_console(), found[0].summary)
     if left_out:
         typer.echo(f"Excluded: {left_out:,} posts whose topic is missing or not a label{' of every model' * compared}.")
-    failures = [] if compared else found[0].failures
-    if failures:
+    if failures := [] if compared else found[0].failures:
         typer.echo(f"Excluded: {len(failures):,} posts that could not be classified; the first: {failures[0]}")
     if as_json:
         typer.echo(
