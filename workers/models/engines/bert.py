@@ -44,7 +44,7 @@ class Bert:
         self.pad_id: int = config.pad_token_id
         self._config, self._reads, self._reordered = config, reads, reordered
         with loading(f"the model in {weights.folder}"), safe_open(weights.folder / WEIGHTS_FILE, "pt") as file:
-            tensors = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118 - no mapping
             self._embeddings = [tensors[name] for name in EMBEDDINGS]
             self._norm = self._normalization(tensors, "embeddings")
             numbers = range(config.num_hidden_layers)
