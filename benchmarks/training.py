@@ -1,7 +1,7 @@
 """Compare training optimisations by samples/s on the same posts; or what training reaches by number of answers.
 
     python -m benchmarks.training [--posts FILE] [--samples 256] [--rounds 3] [--png training.png]
-    python -m benchmarks.training --accuracy FILE [--draws 5] [--fine-tuned 0]
+    python -m benchmarks.training --accuracy FILE [--draws 4] [--fine-tuned 0]
 
 `plain` is float32 in batches of 8; each other variant changes one option,
 and `all` changes all of them. Mixed precision is left out if the device lacks hardware support. Every variant trains on
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--png", type=Path, help="draw the rates into this file")
     parser.add_argument("--accuracy", metavar="FILE", help="file of posts with topics: measure accuracies on them")
-    parser.add_argument("--draws", type=int, default=5, help="draws of the answers, for accuracies")
+    parser.add_argument("--draws", type=int, default=4, help="draws of the answers, for accuracies")
     parser.add_argument("--fine-tuned", type=int, default=0, help="draws of the answers for fine-tuning, the slowest")
     arguments = parser.parse_args()
     if arguments.accuracy:
