@@ -14,6 +14,7 @@ import json
 import time
 import zlib
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -42,45 +43,33 @@ IDS_AT_ONCE, SWEEP_BYTES = 1000, 2**18
 MESSAGES_AT_ONCE = 10
 #: Fields that distinguish a post from other objects with an id.
 OTHER_FIELDS = Post.model_fields.keys() - {"id"}
+#: Errors of a message that is not a Celery message, or not JSON.
+UNREADABLE = (ValueError, zlib.error, AttributeError, LookupError, TypeError, RecursionError)
 #: Text that replaces the argument previews in a message's headers.
 PURGED = "purged"
 
 
-class PurgeCounts(NamedTuple):
-    """Number of items that a purge found and removed."""
-
-    #: Posts with a record of having been sent.
-    sent: int = 0
-    #: Posts with results.
-    results: int = 0
-    #: Entries of the results stream.
-    entries: int = 0
-    #: Entries of the dead-letter stream.
-    dead_letters: int = 0
-    #: Messages, waiting or held by a worker, that contained any of the posts.
-    messages: int = 0
+#: Numbers of items that were found and removed, as in docs/reference/json.md.
+Counts = Counter[str]
 
 
-def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> PurgeCounts:
+def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> Counts:
     """Delete everything stored about these posts, and leave a tombstone for each.
 
     A tombstone contains only its time. `Pusher` and `ResultsStore` reject a post until its tombstone expires
     (TOMBSTONE_TTL_S) or is lifted. Raises UserError for invalid ids, and redis.exceptions.RedisError. A failed purge
     can be repeated.
     """
+    found = Counts(sent=0, results=0, entries=0, dead_letters=0, messages=0)
     posts = _valid_ids(ids)
     for batch in _batches(posts, IDS_AT_ONCE):
         call(redis, "set_tombstones", int(time.time()), TOMBSTONE_TTL_S, json.dumps(batch))
-    if not posts:
-        return PurgeCounts()
-    # Messages first: afterwards, no worker can receive one of the posts any more.
-    queues = model_routing.queues(redis, settings)
-    found = PurgeCounts(messages=_clean_messages(redis, queues, frozenset(posts)))
+    if posts:  # messages first: afterwards, no worker can receive one of the posts any more
+        found["messages"] = _clean_messages(redis, model_routing.queues(redis, settings), frozenset(posts))
     for batch in _batches(posts, IDS_AT_ONCE):
         sent, results = forget(redis, batch)
         entries, dead_letters = (_sweep(redis, stream, batch) for stream in (RESULTS_STREAM, DEAD_LETTERS))
-        counts = PurgeCounts(sent, results, entries, dead_letters)
-        found = PurgeCounts(*map(sum, zip(found, counts, strict=True)))
+        found.update(sent=sent, results=results, entries=entries, dead_letters=dead_letters)
     return found
 
 
@@ -190,7 +179,7 @@ def ids_in_messages(redis: Redis, queues: Collection[str]) -> Iterator[str]:
     for _, message, _ in _messages(redis, queues):
         try:
             yield from _ids_in(encoding.stored_body(json.loads(message)))
-        except (ValueError, zlib.error, AttributeError, KeyError, TypeError, RecursionError):
+        except UNREADABLE:
             continue
 
 
@@ -246,7 +235,7 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
         data = json.dumps(clean).encode()
         data = encoding.pack(data) if found["headers"].get("compression") == encoding.GZIP else data
         return json.dumps(found | {"body": (b64encode(data) if encoding.is_base64(found) else data).decode()})
-    except (ValueError, zlib.error, AttributeError, KeyError, TypeError, RecursionError):
+    except UNREADABLE:
         return None
 
 
@@ -321,87 +310,62 @@ def newest_purge(redis: Redis) -> str:
 # otherwise sending their file again would skip them. Messages that workers hold are in flight and stay.
 
 
-class Cleared(NamedTuple):
-    """Numbers of removed messages and of the posts in them."""
-
-    messages: int = 0
-    posts: int = 0
-
-
-class RunPurged(NamedTuple):
-    """Numbers of what a purge of a run removed."""
-
-    results: int = 0
-    dead_letters: int = 0
-    #: Removed messages, and the posts that waited in them.
-    messages: int = 0
-    waiting: int = 0
-    #: Results that were counted but are no longer in the stream: they remain until they expire.
-    outside: int = 0
-
-
-def clear(redis: Redis, settings: Settings) -> Cleared:
+def clear(redis: Redis, settings: Settings) -> Counts:
     """Remove the messages that wait in the queue. Raises redis.exceptions.RedisError."""
-    return _remove_waiting(redis, settings.queue, lambda _, __: True)
+    messages, posts = _remove_waiting(redis, [settings.queue], lambda _, __: True)
+    return Counts(messages=messages, posts=posts)
 
 
-def purge_run(redis: Redis, settings: Settings, run: str) -> RunPurged:
+def purge_run(redis: Redis, settings: Settings, run: str) -> Counts:
     """Delete everything stored about the posts of one run, without blocking their ids.
 
     A purge by id deletes and blocks an id in every run. Here, other runs keep their posts, and the file can be sent
     again. Only results that are still in the results stream name their run; earlier ones expire after
     `results_ttl`. Idempotent; a failed purge can be repeated. Raises redis.exceptions.RedisError.
     """
-    queues = model_routing.queues(redis, settings)
     # Before the results, so that no worker receives one of the posts any more.
-    removed = [
-        _remove_waiting(redis, queue, lambda count, named: 0 < count == len(named) and {*named} == {run})
-        for queue in queues
-    ]
+    messages, posts = _remove_waiting(
+        redis,
+        model_routing.queues(redis, settings),
+        lambda count, named: 0 < count == len(named) and {*named} == {run},
+    )
     known = runs.progress(redis, run)
     results = sweep_run(redis, RESULTS_STREAM, run)
     letters = sweep_run(redis, DEAD_LETTERS, run)
     call(redis, "forget_run", run, TOMBSTONE_TTL_S)
-    messages, posts = map(sum, zip(*removed, strict=True))
-    return RunPurged(results, letters, messages, posts, max(0, known.stored - results) if known else 0)
+    outside = max(0, known.stored - results) if known else 0
+    return Counts(results=results, dead_letters=letters, messages=messages, waiting=posts, outside=outside)
 
 
-def _remove_waiting(redis: Any, queue: str, removes: Callable[[int, Sequence[str]], bool]) -> Cleared:
-    """Remove waiting messages, each together with the marks of its posts, and only if no worker has taken it meanwhile.
+def _remove_waiting(
+    redis: Any, queues: Collection[str], removes: Callable[[int, Sequence[str]], bool]
+) -> tuple[int, int]:
+    """Remove waiting messages, each together with the marks of its posts, unless a worker has taken it meanwhile.
 
-    removes: decides on a message by the number of its posts and the runs of those that are readable.
+    removes: decides on a message by the number of its posts and the runs of those that are readable. Return the numbers
+    of removed messages and of their posts.
     """
     messages = posts = 0
-    for name in queue_lists(queue):
+    for name in (name for queue in queues for name in queue_lists(queue)):
         start = 0
-        # Newest first: new messages shift the others towards the part not yet read.
         while read := read_list(redis, name, start):
-            before = start, messages
+            start += len(read)
             for message in read:
                 count, found = _posts_in(message)
-                if not removes(count, [run for _, run in found]):
-                    start += 1
-                elif call(redis, "remove_waiting", name, message, json.dumps(found)):  # else it is gone: read again
-                    messages, posts = messages + 1, posts + count
-            if (start, messages) == before:
-                start += len(read)
-    return Cleared(messages, posts)
+                if removes(count, [run for _, run in found]) and call(
+                    redis, "remove_waiting", name, message, json.dumps(found)
+                ):
+                    messages, posts, start = messages + 1, posts + count, start - 1
+    return messages, posts
 
 
 def _posts_in(message: bytes) -> tuple[int, list[tuple[str, str]]]:
     """Return the number of posts in a message, and id and run of each readable one. Other messages have no posts."""
     try:
-        raw = _arguments(message)["posts"]
-        posts = parse_posts(raw) if isinstance(raw, list) else []
-    except (ValueError, zlib.error, AttributeError, KeyError, TypeError, IndexError, RecursionError):
+        found = json.loads(message)
+        args, kwargs, _ = encoding.stored_body(found)
+        raw = args[0] if args else kwargs["posts"]
+        posts = parse_posts(raw) if found["headers"]["task"] == CLASSIFY_TASK and isinstance(raw, list) else []
+    except UNREADABLE:
         return 0, []
     return len(posts), [(post.id, post.run or "") for post in posts if isinstance(post, Post)]
-
-
-def _arguments(message: bytes) -> dict[str, Any]:
-    """Return the keyword arguments of a classification that a producer sent. Raises the errors of a bad message."""
-    found = json.loads(message)
-    if found["headers"]["task"] != CLASSIFY_TASK:
-        raise ValueError(found["headers"]["task"])
-    args, kwargs, _ = encoding.stored_body(found)
-    return dict(kwargs) | ({"posts": args[0]} if args else {})

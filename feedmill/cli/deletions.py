@@ -288,10 +288,10 @@ def _purge_posts(redis: Redis, settings: Settings, ids: Sequence[str], lift: boo
         f"Delete everything stored about {printable(subject)}, and block it for {blocked}", yes or "-" in ids,
         only_in_terminal=True,
     )  # fmt: skip
-    found = purge_posts(redis, settings, posts)._asdict()
+    found = purge_posts(redis, settings, posts)
     # The id may be mistyped, and then a later post with that id would not be read.
     hint = "" if any(found.values()) else "; `feedmill purge --lift ID` unblocks"
-    return {"posts": len(posts)} | found, f"{subject} purged ({_listed(found)}), now blocked for {blocked}{hint}"
+    return {"posts": len(posts), **found}, f"{subject} purged ({_listed(found)}), now blocked for {blocked}{hint}"
 
 
 def _purge_run(redis: Redis, settings: Settings, run: str, yes: bool) -> Done:
@@ -299,14 +299,14 @@ def _purge_run(redis: Redis, settings: Settings, run: str, yes: bool) -> Done:
     known = runs.progress(redis, run)
     stored = f"{known.sent:,} sent, {known.settled:,} classified" if known else "not in the list of runs"
     confirm(f"Delete all posts and results of run {printable(run)} ({stored})", yes)
-    found = purge_run(redis, settings, run)._asdict()
+    found = purge_run(redis, settings, run)
     if known is None and not any(found.values()):
         raise UserError(unknown_run(redis, run))
     outside = found["outside"] and (
         f"; {found['outside']:,} earlier results are no longer in the results stream: they were purged before, or "
         f"expire within {settings.results_ttl / DAY_S:.3g} days"
     )
-    return found, f"run {run} purged ({_listed(found | {'outside': 0})}){outside or ''}"
+    return found, f"run {run} purged ({_listed({**found, 'outside': 0})}){outside or ''}"
 
 
 def _clear(redis: Redis, settings: Settings, yes: bool) -> Done:
@@ -315,10 +315,10 @@ def _clear(redis: Redis, settings: Settings, yes: bool) -> Done:
     if not waiting:
         check_queue(redis, settings.queue)
     confirm(f"Remove all messages that wait in queue {printable(settings.queue)} ({waiting:,})", yes or not waiting)
-    found = clear(redis, settings)._asdict()
+    found = clear(redis, settings)
     held = queue_depth(redis, settings.queue).held
     finish = f"; workers finish the {held:,} that they hold" if held else ""
-    return found | {"held": held}, f"queue {settings.queue} emptied ({_listed(found)}){finish}"
+    return {**found, "held": held}, f"queue {settings.queue} emptied ({_listed(found)}){finish}"
 
 
 def _listed(counts: dict[str, int]) -> str:

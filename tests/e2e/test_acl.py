@@ -120,7 +120,7 @@ def test_worker_user_may_purge_waiting_and_held_messages(guarded: Guarded) -> No
     app = make_celery(settings)
     app.send_task("feedmill.classify", kwargs={"posts": [{"id": "later", "title": "x"}]}, countdown=3600)
     wait_until(lambda: queue_depth(redis, settings.queue).held == 1, "the worker holds the message for later")
-    assert purge(redis, settings, ["later"]).messages == 1
+    assert purge(redis, settings, ["later"])["messages"] == 1
     # A purge rewrites waiting messages with these commands. Here none waits, because the worker reserves all at once.
     assert redis.lpos("feedmill", "x") is None
     with pytest.raises(ResponseError, match="no such key"):

@@ -18,7 +18,7 @@ from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter
 from feedmill.shared.purge import (
     BEGINNING,
     TOMBSTONE_TTL_S,
-    PurgeCounts,
+    Counts,
     Purges,
     lift_tombstones,
     newest_purge,
@@ -88,7 +88,7 @@ def test_removes_everything_about_a_post_and_keeps_the_others(
     store.write([], [letter(None)])
     store.refresh_scores(dict.fromkeys(posts, 7), 1.0)
     client.hset("another:key", "f", "v")
-    assert purge(client, settings, [posts[0], posts[2]]) == PurgeCounts(sent=2, results=2, entries=4, dead_letters=2)
+    assert purge(client, settings, [posts[0], posts[2]]) == Counts(sent=2, results=2, entries=4, dead_letters=2)
     assert [found.post.id for found in latest(store, 10)] == ["kept"] * 2
     assert [found.id for found in dead_letters(store, 10)] == ["kept", None]
     assert len(store.get("kept")) == 2
@@ -99,7 +99,7 @@ def test_removes_everything_about_a_post_and_keeps_the_others(
         assert int(str(client.get(TOMBSTONE + post_id))) > 1_700_000_000
         assert 0 < client.ttl(TOMBSTONE + post_id) <= TOMBSTONE_TTL_S
     assert client.exists(TOMBSTONE + "kept") == 0
-    assert purge(client, settings, [posts[0], posts[2]]) == PurgeCounts()
+    assert purge(client, settings, [posts[0], posts[2]]) == Counts()
 
 
 def test_purges_at_redis_memory_limit(client: Redis, settings: Settings, store: ResultsStore, app: Any) -> None:
@@ -116,7 +116,7 @@ def test_purges_at_redis_memory_limit(client: Redis, settings: Settings, store: 
         assert store.find([("gone", "f")]) == [None]
     finally:
         client.config_set("maxmemory", 0)
-    assert found == PurgeCounts(sent=1, results=1, entries=1, dead_letters=1, messages=2)
+    assert found == Counts(sent=1, results=1, entries=1, dead_letters=1, messages=2)
     assert client.exists(TOMBSTONE + "gone", TOMBSTONE + "never there") == 2
     waiting, taken = client.lindex("feedmill", 0), client.hget("feedmill:reserved", "tag feedmill")
     assert [arguments(str(message)) for message in (waiting, taken)] == 2 * [
@@ -145,7 +145,7 @@ def test_an_interrupted_purge_can_be_repeated(
     if step != "call":  # this step also sets the tombstone
         store.write([result("gone", "another")], [letter("gone")])
         assert store.counters().gone == 2
-    assert purge(client, settings, ["gone"]).dead_letters == 1
+    assert purge(client, settings, ["gone"])["dead_letters"] == 1
     assert WORDS not in everything(client)
 
 
@@ -157,7 +157,7 @@ def test_sweeps_streams_in_bounded_parts(
     monkeypatch.setattr(purging, "IDS_AT_ONCE", 7)
     store.write([result(str(number)) for number in range(100)])
     gone = [0, 8, 9, 10, 11, 19, 20, *range(40, 60), 99]
-    assert purge(client, settings, map(str, gone)).entries == len(gone)
+    assert purge(client, settings, map(str, gone))["entries"] == len(gone)
     assert [found.post.id for found in latest(store, 100)] == [str(n) for n in range(100) if n not in gone]
 
 
@@ -172,8 +172,8 @@ def test_rejects_invalid_post_ids(client: Redis, settings: Settings, post_id: st
 def test_normalizes_ids_as_posts_do(client: Redis, settings: Settings, store: ResultsStore) -> None:
     odd = Post(id=" a\ud800 ", title="t")
     store.write([Result(odd, classification(odd.id))])
-    assert purge(client, settings, [" a\ud800 ", odd.id]) == PurgeCounts(results=1, entries=1)
-    assert purge(client, settings, []) == PurgeCounts()
+    assert purge(client, settings, [" a\ud800 ", odd.id]) == Counts(results=1, entries=1)
+    assert purge(client, settings, []) == Counts()
 
 
 def test_log_of_purges_is_read_in_order(client: Redis, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

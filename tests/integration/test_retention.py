@@ -155,7 +155,7 @@ def test_drops_at_maxmemory(server: RedisServer) -> None:
 
 def test_adds_up_with_purged_results(server: RedisServer) -> None:
     store = fill(server, 2000, results_memory=10**7)
-    purged = purge(server.client, settings(), [f"{number:05}" for number in range(1500, 1600)]).results
+    purged = purge(server.client, settings(), [f"{number:05}" for number in range(1500, 1600)])["results"]
     assert purged == 100
     assert store.counters().stored == len(list(stored_ids(server.client))) + purged == 2000
 

@@ -13,7 +13,7 @@ from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUN, RUNS
 from feedmill.shared.messages import MAX_RUN, ClassifyOptions, DeadLetter, Post, fingerprint, parse_run, run_of
 from feedmill.shared.model_routing import RequestedModel, request_model
-from feedmill.shared.purge import Cleared, RunPurged, clear, purge, purge_run
+from feedmill.shared.purge import Counts, clear, purge, purge_run
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, find, has_results, latest, make_classification, sent_count, sent_marks
@@ -113,7 +113,7 @@ def test_a_purge_finds_a_post_in_every_run(server: RedisServer, settings: Settin
         push(server, settings, [post("0"), post("1")], run)
         store.write([result(post("0", run)), result(post("1", run))], [letter(post("0", run))])
     found = purge(server.client, settings, ["0"])
-    assert (found.entries, found.dead_letters, found.messages) == (2, 2, 2)
+    assert found == Counts(sent=1, results=1, entries=2, dead_letters=2, messages=2)
     assert not has_results(server.client, "0")
     assert not sent_marks(server.client, "0")
     assert {found.post.id for found in latest(store, 9)} == {"1"}
@@ -130,7 +130,7 @@ def test_clearing_forgets_posts_sent_before_a_deployment(server: RedisServer, se
     posts = [post("0", "a"), post("1", "a")]
     push(server, settings, posts, "a")
     request_model(server.client, settings.queue, RequestedModel("/models/a", "00", 1.0))
-    assert clear(server.client, settings) == Cleared(1, 2)
+    assert clear(server.client, settings) == Counts(messages=1, posts=2)
     assert counts(server, "a") == (0, 0, 0)
     request_model(server.client, settings.queue, None)
     assert push(server, settings, posts, "a").sent == 2
@@ -145,14 +145,14 @@ def test_purging_a_run_keeps_the_posts_of_other_runs(
         store.write([result(each) for each in of_run[:30]], [letter(each) for each in of_run[30:33]])
     store.write([result(post("0"))])
     found = purge_run(server.client, settings, "a")
-    assert found == RunPurged(results=30, dead_letters=3, messages=2, waiting=40, outside=0)
+    assert found == Counts(results=30, dead_letters=3, messages=2, waiting=40, outside=0)
     assert {each.post.run for each in latest(store, 99)} == {"b", None}
     assert len(store.get("0")) == 2
     assert len(store.get("1")) == 1
     dead = DeadLetters(server.client)
     assert len(list(dead.newest(99))) == len(list(dead.newest(99, "b"))) == 3
     assert [each.run for each in runs.recent(server.client, 9)] == ["b"]
-    assert purge_run(server.client, settings, "a") == RunPurged()
+    assert purge_run(server.client, settings, "a") == Counts()
     assert push(server, settings, [post(str(number), "b") for number in range(40)], "b").sent == 0
     assert counts(server, "b") == (40, 30, 3)
     assert push(server, settings, [post(str(number), "a") for number in range(40)], "a").sent == 40
@@ -176,10 +176,10 @@ def test_purging_a_run_counts_results_outside_of_the_stream(
     store.write([result(post(str(number), "a")) for number in range(3)])
     server.client.xtrim(RESULTS_STREAM, maxlen=1, approximate=False)
     found = purge_run(server.client, settings, "a")
-    assert (found.results, found.outside) == (1, 2)
+    assert (found["results"], found["outside"]) == (1, 2)
 
 
 def test_purging_a_run_leaves_messages_of_several_runs(server: RedisServer, settings: Settings) -> None:
     push(server, settings, [post("0", "a"), post("1", "b")], None)
-    assert purge_run(server.client, settings, "a").messages == 0
+    assert purge_run(server.client, settings, "a")["messages"] == 0
     assert server.client.llen(settings.queue) == 1

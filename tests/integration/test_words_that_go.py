@@ -20,7 +20,7 @@ from feedmill.shared import purge as purging
 from feedmill.shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, connect, make_app, publish, queue_lists
 from feedmill.shared.messages import ClassifyOptions, DeadLetter, Post
 from feedmill.shared.model_routing import announce
-from feedmill.shared.purge import purge
+from feedmill.shared.purge import Counts, purge
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, body_of, make_classification, mark_sent, reserve, shapes, wait_until
@@ -103,8 +103,7 @@ def test_no_copy_of_a_purged_posts_text_remains(kept: Kept) -> None:
     # Two streams, four lists, another model's list, the held messages, and the append-only file.
     assert len(full) == len(places(kept, OTHERS)) == 2 + 4 + 1 + 1 + 1
     found = purge(connect(kept.settings), kept.settings, ["gone"])
-    assert (found.results, found.entries, found.dead_letters) == (1, 1, 1)
-    assert found.messages == 1 + 4 * 3 + 1
+    assert found == Counts(sent=1, results=1, entries=1, dead_letters=1, messages=1 + 4 * 3 + 1)
     assert all(Path(place).is_file() for place in places(kept, WORDS))
     kept.raw.bgrewriteaof()
     wait_until(lambda: rewritten(kept), "the append-only file is rewritten")
@@ -133,14 +132,14 @@ def test_purged_messages_keep_their_place_and_other_posts(kept: Kept) -> None:
     # The rewritten message stays readable for workers, and its headers hold none of the text.
     for message in kept.raw.lrange("feedmill", 0, -1):
         assert WORDS not in str(json.loads(message)["headers"])
-    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
+    assert purge(connect(kept.settings), kept.settings, ["gone"])["messages"] == 0
 
 
 def test_purged_compressed_messages_stay_compressed(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "MIN_COMPRESSED_CHARACTERS", 0)
     posts = [post("gone", WORDS * 9), post("kept", OTHERS * 9)]
     publish(make_app(kept.settings), [posts], ClassifyOptions())
-    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 1
+    assert purge(connect(kept.settings), kept.settings, ["gone"])["messages"] == 1
     (message,) = kept.raw.lrange("feedmill", 0, -1)
     assert json.loads(message)["headers"]["compression"] == "application/x-gzip"
     sent = posts[1].model_dump(mode="json", exclude_defaults=True)
@@ -159,7 +158,7 @@ def test_purge_leaves_undecodable_messages_unchanged(kept: Kept) -> None:
     kept.raw.rpush("feedmill", *UNDECODABLE)
     held = {f"{number} feedmill".encode(): element for number, element in enumerate(UNDECODABLE)}
     kept.raw.hset(TRANSPORT_KEYS["reserved_key"], mapping=held)
-    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
+    assert purge(connect(kept.settings), kept.settings, ["gone"])["messages"] == 0
     assert kept.raw.lrange("feedmill", 0, -1) == UNDECODABLE
     assert kept.raw.hgetall(TRANSPORT_KEYS["reserved_key"]) == held
 
@@ -170,7 +169,7 @@ def test_purge_finds_ids_of_any_type_in_messages(kept: Kept) -> None:
         with make_app(kept.settings) as app:
             posts = [{"id": post_id, "body": WORDS}, {"id": "x", "body": OTHERS}]
             app.send_task(CLASSIFY_TASK, kwargs={"posts": posts})
-        assert purge(connect(kept.settings), kept.settings, [asked]).messages == 1
+        assert purge(connect(kept.settings), kept.settings, [asked])["messages"] == 1
         assert messages(kept)[0][1]["posts"] == [{"id": post_id}, {"id": "x", "body": OTHERS}]
 
 
@@ -180,7 +179,7 @@ def test_purges_messages_with_a_plain_text_body(kept: Kept) -> None:
     message = json.loads(kept.raw.rpop("feedmill"))
     del message["properties"]["body_encoding"]
     kept.raw.lpush("feedmill", json.dumps(message | {"body": b64decode(message["body"]).decode()}))
-    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 1
+    assert purge(connect(kept.settings), kept.settings, ["gone"])["messages"] == 1
     (left,) = kept.raw.lrange("feedmill", 0, -1)
     assert WORDS.encode() not in left
     assert json.loads(json.loads(left)["body"])[1]["posts"] == [{"id": "gone"}, {"id": "x", "body": OTHERS}]
@@ -191,7 +190,7 @@ def test_purge_removes_unknown_fields_of_a_post(kept: Kept, positional: bool) ->
     posts = [{"id": "gone", "unknown": WORDS}, {"id": "x", "unknown": OTHERS}]
     with make_app(kept.settings) as app:
         app.send_task(CLASSIFY_TASK, *([[posts]] if positional else [[], {"posts": posts}]))
-    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 1
+    assert purge(connect(kept.settings), kept.settings, ["gone"])["messages"] == 1
     ((args, kwargs, _),) = messages(kept)
     assert (args[0] if positional else kwargs["posts"]) == [{"id": "gone"}, posts[1]]
 
@@ -199,7 +198,7 @@ def test_purge_removes_unknown_fields_of_a_post(kept: Kept, positional: bool) ->
 def test_purge_leaves_messages_of_other_tasks_unchanged(kept: Kept) -> None:
     with make_app(kept.settings) as app:
         app.send_task("own.add", [[{"id": "gone", "amount": 5}]])
-    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
+    assert purge(connect(kept.settings), kept.settings, ["gone"])["messages"] == 0
 
 
 def test_purges_a_message_that_moves_during_the_purge(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +217,6 @@ def test_purges_a_message_that_moves_during_the_purge(kept: Kept, monkeypatch: p
         return without(message, posts)
 
     monkeypatch.setattr(purging, "_without", moving)
-    assert purge(redis, kept.settings, ["gone"]).messages == 1
+    assert purge(redis, kept.settings, ["gone"])["messages"] == 1
     assert steps == []
     assert messages(kept)[0][1]["posts"] == [{"id": "gone"}]
