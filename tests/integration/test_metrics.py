@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.metrics import REDIS_METRICS, ProcessMetrics, connect_for_monitoring, oldest_seconds
 from feedmill.shared.model_routing import announce
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, announced, make_posts
+from tests.support import RedisServer, Restartable, announced, make_posts
 
 pytestmark = pytest.mark.each_redis
 
@@ -50,6 +51,16 @@ def told(settings: Settings) -> dict[str, float]:
 def send(app: Celery, count: int = 1, priority: int = 0, queue: str | None = None, **headers: Any) -> None:
     for _ in range(count):
         app.send_task("feedmill.classify", kwargs={"posts": []}, priority=priority, queue=queue, headers=headers)
+
+
+def test_asks_workers_again_after_a_restart_of_redis(redis_path: str, tmp_path: Path) -> None:
+    server = Restartable(redis_path, tmp_path)
+    app = make_app(Settings(redis_url=server.url))
+    for _ in range(2):
+        assert watch.ask(app, "ping", None, 0.1) == {}
+        server.kill()
+        server.start()
+    server.stop()
 
 
 @pytest.fixture
