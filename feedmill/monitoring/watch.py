@@ -156,9 +156,7 @@ def current_workers(app: Celery, redis: Redis) -> dict[str, dict[str, Any]]:
 def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> dict[str, Any]:
     """Send a remote-control command and return each node's answer. nodes, patience: see worker_statistics."""
     with app.connection_for_write() as connection:  # of the pool's connections, Redis may have closed some
-        answers = app.control.broadcast(
-            command, destination=nodes, reply=True, timeout=patience, connection=connection
-        )
+        answers = app.control.broadcast(command, destination=nodes, reply=True, timeout=patience, connection=connection)
     return {node: reply for answer in answers or [] for node, reply in answer.items()}
 
 

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -44,5 +44,6 @@ def test_a_run_whose_last_posts_were_purged_has_ended() -> None:
 def test_ignores_answers_of_other_applications(answer: object) -> None:
     pool = {"implementation": FEEDMILL_POOL}
     answers = [{"theirs@here": answer}, {"ours@here": {"pool": pool}}]
-    app = Mock(control=Mock(broadcast=Mock(return_value=answers)))
+    app = MagicMock()
+    app.control.broadcast.return_value = answers
     assert worker_statistics(app) == {"ours@here": pool}
