@@ -5,6 +5,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,7 @@ class Workers:
 
     def __init__(self, *looks: dict[str, Any]) -> None:
         self.control, self.looks = self, list(looks)
+        self.connection_for_write = nullcontext
 
     def broadcast(self, command: str, destination: list[str], **_: Any) -> list[dict[str, Any]]:
         assert command == "feedmill_deploy"
