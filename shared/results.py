@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b, sha1
 from itertools import islice
 from math import isnan, nan
@@ -71,7 +71,7 @@ KEY_BYTES = 16
 #: Stored steps per 1, and the stored value of 0. Scores are probabilities, or cosines, which can be negative.
 STEPS: Final = 50_000
 ZERO: Final = 2**16 - 1 - STEPS
-#: Maximum contexts kept in memory. Applications can send any number of label sets.
+#: Maximum contexts kept in memory, for writing and for reading. Applications can send any number of label sets.
 MAX_CONTEXTS = 1000
 
 
@@ -89,35 +89,17 @@ class Context(NamedTuple):
         return f"{CONTEXT_NAME}{self.id.hex()}"
 
 
-class Contexts:
-    """Contexts that this process has met. Thread-safe."""
+@lru_cache(MAX_CONTEXTS)
+def make_context(labels: tuple[str, ...], others: tuple[Any, ...]) -> Context:
+    content = json.dumps([labels, *others]).encode()
+    identity = blake2b(content, digest_size=8).digest()
+    return Context(labels, others, identity, _record(CONTEXT, bytes(KEY_BYTES), content))
 
-    def __init__(self) -> None:
-        self._by_content: dict[tuple[Any, ...], Context] = {}
-        self._by_id: dict[bytes, Context] = {}
 
-    def of(self, found: Classification) -> Context:
-        """Return the context of a result."""
-        labels = tuple(sorted(found.scores))
-        others = (found.model, found.revision, found.weights, found.worker, found.device)
-        return self._by_content.get((labels, others)) or self._add(labels, others)
-
-    def get(self, identity: bytes) -> Context | None:
-        return self._by_id.get(identity)
-
-    def parse(self, content: bytes) -> Context:
-        """Return the context in a record's content, and keep it."""
-        labels, *others = json.loads(content)
-        return self._add(tuple(labels), tuple(others))
-
-    def _add(self, labels: tuple[str, ...], others: tuple[Any, ...]) -> Context:
-        content = json.dumps([labels, *others]).encode()
-        identity = blake2b(content, digest_size=8).digest()
-        context = Context(labels, others, identity, _record(CONTEXT, bytes(KEY_BYTES), content))
-        if len(self._by_id) >= MAX_CONTEXTS:
-            self._by_id, self._by_content = {}, {}
-        self._by_id[context.id] = self._by_content[labels, others] = context
-        return context
+def parse_context(content: bytes) -> Context:
+    """Return the context in a record's content."""
+    labels, *others = json.loads(content)
+    return make_context(tuple(labels), tuple(others))
 
 
 def fingerprint_key(fingerprint: str) -> bytes:
@@ -129,9 +111,10 @@ def fingerprint_key(fingerprint: str) -> bytes:
     return key if len(key) == KEY_BYTES else sha1(fingerprint.encode(), usedforsecurity=False).digest()[:KEY_BYTES]
 
 
-def pack(found: Classification, contexts: Contexts) -> tuple[bytes, Context | None]:
+def pack(found: Classification) -> tuple[bytes, Context | None]:
     """Return a result as a record, and the context that it refers to; None if none."""
-    known = contexts.of(found)
+    others = (found.model, found.revision, found.weights, found.worker, found.device)
+    known = make_context(tuple(sorted(found.scores)), others)
     try:
         steps = [int(found.scores[label] * STEPS + (ZERO + 0.5)) for label in known.labels]
         # Maybe less: `int` rounds towards 0. Other values that do not fit raise struct.error.
@@ -322,7 +305,8 @@ class ResultsStore:
         self._redis = redis
         self._settings = settings
         self._replay = Replay(lambda: str(call(redis, "identity")))
-        self._contexts = Contexts()
+        #: Contexts that were read, by id.
+        self._contexts: dict[bytes, Context] = {}
 
     def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
         """Return the stored result of each (post id, fingerprint), or None. Raises redis.exceptions.RedisError."""
@@ -344,11 +328,12 @@ class ResultsStore:
 
     def _context(self, identity: bytes) -> Context | None:
         """Return the context with this id; None if it is lost."""
-        if known := self._contexts.get(identity):
-            return known
-        for record in split(self._records(CONTEXT_NAME + identity.hex())):
-            return self._contexts.parse(record.content)
-        return None
+        if (known := self._contexts.get(identity)) is None:
+            for record in split(self._records(CONTEXT_NAME + identity.hex())):
+                if len(self._contexts) >= MAX_CONTEXTS:
+                    self._contexts = {}
+                known = self._contexts[identity] = parse_context(record.content)
+        return known
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
         """Store a micro-batch's results and dead letters. Return the number of new results.
@@ -397,7 +382,7 @@ class ResultsStore:
         texts: list[bytes] = []
         contexts: dict[str, bytes] = {}
         for post, found in results:
-            record, context = pack(found, self._contexts)
+            record, context = pack(found)
             if context:
                 contexts[context.name] = context.record
             records.append(record)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from feedmill.shared.messages import Classification
-from feedmill.shared.results import JSON, MAX_CONTEXTS, PACKED, Contexts, fingerprint_key, pack, split, unpack
+from feedmill.shared.results import JSON, PACKED, fingerprint_key, pack, parse_context, split, unpack
 from tests.support import make_classification
 
 FINGERPRINT = "f0443d56baefed70ea7db12a3a34028e"
@@ -19,13 +19,21 @@ def classification(**changed: Any) -> Classification:
     return make_classification("t3_x", **values | changed)
 
 
+def unpacked_from(found: Classification) -> Classification | None:
+    """Pack a result, and unpack it."""
+    record, context = pack(found)
+    (read,) = split(record)
+    assert read.kind == PACKED
+    assert context
+    return unpack("t3_x", read, {context.id: context}.get)
+
+
 def test_unpacks_what_was_packed() -> None:
     found = classification()
-    contexts = Contexts()
-    record, context = pack(found, contexts)
+    record, context = pack(found)
     (read,) = split(record)
     assert (read.kind, read.key.hex(), len(record)) == (PACKED, FINGERPRINT, 21 + 26 + 6)
-    unpacked = unpack("t3_x", read, contexts.get)
+    unpacked = unpacked_from(found)
     assert unpacked
     assert list(unpacked.scores) == ["food", "travel", "art"]
     assert unpacked.scores == pytest.approx(found.scores, abs=1e-5)
@@ -33,28 +41,23 @@ def test_unpacks_what_was_packed() -> None:
     assert Classification.model_validate_json(unpacked.model_dump_json()) == unpacked
     assert context
     (stored,) = split(context.record)
-    parsed = Contexts().parse(stored.content)
+    parsed = parse_context(stored.content)
     assert (parsed.labels, parsed.others) == (("art", "food", "travel"), ("m", None, "00", "w", "cpu"))
-    assert (parsed.id, parsed.name) == (context.id, context.name)
-    assert unpack("t3_x", read, Contexts().get) is None
+    assert parsed == context
+    assert unpack("t3_x", read, lambda _: None) is None
 
 
 def test_packs_negative_cosines_and_writes_few_digits() -> None:
-    contexts = Contexts()
     scores = {"food": 1.0, "art": -0.0512345, "tea": -0.3106, "travel": 0.0}
-    (read,) = split(pack(classification(scores=scores), contexts)[0])
-    unpacked = unpack("t3_x", read, contexts.get)
+    unpacked = unpacked_from(classification(scores=scores))
     assert unpacked
-    assert read.kind == PACKED
     assert unpacked.scores == pytest.approx(scores, abs=1e-5)
     assert [str(score) for score in unpacked.scores.values()] == ["1.0", "0.0", "-0.05124", "-0.3106"]
 
 
 @pytest.mark.parametrize("scores", [{"food": 0.5, "art": 0.5}, {"food": 1.0, "art": 1.0}, {"food": 0.0, "art": 0.0}])
 def test_the_label_is_first_among_equals(scores: dict[str, float]) -> None:
-    contexts = Contexts()
-    (read,) = split(pack(classification(scores=scores), contexts)[0])
-    unpacked = unpack("t3_x", read, contexts.get)
+    unpacked = unpacked_from(classification(scores=scores))
     assert unpacked
     assert list(unpacked.scores) == ["food", "art"]
 
@@ -72,18 +75,9 @@ def test_the_label_is_first_among_equals(scores: dict[str, float]) -> None:
 )
 def test_results_of_another_form_are_stored_as_json(changed: dict[str, object]) -> None:
     found = classification(**changed)
-    record, context = pack(found, Contexts())
+    record, context = pack(found)
     (read,) = split(record)
     assert (read.kind, read.key, context) == (JSON, fingerprint_key(found.fingerprint), None)
-    unpacked = unpack("t3_x", read, Contexts().get)
+    unpacked = unpack("t3_x", read, lambda _: None)
     assert unpacked
     assert unpacked.model_dump_json() == found.model_dump_json()
-
-
-def test_keeps_a_bounded_number_of_contexts() -> None:
-    contexts = Contexts()
-    for number in range(MAX_CONTEXTS + 5):
-        _, context = pack(classification(model=f"m{number}"), contexts)
-        assert context
-        assert contexts.get(context.id) is context
-    assert len(contexts._by_id) == len(contexts._by_content) == 5
