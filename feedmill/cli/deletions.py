@@ -36,9 +36,7 @@ MAX_QUOTED_IDS = 5
 #: Numbers of removed things by name, and a summary.
 Done = tuple[dict[str, int], str]
 
-dead = typer.Typer(
-    name="dead", no_args_is_help=True, help="List, retry or drop dead letters (posts that could not be classified)."
-)
+dead = typer.Typer(no_args_is_help=True)
 
 
 class DeadLetterEntry(NamedTuple):
@@ -254,9 +252,7 @@ def purge(
     lift: Annotated[bool, Option("--lift", help="Unblock the posts instead; deletes and restores nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete everything stored about posts, and block them from being ingested again.
-
-    Asks first in a terminal. The block lasts a year. With --run, delete what is stored about a run; with --queue,
+    """Asks first in a terminal. The block lasts a year. With --run, delete what is stored about a run; with --queue,
     remove the messages that no worker has taken yet. Neither blocks anything: the posts can be sent again. Exits 1 if
     nothing was stored.
     """

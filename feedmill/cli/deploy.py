@@ -45,11 +45,10 @@ def deploy(
     reset: Annotated[bool, Option("--reset", help="Return to the model in each worker's own settings.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Switch the workers of a queue to another model without stopping them.
-
-    FOLDER must exist under the same absolute path on every worker's machine. If every worker fails to load the model,
-    the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue. --reset does
-    nothing if no model is deployed. Without FOLDER and --reset, shows the deployed and running models of all queues.
+    """FOLDER must exist under the same absolute path on every worker's machine. If every worker fails to load the
+    model, the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue. --reset
+    does nothing if no model is deployed. Without FOLDER and --reset, shows the deployed and running models of all
+    queues.
     """
     redis, celery = connect(settings), make_app(settings)
     if queue is not None:

@@ -69,9 +69,7 @@ def enqueue(
     wait: Annotated[bool, Option("--wait", help="Wait until all posts of the run are classified.")] = False,
     again: Annotated[bool, Option("--again", help="Start over, and resend posts that were already sent.")] = False,
 ) -> None:
-    """Send the posts of a file to the queue.
-
-    Skips posts that were already sent, records without text and malformed records. After an interruption, the same
+    """Skips posts that were already sent, records without text and malformed records. After an interruption, the same
     command sends the rest. Exits 1 if a record was malformed, no record had text, the filters excluded every record,
     or, with --wait, a post failed.
     """

@@ -93,10 +93,8 @@ def export(
     ] = False,
     as_json: JsonSummary = False,
 ) -> None:
-    """Write results to Parquet, CSV or JSONL files, or to a table in PostgreSQL.
-
-    A file gets its name once it is complete. An interrupted export to a folder or a table resumes when the same command
-    runs again; a single file starts over. Exits 1 if nothing was exported or results were missed.
+    """A file gets its name once it is complete. An interrupted export to a folder or a table resumes when the same
+    command runs again; a single file starts over. Exits 1 if nothing was exported or results were missed.
     """
     is_table = destination.startswith(DATABASE_SCHEMES)
     is_address = "://" in destination or destination.startswith(("postgresql:", "postgres:"))

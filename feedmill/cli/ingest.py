@@ -42,11 +42,7 @@ DEFAULT_LIMIT = 100
 #: Seconds between two status lines in a log, and until the first one.
 LOG_INTERVAL_S, FIRST_LOG_DELAY_S = 60.0, 10.0
 
-ingest = typer.Typer(
-    name="ingest",
-    help="Read posts from Reddit, Bluesky or your own source and send them to the queue.",
-    no_args_is_help=True,
-)
+ingest = typer.Typer(no_args_is_help=True)
 
 #: Reddit listings, and periods of the listing `top`.
 ListingKind = Literal["hot", "new", "top", "rising"]

@@ -14,6 +14,7 @@ import re
 import sys
 from contextlib import suppress
 from importlib import import_module
+from inspect import getdoc
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -43,7 +44,8 @@ def main(
     """Take the options that need no command."""
 
 
-#: Commands: their panel in `feedmill --help`, their module and name, and the start of their help.
+#: Commands: their panel in `feedmill --help`, their module and name, and the start of their help, which the docstring
+#: continues.
 COMMANDS = (
     ("Try it", "running.demo", "Run the whole system once on the bundled posts."),
     ("Try it", "offline.classify", "Classify a text or a file's posts in this process."),
@@ -84,9 +86,9 @@ def application(*names: str) -> typer.Typer:
         if names and name not in names:
             app.command(name, help=start, rich_help_panel=panel)(main)
         elif isinstance(command := getattr(import_module(f"feedmill.cli.{module}"), name), typer.Typer):
-            app.add_typer(command, rich_help_panel=panel)
+            app.add_typer(command, name=name, help=start, rich_help_panel=panel)
         else:
-            app.command(rich_help_panel=panel)(command)
+            app.command(name, help=f"{start}\n\n{getdoc(command) or ''}", rich_help_panel=panel)(command)
     return app
 
 

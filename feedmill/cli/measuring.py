@@ -28,9 +28,8 @@ def tune(
     limit: Annotated[int, Option(help="Maximum number of posts to read.", min=1)] = 200,
     as_json: JsonSummary = False,
 ) -> None:
-    """Measure token budgets, the sizes of micro-batches, on a file's posts.
-
-    Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
+    """Stores the best token budget; workers on this machine with the same model, device and settings then start with
+    it.
     """
     notes = notes_console()
     reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, text_only=True)
@@ -69,9 +68,7 @@ def evaluate(
     limit: Limit = None,
     as_json: JsonSummary = False,
 ) -> None:
-    """Compare a model's labels with the topics of a file's posts.
-
-    Prints precision, recall, F1 and the most frequent mistake per label, accuracy and macro-F1. Give --model several
+    """Prints precision, recall, F1 and the most frequent mistake per label, accuracy and macro-F1. Give --model several
     times to compare models. Exits 1 if a post failed or a record was malformed.
     """
     each = [settings.model_copy(update={"model": model}) for model in models or (settings.model,)]

@@ -254,10 +254,8 @@ def classify(
     limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
-    """Classify a text or a file's posts in this process.
-
-    Needs neither Redis nor a worker. Prints the labels, or writes the file's rows with their labels to --out. Exits 1
-    if a post failed or a record could not be read; rows without text are no failure.
+    """Needs neither Redis nor a worker. Prints the labels, or writes the file's rows with their labels to --out. Exits
+    1 if a post failed or a record could not be read; rows without text are no failure.
     """
     load = partial(_load, settings, ClassifyOptions(multi_label=multi_label))
     is_file = what == "-" or _is_file(what)

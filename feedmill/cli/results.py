@@ -77,11 +77,9 @@ def results(
     ] = CLAIM_AFTER_S,
     as_json: AsJson = False,
 ) -> None:
-    """Show the newest results, follow new ones, or look up posts.
-
-    With --group, read as a consumer group: each result goes to one of its readers, at least once, and is acknowledged
-    once it is written to standard output. With ids, shows every result of these posts: one for each text, model and
-    label set, and each run. Exits 1 if no result matches the filters, or one of the posts has none.
+    """With --group, read as a consumer group: each result goes to one of its readers, at least once, and is
+    acknowledged once it is written to standard output. With ids, shows every result of these posts: one for each text,
+    model and label set, and each run. Exits 1 if no result matches the filters, or one of the posts has none.
     """
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit, run)
@@ -213,9 +211,7 @@ def report(
         Option("--label-set", help="Only results of this label set: a,b,c (default: that of the most results)."),
     ] = None,
 ) -> None:
-    """Write an HTML report on the last hours.
-
-    A report is of one label set, and with --run of one run. Covers posts, labels, subreddits, scores, queueing times
+    """A report is of one label set, and with --run of one run. Covers posts, labels, subreddits, scores, queueing times
     and failures. The page is self-contained and has no scripts. Writes nothing and exits 1 if there is nothing to
     report.
     """

@@ -27,10 +27,7 @@ def demo(
     settings: Settings,
     all_posts: Annotated[bool, Option("--all", help="Show every post instead of a random sample.")] = False,
 ) -> None:
-    """Run the whole system once on the bundled posts.
-
-    Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops.
-    """
+    """Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops."""
     from feedmill.stack.demo import run  # noqa: PLC0415 - Celery
 
     run(settings, all_posts)
@@ -38,9 +35,7 @@ def demo(
 
 @with_settings("data_folder")
 def up(settings: Settings) -> None:
-    """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
-
-    Data, logs, ports and passwords stay in the data folder for the next `feedmill up`. Processes that exit are
+    """Data, logs, ports and passwords stay in the data folder for the next `feedmill up`. Processes that exit are
     restarted. While it runs, other commands connect to its Redis by default.
     """
     if settings.redis_url is not None:
@@ -69,9 +64,7 @@ def up(settings: Settings) -> None:
 
 @with_settings("data_folder")
 def down(settings: Settings) -> None:
-    """Stop the `feedmill up` that runs with this data folder.
-
-    Waits until its worker has finished the messages it holds. Data, ports and passwords stay for the next `feedmill
+    """Waits until its worker has finished the messages it holds. Data, ports and passwords stay for the next `feedmill
     up`. Exits 1 if none is running.
     """
     pid = stop_stack(settings.data_folder, settings.drain + STOP_MARGIN_S, partial(typer.echo, err=True))
@@ -89,10 +82,7 @@ def url(
         bool, Option("--flower", help="Print the URL of the Flower of `feedmill up`, with user and password.")
     ] = False,
 ) -> None:
-    """Print the URL of the Redis that the commands use, including its password.
-
-    Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`.
-    """
+    """Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`."""
     if flower:
         from feedmill.stack.embedded import flower_url  # noqa: PLC0415 - Celery
 
@@ -116,10 +106,8 @@ def worker(
         str | None, Option(help="Worker name, unique among the workers of one Redis (default: generated).")
     ] = None,
 ) -> None:
-    """Run a worker on one device, or one worker per device.
-
-    On SIGTERM, a worker finishes the messages it holds and exits. After FEEDMILL_DRAIN seconds (30) it returns the rest
-    to the queue.
+    """On SIGTERM, a worker finishes the messages it holds and exits. After FEEDMILL_DRAIN seconds (30) it returns the
+    rest to the queue.
     """
     if settings.devices:
         found = shares(settings.devices)
@@ -142,10 +130,7 @@ def flower(
     port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 5555,
     address: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
-    """Run Flower, Celery's dashboard of queues, workers and messages.
-
-    The user is feedmill; set the password in FEEDMILL_FLOWER_PASSWORD.
-    """
+    """The user is feedmill; set the password in FEEDMILL_FLOWER_PASSWORD."""
     with explain_missing("Flower", "monitor"):
         from feedmill.monitoring.dashboard import Dashboard  # noqa: PLC0415 - needs Flower, an optional package
     Dashboard(settings, address, port).run()

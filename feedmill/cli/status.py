@@ -34,7 +34,7 @@ POLL_INTERVAL_S = 0.5
 
 @with_settings("redis_url")
 def status(settings: Settings, run: RunName = None, as_json: AsJson = False) -> None:
-    """Show the state of queues, workers, results and Redis memory. With --run, only the progress of this run."""
+    """With --run, show only the progress of this run."""
     if run is not None:
         _show_run(settings, run, as_json)
         return
@@ -213,7 +213,6 @@ def health(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check health. Exits 0 if healthy, 1 if not."""
     findings = list(watch.check_health(settings, parts or tuple(HealthPart)))
     well = all(finding.well for finding in findings)
     if as_json:
@@ -227,10 +226,7 @@ def health(
 
 @with_settings("metrics_port", "redis_url")
 def metrics(settings: Settings) -> None:
-    """Serve Prometheus metrics of queues and results until SIGTERM.
-
-    Needs no worker. Workers and ingesting daemons serve their own metrics with --metrics-port. Default port: 9107.
-    """
+    """Needs no worker. Workers and ingesting daemons serve their own with --metrics-port. Default port: 9107."""
     settings = settings.model_copy(update={"metrics_port": settings.metrics_port or DEFAULT_METRICS_PORT})
     ends = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the server starts threads, which would receive them

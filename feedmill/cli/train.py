@@ -85,10 +85,8 @@ def train(
     file: FileFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune a classifier on labelled posts, or fit a head on embeddings (--head).
-
-    Switch running workers to the trained model with `feedmill deploy OUT`, or start one with `feedmill worker --model
-    OUT`. See docs/training.md.
+    """Switch running workers to the trained model with `feedmill deploy OUT`, or start one with `feedmill worker
+    --model OUT`. See docs/training.md.
     """
     folder = Path(options.out).expanduser().absolute()
     try:
@@ -254,10 +252,8 @@ def label(
     ] = USUAL_POOL,
     as_json: JsonSummary = False,
 ) -> None:
-    """Label the posts that teach most, with a key per post, and make a model of them.
-
-    Shows one post at a time and saves each answer. Writes OUT/labels.csv and the model OUT/model, for `feedmill worker
-    --model` and `feedmill deploy`. The same command resumes. Answers can be piped, one per line: keys or labels.
+    """Shows one post at a time and saves each answer. Writes OUT/labels.csv and the model OUT/model, for `feedmill
+    worker --model` and `feedmill deploy`. The same command resumes. Answers can be piped, one per line: keys or labels.
     """
     names = tuple(settings.labels or ())
     if not 2 <= len(names) <= len(LABEL_KEYS):
