@@ -20,7 +20,11 @@ from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import Device, limit_memory, select_device
 from feedmill.workers.models.engines import device_errors
 from feedmill.workers.models.engines.onnx_engine import CUDA
+from feedmill.workers.models.engines.packing import LOGITS, PACKABLE_TYPES
+from feedmill.workers.models.engines.torch_engine import TorchEngine
 from feedmill.workers.models.shapes import FEW
+from feedmill.workers.models.tokenizer import Tokens
+from feedmill.workers.models.weights import locate
 from tests.fakes.models import NLI, make_gliclass, make_model, make_sentence_model
 from tests.unit.test_canary import overflowing
 
@@ -102,7 +106,7 @@ def test_batches_in_flight_keep_their_own_outputs(folder: Path) -> None:
 
 
 def test_pads_to_few_shapes_and_needs_no_plans(folder: Path) -> None:
-    gpu = classifier(folder, select_device("cuda"))
+    gpu = classifier(folder, select_device("cuda", "float32"))  # half precision is packed
     assert gpu.device.shapes is FEW
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     computed: list[torch.Size] = []
@@ -111,6 +115,16 @@ def test_pads_to_few_shapes_and_needs_no_plans(folder: Path) -> None:
     longest = max(row.length for row in batch)
     assert gpu.forward(batch).wait().shape[0] == len(batch)
     assert computed[-1] == torch.Size((FEW.rows(len(batch)), min(FEW.length(longest), gpu._engine._most)))
+
+
+@pytest.mark.parametrize("architecture", sorted(PACKABLE_TYPES))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_packed_rows_give_the_outputs_of_padded_ones(tmp_path: Path, architecture: str, dtype: str) -> None:
+    device, folder = select_device("cuda", dtype), make_model(architecture, tmp_path, NLI)
+    rows = [Tokens([5 + (length + 7 * place) % 90 for place in range(length)]) for length in (3, 9, 9, 40, 150)]
+    packed, padded = (TorchEngine(locate(str(folder)), device, LOGITS, 1, 200, packed=each) for each in (True, False))
+    assert (packed.packed, padded.packed) == (True, False)
+    assert torch.allclose(packed.forward(rows), padded.forward(rows), rtol=0.02, atol=0.02)
 
 
 def test_a_worker_stays_within_its_share_of_the_memory() -> None:

@@ -1,6 +1,7 @@
 """engines/torch_engine.py: outputs do not depend on other rows or layout; device errors are classified."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, BartForS
 
 from feedmill.shared.errors import DeviceFull, DeviceLost
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.engines import device_errors, packing
+from feedmill.workers.models.engines import device_errors, packing, torch_engine
 from feedmill.workers.models.engines.bert import Bert
 from feedmill.workers.models.engines.network import PADDED_TYPES, Network
 from feedmill.workers.models.engines.packing import LOGITS, PACKABLE_TYPES
@@ -93,6 +94,39 @@ def test_padding_within_groups_does_not_change_outputs(
     engine._length_step, engine._token_step = 16, 64
     rows = rows_of(*lengths)
     assert torch.allclose(engine.forward(rows), alone(folder, rows), atol=1e-4)
+
+
+def in_a_loop(query: Any, key: Any, value: Any, starts: Any, _: Any, most: int, __: int, **given: Any) -> torch.Tensor:
+    """What torch's kernel for rows of any length computes, in another way: one row after the other."""
+    (left, right), scale = given["window_size"], given["scale"] or query.shape[-1] ** -0.5
+    found = []
+    for start, end in pairwise(starts.tolist()):
+        assert end - start <= most
+        q, k, v = (states[start:end].transpose(0, 1) for states in (query, key, value))
+        away = torch.arange(end - start)[None] - torch.arange(end - start)[:, None]
+        hidden = ((left >= 0) & (-away > left)) | ((right >= 0) & (away > right))
+        scores = (scale * q @ k.transpose(1, 2)).masked_fill(hidden, float("-inf"))
+        found.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("architecture", sorted(PACKABLE_TYPES))
+def test_one_kernel_for_all_rows_does_not_change_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(packing, "varlen_attn", in_a_loop)
+
+    def grouped(lengths: list[int], *_: object) -> list[packing.Group]:
+        return [packing.single_group(lengths, -sum(lengths) % 64, lambda tensor: tensor)]
+
+    monkeypatch.setattr(torch_engine, "groups_of", grouped)
+    folder = make_model(architecture, tmp_path)
+    engine = engine_of(folder)
+    engine._token_step = 64
+    for lengths in ((3, 3, 3), (2, 5, 5, 9, 40), (150, 2, 9), (1,), (62, 64)):
+        rows = rows_of(*lengths)
+        assert torch.allclose(engine.forward(rows), alone(folder, rows), atol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 5, 5, 9, 40), (195,), (3, 3, 194, 195, 2)])

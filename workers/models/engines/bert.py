@@ -1,4 +1,4 @@
-"""BERT encoders on a CPU without transformers, whose imports take longer than all else at a worker's start.
+"""BERT encoders without transformers, whose imports take longer than all else at a worker's start.
 
 Runs packed sentence encoders of the type `bert`, such as the embedded model; network.py runs every other model.
 """
@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch.nn.functional import embedding, gelu, layer_norm, linear, scaled_dot_product_attention
 
+from feedmill.workers.models.device import Device
 from feedmill.workers.models.engines.packing import Group, pool
 from feedmill.workers.models.weights import WEIGHTS_FILE, Weights, loading, read_config_file
 
@@ -39,12 +40,15 @@ class Bert:
     """
 
     def __init__(
-        self, weights: Weights, config: SimpleNamespace, dtype: torch.dtype, reads: Sequence[str], reordered: bool
+        self, weights: Weights, config: SimpleNamespace, device: Device, reads: Sequence[str], reordered: bool
     ) -> None:
         self.pad_id: int = config.pad_token_id
         self._config, self._reads, self._reordered = config, reads, reordered
         with loading(f"the model in {weights.folder}"), safe_open(weights.folder / WEIGHTS_FILE, "pt") as file:
-            tensors = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118 - no mapping
+            tensors = {
+                name: file.get_tensor(name).to(device.torch, device.dtype)
+                for name in file.keys()  # noqa: SIM118 - no mapping
+            }
             self._embeddings = [tensors[name] for name in EMBEDDINGS]
             self._norm = self._normalization(tensors, "embeddings")
             numbers = range(config.num_hidden_layers)
@@ -76,7 +80,7 @@ class Bert:
         return lambda states: layer_norm(states, weight.shape, weight, bias, self._config.layer_norm_eps)
 
     def packed(
-        self, ids: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None, groups: Sequence[Group]
+        self, groups: Sequence[Group], ids: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return pooled embeddings of packed rows, as `Network.packed` does."""
         indices = (ids, torch.zeros_like(ids) if types is None else types, positions)
@@ -90,6 +94,9 @@ class Bert:
     def _attend(self, projected: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """Return attention within each row: [tokens, dimensions]. projected: [tokens, 3 * dimensions]."""
         split = projected.view(len(projected), 3, self._config.num_attention_heads, -1)
+        if groups[0].starts is not None:
+            query, key, value = split.unbind(1)
+            return groups[0].attend(query, key, value).flatten(1)
         attended = []
         for group in groups:
             query, key, value = group.batch(split).permute(2, 0, 3, 1, 4)  # [rows, heads, width, dimensions of a head]

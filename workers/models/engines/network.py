@@ -105,10 +105,10 @@ class Network(torch.nn.Module):
 
     def packed(
         self,
+        groups: Sequence[Group],
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        token_type_ids: torch.Tensor | None,
-        groups: Sequence[Group],
+        token_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the outputs of `forward` for packed rows: inputs of shape [1, tokens], divided into rows by `groups`.
 

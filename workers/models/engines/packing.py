@@ -1,16 +1,22 @@
 """Packed micro-batches: rows that follow each other in one sequence, [1, tokens], each attending only to itself.
 
-Only attention and pooling see rows: in groups of adjacent rows of equal length, as ordinary batches. Nothing is
-computed for padding; in bfloat16, attention alone pads rows.
+Only attention and pooling see rows. On a CPU: in groups of adjacent rows of equal length, as ordinary batches. Nothing
+is computed for padding; in bfloat16, attention alone pads rows. On a GPU: in one group, whose attention is one kernel
+for rows of any length, and whose pooling alone pads rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None  # type: ignore[assignment]
 
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
 LOGITS = ("logits",)
@@ -24,6 +30,9 @@ PACKABLE_TYPES = frozenset(
 #: In bfloat16, rows of up to MAX_PADDED_LENGTH tokens are padded to a multiple of LENGTH_STEP for attention: torch's
 #: softmax computes the rest of a length divided by 16 one by one, which takes up to half of the time of attention.
 LENGTH_STEP, MAX_PADDED_LENGTH = 16, 256
+#: In half precision, packed micro-batches are padded to a multiple of this many tokens: oneDNN prepares each linear
+#: layer for each new number of tokens, which takes 2 to 6 ms, and cuBLAS chooses a kernel for it.
+TOKEN_STEP = 64
 
 
 class Group(NamedTuple):
@@ -39,6 +48,8 @@ class Group(NamedTuple):
     kept: torch.Tensor | None
     #: Added to the scores: [rows, 1, 1, width]. As numbers, since torch converts a mask of truth values in each layer.
     mask: torch.Tensor | None
+    #: On a GPU: the first token of each row, and the end of the last: [rows + 1].
+    starts: Any = None
 
     def batch(self, states: torch.Tensor) -> torch.Tensor:
         """Return the rows' states: [rows, width, …]. states: [tokens, …]."""
@@ -49,6 +60,15 @@ class Group(NamedTuple):
         """Return the states of the rows' own tokens: [tokens of all rows, …]. batch: [rows, width, …]."""
         places = batch.flatten(0, 1)
         return places if self.kept is None else places.index_select(0, self.kept)
+
+    def attend(
+        self, query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None
+    ) -> torch.Tensor:
+        """Return attention within each row on a GPU: [tokens, heads, dimensions of a head], as query, key and value."""
+        most, side = max(self.width, TOKEN_STEP), -1 if window is None else window - 1
+        given = query, key, value, self.starts, self.starts, most, most
+        attended: Any = varlen_attn(*given, scale=scale, window_size=(side, side))
+        return attended  # type: ignore[no-any-return]
 
 
 def groups_of(lengths: Sequence[int], step: int, dtype: torch.dtype) -> list[Group]:
@@ -77,6 +97,29 @@ def _padded_length(length: int, step: int) -> int:
     return length if length > MAX_PADDED_LENGTH else -(-length // step) * step
 
 
+def single_group(lengths: Sequence[int], rest: int, put: Callable[[torch.Tensor], torch.Tensor]) -> Group:
+    """Return all packed rows as one group on a GPU.
+
+    rest: tokens after all rows, fewer than TOKEN_STEP, which attend to each other. put: copies a tensor to the GPU.
+    """
+    own = np.array(lengths)[:, None]
+    place = np.arange(own.max())
+    starts = np.cumsum([0, *lengths, *[rest] * bool(rest)], dtype=np.int32)
+    tokens = starts[: len(own), None] + np.minimum(place, own - 1)
+    copies = [put(torch.from_numpy(array)) for array in (tokens.ravel(), place < own, starts)]
+    return Group(len(place), copies[0], copies[1], None, None, copies[2])
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch has a kernel that attends within rows of any length on this GPU, in this precision."""
+    states = torch.zeros(1, 1, 64, dtype=dtype, device=device)
+    try:
+        single_group([1], 0, lambda tensor: tensor.to(device)).attend(states, states, states)
+    except (RuntimeError, TypeError):  # torch before 2.11 takes other arguments, and 2.9 has no such function
+        return False
+    return True
+
+
 def packed_attention(
     module: torch.nn.Module,  # noqa: ARG001 - transformers' signature
     query: torch.Tensor,
@@ -94,6 +137,9 @@ def packed_attention(
     query, key, value: [1, heads, tokens, dimensions of a head]. sliding_window: attend only to tokens that are less
     than this far away. Returns [1, tokens, heads, dimensions of a head]; tokens after all rows get zeros.
     """
+    if groups[0].starts is not None:
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        return groups[0].attend(q, k, v, scaling, sliding_window).unsqueeze(0), None
     attended = []
     for group in groups:
         q, k, v = (group.batch(states[0].transpose(0, 1)).transpose(1, 2) for states in (query, key, value))

@@ -6,31 +6,38 @@ A micro-batch has one of two layouts:
   lengths are padded further, to one of a few shapes (shapes.py).
 - packed: the rows concatenated into a single sequence in which each row attends only to itself (packing.py). Nothing is
   computed for padding, and attention needs no mask (on a CPU in half precision, a mask costs a quarter of the forward
-  pass). Requires a CPU and an architecture of PACKABLE_TYPES.
+  pass). Requires an architecture of PACKABLE_TYPES, and a CPU or a GPU with a kernel for it (`has_kernel`).
 """
 
 import platform
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.workers.models.device import Device, onednn_has_bfloat16
 from feedmill.workers.models.engines import Engine, to_device
 from feedmill.workers.models.engines.bert import Bert, read_bert
-from feedmill.workers.models.engines.packing import LENGTH_STEP, LOGITS, PACKABLE_TYPES, groups_of
+from feedmill.workers.models.engines.packing import (
+    LENGTH_STEP,
+    LOGITS,
+    PACKABLE_TYPES,
+    TOKEN_STEP,
+    groups_of,
+    has_kernel,
+    single_group,
+)
 from feedmill.workers.models.engines.static_engine import create_static_engine
 from feedmill.workers.models.plugins import load_plugin
 from feedmill.workers.models.shapes import Shapes
 from feedmill.workers.models.tokenizer import Tokenizer, Tokens, padded
 from feedmill.workers.models.weights import Weights, first_position, max_row_tokens, read_config
 
-#: In bfloat16, packed micro-batches are padded to a multiple of this many tokens: oneDNN prepares each linear layer for
-#: each new number of tokens, which takes 2 to 6 ms.
-TOKEN_STEP = 64
 #: Architectures whose linear layers are replaced: those that call the layers and never read their weights. Tests
 #: compare each with transformers' own model.
 REORDERED_TYPES = PACKABLE_TYPES | {"bart", "deberta-v2", "mpnet"}
@@ -74,13 +81,14 @@ class TorchEngine:
         self._shapes = shapes or device.shapes
         self.home = device.torch
         use_attention_without_plans(device)
-        packs, reorders = packed and device.torch.type == "cpu", reordered and can_reorder(device)
+        on_gpu = device.torch.type == "cuda" and has_kernel(device.torch, device.dtype)
+        packs, reorders = packed and (on_gpu or device.torch.type == "cpu"), reordered and can_reorder(device)
         if packs and tuple(reads) != LOGITS and (config := read_bert(weights)):
-            self.packed, self.network = True, Bert(weights, config, device.dtype, reads, reorders)
+            self.packed, self.network = True, Bert(weights, config, device, reads, reorders)
         else:
             config = self._load_network(weights, reads, pad_id, packs, reorders)
         self._first_position = first_position(config)
-        half = device.dtype == torch.bfloat16
+        half = device.dtype != torch.float32
         self._token_step, self._length_step = (TOKEN_STEP, LENGTH_STEP) if half else (1, 1)
         self._pad_id = self.network.pad_id
         self._most = most
@@ -111,29 +119,30 @@ class TorchEngine:
     def _packed_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         lengths = [len(row.ids) for row in rows]
         rest = -sum(lengths) % self._token_step
-        ids = torch.tensor([*chain.from_iterable(row.ids for row in rows), *[self._pad_id] * rest])
-        positions = torch.tensor(
-            [*chain.from_iterable(self._positions(row.ids) for row in rows), *[self._first_position] * rest]
-        )
-        types = None
+        ids = np.fromiter(chain(chain.from_iterable(row.ids for row in rows), repeat(self._pad_id, rest)), np.int64)
+        inputs = [ids, self._positions(ids, [*lengths, *repeat(1, rest)])]
         if any(row.types for row in rows):
-            each = (row.types or [0] * len(row.ids) for row in rows)
-            types = torch.tensor([*chain.from_iterable(each), *[0] * rest]).unsqueeze(0)
-        groups = groups_of(lengths, self._length_step, self.device.dtype)
-        outputs: torch.Tensor = self.network.packed(ids.unsqueeze(0), positions.unsqueeze(0), types, groups)
+            each = (row.types or repeat(0, len(row.ids)) for row in rows)
+            inputs.append(np.fromiter(chain(*each, repeat(0, rest)), np.int64))
+        put = partial(to_device, device=self.device.torch)
+        if self.device.torch.type == "cpu":
+            groups = groups_of(lengths, self._length_step, self.device.dtype)
+        else:
+            groups = [single_group(lengths, rest, put)]
+        outputs: torch.Tensor = self.network.packed(groups, *(put(torch.from_numpy(each)[None]) for each in inputs))
         return outputs
 
-    def _positions(self, ids: Sequence[int]) -> Iterable[int]:
-        """Return the position of each token of a row.
+    def _positions(self, ids: Any, lengths: Sequence[int]) -> Any:
+        """Return the position of each token of rows that follow each other, [tokens]. ids: likewise.
 
         Models whose positions start after the padding token's id count only real tokens: a padding token that occurs in
         a text gets its own id as its position.
         """
         padding = self._first_position - 1
-        if padding not in ids:
-            return range(self._first_position, self._first_position + len(ids))
-        real = [token != padding for token in ids]
-        return [padding + number * is_real for number, is_real in zip(accumulate(real), real, strict=True)]
+        real = ids != padding
+        counted = real.cumsum()
+        before = np.append(0, counted)[np.cumsum([0, *lengths[:-1]])]
+        return (counted - before.repeat(lengths)) * real + padding
 
     def _padded_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         ids, mask, types = padded(rows, self._pad_id, self._most, self._shapes)
