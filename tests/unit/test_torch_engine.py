@@ -133,7 +133,8 @@ def test_one_kernel_for_all_rows_does_not_change_outputs(
 def test_padding_to_few_shapes_does_not_change_outputs(folder: Path, lengths: tuple[int, ...]) -> None:
     limit = max_row_tokens(read_config(weights(folder))) or 200
     rows = rows_of(*lengths)
-    engine = TorchEngine(weights(folder), FP32, ("mean", "cls"), 1, limit, packed=False, shapes=FEW)
+    engine = TorchEngine(weights(folder), FP32, ("mean", "cls"), 1, limit, packed=False)
+    engine._shapes = FEW
     computed: list[torch.Size] = []
     engine.network.register_forward_pre_hook(lambda _, given: computed.append(given[0].shape))
     outputs = engine.forward(rows)
@@ -212,7 +213,8 @@ def test_padded_passes_read_nothing_on_the_host(tmp_path: Path, architecture: st
     """On a GPU, reading a value would wait for the device. On the device `meta`, it raises an error."""
     half = FP32._replace(dtype=torch.float16)
     folder = make_model(architecture, tmp_path, NLI)
-    engine = TorchEngine(weights(folder), half, LOGITS, 1, 200, packed=False, shapes=FEW)
+    engine = TorchEngine(weights(folder), half, LOGITS, 1, 200, packed=False)
+    engine._shapes = FEW
     engine.network.to("meta")
     engine.device = half._replace(torch=torch.device("meta"))
     assert engine.forward(rows_of(3, 40)).is_meta

@@ -31,10 +31,9 @@ from feedmill.workers.models.engines.packing import (
     groups_of,
     has_kernel,
     single_group,
-)
+)  # fmt: skip
 from feedmill.workers.models.engines.static_engine import create_static_engine
 from feedmill.workers.models.plugins import load_plugin
-from feedmill.workers.models.shapes import Shapes
 from feedmill.workers.models.tokenizer import Tokenizer, Tokens, padded
 from feedmill.workers.models.weights import Weights, first_position, max_row_tokens, read_config
 
@@ -59,8 +58,7 @@ class TorchEngine:
 
     reads: outputs to return, LOGITS or pooling modes (network.py). pad_id: padding token if the model names
     none. most: maximum tokens per row. packed: pack micro-batches where supported.
-    reordered: give linear layers weights in oneDNN's layout where supported. shapes: of padded micro-batches; None
-    selects the device's.
+    reordered: give linear layers weights in oneDNN's layout where supported.
     Raises ModelError if the folder does not hold such a model.
     """
 
@@ -74,11 +72,10 @@ class TorchEngine:
         *,
         packed: bool = True,
         reordered: bool = True,
-        shapes: Shapes | None = None,
     ) -> None:
         self.device = device
         self.network: Any
-        self._shapes = shapes or device.shapes
+        self._shapes = device.shapes
         self.home = device.torch
         use_attention_without_plans(device)
         on_gpu = device.torch.type == "cuda" and has_kernel(device.torch, device.dtype)
