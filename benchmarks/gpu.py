@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu [--device cuda:0] [--models minilm,distilbert,bart-large] [--posts FILE] [--quick]
 
-For MiniLM's, DistilBERT's and BART-large's configurations with random weights, padded, in the precision that a worker
+For the configurations of MODELS with random weights, padded, in the precision that a worker
 would use:
 
 - share of the measured ceiling that forward passes reach: of batches of equal rows, and of micro-batches as the window
-  cuts them from posts; `device` leaves out the time between two passes;
+  cuts them from posts, also larger ones, padded and as a worker lays them out; `device` leaves out the time between two
+  passes;
 - stalls: how much longer the first pass of a shape takes than later ones. `default` is torch's choice of attention with
   shapes as they come, `no cuDNN` leaves cuDNN out, `few shapes` also pads to few shapes, as a worker does on a GPU;
 - host time per post: tokenize, window, start the forward pass, read the outputs;
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -38,7 +40,13 @@ from rich.table import Table
 
 from benchmarks.hardware import describe, forward_flops, matrix_ceiling
 from benchmarks.padded_engine import PaddedEngine
-from benchmarks.random_models import save_bart_large, save_distilbert, save_minilm
+from benchmarks.random_models import (
+    save_bart_large,
+    save_bert_base,
+    save_distilbert,
+    save_minilm,
+    save_modernbert_base,
+)
 from benchmarks.traffic import backlog, day, texts
 from feedmill.producers.files import Source
 from feedmill.shared.errors import DeviceFull, DeviceLost, UserError
@@ -47,6 +55,7 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier, LabelSet, Row
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import Device, select_device
+from feedmill.workers.models.engines.torch_engine import TorchEngine
 from feedmill.workers.models.shapes import EXACT, FEW, Shapes
 from feedmill.workers.models.tokenizer import Tokens
 from feedmill.workers.pipeline.calibration import sweep
@@ -55,6 +64,8 @@ from feedmill.workers.pipeline.window import Window
 MODELS: dict[str, Callable[[Path, Sequence[str], bool], None]] = {
     "minilm": save_minilm,
     "distilbert": save_distilbert,
+    "bert-base": save_bert_base,
+    "modernbert-base": save_modernbert_base,
     "bart-large": save_bart_large,
 }
 #: Row lengths in tokens of the batches of equal rows.
@@ -114,6 +125,14 @@ def load(name: str, folder: Path, posts: Sequence[str], chosen: Device, quick: b
     classifier: Any = load_classifier(settings, chosen)
     config = json.loads((folder / "config.json").read_text())
     return Loaded(classifier, classifier._engine, classifier.label_set(ClassifyOptions()), config)
+
+
+def as_in_a_worker(loaded: Loaded) -> Loaded:
+    """Return the same model with the engine that a worker has on this device: packed, where it can be."""
+    weights, device, padded = loaded.classifier.weights, loaded.classifier.device, loaded.engine.network
+    classifier: Any = copy(loaded.classifier)
+    classifier._engine = TorchEngine(weights, device, padded.reads, padded.pad_id, MAX_TOKENS)
+    return loaded._replace(classifier=classifier)
 
 
 def stalls(loaded: Loaded, effort: Effort) -> dict[str, Any]:
@@ -250,6 +269,11 @@ def measure(loaded: Loaded, posts: Sequence[str], ceiling: float, effort: Effort
     count = max(1, len(posts) // loaded.label_set.rows)
     batches, microseconds = cut(loaded, posts[:count], effort)
     shares["as cut from posts"] = share(loaded, batches, ceiling, effort)
+    large = effort._replace(batch_tokens=2 * effort.batch_tokens, batch_rows=16 * effort.batch_rows)
+    batches, _ = cut(loaded, posts[:count], large)
+    shares["larger, padded"] = share(loaded, batches, ceiling, effort)
+    batches, _ = cut(loaded, posts[:count], large)  # rows of entailment models keep their outputs
+    shares["larger, as in a worker"] = share(as_in_a_worker(loaded), batches, ceiling, effort)
     found["share"] = shares
     again, _ = cut(loaded, posts[:count], effort)  # rows of entailment models keep their outputs
     found["host_us_per_post"] = microseconds | host(loaded, again, count)

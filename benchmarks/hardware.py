@@ -66,7 +66,8 @@ def forward_flops(config: Mapping[str, Any], lengths: Iterable[int]) -> float:
     A decoder's layer has attention and its projections twice: to its own row and to the encoder's.
 
     A product of [a, b] with [b, c] counts 2·a·b·c. Embeddings, norms, softmax and pooling are not matrix products and
-    make up well below 1% of the operations, so they are left out.
+    make up well below 1% of the operations, so they are left out. ModernBERT's feed-forward network has three products,
+    and its local attention counts as global.
     """
     if config.get("model_type") == "bart":
         hidden = config["d_model"]
@@ -77,7 +78,8 @@ def forward_flops(config: Mapping[str, Any], lengths: Iterable[int]) -> float:
     elif config.get("model_type") == "distilbert":
         hidden, stacks = config["dim"], [(config["n_layers"], config["hidden_dim"], 1)]
     else:
-        hidden, stacks = config["hidden_size"], [(config["num_hidden_layers"], config["intermediate_size"], 1)]
+        inner = config["intermediate_size"] * (1.5 if config.get("model_type") == "modernbert" else 1)
+        hidden, stacks = config["hidden_size"], [(config["num_hidden_layers"], inner, 1)]
     each = [
         (layers * (8 * attentions * hidden**2 + 4 * hidden * inner), layers * 4 * attentions * hidden)
         for layers, inner, attentions in stacks

@@ -17,6 +17,7 @@ from transformers import (
     BartConfig,
     BertConfig,
     DistilBertConfig,
+    ModernBertConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -65,12 +66,23 @@ def save_minilm(folder: Path, texts: Sequence[str], small: bool = False) -> None
 
 def save_distilbert(folder: Path, texts: Sequence[str], small: bool = False) -> None:
     """Save a classifier with DistilBERT's configuration and a WordPiece tokenizer trained on the texts."""
-    labels = {0: "NEGATIVE", 1: "POSITIVE"}
-    config = DistilBertConfig(
-        **DISTILBERT | (SMALL_DISTILBERT if small else {}),
-        id2label=labels,
-        label2id={name: number for number, name in labels.items()},
-    )
+    _save_classifier(DistilBertConfig(**DISTILBERT | (SMALL_DISTILBERT if small else {})), folder, texts)
+
+
+def save_bert_base(folder: Path, texts: Sequence[str], small: bool = False) -> None:
+    """Save a classifier with BERT-base's configuration, BertConfig's defaults, likewise."""
+    _save_classifier(BertConfig(**SMALL_BERT if small else {}), folder, texts)
+
+
+def save_modernbert_base(folder: Path, texts: Sequence[str], small: bool = False) -> None:
+    """Save a classifier with ModernBERT-base's configuration, ModernBertConfig's defaults, likewise."""
+    specials = dict.fromkeys(("bos_token_id", "cls_token_id"), 2) | dict.fromkeys(("eos_token_id", "sep_token_id"), 3)
+    _save_classifier(ModernBertConfig(**specials | (SMALL_BERT if small else {}), pad_token_id=0), folder, texts)
+
+
+def _save_classifier(config: Any, folder: Path, texts: Sequence[str]) -> None:
+    config.id2label = {0: "NEGATIVE", 1: "POSITIVE"}
+    config.label2id = {name: number for number, name in config.id2label.items()}
     save(AutoModelForSequenceClassification, config, folder)
     _save_word_pieces(folder, texts, ["input_ids", "attention_mask"])
 
