@@ -377,10 +377,11 @@ def newest(
 
     since: seconds since 1970; results that were stored earlier are left out.
     """
-    first, limit = "-" if since is None else f"({id_before(since)}", count if wanted == NO_FILTER else None
-    entries = newest_first(redis, RESULTS_STREAM, limit, first, until, NEWEST_AT_ONCE)
+    first = "-" if since is None else f"({id_before(since)}"
+    size = min(count, NEWEST_AT_ONCE) if wanted == NO_FILTER else NEWEST_AT_ONCE
+    entries = newest_first(redis, RESULTS_STREAM, first, until, size)
     found: list[Result] = []
-    while len(found) < count and (page := [*islice(entries, NEWEST_AT_ONCE)]):
+    while len(found) < count and (page := [*islice(entries, size)]):
         rows = RowReader(redis).parse([text for entry in page for text in texts_of(*entry)])
         found += [row.result for row in rows if wanted.has(row)]
     return found[:count][::-1]
@@ -490,17 +491,14 @@ class GroupReader:
         except ResponseError as fault:
             if "NOGROUP" not in str(fault):
                 raise
-        self._create_group(self._place or end_of(self._redis))
-        return call(self._redis, name, *args)
-
-    def _create_group(self, place: Place) -> None:
-        """Create the group, which reads the entries after a place."""
+        place = self._place or end_of(self._redis)
         start: dict[str, Any] = {"id": place.cursor, "entries_read": place.number}
         try:
             self._redis.xgroup_create(RESULTS_STREAM, self._group, mkstream=True, **start)
         except ResponseError as fault:
             if "BUSYGROUP" not in str(fault):  # another member created it first
                 raise
+        return call(self._redis, name, *args)
 
 
 def end_of(redis: Redis) -> Place:

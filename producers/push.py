@@ -81,13 +81,13 @@ def _packed(marks: Sequence[Mark]) -> tuple[str, bytes]:
     return json.dumps([mark.post_id for mark in marks]), b"".join([mark.content for mark in marks])
 
 
-def known_ids(redis: Redis, ids: Sequence[str]) -> list[str]:
+def known_ids(redis: Redis, ids: Sequence[str]) -> set[str]:
     """Return the ids of posts that were sent or have results."""
-    found: list[str] = []
+    found: set[str] = set()
     for start in range(0, len(ids), IDS_PER_CALL):
         batch = ids[start : start + IDS_PER_CALL]
         digits = call(redis, "known", json.dumps(batch))
-        found += [post_id for post_id, digit in zip(batch, digits, strict=True) if digit == "1"]
+        found.update(post_id for post_id, digit in zip(batch, digits, strict=True) if digit == "1")
     return found
 
 
@@ -228,17 +228,9 @@ class Pusher:
             # Count before marking: posts that cannot be marked are in the queue and will be sent again.
             self.sent += len(fitting)
             self.messages += len(messages)
+            limits = self._settings.sent_ttl, self._settings.sent_memory
             marks = [mark for mark, _ in fitting]
-            self.retry_until_memory(
-                partial(
-                    mark_sent,
-                    self._redis,
-                    marks,
-                    self._settings.sent_ttl,
-                    self._settings.sent_memory,
-                    self._run or "",
-                )
-            )
+            self.retry_until_memory(partial(mark_sent, self._redis, marks, *limits, self._run or ""))
 
     def _wait_for_room(self) -> int:
         """Wait until the queue has room, and return for how many messages."""

@@ -14,7 +14,6 @@ does not fit this form, with scores below -0.31 or above 1, is stored as JSON.
 import json
 import logging
 import struct
-import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b, sha1
 from itertools import islice
 from math import isnan, nan
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
 from redis import Redis
 from redis.client import NEVER_DECODE
@@ -493,17 +492,15 @@ def scan_hash(redis: Any, key: str, count: int) -> Iterator[tuple[bytes, bytes]]
 
 
 def newest_first(
-    redis: Redis, stream: str, count: int | None = None, since: str = "-", until: str = "+", page: int = PAGE_SIZE
+    redis: Any, stream: str, since: str = "-", until: str = "+", page: int = PAGE_SIZE
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield (id, fields) of a stream's entries, newest first, holding `page` of them in memory.
 
-    count: maximum number of entries; None for all. since, until: the oldest and the newest entry id to yield. Raises
-    redis.exceptions.RedisError.
+    since, until: the oldest and the newest entry id to yield. Raises redis.exceptions.RedisError.
     """
-    left = sys.maxsize if count is None else count
-    while left > 0 and (entries := cast(list[Any], redis.xrevrange(stream, until, since, count=min(page, left)))):
+    while entries := redis.xrevrange(stream, until, since, count=page):
         yield from entries
-        until, left = f"({entries[-1][0]}", left - len(entries)
+        until = f"({entries[-1][0]}"
 
 
 def dead_letter_digest(letter: DeadLetter) -> str:

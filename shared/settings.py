@@ -74,9 +74,10 @@ Count = Annotated[int, Field(ge=1)]
 def _form(pattern: str, words: str) -> AfterValidator:
     """Validate values against a pattern. words: description of valid values, for errors and documentation."""
 
-    def check(value: str) -> str:
-        if not re.fullmatch(pattern, value):
-            raise ValueError(f"should be {words}, not {value!r:.80}")
+    def check(value: Any) -> Any:
+        is_secret = isinstance(value, SecretStr)
+        if not re.fullmatch(pattern, value.get_secret_value() if is_secret else value):
+            raise ValueError(f"should be {words}{'' if is_secret else f', not {value!r:.80}'}")
         return value
 
     return AfterValidator(check)
@@ -250,7 +251,7 @@ class Settings(BaseSettings):
         "127.0.0.1"
     )
     #: Password of the user feedmill for Flower. Unset: `feedmill up` generates one; `feedmill flower` needs it.
-    flower_password: SecretStr | None = None
+    flower_password: Annotated[SecretStr, _form(r"[ -~]{1,256}", "1 to 256 printable ASCII characters")] | None = None
     #: Log format on standard error: text, or json with one object per line.
     log_format: Literal["text", "json"] = "text"
     #: Minimum level of log records.
@@ -289,13 +290,6 @@ class Settings(BaseSettings):
         """Reject a conflicting setting `device`."""
         if value is not None and info.data.get("device", "auto") != "auto":
             raise ValueError(f"cannot be combined with {PREFIX}DEVICE; set only one of them")
-        return value
-
-    @field_validator("flower_password")
-    @classmethod
-    def _is_ascii(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not re.fullmatch(r"[ -~]{1,256}", value.get_secret_value()):
-            raise ValueError("should be 1 to 256 printable ASCII characters")
         return value
 
     @field_validator("redis_url")

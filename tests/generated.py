@@ -125,7 +125,7 @@ def taken(hint: Any) -> str:
         if isinstance(part, AfterValidator | BeforeValidator) and "words" in (
             known := inspect.getclosurevars(part.func).nonlocals
         ):
-            return str(known["words"])
+            return f"{known['words']}{', secret' * (of[0] is SecretStr)}"
     return ", ".join(
         [taken(of[0]), *(bounds(part) for part in of[1:] if isinstance(part, FieldInfo) and part.metadata)]
     )

@@ -14,18 +14,11 @@ from typer import Argument, Option
 
 from feedmill.cli.options import AsJson, excludes, with_settings
 from feedmill.monitoring import watch
+from feedmill.shared import model_routing
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import ModelError, explain_missing, printable
 from feedmill.shared.keys import REQUESTED_MODELS
-from feedmill.shared.model_routing import (
-    DeploymentReport,
-    RequestedModel,
-    Stage,
-    check_queue,
-    queues,
-    request_model,
-    requested_model,
-)
+from feedmill.shared.model_routing import DeploymentReport, RequestedModel, Stage
 from feedmill.shared.settings import Settings
 
 #: Seconds without a report on the deployment after which a worker counts as unresponsive.
@@ -52,20 +45,20 @@ def deploy(
     """
     redis, celery = connect(settings), make_app(settings)
     if queue is not None:
-        check_queue(redis, queue)
+        model_routing.check_queue(redis, queue)
     if folder is None and not reset:
         _show(redis, celery, settings, as_json)
         return
     name = settings.queue
-    before = requested_model(redis, name)
+    before = model_routing.requested_model(redis, name)
     deployment = _requested(folder)
     serving = {node: pool for node, pool in watch.current_workers(celery, redis).items() if name in pool["queues"]}
     if reset and before is None:
         message, status = f"No model is deployed to queue {name}: its workers use their own. Nothing to do.", 0
     else:
-        request_model(redis, name, deployment)
+        model_routing.request_model(redis, name, deployment)
         reports = _wait_for_workers(
-            celery, list(serving), deployment, lambda: requested_model(redis, name) == deployment, as_json
+            celery, list(serving), deployment, lambda: model_routing.requested_model(redis, name) == deployment, as_json
         )
         message, status = _conclude(redis, name, deployment, before, reports)
     typer.echo(json.dumps({"queue": name, **asdict(deployment), "said": message}) if as_json else printable(message))
@@ -138,7 +131,7 @@ def _conclude(
         return f"No worker serves queue {queue} now. The deployment applies when one starts.", 1
     done = sum(report is not None and report.stage is Stage.DONE for report in reports.values())
     silent = [node for node, report in reports.items() if report is None]
-    if requested_model(redis, queue) != deployment:
+    if model_routing.requested_model(redis, queue) != deployment:
         rest = "another deployment replaced this one (`feedmill deploy` shows it)"
     elif done == len(reports):
         return f"{done:,} of {len(reports):,} workers of queue {queue} have switched.", 0
@@ -147,7 +140,7 @@ def _conclude(
     elif done:
         rest = "two models now serve the queue. Fix the errors above and deploy again, or deploy the previous model"
     else:
-        request_model(redis, queue, before)
+        model_routing.request_model(redis, queue, before)
         rest = "rolled back to the previous deployment"
     return f"{done:,} of {len(reports):,} workers of queue {queue} have switched: {rest}.", 1
 
@@ -156,8 +149,8 @@ def _show(redis: Redis, celery: Celery, settings: Settings, as_json: bool) -> No
     """Print the deployed model of each queue and the model that each of its workers runs."""
     workers = watch.current_workers(celery, redis)
     known: Any = redis.hkeys(REQUESTED_MODELS)
-    for queue in sorted({*known, *queues(redis, settings)}):
-        deployment = requested_model(redis, queue)
+    for queue in sorted({*known, *model_routing.queues(redis, settings)}):
+        deployment = model_routing.requested_model(redis, queue)
         serving = {node: pool for node, pool in workers.items() if queue in pool["queues"]}
         if as_json:
             runs = {node: {key: pool[key] for key in ("model", "weights", "deploy")} for node, pool in serving.items()}

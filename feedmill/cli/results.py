@@ -14,21 +14,11 @@ import typer
 from redis import Redis
 from typer import Argument, Option
 
+from feedmill import reading
 from feedmill.cli.options import AsJson, RunName, Since, excludes, needs, utc, with_settings
 from feedmill.console import ID_WIDTH, counted, notes_console, with_title
 from feedmill.export.columns import label_set as label_set_named
-from feedmill.reading import (
-    CLAIM_AFTER_S,
-    NO_FILTER,
-    Missed,
-    Reader,
-    ResultFilter,
-    batches,
-    check_run,
-    newest,
-    open_reader,
-    unknown_run,
-)
+from feedmill.reading import NO_FILTER, Missed, Reader, ResultFilter
 from feedmill.shared.atomic_files import replacing
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import explain_unwritable, json_line, printable, truncate
@@ -74,7 +64,7 @@ def results(
     ] = False,
     claim_after: Annotated[
         float, Option(help="Seconds before taking over another reader's unacknowledged results.")
-    ] = CLAIM_AFTER_S,
+    ] = reading.CLAIM_AFTER_S,
     as_json: AsJson = False,
 ) -> None:
     """With --group, read as a consumer group: each result goes to one of its readers, at least once, and is
@@ -85,17 +75,17 @@ def results(
     filters = ResultFilter(label, min_score, subreddit, run)
     start = since and max(0.0, since)
     shown = 0 if since is not None else DEFAULT_LIMIT if limit is None else limit
-    reader = open_reader(redis, group, consumer, filters, 0.0 if from_start else start, shown, claim_after)
+    reader = reading.open_reader(redis, group, consumer, filters, 0.0 if from_start else start, shown, claim_after)
     if ids or not (follow or group):
         if run is not None:
-            check_run(redis, run)
+            reading.check_run(redis, run)
         if ids:
             _get(ResultsStore(redis, settings), ids, run, as_json)
         else:
             _list(redis, filters, limit, as_json, start)
         return
     if run is not None and progress(redis, run) is None:  # it may be about to be sent
-        typer.echo(f"feedmill: {unknown_run(redis, run)}", err=True)
+        typer.echo(f"feedmill: {reading.unknown_run(redis, run)}", err=True)
     _show(reader, follow, as_json)
 
 
@@ -119,7 +109,7 @@ def _as_json(found: Classification, post: Post | None) -> dict[str, Any]:
 def _list(redis: Redis, filters: ResultFilter, limit: int | None, as_json: bool, since: float | None) -> None:
     """Print the newest results. since: seconds since 1970."""
     count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
-    lines = _lines(newest(redis, count, filters, since=since), as_json)
+    lines = _lines(reading.newest(redis, count, filters, since=since), as_json)
     if not lines and limit != 0 and (filters._replace(run=None) != NO_FILTER or since is not None):
         typer.echo("feedmill: no result matches the filters", err=True)
         raise typer.Exit(1)
@@ -131,7 +121,7 @@ def _list(redis: Redis, filters: ResultFilter, limit: int | None, as_json: bool,
 
 def _show(reader: Reader, follow: bool, as_json: bool) -> None:
     """Show batch by batch; acknowledge each batch after it is written and flushed."""
-    for batch in batches(reader, follow):
+    for batch in reading.batches(reader, follow):
         for missed in [item for item, _ in batch if isinstance(item, Missed)]:
             typer.echo(_missed(missed, as_json), err=True)
         _print(_lines([item for item, _ in batch if isinstance(item, Result)], as_json))
@@ -223,7 +213,7 @@ def report(
     with notes.status("reading results") if notes.is_terminal else notes:
         redis = connect(settings)
         if run is not None:
-            check_run(redis, run)
+            reading.check_run(redis, run)
         found = gather(redis, settings, hours, run, labels)
     for name, count in list(found.others.items())[:MAX_SHOWN]:
         notes.print(f"Left out: {counted(count, 'post')} of the label set {printable(truncate(name))}", markup=False)

@@ -86,7 +86,7 @@ class Rechecks:
         texts = dict.fromkeys(removed, "") | {post.id: _digest(post) for post in posts}
         if not texts or not self._source.recheck_delays:
             return
-        known = set(known_ids(self._redis, list(texts)))
+        known = known_ids(self._redis, list(texts))
         due = self._clock.time() + self._source.recheck_delays[0]
         self._finish((), {Recheck(*text): due for text in texts.items() if text[0] not in known}, nx=True)
 

@@ -187,7 +187,7 @@ class GapFiller:
         # Posts of the last second are read again in the next part.
         items = [item for item in span.items if not span.more or item.created_utc < span.reached]
         # Sent posts are left out: the archive may have text that was deleted since.
-        known = set(known_ids(self._redis, [item.fullname for item in items]))
+        known = known_ids(self._redis, [item.fullname for item in items])
         yield from (item.event for item in items if item.fullname not in known)
         yield None
         gap = gap._replace(

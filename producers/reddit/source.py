@@ -278,7 +278,7 @@ class RedditSource(Source):
         recorded = self._clock.time() - self._sent_ttl
         new = {item.fullname for item in items if of[item.subreddit.lower()].is_new(item, recorded)}
         late = [item.fullname for item in items if item.fullname not in new and item.created_utc >= recorded]
-        new |= set(late) - set(known_ids(self._redis, late))
+        new |= set(late) - known_ids(self._redis, late)
         return [item.event for item in items if item.fullname in new]
 
     def _count(self, fault: Exception) -> None:

@@ -38,7 +38,7 @@ def use_everything(client: Redis) -> None:
     store = ResultsStore(client, settings)
     push.mark_sent(client, MARKED, 86_400, 10**9, "r")
     assert push.lookup(client, MARKED) == [SENT] * len(MARKED)
-    assert set(push.known_ids(client, [mark.post_id for mark in MARKED])) == {mark.post_id for mark in MARKED}
+    assert push.known_ids(client, [mark.post_id for mark in MARKED]) == {mark.post_id for mark in MARKED}
     post, classification = result("t3_1")
     stored = Result(
         post.model_copy(update={"run": "r"}), classification.model_copy(update={"fingerprint": digest("r")})
