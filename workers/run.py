@@ -4,13 +4,11 @@ import logging
 import os
 import socket
 import warnings
-from typing import Any
 
 from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging, worker_ready, worker_shutting_down
 
 from feedmill.shared import linux, logs
-from feedmill.shared.broker import Application
 from feedmill.shared.settings import Settings
 from feedmill.workers.app import make_worker_app
 from feedmill.workers.runtime.pool import DevicePool
@@ -22,24 +20,19 @@ def run_worker(settings: Settings, name: str | None) -> int:
 
     name: the node name, with or without @host; unique among the workers of one Redis.
     """
-    return run(make_worker_app(settings), name or f"feedmill-{os.getpid()}", pool_cls=DevicePool)
-
-
-def run(app: Application, node: str, **options: Any) -> int:
-    """Run a worker of this application and return the exit status. options: options of Celery's worker."""
-    settings = app.settings
+    node = name or f"feedmill-{os.getpid()}"
     # Celery does not configure logging if this signal has a receiver.
     setup_logging.connect(lambda **_: logs.configure(settings), weak=False)
     worker_ready.connect(lambda **_: linux.notify("READY=1"), weak=False)
     worker_shutting_down.connect(lambda **_: linux.notify("STOPPING=1"), weak=False)
     # Containers often run as root. The warning is about pickle, and this worker accepts only JSON.
     warnings.filterwarnings("ignore", category=SecurityWarning)
-    worker = app.Worker(
+    worker = make_worker_app(settings).Worker(
         hostname=node if "@" in node else f"{node}@{socket.gethostname()}",
         quiet=True,
         # Gossip makes every worker listen to all others, at a cost quadratic in their number.
         without_gossip=True,
-        **options,
+        pool_cls=DevicePool,
     )
     worker.start()
     status = int(worker.exitcode or 0)
