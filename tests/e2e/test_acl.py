@@ -21,19 +21,8 @@ from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import load
-from tests.support import (
-    RedisServer,
-    as_jsonl,
-    feedmill,
-    has_results,
-    installed_redis,
-    last_json,
-    make_posts,
-    reserve,
-    run,
-    wait_until,
-    working,
-)
+from tests import support
+from tests.support import RedisServer, feedmill, make_posts, wait_until, working
 
 pytestmark = pytest.mark.system_redis
 
@@ -52,7 +41,7 @@ def rules(**passwords: str) -> str:
 @pytest.fixture(scope="module")
 def system_server() -> str:
     """The path of the system's server."""
-    path = installed_redis()
+    path = support.installed_redis()
     if path is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
     return path
@@ -83,7 +72,7 @@ def _served(server: Guarded, folder: Path) -> Iterator[Guarded]:
     with working(server, folder, FEEDMILL_REDIS_URL=server.as_user("worker")) as worker:
         assert server.refused() == [], worker.text()
         posts = folder / "posts.jsonl"
-        posts.write_text(as_jsonl(make_posts(POSTS)))
+        posts.write_text(support.as_jsonl(make_posts(POSTS)))
         sent = feedmill("enqueue", str(posts), cwd=folder, FEEDMILL_REDIS_URL=server.as_user("producer"))
         assert sent.returncode == 0, sent.stderr
         wait_until(lambda: server.client.xlen("feedmill:results") == POSTS, "all results are stored")
@@ -111,7 +100,7 @@ def test_worker_user_may_operate_everything(guarded: Guarded, tmp_path: Path) ->
         said = feedmill(*command, cwd=tmp_path, **url)
         assert (said.returncode, said.stderr) == (0, ""), said.stdout
         if command[0] == "status":
-            assert last_json(said.stdout)["workers"]
+            assert support.last_json(said.stdout)["workers"]
 
 
 def test_worker_user_may_purge_waiting_and_held_messages(guarded: Guarded) -> None:
@@ -134,7 +123,7 @@ def test_worker_user_may_purge_waiting_and_held_messages(guarded: Guarded) -> No
 def test_worker_user_may_return_messages_of_a_killed_worker(guarded: Guarded) -> None:
     """A worker runs other commands for expired leases than it runs for its own."""
     guarded.client.lpush("feedmill-killed", "x")
-    assert reserve(guarded.client, ["feedmill-killed"], f"{uuid4().hex}-000000000000", seconds=0.05) == 1
+    assert support.reserve(guarded.client, ["feedmill-killed"], f"{uuid4().hex}-000000000000", seconds=0.05) == 1
     wait_until(lambda: guarded.refused() or guarded.client.llen("feedmill-killed"), "the message is back in its list")
     guarded.client.delete("feedmill-killed")
 
@@ -148,12 +137,12 @@ def test_worker_user_may_manage_dead_letters(guarded: Guarded, tmp_path: Path) -
         said = feedmill("dead", *command, cwd=tmp_path, **url)
         assert (said.returncode, said.stderr) == (0, ""), said.stdout
     assert said.stdout.startswith("1 ")
-    wait_until(lambda: has_results(guarded.client, "late"), "the retried post is classified")
+    wait_until(lambda: support.has_results(guarded.client, "late"), "the retried post is classified")
 
 
 def test_producer_user_may_send_to_any_queue(guarded: Guarded, tmp_path: Path) -> None:
     wait_until(lambda: guarded.client.hexists("feedmill:models", "feedmill"), "the worker has announced its model")
-    posts = as_jsonl([post.model_copy(update={"id": f"other-{post.id}"}) for post in make_posts(2)])
+    posts = support.as_jsonl([post.model_copy(update={"id": f"other-{post.id}"}) for post in make_posts(2)])
     url = {"FEEDMILL_REDIS_URL": guarded.as_user("producer")}
     for flags, said in (
         (["--queue", "feedmill"], "2 "),
@@ -215,7 +204,9 @@ def test_reader_user_may_follow_purges(guarded: Guarded) -> None:
     ids=str,
 )
 def test_rejected_commands_name_the_user(guarded: Guarded, tmp_path: Path, user: str, command: list[str]) -> None:
-    said = feedmill(*command, cwd=tmp_path, stdin=as_jsonl(make_posts(1)), FEEDMILL_REDIS_URL=guarded.as_user(user))
+    said = feedmill(
+        *command, cwd=tmp_path, stdin=support.as_jsonl(make_posts(1)), FEEDMILL_REDIS_URL=guarded.as_user(user)
+    )
     assert said.returncode == 2
     assert f"user {user} " in said.stderr
     assert "Traceback" not in said.stderr
@@ -313,6 +304,6 @@ def test_producers_and_readers_bring_no_code_to_redis(guarded: Guarded, user: st
 
 
 def test_redis_does_not_start_with_placeholder_passwords(system_server: str, tmp_path: Path) -> None:
-    said = run([system_server, "-"], tmp_path, os.environ, f"port 0\ndir {tmp_path}\n{USERS.read_text()}")
+    said = support.run([system_server, "-"], tmp_path, os.environ, f"port 0\ndir {tmp_path}\n{USERS.read_text()}")
     assert said.returncode != 0
     assert "#WORKER" in said.stderr

@@ -10,20 +10,9 @@ import pytest
 import zstandard
 
 from feedmill.shared.keys import RESULTS_STREAM
+from tests import support
 from tests.e2e.test_results_commands import stored
-from tests.support import (
-    FEEDMILL,
-    RedisServer,
-    as_jsonl,
-    feedmill,
-    latest,
-    make_posts,
-    queued,
-    run,
-    running,
-    sent_count,
-    wait_until,
-)
+from tests.support import RedisServer, feedmill, make_posts, wait_until
 
 
 def test_enqueue_reports_and_skips_bad_lines(redis: RedisServer, tmp_path: Path) -> None:
@@ -89,19 +78,19 @@ def counts(text: str) -> list[int]:
 
 
 def sent_ids(redis: RedisServer) -> list[str]:
-    return sorted(post["id"] for post in queued(redis))
+    return sorted(post["id"] for post in support.queued(redis))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_enqueue_resumes_an_interrupted_run(redis: RedisServer, tmp_path: Path, how: signal.Signals) -> None:
     path = tmp_path / "posts.zst"
-    lines = as_jsonl(make_posts(3000)).splitlines(keepends=True)
+    lines = support.as_jsonl(make_posts(3000)).splitlines(keepends=True)
     lines.insert(500, "nope\n")
     path.write_bytes(zstandard.compress("".join(lines).encode()))
     url = {"FEEDMILL_REDIS_URL": redis.url}
     # A round trip sends 1,024 posts in 32 messages: the second waits for room in the queue.
-    with running("enqueue", str(path), cwd=tmp_path, FEEDMILL_QUEUE_LIMIT="40", **url) as interrupted:
-        wait_until(lambda: sent_count(redis.client) == 40 * 32, "the second round trip waits")
+    with support.running("enqueue", str(path), cwd=tmp_path, FEEDMILL_QUEUE_LIMIT="40", **url) as interrupted:
+        wait_until(lambda: support.sent_count(redis.client) == 40 * 32, "the second round trip waits")
         interrupted.end(how)
     assert "Traceback" not in interrupted.text()
     said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
@@ -140,7 +129,7 @@ def test_classifies_a_file_and_shows_results(served: RedisServer, tmp_path: Path
     url = {"FEEDMILL_REDIS_URL": served.url}
     posts = "id,title\na1,The keeper saved two penalties\na2,How long do dried beans keep?\n"
     (tmp_path / "posts.csv").write_text(posts)
-    with running("results", "--follow", "--json", cwd=tmp_path, **url) as following:
+    with support.running("results", "--follow", "--json", cwd=tmp_path, **url) as following:
         sent = feedmill("enqueue", "posts.csv", "--labels", "sports,food", "--multi-label", cwd=tmp_path, **url)
         assert sent.returncode == 0, sent.stderr
         wait_until(lambda: following.says('"a1"') and following.says('"a2"'), "both results are shown")
@@ -180,8 +169,8 @@ def test_commands_work_with_closed_streams_or_a_full_disk(
     redis: RedisServer, tmp_path: Path, command: str, status: int, words: str
 ) -> None:
     """As some daemons leave them, and `head` a pipe."""
-    environment = os.environ | {"FEEDMILL_REDIS_URL": redis.url, "F": FEEDMILL}
-    said = run(["/bin/sh", "-c", command], tmp_path, environment)
+    environment = os.environ | {"FEEDMILL_REDIS_URL": redis.url, "F": support.FEEDMILL}
+    said = support.run(["/bin/sh", "-c", command], tmp_path, environment)
     assert "Traceback" not in said.stderr
     assert words in said.stderr
     assert not words or said.stderr.count("\n") == 1
@@ -215,7 +204,7 @@ def test_purge_removes_posts_and_lift_readmits_them(redis: RedisServer, tmp_path
     assert json.loads(many.stdout) == {
         "posts": 3, "sent": 0, "results": 2, "entries": 2, "dead_letters": 0, "messages": 0,
     }  # fmt: skip
-    assert latest(store, 5) == []
+    assert support.latest(store, 5) == []
     lifted = feedmill("purge", "--lift", "a1", "b\x1b[31m", cwd=tmp_path, **url)
     assert (lifted.returncode, counts(lifted.stdout)) == (0, [2, 1])
     odd = feedmill("purge", "--lift", "b\x1b[31m", cwd=tmp_path, **url)

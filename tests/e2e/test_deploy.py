@@ -19,22 +19,10 @@ from feedmill.shared.model_routing import known_queues, requested_model
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.weights import locate
+from tests import support
 from tests.e2e.test_ending import standin
 from tests.fakes.models import make_model
-from tests.support import (
-    Feedmill,
-    RedisServer,
-    feedmill,
-    fetch,
-    free_port,
-    make_posts,
-    push,
-    redis_servers,
-    running,
-    wait_until,
-    wait_until_empty,
-    working,
-)
+from tests.support import Feedmill, RedisServer, feedmill, make_posts, wait_until, working
 
 POSTS = 5000
 
@@ -47,7 +35,7 @@ def stored(redis: RedisServer) -> list[dict[str, Any]]:
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[RedisServer]:
     """A redis-server without a worker, separate from that of the fixture `house`."""
-    server = RedisServer(next(iter(redis_servers().values())), tmp_path)
+    server = RedisServer(next(iter(support.redis_servers().values())), tmp_path)
     yield server
     server.stop()
 
@@ -60,12 +48,12 @@ def test_deploying_under_load_loses_and_repeats_nothing(empty: RedisServer, tmp_
     with standin(redis, tmp_path, "worker", row_seconds=0.01):
         said = feedmill("deploy", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
         assert re.search(r"^feedmill  .*\n  worker@", said.stdout)
-        push(settings, make_posts(POSTS))
+        support.push(settings, make_posts(POSTS))
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) > 100, "some results are stored")
         said = feedmill("deploy", str(folder), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
         assert said.returncode == 0, said.stdout + said.stderr
         assert re.search(r"\b1 workers", said.stdout)
-        wait_until_empty(redis.client)
+        support.wait_until_empty(redis.client)
     found = stored(redis)
     assert Counter(each["id"] for each in found) == dict.fromkeys((post.id for post in make_posts(POSTS)), 1)
     made = [(each["model"], each["weights"]) for each in found]
@@ -106,7 +94,7 @@ def house(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -
     broken = make_model("bert", folder / "broken", {0: "NEGATIVE", 1: "POSITIVE"})
     weights = load_file(broken / "model.safetensors")
     save_file({name: torch.full_like(each, torch.nan) for name, each in weights.items()}, broken / "model.safetensors")
-    port = free_port()
+    port = support.free_port()
     redis_server.client.flushall()
     with working(redis_server, folder, FEEDMILL_MODEL=str(own), FEEDMILL_METRICS_PORT=str(port)) as worker:
         yield House(redis_server, worker, folder, port)
@@ -127,7 +115,7 @@ def test_deploy_switches_the_worker_and_is_reported(house: House) -> None:
     assert (status, all(word in complaints for word in (tuned, "NEGATIVE", "POSITIVE", "--labels"))) == (2, True)
     (worker,) = json.loads(house.run("status", "--json")[1])["workers"].values()
     assert (worker["model"], worker["queues"]) == (tuned, ["feedmill"])
-    assert f'model="{tuned}"' in fetch(f"http://127.0.0.1:{house.metrics_port}/metrics")[1]
+    assert f'model="{tuned}"' in support.fetch(f"http://127.0.0.1:{house.metrics_port}/metrics")[1]
     assert not re.search("WARNING.*queue feedmill", house.worker.text()), "a switch is not a conflict of two models"
     asked = requested_model(house.redis.client, "feedmill")
     shown, *_ = map(json.loads, house.run("deploy", "--json")[1].splitlines())
@@ -162,7 +150,7 @@ def test_new_workers_load_the_deployed_model_or_fail(house: House) -> None:
         assert house.run("deploy", "tuned")[0] == 0
         assert later.end() == 0
     shutil.move(house.folder / "tuned", house.folder / "away")
-    with running("worker", "--name", "later", cwd=house.folder, **elsewhere) as later:
+    with support.running("worker", "--name", "later", cwd=house.folder, **elsewhere) as later:
         wait_until(lambda: later.process.poll() is not None, "the worker exits")
         assert later.process.poll() == 1
         assert f"{house.folder / 'tuned'} on " in later.text()

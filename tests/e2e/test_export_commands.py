@@ -13,16 +13,8 @@ from feedmill.export.files import STATE_FILE, parts, post_ids
 from feedmill.shared.messages import Post
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import (
-    RedisServer,
-    body_of,
-    feedmill,
-    last_json,
-    make_classification,
-    processes_in,
-    running,
-    wait_until,
-)
+from tests import support
+from tests.support import RedisServer, feedmill, wait_until
 
 FORMATS = ["parquet", "csv", "jsonl"]
 
@@ -31,7 +23,7 @@ def fill(redis: RedisServer, *post_ids: str, fingerprint: str = "f", **fields: A
     posts = [Post(id=post_id, title=f"title of {post_id}", body="=a body\r\n", **fields) for post_id in post_ids]
     scores = {"food": 0.9, "books": 0.1}
     results = [
-        Result(post, make_classification(post.id, scores=scores, fingerprint=fingerprint, queued_seconds=1.0))
+        Result(post, support.make_classification(post.id, scores=scores, fingerprint=fingerprint, queued_seconds=1.0))
         for post in posts
     ]
     store = ResultsStore(redis.client, Settings())
@@ -54,7 +46,7 @@ def test_an_export_can_be_enqueued_again(redis: RedisServer, tmp_path: Path, nam
     again = feedmill("enqueue", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert re.findall(r"\d+", again.stdout) == ["2", "1", "0", "0"], again.stderr
     (message,) = redis.client.lrange("feedmill", 0, -1)
-    sent = body_of(message)[1]["posts"]
+    sent = support.body_of(message)[1]["posts"]
     assert [Post.model_validate(post | {"run": None}) for post in sent] == posts
 
 
@@ -66,7 +58,7 @@ def test_kill_at_any_time_leaves_each_result_once(redis: RedisServer, tmp_path: 
     for kill in range(4):
         fill(redis, *posts[2000 * kill : 2000 * (kill + 1)])
         before = len(parts(out))
-        with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
+        with support.running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
             wait_until(lambda before=before: len(parts(out)) > before, "the export has published a part")  # type: ignore[misc]
             process.end(signal.SIGKILL)
         found = exported(out, name)
@@ -82,7 +74,7 @@ def test_kill_leaves_no_half_file(redis: RedisServer, tmp_path: Path, name: str)
     posts = [f"p{number}" for number in range(8_000)]
     fill(redis, *posts)
     command = ("export", f"out.{name}")
-    with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
+    with support.running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
         wait_until(lambda: list(tmp_path.glob("*out*")), "the export is running or done")
         process.end(signal.SIGKILL)
     assert not (tmp_path / f"out.{name}").exists() or exported(tmp_path / f"out.{name}", name) == posts
@@ -95,7 +87,7 @@ def test_follow_exports_new_results(redis: RedisServer, tmp_path: Path) -> None:
     out, name = tmp_path / "out", "jsonl"
     command = ("export", "--format", name, "--follow", "--part-seconds", "0.1", str(out))
     fill(redis, "1", "2")
-    with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:
+    with support.running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:
         wait_until(lambda: exported(out, name) == ["1", "2"], "existing results are in a part")
         fill(redis, "3")
         wait_until(lambda: exported(out, name) == ["1", "2", "3"], "the new result is in a part")
@@ -107,9 +99,9 @@ def test_follow_exports_new_results(redis: RedisServer, tmp_path: Path) -> None:
         assert str(out) in following.text()
     fill(redis, "5")
     said = feedmill("export", "--format", name, "--json", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert last_json(said.stdout) == {"rows": 1, "removed": 0, "complete": True, "missed": 0}
+    assert support.last_json(said.stdout) == {"rows": 1, "removed": 0, "complete": True, "missed": 0}
     assert exported(out, name) == ["1", "2", "3", "4", "5"]
-    assert not processes_in(tmp_path)
+    assert not support.processes_in(tmp_path)
 
 
 def calls(redis: RedisServer) -> int:
@@ -120,7 +112,7 @@ def calls(redis: RedisServer) -> int:
 
 def test_interrupting_follow_completes_the_part(redis: RedisServer, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with running(
+    with support.running(
         "export", "--format", "jsonl", "--follow", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
     ) as following:
         wait_until((out / STATE_FILE).exists, "the export has started")

@@ -10,35 +10,25 @@ from pathlib import Path
 from feedmill.shared.keys import WORKERS
 from feedmill.shared.model_routing import expected_workers, register
 from feedmill.shared.settings import Settings
-from tests.support import (
-    PASSWORD,
-    RedisServer,
-    feedmill,
-    fetch,
-    free_port,
-    last_json,
-    make_posts,
-    push,
-    wait_until,
-    working,
-)
+from tests import support
+from tests.support import RedisServer, feedmill, make_posts, wait_until, working
 
 
 def ask(port: int, path: str) -> tuple[int, str]:
     """Return status and body, or (0, "") if nothing answers."""
     with suppress(OSError):
-        return fetch(f"http://127.0.0.1:{port}{path}")[:2]
+        return support.fetch(f"http://127.0.0.1:{port}{path}")[:2]
     return 0, ""
 
 
 def test_worker_serves_metrics_and_is_missed_when_stopped(
     redis: RedisServer, settings: Settings, tmp_path: Path
 ) -> None:
-    port = free_port()
+    port = support.free_port()
     with working(redis, tmp_path, FEEDMILL_METRICS_PORT=str(port)) as worker:
         assert f"http://127.0.0.1:{port}/metrics" in worker.text()
         wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the worker is ready")
-        push(settings, make_posts(40))
+        support.push(settings, make_posts(40))
         wait_until(
             lambda: 'feedmill_worker_posts_total{state="classified"} 40.0' in ask(port, "/metrics")[1],
             "the metrics count all posts as classified",
@@ -55,11 +45,11 @@ def test_worker_serves_metrics_and_is_missed_when_stopped(
         redis.client.client_kill_filter(_type="normal", skipme=True)
         wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the worker is ready again")
         assert ask(port, "/healthz") == (200, "ok\n")
-        assert PASSWORD not in ask(port, "/metrics")[1]
+        assert support.PASSWORD not in ask(port, "/metrics")[1]
         wait_until(lambda: "another worker is named" in worker.text(), "the worker warns of the other one")
         worker.process.send_signal(signal.SIGSTOP)
         said = feedmill("health", "--check", "workers", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-        seen = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout)
+        seen = support.last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout)
         worker.process.send_signal(signal.SIGCONT)
         assert said.returncode == 1
         assert re.match(r"✗ workers  .*worker@\S+ .*\(last report \d+ s ago\)", said.stdout)
@@ -101,7 +91,7 @@ def test_health_prints_text_or_json(served: RedisServer, redis: RedisServer, tmp
 
 
 def test_status_as_json(served: RedisServer, tmp_path: Path) -> None:
-    once = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
+    once = support.last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
     assert (once["asked"], once["missing"]) == (True, {})
     assert once["memory"]["limit"] > once["memory"]["used"] > 0
     assert once["memory"]["results"] == 0

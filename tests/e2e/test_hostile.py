@@ -18,19 +18,10 @@ from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from tests import fuzz
+from tests import fuzz, support
 from tests.fakes.hostile_messages import Hostile, good
 from tests.fakes.standin_worker import KILLS, KILLS_EARLY
-from tests.support import (
-    Feedmill,
-    RedisServer,
-    dead_letters,
-    make_posts,
-    push,
-    standing_in,
-    wait_until,
-    wait_until_empty,
-)
+from tests.support import Feedmill, RedisServer, make_posts, wait_until
 
 #: Patterns of the modules that store Feedmill's and Celery's results.
 RECORDING, CONSUMER = r"pipeline\.recording", r"runtime\.consumer"
@@ -44,7 +35,7 @@ def rejected(worker: Feedmill, *modules: str) -> int:
 @contextmanager
 def serving(redis: RedisServer, folder: Path, **environment: str) -> Iterator[Feedmill]:
     """Run a worker that must survive the test. Yields it once it is ready."""
-    with standing_in(redis, folder, **environment) as worker:
+    with support.standing_in(redis, folder, **environment) as worker:
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
         yield worker
         assert worker.lives()
@@ -91,7 +82,9 @@ def test_odd_headers_and_links_do_not_stop_the_worker(
             wait_until(lambda: worker.lives() and not sum(queue_depth(redis.client, "feedmill")), f"{changes} is done")
             assert app.AsyncResult(f"m{number}").ready(), changes
         # The other dead letters are errbacks, whose task no worker knows.
-        letters = [letter for letter in dead_letters(ResultsStore(redis.client, settings), 100) if letter.id == "a"]
+        letters = [
+            letter for letter in support.dead_letters(ResultsStore(redis.client, settings), 100) if letter.id == "a"
+        ]
         assert len(letters) == (0 if "title" in posts[0] else 1)
 
 
@@ -107,8 +100,8 @@ def test_an_odd_reply_queue_does_not_stop_the_worker(
             redis.client.lpush("feedmill", Hostile("changed", whole).element(f"m{number}"))
         store = ResultsStore(redis.client, settings)
         wait_until(lambda: worker.lives() and store.get("m2"), "the last message is classified")
-        wait_until_empty(redis.client)
-        assert [letter.id for letter in dead_letters(store, 9)] == ["m0", "m1"]
+        support.wait_until_empty(redis.client)
+        assert [letter.id for letter in support.dead_letters(store, 9)] == ["m0", "m1"]
 
 
 @pytest.mark.each_redis
@@ -118,7 +111,7 @@ def test_results_wait_at_redis_memory_limit(
     """Feedmill's and Celery's results are both kept until Redis has memory again, and the worker continues."""
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
     app = make_app(settings)
-    push(settings, make_posts(400))
+    support.push(settings, make_posts(400))
     kwargs = {"posts": [{"id": "asked", "title": "Who waits for this?"}]}
     asked = app.send_task("feedmill.classify", kwargs=kwargs)
     redis.client.config_set("maxmemory", 1)
@@ -127,7 +120,7 @@ def test_results_wait_at_redis_memory_limit(
         assert redis.client.xlen(RESULTS_STREAM) == 0
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=120)[0]["id"] == "asked"
-        wait_until_empty(redis.client)
+        support.wait_until_empty(redis.client)
         waited = rejected(worker, RECORDING, CONSUMER)
         worker.process.send_signal(signal.SIGSTOP)
         # The classification is already stored: only Celery's result remains to be written.
@@ -141,7 +134,7 @@ def test_results_wait_at_redis_memory_limit(
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=120)[0]["id"] == "asked"
         assert another.get(timeout=120) == 7
-        wait_until_empty(redis.client)
+        support.wait_until_empty(redis.client)
         assert redis.client.xlen(RESULTS_STREAM) == 401
 
 
@@ -173,7 +166,7 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
         worker.process.send_signal(signal.SIGCONT)
         wait_until(lambda: rejected(worker, CONSUMER), "Redis rejects the result on arrival")
         redis.client.config_set("maxmemory", 0)
-        wait_until_empty(redis.client)
+        support.wait_until_empty(redis.client)
         assert len(busy.get(timeout=120)) == 16
         assert (late.state, expired.state) == ("REVOKED", "REVOKED")
 
@@ -191,7 +184,7 @@ def test_decompression_bombs_do_not_exhaust_memory(redis: RedisServer, settings:
             found["headers"]["id"] = found["properties"]["correlation_id"] = f"{template.id}-{number}"
             redis.client.lpush("feedmill", json.dumps(found))
     with serving(redis, tmp_path) as worker:
-        wait_until_empty(redis.client)
+        support.wait_until_empty(redis.client)
         (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{worker.process.pid}/status").read_text())
         assert int(peak) < 1_500_000
     store = ResultsStore(connect(settings), settings)
@@ -206,7 +199,7 @@ def test_scheduled_messages_do_not_delay_due_ones(redis: RedisServer, settings: 
         task_id = make_app(settings).send_task("feedmill.classify", **options).id
         message = str(redis.client.lpop("feedmill"))
         redis.client.lpush("feedmill", *(message.replace(task_id, f"{task_id}-{number}") for number in range(messages)))
-    push(settings, make_posts(64))
+    support.push(settings, make_posts(64))
     store = ResultsStore(connect(settings), settings)
     with serving(redis, tmp_path):
         wait_until(lambda: store.counters().stored == 64, "messages that are due are classified")
@@ -214,7 +207,7 @@ def test_scheduled_messages_do_not_delay_due_ones(redis: RedisServer, settings: 
 
 def test_a_new_worker_reserves_few_messages_at_first(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """Before its first message, a worker does not know how many posts messages contain, so it limits their bytes."""
-    push(settings, make_posts(64 * 32))
+    support.push(settings, make_posts(64 * 32))
     with serving(redis, tmp_path, STANDIN_ROW_SECONDS="0.1"):
         wait_until(lambda: redis.client.hlen("feedmill:reserved"), "the worker has reserved messages")
         assert redis.client.hlen("feedmill:reserved") < 16
@@ -240,14 +233,14 @@ def test_what_kills_workers_is_dead_lettered(
         for number, title in enumerate(titles)
     ]
     store, deaths = ResultsStore(connect(settings), settings), 0
-    while not dead_letters(store, 1):
-        with standing_in(redis, tmp_path, STANDIN_LEASE_S="2") as worker:
-            wait_until(lambda: worker.process.poll() is not None or dead_letters(store, 1), "one of both ends")
+    while not support.dead_letters(store, 1):
+        with support.standing_in(redis, tmp_path, STANDIN_LEASE_S="2") as worker:
+            wait_until(lambda: worker.process.poll() is not None or support.dead_letters(store, 1), "one of both ends")
             deaths += worker.process.poll() is not None
             assert deaths <= 5, worker.text()
             if worker.process.poll() is None:
-                wait_until_empty(redis.client)
-    (letter,) = dead_letters(store, 2)
+                support.wait_until_empty(redis.client)
+    (letter,) = support.dead_letters(store, 2)
     assert (deaths, letter.attempts, store.counters().stored) == (5, 5 + (fatal == KILLS), 40)
     assert fatal in str(letter.post if fatal == KILLS else letter.payload)
     with pytest.raises(Exception, match="3 workers died"):

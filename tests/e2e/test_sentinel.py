@@ -19,18 +19,8 @@ from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings, load
 from feedmill.stack.processes import Child
-from tests.support import (
-    PASSWORD,
-    RedisServer,
-    as_jsonl,
-    body_of,
-    feedmill,
-    free_port,
-    latest,
-    make_posts,
-    wait_until,
-    working,
-)
+from tests import support
+from tests.support import RedisServer, feedmill, make_posts, wait_until, working
 
 pytestmark = pytest.mark.each_redis
 
@@ -53,7 +43,7 @@ class Watched:
         )
         self.sentinels = [self._sentinel(number, stack) for number in range(3)]
         wait_until(lambda: all(map(self._knows_all, self.sentinels)), "the Sentinels know each other", 90)
-        self.url = ";".join(f"sentinel://:{PASSWORD}@127.0.0.1:{port}/0" for port in self.sentinels)
+        self.url = ";".join(f"sentinel://:{support.PASSWORD}@127.0.0.1:{port}/0" for port in self.sentinels)
 
     @property
     def flags(self) -> dict[str, str]:
@@ -73,18 +63,18 @@ class Watched:
     def _redis(self, name: str, stack: ExitStack, configuration: str = "") -> RedisServer:
         folder = self._folder / name
         folder.mkdir()
-        more = f"masterauth {PASSWORD}\nrepl-diskless-sync-delay 0\n"
+        more = f"masterauth {support.PASSWORD}\nrepl-diskless-sync-delay 0\n"
         server = RedisServer(self._path, folder, more + configuration)
         stack.callback(server.stop)
         return server
 
     def _sentinel(self, number: int, stack: ExitStack) -> int:
-        port, folder = free_port(), self._folder / f"sentinel-{number}"
+        port, folder = support.free_port(), self._folder / f"sentinel-{number}"
         folder.mkdir()
         configuration = folder / "sentinel.conf"
         configuration.write_text(
             f"port {port}\nbind 127.0.0.1\nrequirepass {SENTINELS_PASSWORD}\n"
-            f"sentinel monitor {MASTER} 127.0.0.1 {self.first.port} 2\nsentinel auth-pass {MASTER} {PASSWORD}\n"
+            f"sentinel monitor {MASTER} 127.0.0.1 {self.first.port} 2\nsentinel auth-pass {MASTER} {support.PASSWORD}\n"
             f"sentinel down-after-milliseconds {MASTER} {DOWN_AFTER_MS}\nsentinel failover-timeout {MASTER} 5000\n"
         )
         child = Child("sentinel", [self._path, str(configuration), "--sentinel"], folder, dict(os.environ))
@@ -112,7 +102,7 @@ def test_failover_under_load_loses_only_unreplicated_posts(watched: Watched, tmp
     old, new = watched.first.client, watched.second.client
     way = {f"FEEDMILL_{name.upper()}": value for name, value in watched.flags.items()}
     with working(watched.first, tmp_path, **way) as worker:
-        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(posts[:40]), **way)
+        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=support.as_jsonl(posts[:40]), **way)
         assert sent.returncode == 0, sent.stderr
         wait_until(lambda: old.xlen(RESULTS_STREAM) == 40, "the first posts are stored")
         found = feedmill("results", "--limit", "100", cwd=tmp_path, **way)
@@ -120,7 +110,7 @@ def test_failover_under_load_loses_only_unreplicated_posts(watched: Watched, tmp
         assert feedmill("health", cwd=tmp_path, **way).returncode == 0
         told = str(make_app(settings).control.inspect(timeout=30, limit=1).stats())
         assert "broker" in told
-        assert not any(secret in told for secret in (PASSWORD, SENTINELS_PASSWORD))
+        assert not any(secret in told for secret in (support.PASSWORD, SENTINELS_PASSWORD))
 
         pusher.push(posts[40:220])
         wait_until(lambda: old.xlen(RESULTS_STREAM) > 60, "the worker is busy")
@@ -133,7 +123,7 @@ def test_failover_under_load_loses_only_unreplicated_posts(watched: Watched, tmp
         wait_until(lambda: stored(new) >= known, "every post known to the new master is stored")
         assert worker.process.poll() is None
         assert worker.end() == 0
-    ids = [result.post.id for result in latest(ResultsStore(new, settings), len(posts) + 1)]
+    ids = [result.post.id for result in support.latest(ResultsStore(new, settings), len(posts) + 1)]
     assert len(ids) == len(set(ids))
     # Posts acknowledged by the old master but not yet replicated are lost, and only those.
     lost = {post.id for post in posts} - set(ids)
@@ -148,7 +138,7 @@ def known_posts(redis: Redis) -> set[str]:
     pipe.lrange("feedmill", 0, -1)
     pipe.hvals(TRANSPORT_KEYS["reserved_key"])
     entries, waiting, held = pipe.execute()
-    bodies = map(body_of, waiting + held)
+    bodies = map(support.body_of, waiting + held)
     return {entry["id"] for _, entry in entries} | {post["id"] for _, kwargs, _ in bodies for post in kwargs["posts"]}
 
 
@@ -159,7 +149,7 @@ def stored(redis: Any) -> set[str]:
 def test_one_reachable_sentinel_is_enough(watched: Watched) -> None:
     """Sentinels that do not answer are skipped."""
     settings = watched.settings()
-    gone = f"sentinel://:{PASSWORD}@127.0.0.1:{free_port()}/0"
+    gone = f"sentinel://:{support.PASSWORD}@127.0.0.1:{support.free_port()}/0"
     settings = load(**watched.flags | {"redis_url": f"{gone};{watched.url.split(';')[0]}"})
     assert connect(settings).ping()
     make_app(settings).connection_for_write().connect()
@@ -180,5 +170,5 @@ def test_errors_name_the_setting(watched: Watched, changed: dict[str, str], word
     settings = load(**watched.flags | changed)
     with pytest.raises(RedisUnavailable, match=words) as told, user_errors(settings):
         connect(settings).ping()
-    assert PASSWORD not in str(told.value)
+    assert support.PASSWORD not in str(told.value)
     assert len(str(told.value)) < 300

@@ -22,21 +22,9 @@ from feedmill.shared.settings import STACK_FILE, Settings
 from feedmill.stack import embedded as stack_module
 from feedmill.stack import processes
 from feedmill.stack.embedded import Stack, addresses_in
+from tests import support
 from tests.forkserver import ForkedChild
-from tests.support import (
-    Feedmill,
-    RedisServer,
-    as_jsonl,
-    feedmill,
-    forks,
-    last_json,
-    make_posts,
-    naming,
-    processes_in,
-    redis_servers,
-    running,
-    wait_until,
-)
+from tests.support import Feedmill, RedisServer, feedmill, make_posts, wait_until
 
 
 @contextmanager
@@ -57,13 +45,13 @@ def test_rejects_data_that_the_server_cannot_read(tmp_path: Path) -> None:
     (folder / "appendonly.aof.1.base.rdb").write_bytes(b"REDIS0999\xff" + bytes(8))
     with pytest.raises(StackError, match="RDB format version"), with_redis(tmp_path / "data"):
         pass
-    assert processes_in(tmp_path) == []
+    assert support.processes_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("source", redis_servers())
+@pytest.mark.parametrize("source", support.redis_servers())
 def test_reads_the_log_of_redis_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """Redis 6.2 wrote a single file, which newer servers move into a folder."""
-    monkeypatch.setattr(stack_module, "find_redis_server", lambda: redis_servers()[source])
+    monkeypatch.setattr(stack_module, "find_redis_server", lambda: support.redis_servers()[source])
     (tmp_path / "data").mkdir()
     commands = [["SELECT", "0"], ["LPUSH", "feedmill", "a message"]]
     log = "".join(f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words) for words in commands)
@@ -72,13 +60,13 @@ def test_reads_the_log_of_redis_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert made._redis.lrange("feedmill", 0, -1) == ["a message"]
 
 
-@pytest.mark.parametrize("source", redis_servers())
+@pytest.mark.parametrize("source", support.redis_servers())
 def test_reads_a_snapshot_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """With an append-only file, Redis ignores snapshots and would start empty."""
-    monkeypatch.setattr(stack_module, "find_redis_server", lambda: redis_servers()[source])
+    monkeypatch.setattr(stack_module, "find_redis_server", lambda: support.redis_servers()[source])
     data = tmp_path / "data"
     data.mkdir()
-    before = RedisServer(redis_servers()[source], data)
+    before = RedisServer(support.redis_servers()[source], data)
     before.client.lpush("feedmill", "a message")
     before.client.save()
     before.stop()
@@ -91,9 +79,9 @@ def test_reads_a_snapshot_without_a_log(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
     """After a kill -9, no process survives, and the next `feedmill up` has the data, the ports and the passwords."""
-    posts = as_jsonl(make_posts(40))
+    posts = support.as_jsonl(make_posts(40))
     data = {"FEEDMILL_DATA_FOLDER": "data"}
-    with running("up", cwd=tmp_path, **data) as up:
+    with support.running("up", cwd=tmp_path, **data) as up:
         wait_until(lambda: up.says(f"export FEEDMILL_DATA_FOLDER={tmp_path / 'data'}"), "the stack is up", 150)
         second = feedmill("up", cwd=tmp_path, **data)
         assert second.returncode == 2
@@ -112,10 +100,10 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         assert (flower.username, flower.password) == ("feedmill", before["generated_password"])
         assert before["flower_url"] == f"http://127.0.0.1:{flower.port}"
         # The command itself, redis-server, a worker and Flower.
-        assert len(processes_in(tmp_path)) == 4, processes_in(tmp_path)
+        assert len(support.processes_in(tmp_path)) == 4, support.processes_in(tmp_path)
         up.end(signal.SIGKILL)
-        wait_until(lambda: not processes_in(tmp_path), "every process has ended")
-    with running("up", cwd=tmp_path, **data) as up:
+        wait_until(lambda: not support.processes_in(tmp_path), "every process has ended")
+    with support.running("up", cwd=tmp_path, **data) as up:
         wait_until(lambda: up.says("Ctrl-C"), "the stack is up again", 150)
         assert json.loads(kept.read_text()) == before
         assert f"Flower at {before['flower_url']}; " in up.text()
@@ -124,7 +112,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         assert re.findall(r"\d+", sent.stdout)[:3] == ["0", "0", "40"]
         assert _stored(tmp_path, data) == 40
         assert up.end(signal.SIGINT, 120) == 0
-    assert processes_in(tmp_path) == []
+    assert support.processes_in(tmp_path) == []
 
 
 #: Makes standard input the controlling terminal of `feedmill`.
@@ -140,7 +128,7 @@ sys.exit(run())
 def test_a_closed_terminal_stops_all_in_order(tmp_path: Path) -> None:
     terminal, theirs = pty.openpty()
     environment = os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_DATA_FOLDER": "data"}
-    up = forks().start([sys.executable, "-c", IN_TERMINAL, "up"], tmp_path, environment, theirs, theirs, theirs)
+    up = support.forks().start([sys.executable, "-c", IN_TERMINAL, "up"], tmp_path, environment, theirs, theirs, theirs)
     os.close(theirs)
     shown = b""
     while b"Ctrl-C" not in shown:
@@ -149,26 +137,26 @@ def test_a_closed_terminal_stops_all_in_order(tmp_path: Path) -> None:
     up.wait(60)
     assert "Warm shutdown" in (tmp_path / "data" / "worker.log").read_text()
     assert "ready to exit" in (tmp_path / "data" / "redis.log").read_text()
-    assert processes_in(tmp_path) == []
+    assert support.processes_in(tmp_path) == []
 
 
 def test_a_second_signal_kills_what_does_not_stop(tmp_path: Path) -> None:
-    with running("up", cwd=tmp_path, FEEDMILL_DATA_FOLDER="data", FEEDMILL_DRAIN="300") as up:
+    with support.running("up", cwd=tmp_path, FEEDMILL_DATA_FOLDER="data", FEEDMILL_DRAIN="300") as up:
         wait_until(lambda: up.says("Ctrl-C"), "the stack is up", 150)
         os.kill(redis_of(tmp_path / "data"), signal.SIGSTOP)
         up.process.send_signal(signal.SIGINT)
         wait_until(lambda: up.says("stopping"), "the stack is stopping")
         assert up.end(signal.SIGTERM) == 143
-    assert processes_in(tmp_path) == []
+    assert support.processes_in(tmp_path) == []
 
 
 @pytest.mark.timeout(360)
 def test_commands_survive_a_killed_redis_and_a_restart_of_up(tmp_path: Path) -> None:
     """`results --follow` runs throughout; nothing that was sent is lost."""
     data = {"FEEDMILL_DATA_FOLDER": "data"}
-    first, second, third = (as_jsonl(make_posts(30)[start : start + 10]) for start in (0, 10, 20))
+    first, second, third = (support.as_jsonl(make_posts(30)[start : start + 10]) for start in (0, 10, 20))
     with (
-        running("up", cwd=tmp_path, **data) as up,
+        support.running("up", cwd=tmp_path, **data) as up,
         following(up, "results", "--follow", cwd=tmp_path, **data) as results,
     ):
         assert feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=first, **data).stdout.startswith("10 ")
@@ -183,20 +171,22 @@ def test_commands_survive_a_killed_redis_and_a_restart_of_up(tmp_path: Path) -> 
         assert feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=second, **data).stdout.startswith("10 ")
         wait_until(lambda: len(shown_posts(results)) == 20, "the second posts are shown")
         assert up.end(signal.SIGINT) == 0
-        with running("up", cwd=tmp_path, **data) as again:
+        with support.running("up", cwd=tmp_path, **data) as again:
             wait_until(lambda: again.says("Ctrl-C"), "the stack is up again", 150)
             assert feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=third, **data).stdout.startswith(
                 "10 "
             )
             wait_until(lambda: len(shown_posts(results)) == 30, "the third posts are shown")
-            assert last_json(feedmill("status", "--json", cwd=tmp_path, **data).stdout)["results"]["stored"] == 30
+            assert (
+                support.last_json(feedmill("status", "--json", cwd=tmp_path, **data).stdout)["results"]["stored"] == 30
+            )
 
 
 @contextmanager
 def following(up: Feedmill, *arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill]:
     """Run a command that follows a stack, once the stack is up."""
     wait_until(lambda: up.says("Ctrl-C"), "the stack is up", 150)
-    with running(*arguments, cwd=cwd, **environment) as command:
+    with support.running(*arguments, cwd=cwd, **environment) as command:
         yield command
 
 
@@ -224,7 +214,7 @@ def test_keeps_ports_until_another_program_takes_one(tmp_path: Path, monkeypatch
     for port in kept.ports.values():
         with (
             socket.create_server(("127.0.0.1", port)),
-            pytest.raises(StackError, match=naming(port, tmp_path / STACK_FILE)),
+            pytest.raises(StackError, match=support.naming(port, tmp_path / STACK_FILE)),
         ):
             addresses_in(settings)
 
@@ -251,7 +241,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
     # Variables for another Flower must not affect ours.
     monkeypatch.setenv("FLOWER_URL_PREFIX", "elsewhere")
-    monkeypatch.setattr(stack_module, "Child", partial(ForkedChild, forks()))
+    monkeypatch.setattr(stack_module, "Child", partial(ForkedChild, support.forks()))
     made = Stack(Settings(), tmp_path / "data", durable=False)
     try:
         lines = made.start()

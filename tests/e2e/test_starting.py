@@ -30,21 +30,10 @@ from feedmill.shared.settings import Settings
 from feedmill.stack.supervisor import KILL_GRACE_S
 from feedmill.workers.app import make_worker_app
 from feedmill.workers.runtime.pool import DevicePool
-from tests.support import (
-    POSTS,
-    ROOT,
-    RedisServer,
-    _environment,
-    application,
-    executing,
-    make_posts,
-    processes_in,
-    push,
-    run,
-    wait_until,
-)
+from tests import support
+from tests.support import RedisServer, make_posts, wait_until
 
-UNITS = ROOT / "docker" / "systemd"
+UNITS = support.ROOT / "docker" / "systemd"
 UNIT, UNIT_OF_ALL = UNITS / "feedmill-worker@.service", UNITS / "feedmill-workers.service"
 BIN = Path(sys.executable).parent
 CELERY = [sys.executable, "-P", "-m", "celery", "--app", "feedmill.workers.app"]
@@ -54,13 +43,13 @@ MESSAGES = 10
 @pytest.fixture
 def environment(redis: RedisServer, tmp_path: Path) -> dict[str, str]:
     few = {"FEEDMILL_WINDOW_ROWS": "64", "FEEDMILL_BATCH_ROWS": "8"}
-    return _environment(tmp_path, FEEDMILL_REDIS_URL=redis.url, **few)
+    return support._environment(tmp_path, FEEDMILL_REDIS_URL=redis.url, **few)
 
 
 def classifies(redis: RedisServer) -> dict[str, Any]:
     """Classify posts; return the worker's pool statistics."""
-    app = application(redis)
-    found = app.send_task("feedmill.classify", [POSTS]).get(timeout=120)
+    app = support.application(redis)
+    found = app.send_task("feedmill.classify", [support.POSTS]).get(timeout=120)
     assert [outcome["label"] for outcome in found] == ["sports", "food"]
     stats: Any = app.control.inspect(timeout=30, limit=1).stats()
     (told,) = stats.values()
@@ -72,7 +61,7 @@ def is_stopped_while_it_works(redis: RedisServer, settings: Settings, stop: Call
     posts = make_posts(32 * MESSAGES)
     store = ResultsStore(connect(settings), settings)
     before = store.counters().stored
-    push(settings, posts)
+    support.push(settings, posts)
     wait_until(lambda: store.counters().stored > before, "the first results are stored")
     assert not stop()
     waiting, held = queue_depth(redis.client, "feedmill")
@@ -85,7 +74,7 @@ def test_celery_worker_starts_classifies_and_stops(
 ) -> None:
     """The worker ignores `--pool prefork` and warns about a concurrency that its device does not support."""
     command = [*CELERY, "worker", "--loglevel", "info", "--concurrency", "4", "--pool", "prefork"]
-    with executing(command, tmp_path, environment, tmp_path / "worker.log") as worker:
+    with support.executing(command, tmp_path, environment, tmp_path / "worker.log") as worker:
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
         pool = classifies(redis)
         assert (pool["implementation"], pool["max-concurrency"]) == ("feedmill.workers.runtime.pool:DevicePool", 1)
@@ -100,7 +89,7 @@ def test_celery_multi_starts_classifies_and_stops(
 
     def multi(what: str, *flags: str) -> None:
         command = [sys.executable, "-P", "-m", "celery", "multi", what, "w1", f"--pidfile={tmp_path}/%n.pid", *flags]
-        said = run(command, tmp_path, environment)
+        said = support.run(command, tmp_path, environment)
         assert said.returncode == 0, said.stdout + said.stderr
 
     log, pid = tmp_path / "w1.log", tmp_path / "w1.pid"
@@ -112,7 +101,7 @@ def test_celery_multi_starts_classifies_and_stops(
         assert classifies(redis)["max-concurrency"] == 1
         is_stopped_while_it_works(redis, settings, lambda: multi("stopwait"))
         assert not pid.exists()
-        wait_until(lambda: not processes_in(tmp_path), "the process is gone")
+        wait_until(lambda: not support.processes_in(tmp_path), "the process is gone")
         assert "Traceback" not in log.read_text()
     finally:
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -146,7 +135,7 @@ def test_systemd_accepts_the_units(tmp_path: Path, unit: Path, name: str) -> Non
         pytest.skip("needs systemd-analyze: apt install systemd")
     installed = tmp_path / name
     installed.write_text(unit.read_text().replace("/opt/feedmill/bin/feedmill", str(BIN / "feedmill")))
-    verified = run([analyze, "--man=no", "verify", str(installed)], tmp_path, os.environ)
+    verified = support.run([analyze, "--man=no", "verify", str(installed)], tmp_path, os.environ)
     assert (verified.returncode, verified.stdout, verified.stderr) == (0, "", "")
 
 
@@ -172,7 +161,7 @@ def test_unit_command_starts_a_worker(
     assert command[1:] == ["worker", "--device", "cpu", "--name", "feedmill-cpu"]
     with notified(tmp_path / "notify") as notes:
         address = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
-        with executing(command, tmp_path, environment | given | address, tmp_path / "worker.log") as worker:
+        with support.executing(command, tmp_path, environment | given | address, tmp_path / "worker.log") as worker:
             assert notes.recv(100) == b"READY=1"
             assert classifies(redis)["device"].startswith("cpu")
             is_stopped_while_it_works(redis, settings, worker.end)

@@ -16,18 +16,8 @@ from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.settings import Settings, load
 from feedmill.workers.transport.redis_transport import use_leases
-from tests.support import (
-    PASSWORD,
-    Authority,
-    RedisServer,
-    as_jsonl,
-    feedmill,
-    free_port,
-    installed_redis,
-    make_posts,
-    wait_until,
-    working,
-)
+from tests import support
+from tests.support import RedisServer, feedmill, make_posts, wait_until, working
 
 pytestmark = pytest.mark.system_redis
 
@@ -38,22 +28,22 @@ class SecureRedis(RedisServer):
     def __init__(
         self, folder: Path, certificate: tuple[Path, Path], authority: Path, clients: str = "no", users: str = ""
     ) -> None:
-        self.tls_port = free_port()
+        self.tls_port = support.free_port()
         shown = f"tls-cert-file {certificate[0]}\ntls-key-file {certificate[1]}\ntls-ca-cert-file {authority}\n"
-        path = installed_redis()
+        path = support.installed_redis()
         if path is None:
             pytest.skip("needs a redis-server with TLS: apt install redis-server")
         super().__init__(path, folder, f"tls-port {self.tls_port}\ntls-auth-clients {clients}\n{shown}{users}")
-        self.secure_url = f"rediss://:{PASSWORD}@127.0.0.1:{self.tls_port}/0"
+        self.secure_url = f"rediss://:{support.PASSWORD}@127.0.0.1:{self.tls_port}/0"
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
+def authority(tmp_path_factory: pytest.TempPathFactory) -> support.Authority:
+    return support.Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="module")
-def secure(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureRedis]:
+def secure(authority: support.Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureRedis]:
     server = SecureRedis(tmp_path_factory.mktemp("redis"), authority.certificate("server"), authority.file)
     yield server
     server.stop()
@@ -64,11 +54,11 @@ def plain_connections(server: RedisServer) -> int:
     return sum(int(each["laddr"].rpartition(":")[2]) == server.port for each in server.client.client_list()) - 1
 
 
-def test_classifies_over_tls_only(secure: SecureRedis, authority: Authority, tmp_path: Path) -> None:
+def test_classifies_over_tls_only(secure: SecureRedis, authority: support.Authority, tmp_path: Path) -> None:
     secure.client.flushall()
     way = {"FEEDMILL_REDIS_URL": secure.secure_url, "FEEDMILL_REDIS_CA_FILE": str(authority.file)}
     with working(secure, tmp_path, **way) as worker:
-        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(40)), **way)
+        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=support.as_jsonl(make_posts(40)), **way)
         assert (sent.returncode, "Traceback" in sent.stderr) == (0, False), sent.stderr
         wait_until(lambda: secure.client.xlen("feedmill:results") == 40, "all results are stored")
         found = feedmill("results", "--limit", "100", cwd=tmp_path, **way)
@@ -105,7 +95,9 @@ WAYS: dict[str, Callable[[Settings], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def untrusted(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SecureRedis]]:
+def untrusted(
+    authority: support.Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, SecureRedis]]:
     """Redis servers with an invalid certificate, keyed by its defect."""
     certificates = {
         "expired": authority.certificate("expired", days=-1),
@@ -131,7 +123,7 @@ def untrusted(authority: Authority, tmp_path_factory: pytest.TempPathFactory) ->
 def test_sends_nothing_to_untrusted_servers(
     secure: SecureRedis,
     untrusted: dict[str, SecureRedis],
-    authority: Authority,
+    authority: support.Authority,
     wrong: str,
     words: str,
     way: str,
@@ -141,11 +133,11 @@ def test_sends_nothing_to_untrusted_servers(
     before = server.client.info("commandstats")
     with pytest.raises(RedisUnavailable, match=words) as told, user_errors(settings):
         WAYS[way](settings)
-    assert PASSWORD not in str(told.value)
+    assert support.PASSWORD not in str(told.value)
     assert server.client.info("commandstats").keys() == before.keys() | {"cmdstat_info"}
 
 
-def test_client_certificates(authority: Authority, tmp_path: Path) -> None:
+def test_client_certificates(authority: support.Authority, tmp_path: Path) -> None:
     server = SecureRedis(tmp_path, authority.certificate("asking"), authority.file, clients="yes")
     try:
         certificate, key = authority.certificate("client")
@@ -168,7 +160,7 @@ def test_plain_text_to_a_tls_port_mentions_tls(secure: SecureRedis) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_plain_text_port_never_receives_a_command(authority: Authority, way: str) -> None:
+def test_a_plain_text_port_never_receives_a_command(authority: support.Authority, way: str) -> None:
     """The server sees only the start of a TLS handshake, and its plain-text answer ends the connection."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -185,7 +177,7 @@ def test_a_plain_text_port_never_receives_a_command(authority: Authority, way: s
 
         thread = threading.Thread(target=listen, daemon=True)
         thread.start()
-        url = f"rediss://:{PASSWORD}@127.0.0.1:{listening.getsockname()[1]}/0"
+        url = f"rediss://:{support.PASSWORD}@127.0.0.1:{listening.getsockname()[1]}/0"
         settings = load(redis_url=url, redis_ca_file=authority.file)
         words = f"^Redis at {settings.redis_address} is unreachable over TLS .*FEEDMILL_REDIS_CERTIFICATE_FILE"
         with pytest.raises(RedisUnavailable, match=words), user_errors(settings):
@@ -193,10 +185,10 @@ def test_a_plain_text_port_never_receives_a_command(authority: Authority, way: s
         listening.shutdown(socket.SHUT_RDWR)
         thread.join()
     assert heard
-    assert all(each[:2] == b"\x16\x03" and PASSWORD.encode() not in each for each in heard)
+    assert all(each[:2] == b"\x16\x03" and support.PASSWORD.encode() not in each for each in heard)
 
 
-def test_tls_to_a_plain_text_port_mentions_tls(secure: SecureRedis, authority: Authority) -> None:
+def test_tls_to_a_plain_text_port_mentions_tls(secure: SecureRedis, authority: support.Authority) -> None:
     """The connection times out: the server takes the handshake for a part of a command, and waits for its end."""
     settings = load(redis_url=secure.url.replace("redis://", "rediss://"), redis_ca_file=authority.file)
     with pytest.raises(RedisUnavailable, match="the port in FEEDMILL_REDIS_URL is its TLS port"), user_errors(settings):
@@ -210,12 +202,12 @@ def test_tls_to_a_plain_text_port_mentions_tls(secure: SecureRedis, authority: A
         ({"redis_url": "rediss://h?ssl_cert_reqs=none"}, "--redis-url: .*options"),
     ],
 )
-def test_rejects_incompatible_tls_settings(authority: Authority, flags: dict[str, str], words: str) -> None:
+def test_rejects_incompatible_tls_settings(authority: support.Authority, flags: dict[str, str], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         load(**{name: authority.file if value == "ca" else value for name, value in flags.items()})
 
 
-def test_unusable_files_name_their_setting(secure: SecureRedis, authority: Authority, tmp_path: Path) -> None:
+def test_unusable_files_name_their_setting(secure: SecureRedis, authority: support.Authority, tmp_path: Path) -> None:
     for flags in (
         {"redis_ca_file": tmp_path / "missing"},
         {"redis_ca_file": authority.file.with_suffix(".key")},

@@ -12,25 +12,14 @@ from celery import Celery
 
 from feedmill.shared.broker import queue_depth
 from feedmill.shared.settings import Settings
-from tests.support import (
-    POSTS,
-    RedisServer,
-    _environment,
-    application,
-    feedmill,
-    find,
-    make_posts,
-    push,
-    run,
-    wait_until_empty,
-    working,
-)
+from tests import support
+from tests.support import RedisServer, feedmill, make_posts, working
 from tests.unit.test_canary import overflowing
 
 
 @pytest.fixture
 def client(served: RedisServer) -> Celery:
-    return application(served)
+    return support.application(served)
 
 
 def ask(client: Celery, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +37,7 @@ def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
 
     def send() -> None:  # while the receiver listens: a warm worker answers before it has subscribed
         while not told:
-            sent.add(client.send_task("feedmill.classify", (POSTS,), ignore_result=True).id)
+            sent.add(client.send_task("feedmill.classify", (support.POSTS,), ignore_result=True).id)
             time.sleep(0.5)
 
     with client.connection() as connection:
@@ -60,11 +49,11 @@ def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
 
 def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer) -> None:
     settings = Settings.model_validate({"redis_url": served.url})
-    ask(client, POSTS)
-    push(settings, make_posts(5))
-    wait_until_empty(served.client)
+    ask(client, support.POSTS)
+    support.push(settings, make_posts(5))
+    support.wait_until_empty(served.client)
     for name in map(str, served.client.scan_iter()):
-        key = find(name)
+        key = support.find(name)
         assert key, f"{name!r} is not in docs/reference/keys.md"
         both: Any = served.client.pipeline()
         both.type(name)
@@ -117,9 +106,11 @@ sys.exit(run.run_worker(settings, "broken"))
 def test_a_dead_or_hung_thread_stops_the_worker(
     redis: RedisServer, settings: Settings, tmp_path: Path, what: str, words: str
 ) -> None:
-    push(settings, make_posts(100))
+    support.push(settings, make_posts(100))
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_FORWARD_TIMEOUT": "2" if what == "hangs" else "60"}
-    ended = run([sys.executable, "-P", "-c", BROKEN_WORKER, what], tmp_path, _environment(tmp_path, **given))
+    ended = support.run(
+        [sys.executable, "-P", "-c", BROKEN_WORKER, what], tmp_path, support._environment(tmp_path, **given)
+    )
     assert ended.returncode == 1, ended.stderr
     assert re.search(f"CRITICAL.*{words}", ended.stderr), ended.stderr
     assert queue_depth(redis.client, "feedmill") == (4, 0)

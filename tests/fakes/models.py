@@ -10,26 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModel,
-    AutoModelForSequenceClassification,
-    BartConfig,
-    BertConfig,
-    DebertaV2Config,
-    DistilBertConfig,
-    ElectraConfig,
-    GPT2Config,
-    GteConfig,
-    ModernBertConfig,
-    MPNetConfig,
-    NomicBertConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    RobertaConfig,
-    XLMRobertaConfig,
-)
+from transformers import PreTrainedTokenizerFast
 
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.workers.models.classifiers import Classifier
@@ -153,11 +136,11 @@ def _unigram() -> Tokenizer:
 BYTES_NAMES = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
 TYPED_NAMES = {"cls_token": "[CLS]", "pad_token": "[PAD]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
 #: The class of a model's configuration, and its arguments.
-Config = tuple[Callable[..., PreTrainedConfig], dict[str, Any]]
+Config = tuple[Callable[..., transformers.PreTrainedConfig], dict[str, Any]]
 #: Architecture -> configuration class and arguments, function that makes the tokenizer, special tokens.
 ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]] = {
     "bart": (
-        BartConfig,
+        transformers.BartConfig,
         {
             "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
             "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "init_std": 0.2,
@@ -166,18 +149,18 @@ ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]
         _bart,
         BYTES_NAMES,
     ),
-    "roberta": (RobertaConfig, WIDTH | {"type_vocab_size": 1}, _bart, BYTES_NAMES),
-    "xlm-roberta": (XLMRobertaConfig, WIDTH | {"type_vocab_size": 1}, _bart, BYTES_NAMES),
-    "bert": (BertConfig, WIDTH, _bert, TYPED_NAMES),
-    "electra": (ElectraConfig, WIDTH | {"embedding_size": 16}, _bert, TYPED_NAMES),
+    "roberta": (transformers.RobertaConfig, WIDTH | {"type_vocab_size": 1}, _bart, BYTES_NAMES),
+    "xlm-roberta": (transformers.XLMRobertaConfig, WIDTH | {"type_vocab_size": 1}, _bart, BYTES_NAMES),
+    "bert": (transformers.BertConfig, WIDTH, _bert, TYPED_NAMES),
+    "electra": (transformers.ElectraConfig, WIDTH | {"embedding_size": 16}, _bert, TYPED_NAMES),
     "distilbert": (
-        DistilBertConfig,
+        transformers.DistilBertConfig,
         {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "initializer_range": 0.2},
         _bert,
         TYPED_NAMES,
     ),
     "deberta-v2": (
-        DebertaV2Config,
+        transformers.DebertaV2Config,
         WIDTH | {
             "type_vocab_size": 0, "relative_attention": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm",
             "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
@@ -187,22 +170,22 @@ ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]
         TYPED_NAMES,
     ),
     "modernbert": (
-        ModernBertConfig,
+        transformers.ModernBertConfig,
         WIDTH | {"global_attn_every_n_layers": 2, "local_attention": 16, "initializer_cutoff_factor": 2.0},
         _modern,
         {"cls_token": "[CLS]", "pad_token": "<pad>", "sep_token": "[SEP]"},
     ),
-    "mpnet": (MPNetConfig, WIDTH, _bart, BYTES_NAMES),
-    "nomic_bert": (NomicBertConfig, WIDTH, _bert, TYPED_NAMES),
-    "gte": (GteConfig, WIDTH, _bart, BYTES_NAMES),
+    "mpnet": (transformers.MPNetConfig, WIDTH, _bart, BYTES_NAMES),
+    "nomic_bert": (transformers.NomicBertConfig, WIDTH, _bert, TYPED_NAMES),
+    "gte": (transformers.GteConfig, WIDTH, _bart, BYTES_NAMES),
     "qwen3": (
-        Qwen3Config,
+        transformers.Qwen3Config,
         WIDTH | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
         _qwen,
         {"pad_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     ),
     "gpt2": (
-        GPT2Config,
+        transformers.GPT2Config,
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200, "initializer_range": 0.2},
         _decoder,
         {"eos_token": "<|endoftext|>"},
@@ -229,7 +212,7 @@ def make_model(
     positions = {} if architecture in ("bart", "gpt2") else {"max_position_embeddings": 200}
     made = make_config(**{"vocab_size": tokenizer.get_vocab_size(), **arguments, **positions, **ids, **config})
     torch.manual_seed(7)
-    kind = AutoModelForSequenceClassification if labels else AutoModel
+    kind = transformers.AutoModelForSequenceClassification if labels else transformers.AutoModel
     model = kind.from_config(made)  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():  # a head of zeros would give equal scores
         if "classifier" in name or "head" in name or "score" in name:

@@ -24,18 +24,9 @@ from feedmill.shared.messages import Post, digest
 from feedmill.shared.purge import PURGES_PER_READ, lift_tombstones, purge, purge_run
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
+from tests import support
 from tests.postgres import PostgresServer, postgres_folder
-from tests.support import (
-    PASSWORD,
-    Feedmill,
-    RedisServer,
-    feedmill,
-    last_json,
-    make_classification,
-    naming,
-    running,
-    wait_until,
-)
+from tests.support import Feedmill, RedisServer, feedmill, wait_until
 
 TABLE = "feedmill_results"
 #: Lets every INSERT fail as on a full disk.
@@ -70,7 +61,7 @@ def store(redis: RedisServer) -> ResultsStore:
 
 
 def result(post_id: str, label: str = "food", at: float = 1.0, **fields: Any) -> Result:
-    found = make_classification(
+    found = support.make_classification(
         post_id, label=label, scores={label: 0.9, "other": 0.1}, fingerprint=digest(post_id, label), classified_at=at
     )
     return Result(Post(id=post_id, **({"title": f"title of {post_id}"} | fields)), found)
@@ -173,7 +164,7 @@ def test_exports_selections_to_several_tables(
     export(redis, database, ExportFilter(label="books"), "other.books")
     export(redis, database, ExportFilter(run="monday"), "Monday's posts")
     assert (ids(database, "other.books"), ids(database, '"Monday\'s posts"')) == (["2"], ["3"])
-    with pytest.raises(UserError, match=naming("books", "--label")):
+    with pytest.raises(UserError, match=support.naming("books", "--label")):
         export(redis, database, ExportFilter(label="food"), "other.books")
 
 
@@ -309,14 +300,14 @@ def test_malformed_address_is_not_quoted(address: str) -> None:
 
 def test_mistakes_do_not_show_the_password(redis: RedisServer, database: PostgresServer, tmp_path: Path) -> None:
     for url, said in (
-        (database.url.replace(PASSWORD, "wrong-password"), "authentication failed"),
+        (database.url.replace(support.PASSWORD, "wrong-password"), "authentication failed"),
         (database.url.replace(f":{database.port}/", ":1/"), "refused"),
         (database.url + "x", '"postgresx"'),
     ):
         found = feedmill("export", url, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
         assert (found.returncode, found.stdout, len(found.stderr.splitlines())) == (2, "", 1), found.stderr
         assert said in found.stderr
-        assert PASSWORD not in found.stderr
+        assert support.PASSWORD not in found.stderr
         assert "wrong-password" not in found.stderr
 
 
@@ -329,7 +320,7 @@ def test_follows_through_faults(
     """Lost connections, a full disk, a crash of PostgreSQL and a purge; SIGTERM ends it."""
     command = ("export", "--follow", database.url)
     store.write([result("1"), result("2")])
-    with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:
+    with support.running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:
         _wait_for(database, "1", "2")
         database.rows(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'feedmill export'"
@@ -351,12 +342,12 @@ def test_follows_through_faults(
         database.start()
         _wait_for(database, "1", "3", "4", "5")
         assert following.end(signal.SIGTERM) == 0
-    assert PASSWORD not in following.text()
+    assert support.PASSWORD not in following.text()
     store.write([result("6")])
     said = feedmill("export", database.url, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert last_json(said.stdout) == {"rows": 1, "removed": 0, "complete": True, "missed": 0}
+    assert support.last_json(said.stdout) == {"rows": 1, "removed": 0, "complete": True, "missed": 0}
     said = feedmill("export", database.url, "--purge", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert last_json(said.stdout) == {"removed": 0}
+    assert support.last_json(said.stdout) == {"removed": 0}
 
 
 def _wait_for(database: PostgresServer, *wanted: str) -> None:
@@ -378,7 +369,7 @@ def test_reports_missed_results(
     for start in range(0, 900, 90):
         small.write([result(f"new {number}") for number in range(start, start + 90)])
     said = feedmill("export", database.url, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    found = last_json(said.stdout)
+    found = support.last_json(said.stdout)
     assert (said.returncode, found["rows"] + found["missed"]) == (1, 900)
 
 
@@ -390,7 +381,7 @@ def test_kill_at_any_time_leaves_each_result_once(
     for start in range(0, len(posts), 500):
         store.write(posts[start : start + 500])
     for rows in (1, 2_000, 4_000):
-        with running("export", "--follow", database.url, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
+        with support.running("export", "--follow", database.url, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
             wait_until(partial(_has_rows, database, process, rows), f"{rows} rows are in the table")
             process.end(signal.SIGKILL)
     said = feedmill("export", database.url, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
@@ -448,7 +439,7 @@ def test_refused_rows_are_named_and_the_others_are_written(
     store.write([result(f"spam {number}", subreddit="forbidden") for number in range(150)] + [result("z")])
     command = ("export", database.url, "--json")
     said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert last_json(said.stdout) == {"rows": 301, "removed": 0, "complete": True, "missed": 0, "refused": 152}
+    assert support.last_json(said.stdout) == {"rows": 301, "removed": 0, "complete": True, "missed": 0, "refused": 152}
     assert said.returncode == 1
     assert re.search(r"post long \(index row .*post other \(.*check constraint", said.stderr, re.DOTALL)
     assert ids(database) == [*(f"{number:03}" for number in range(300)), "z"]

@@ -5,19 +5,9 @@ import time
 
 import pytest
 
+from feedmill.shared import model_routing
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import MODELS, WORKERS
-from feedmill.shared.model_routing import (
-    ANNOUNCE_INTERVAL_S,
-    EXPECTED_S,
-    QUEUE_TTL_S,
-    announce,
-    check_queue,
-    expected_workers,
-    known_queues,
-    queues,
-    register,
-)
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, find
 
@@ -32,34 +22,34 @@ def said(redis: RedisServer, queue: str, model: str, ago: float) -> None:
 
 
 def test_rejects_queues_never_served_except_the_default(redis: RedisServer) -> None:
-    check_queue(redis.client, "feedmill")
-    announce(redis.client, "feedmill-bart", BART)
-    announce(redis.client, "odd", "\x1b[2J")
-    check_queue(redis.client, "feedmill-bart")
+    model_routing.check_queue(redis.client, "feedmill")
+    model_routing.announce(redis.client, "feedmill-bart", BART)
+    model_routing.announce(redis.client, "odd", "\x1b[2J")
+    model_routing.check_queue(redis.client, "feedmill-bart")
     with pytest.raises(
         UserError, match=r"'feedmill-brat'.* FEEDMILL_QUEUE .*feedmill-bart .*odd \(model \\x1b"
     ) as refused:
-        check_queue(redis.client, "feedmill-brat")
+        model_routing.check_queue(redis.client, "feedmill-brat")
     assert "\x1b" not in str(refused.value)
     assert find(MODELS)
 
 
 def test_forgets_stale_queues_unless_messages_wait_there(redis: RedisServer) -> None:
     for name in ("stale", "full"):
-        said(redis, name, BART, QUEUE_TTL_S + 60)
-    said(redis, "idle", BART, QUEUE_TTL_S - 60)
+        said(redis, name, BART, model_routing.QUEUE_TTL_S + 60)
+    said(redis, "idle", BART, model_routing.QUEUE_TTL_S - 60)
     redis.client.lpush("full\x06\x163", "a message")
-    announce(redis.client, "feedmill", "m")
-    assert set(known_queues(redis.client)) == {"feedmill", "full", "idle"}
+    model_routing.announce(redis.client, "feedmill", "m")
+    assert set(model_routing.known_queues(redis.client)) == {"feedmill", "full", "idle"}
 
 
 def test_announce_detects_another_model_on_the_same_queue(redis: RedisServer) -> None:
-    assert announce(redis.client, "feedmill", "first") is None
-    assert announce(redis.client, "feedmill", "first") is None
-    assert announce(redis.client, "feedmill", "second") == "first"
-    assert announce(redis.client, "feedmill", "second") is None
-    said(redis, "feedmill", "first", 3 * ANNOUNCE_INTERVAL_S)
-    assert announce(redis.client, "feedmill", "second") is None, "the second model has replaced the first"
+    assert model_routing.announce(redis.client, "feedmill", "first") is None
+    assert model_routing.announce(redis.client, "feedmill", "first") is None
+    assert model_routing.announce(redis.client, "feedmill", "second") == "first"
+    assert model_routing.announce(redis.client, "feedmill", "second") is None
+    said(redis, "feedmill", "first", 3 * model_routing.ANNOUNCE_INTERVAL_S)
+    assert model_routing.announce(redis.client, "feedmill", "second") is None, "the second model has replaced the first"
 
 
 @pytest.mark.parametrize(
@@ -72,18 +62,18 @@ def test_skips_invalid_announcements_and_registrations(redis: RedisServer, text:
     for key in (MODELS, WORKERS):
         redis.client.hset(key, "odd", text)
         redis.client.hset(key, b"\xff", "1")
-    announce(redis.client, "q", "m")
-    register(redis.client, "one@here")
-    assert list(known_queues(redis.client)) == ["q"]
-    assert list(expected_workers(redis.client)) == ["one@here"]
-    assert queues(redis.client, Settings()) == ["feedmill", "q"]
+    model_routing.announce(redis.client, "q", "m")
+    model_routing.register(redis.client, "one@here")
+    assert list(model_routing.known_queues(redis.client)) == ["q"]
+    assert list(model_routing.expected_workers(redis.client)) == ["one@here"]
+    assert model_routing.queues(redis.client, Settings()) == ["feedmill", "q"]
 
 
 @pytest.mark.parametrize("ahead", [7200, -7200])
 def test_registers_by_the_time_of_redis(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
-    register(redis.client, "one@here")
+    model_routing.register(redis.client, "one@here")
     now = time.time()
     monkeypatch.setattr("feedmill.shared.model_routing.time.time", lambda: now + ahead)
-    register(redis.client, "two@there")
-    assert list(expected_workers(redis.client)) == ["one@here", "two@there"]
-    assert all(age < EXPECTED_S / 2 for age in expected_workers(redis.client).values())
+    model_routing.register(redis.client, "two@there")
+    assert list(model_routing.expected_workers(redis.client)) == ["one@here", "two@there"]
+    assert all(age < model_routing.EXPECTED_S / 2 for age in model_routing.expected_workers(redis.client).values())
