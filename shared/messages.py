@@ -31,16 +31,8 @@ from pydantic import (
 )
 from pydantic_core import from_json, to_json
 
-from feedmill.shared.errors import (
-    LONGEST_REASON,
-    UNPRINTABLE_CHARACTERS,
-    PostRefused,
-    RequestRefused,
-    UserError,
-    first_problem,
-    printable,
-    truncate,
-)
+from feedmill.shared import errors
+from feedmill.shared.errors import PostRefused, RequestRefused, UserError
 
 #: Incremented only if an older worker would misread a message. Workers read this version and all earlier ones. New
 #: optional fields do not change the version. See docs/messages.md and shared/schema/.
@@ -136,7 +128,7 @@ Repaired = BeforeValidator(_normalize_text)
 
 
 def _check_run(run: str) -> str:
-    if UNPRINTABLE_CHARACTERS.search(run):
+    if errors.UNPRINTABLE_CHARACTERS.search(run):
         raise ValueError("control characters are not allowed in the name of a run")
     return run
 
@@ -238,7 +230,7 @@ class Post(BaseModel):
         except ValidationError as error:
             post_id = raw.get("id")
             known = post_id and not is_missing(post_id)
-            raise PostRefused(str(post_id)[:MAX_ID] if known else None, *first_problem(error)) from None
+            raise PostRefused(str(post_id)[:MAX_ID] if known else None, *errors.first_problem(error)) from None
 
 
 def _parse_labels(value: object) -> object:
@@ -260,7 +252,7 @@ def _parse_labels(value: object) -> object:
         if not name:
             raise ValueError(EMPTY_LABEL)
         if name in described:
-            raise ValueError(f"the label {truncate(name)!r} is named twice")
+            raise ValueError(f"the label {errors.truncate(name)!r} is named twice")
         described[name] = value[label] if isinstance(value, dict) else (name,)
     return described
 
@@ -281,7 +273,9 @@ def _check_label_count(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[st
 
 def _check_placeholder(template: str) -> str:
     if "{}" not in template:
-        raise ValueError(f"must contain {{}} for the label, as in 'This is about {{}}.', not {truncate(template)!r}")
+        raise ValueError(
+            f"must contain {{}} for the label, as in 'This is about {{}}.', not {errors.truncate(template)!r}"
+        )
     return template
 
 
@@ -351,7 +345,7 @@ class ClassifyOptions(BaseModel):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            raise RequestRefused(": ".join(first_problem(error))) from None
+            raise RequestRefused(": ".join(errors.first_problem(error))) from None
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `feedmill.classify` for these options, without defaults."""
@@ -382,7 +376,7 @@ class Classification(BaseModel):
 
 #: Truncated types for values from senders and libraries, because each post of a message gets a copy.
 Id = Annotated[str, AfterValidator(lambda text: text[:MAX_ID]), Repaired]
-Reason = Annotated[str, AfterValidator(lambda text: truncate(text, LONGEST_REASON)), Repaired]
+Reason = Annotated[str, AfterValidator(lambda text: errors.truncate(text, errors.LONGEST_REASON)), Repaired]
 
 
 class PostError(BaseModel):
@@ -451,13 +445,13 @@ def scope_of(post: Post) -> tuple[str, ...]:
 def parse_run(name: str) -> str:
     """Return the name of a run in the form of `Post.run`. Raises UserError, also for values other than text."""
     if not isinstance(name, str):
-        raise UserError(f"The name of a run must be text, not {truncate(repr(name))}.")
+        raise UserError(f"The name of a run must be text, not {errors.truncate(repr(name))}.")
     try:
         run: str = _RUN.validate_python(name)
     except ValidationError as error:
         raise UserError(
-            f"'{printable(truncate(name))}' is not the name of a run: {first_problem(error)[1]}. Use 1 to {MAX_RUN} "
-            "printable characters."
+            f"'{errors.printable(errors.truncate(name))}' is not the name of a run: {errors.first_problem(error)[1]}. "
+            f"Use 1 to {MAX_RUN} printable characters."
         ) from None
     return run
 

@@ -25,16 +25,9 @@ from feedmill.console import ID_WIDTH, LiveBar, counted, notes_console, output_c
 from feedmill.local_model import load_calibrated
 from feedmill.producers.files import NOT_UTF8, CsvTable, FileReading, Place, Row, Source, is_file
 from feedmill.producers.records import NO_TEXT, REMOVED, parse_text
+from feedmill.shared import errors
 from feedmill.shared.atomic_files import replacing
-from feedmill.shared.errors import (
-    InputError,
-    UserError,
-    explain_missing,
-    explain_refusals,
-    explain_unwritable,
-    json_line,
-    printable,
-)
+from feedmill.shared.errors import InputError, UserError, printable
 from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from feedmill.shared.settings import Settings
 from feedmill.tables import Classify, check_new_columns, format_of, label_columns, with_outcomes
@@ -130,7 +123,7 @@ class Labelling:
     """
 
     def __init__(self, path: str, file: FileFlags, flags: OutFlags, limit: int | None) -> None:
-        with explain_missing("--out", "tables"):
+        with errors.explain_missing("--out", "tables"):
             from feedmill.tables import writing  # noqa: PLC0415 - pyarrow, an extra
         self._path, self._file, self._flags, self._limit = path, file, flags, limit
         self._writing = writing
@@ -152,7 +145,7 @@ class Labelling:
             raise UserError(
                 f"Cannot tell the format of {out}. Give an --out that ends in .csv, .tsv, .jsonl or .parquet."
             )
-        with explain_unwritable(out):  # a name that is too long
+        with errors.explain_unwritable(out):  # a name that is too long
             is_taken = out.is_dir() or (out.exists() and is_file(self._path) and out.samefile(self._path))
         if is_taken:
             raise UserError(f"{out} is a folder or the input file. Give another --out.")
@@ -222,7 +215,7 @@ class Labelling:
         if self._is_printed:
             yield sys.stdout.buffer
         else:
-            with explain_unwritable(self._out), replacing(self._out) as temporary, temporary.open("wb") as file:
+            with errors.explain_unwritable(self._out), replacing(self._out) as temporary, temporary.open("wb") as file:
                 yield file
 
     def _bar(self, source: Source) -> LiveBar:
@@ -266,7 +259,7 @@ def classify(
         ),
         (as_json and output.out == "-", "--json and --out - both print to standard output. Omit one of them."),
     )
-    with explain_refusals(settings.model):
+    with errors.explain_refusals(settings.model):
         if output.out is not None:
             labelling = Labelling(what, file, output, limit)
             labelling.run(load)
@@ -343,7 +336,7 @@ def _as_json(post: Post, outcome: Outcome) -> str:
         found = {"id": post.id, "label": outcome.label, "scores": outcome.scores}
     else:
         found = {"id": post.id, "error": outcome.error}
-    return json_line(found)
+    return errors.json_line(found)
 
 
 def _show_posts(outcomes: Iterable[tuple[Post, Outcome]], as_json: bool) -> int:
