@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha1
 from typing import NamedTuple
@@ -106,6 +107,7 @@ def mark_of(post: Post, purpose: str) -> Mark:
     return Mark.of(post.id, digest(post.text, purpose, *scope_of(post)), post.run or "")
 
 
+@dataclass(eq=False, repr=False)
 class Pusher:
     """Publish posts, counting posts `sent`, `skipped` (sent before) and `gone` (purged), and `messages`.
 
@@ -120,35 +122,23 @@ class Pusher:
     one raised by a signal handler, the same posts can be pushed again.
     """
 
-    def __init__(
-        self,
-        app: broker.Application,
-        redis: Redis,
-        settings: Settings,
-        options: ClassifyOptions,
-        again: bool = False,
-        wait: Callable[[float], None] = time.sleep,
-        wait_for_memory: bool = False,
-        run: str | None = None,
-        on_published: Callable[[str, Sequence[Post]], None] | None = None,
-    ) -> None:
-        self._app = app
-        self._redis = redis
-        self._settings = settings
-        self._options = options
-        self._purpose = ""
-        self._again = again
-        self._wait = wait
-        self._wait_for_memory = wait_for_memory
-        self._run = run
-        self._on_published = on_published
-        #: True from the moment the queue is full until it is half empty.
-        self.is_closed = False
-        self.sent = self.skipped = self.gone = self.messages = 0
-        #: Id of the first purged post.
-        self.first_gone = ""
-        #: Reason why `push` is waiting, for display; "" if it is not.
-        self.waiting = ""
+    app: broker.Application
+    redis: Redis
+    settings: Settings
+    options: ClassifyOptions
+    again: bool = False
+    wait: Callable[[float], None] = time.sleep
+    wait_for_memory: bool = False
+    run: str | None = None
+    on_published: Callable[[str, Sequence[Post]], None] | None = None
+
+    #: True from the moment the queue is full until it is half empty.
+    is_closed = False
+    sent = skipped = gone = messages = 0
+    #: Id of the first purged post; and the reason why `push` is waiting, for display. "" if there is none.
+    first_gone = waiting = ""
+    #: See `send_scope`.
+    _purpose = ""
 
     def room(self) -> int:
         """Return how many messages may be sent now. Raises redis.exceptions.RedisError.
@@ -157,8 +147,8 @@ class Pusher:
         memory in Redis. Producers that check at the same moment can exceed the limit slightly. With a single threshold,
         a producer would check the queue for every message or two.
         """
-        limit = self._settings.queue_limit
-        waiting = broker.queue_depth(self._redis, self._settings.queue).waiting
+        limit = self.settings.queue_limit
+        waiting = broker.queue_depth(self.redis, self.settings.queue).waiting
         self.is_closed = waiting >= (max(1, limit // 2) if self.is_closed else limit)
         return 0 if self.is_closed else limit - waiting
 
@@ -172,7 +162,7 @@ class Pusher:
             self._push(posts)
         except BaseException:
             # A signal handler's exception can leave a reply unread, which the next command would take for its own.
-            for redis in (self._redis, self._app.redis):
+            for redis in (self.redis, self.app.redis):
                 redis.connection_pool.disconnect(inuse_connections=False)
             raise
 
@@ -184,19 +174,19 @@ class Pusher:
                     write()
                     return
                 except RedisError as fault:
-                    if not (self._wait_for_memory and is_full(fault)):
+                    if not (self.wait_for_memory and is_full(fault)):
                         raise
                     self._pause("Redis is at its memory limit")
         finally:
             self.waiting = ""
 
     def _push(self, posts: Iterable[Post]) -> None:
-        size = self._settings.posts_per_message
-        queue = self._settings.queue
-        self._purpose = send_scope(queue, self._options, deployed_weights(self._redis, queue))
+        size = self.settings.posts_per_message
+        queue = self.settings.queue
+        self._purpose = send_scope(queue, self.options, deployed_weights(self.redis, queue))
         unsent: list[tuple[Mark, Post]] = []
-        if self._run is not None:
-            run = {"run": self._run}
+        if self.run is not None:
+            run = {"run": self.run}
             posts = (post.model_copy(update=run) for post in posts)
         for trip in _round_trips(posts, size):
             unsent += self._unsent(trip, {mark for mark, _ in unsent})
@@ -208,18 +198,18 @@ class Pusher:
     def _unsent(self, posts: Sequence[Post], waiting: set[Mark]) -> Iterator[tuple[Mark, Post]]:
         """Yield posts that must be sent, with their marks. waiting: marks of posts already collected, extended here."""
         marks = [mark_of(post, self._purpose) for post in posts]
-        for mark, post, status in zip(marks, posts, lookup(self._redis, marks), strict=True):
+        for mark, post, status in zip(marks, posts, lookup(self.redis, marks), strict=True):
             if status == PURGED:
                 self.gone += 1
                 self.first_gone = self.first_gone or post.id
-            elif mark in waiting or (status == SENT and not self._again):
+            elif mark in waiting or (status == SENT and not self.again):
                 self.skipped += 1
             else:
                 waiting.add(mark)
                 yield mark, post
 
     def _send(self, unsent: Sequence[tuple[Mark, Post]]) -> None:
-        size = self._settings.posts_per_message
+        size = self.settings.posts_per_message
         while unsent:
             fitting = unsent[: size * self._wait_for_room()]
             unsent = unsent[len(fitting) :]
@@ -228,9 +218,9 @@ class Pusher:
             # Count before marking: posts that cannot be marked are in the queue and will be sent again.
             self.sent += len(fitting)
             self.messages += len(messages)
-            limits = self._settings.sent_ttl, self._settings.sent_memory
+            limits = self.settings.sent_ttl, self.settings.sent_memory
             marks = [mark for mark, _ in fitting]
-            self.retry_until_memory(partial(mark_sent, self._redis, marks, *limits, self._run or ""))
+            self.retry_until_memory(partial(mark_sent, self.redis, marks, *limits, self.run or ""))
 
     def _wait_for_room(self) -> int:
         """Wait until the queue has room, and return for how many messages."""
@@ -242,17 +232,17 @@ class Pusher:
         return room
 
     def _publish(self, messages: Sequence[Sequence[Post]]) -> None:
-        replies = [uuid() for _ in messages] if self._on_published else None
-        broker.publish(self._app, messages, self._options, self._settings.priority, replies)
+        replies = [uuid() for _ in messages] if self.on_published else None
+        broker.publish(self.app, messages, self.options, self.settings.priority, replies)
         for task_id, posts in zip(replies or (), messages, strict=False):
-            if self._on_published:
-                self._on_published(task_id, posts)
+            if self.on_published:
+                self.on_published(task_id, posts)
 
     def _pause(self, why: str) -> None:
         if self.waiting != why:
             logger.warning("%s: waiting for room", why)
         self.waiting = why
-        self._wait(FULL_QUEUE_POLL_S)
+        self.wait(FULL_QUEUE_POLL_S)
 
 
 def _round_trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:
