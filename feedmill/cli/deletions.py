@@ -82,10 +82,7 @@ class DeadLetters:
 
     def remove_retried(self, entry: DeadLetterEntry) -> None:
         """Delete an entry whose post was sent again, and subtract it from the failures of its run."""
-        if entry.letter.run is None:
-            self._redis.xdel(DEAD_LETTERS, entry.name)
-        else:
-            call(self._redis, "remove_retried", entry.name, entry.letter.run)
+        call(self._redis, "remove_retried", entry.name, entry.letter.run or "")
 
     def _between(self, start: str, end: str) -> Iterator[DeadLetterEntry]:
         """Yield the letters between two stream ids, oldest first."""

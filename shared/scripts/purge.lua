@@ -74,7 +74,7 @@ register('forget_run', SHRINKS, function(ARGV)
   log_purge('run', ARGV[1], ARGV[2])
 end)
 
---   ARGV[1]  entry id of a dead letter    ARGV[2]  its run
+--   ARGV[1]  entry id of a dead letter    ARGV[2]  its run, "" for none
 register('remove_retried', SHRINKS, function(ARGV)
   local removed, run = redis.call('XDEL', DEAD_LETTERS, ARGV[1]), RUN .. ARGV[2]
   if removed == 1 and tonumber(redis.call('HGET', run, 'failed') or 0) > 0 then
