@@ -13,11 +13,6 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None  # type: ignore[assignment]
-
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
 LOGITS = ("logits",)
 #: Supported pooling modes for token embeddings, named as in sentence-transformers.
@@ -65,6 +60,8 @@ class Group(NamedTuple):
         self, query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None
     ) -> torch.Tensor:
         """Return attention within each row on a GPU: [tokens, heads, dimensions of a head], as query, key and value."""
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - imports torch's compiler
+
         most, side = max(self.width, TOKEN_STEP), -1 if window is None else window - 1
         given = query, key, value, self.starts, self.starts, most, most
         attended: Any = varlen_attn(*given, scale=scale, window_size=(side, side))
@@ -115,7 +112,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     states = torch.zeros(1, 1, 64, dtype=dtype, device=device)
     try:
         single_group([1], 0, lambda tensor: tensor.to(device)).attend(states, states, states)
-    except (RuntimeError, TypeError):  # torch before 2.11 takes other arguments, and 2.9 has no such function
+    except (RuntimeError, TypeError, ImportError):  # torch before 2.11 takes other arguments or has no such function
         return False
     return True
 
