@@ -2,11 +2,12 @@
 
 Zero-shot classification is a linear layer of the embedding. `adapt` moves it towards a sample of posts, whose labels it
 need not know; then a multinomial logistic regression corrects it by the labelled posts, if there are any. The sum is
-again one layer. If cross-validation shows that zero-shot classification as it is, or nothing, is a better start for the
-correction, that replaces the adapted layer. Posts are embedded as a worker embeds them.
+again one layer. If cross-validation shows that the correction does better without the adapted layer, that is left out.
+Posts are embedded as a worker embeds them.
 """
 
 import json
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,31 +24,29 @@ from feedmill.training.data import Dataset, TrainOptions
 from feedmill.workers.models.classifiers.fixed_labels import write_head
 from feedmill.workers.models.classifiers.layout import TEXT_CONFIGS, read_text_config, read_text_settings
 from feedmill.workers.models.classifiers.registry import load_classifier
-from feedmill.workers.models.classifiers.similarity import COSINE_SCALE, Similarity
+from feedmill.workers.models.classifiers.similarity import Similarity
 from feedmill.workers.models.device import select_device
 from feedmill.workers.models.engines import device_errors
 from feedmill.workers.models.weights import HEAD_FILE, Weights, copy_model
 
 #: Inverse variance of the posts of a label, where the mean square distance of all posts from their centre is 1; and
 #: posts that a label's sentences count as. Twice as much or half of it costs less than the draws differ.
-PRECISION, PRIOR_POSTS = 40.0, 8.0
-#: Starts of the correction. The first is taken unless another is certainly more accurate.
-ADAPTED, ZERO_SHOT, NOTHING = "adapted", "zero-shot", "nothing"
+PRECISION, PRIOR_POSTS = 44.0, 8.0
+#: Starts of the correction. The second is taken if it is more accurate by two standard errors.
+ADAPTED, NOTHING = "adapted", "nothing"
 #: L2 penalties of the weights, for centred features of unit mean square, and of the biases, beside the examples' summed
 #: losses. Without the latter, the few examples' label frequencies are learnt as if they were those of all posts.
 PENALTY, BIAS_PENALTY = 0.15, 5.0
-#: Maximum L-BFGS iterations. The fit converges well before.
-MAX_ITERATIONS = 200
-#: Greatest component of the gradient at the end of a fit.
-TOLERANCE = 1e-6
+#: Maximum L-BFGS iterations, of which a fit needs fewer, and greatest component of the gradient at its end.
+MAX_ITERATIONS, TOLERANCE = 200, 1e-6
 #: Parts of the cross-validation, and the maximum number of examples in it.
 FOLDS, MAX_VALIDATED = 5, 2000
 #: Posts without a label that a head learns from. More hardly move it.
 MAX_UNLABELLED = 2000
 #: Maximum tokens per forward pass, with padding.
 BATCH_TOKENS = 8192
-#: Factors of the logits to choose from.
-SHARPNESSES = tuple(2 ** (step / 4) for step in range(-4, 17))
+#: Factors of the logits to choose from, and the usual deviation of their logarithm for layers of the labels' sentences.
+SHARPNESSES, SHARPNESS_DEVIATION = tuple(2 ** (step / 16) for step in range(-16, 65)), 0.05
 #: Name of the prompt that FEEDMILL_POST_PROMPT chose, in the saved model.
 PROMPT_NAME = "posts"
 
@@ -104,9 +103,8 @@ class HeadModel(NamedTuple):
 
     def save(self, folder: Path) -> None:
         """Write the model's folder: a copy of the base, with the head beside it. Raises OSError."""
-        embedder = self.embedder
-        weights = embedder.classifier.weights
-        save_with_head(folder, self.labels, self.head, weights, embedder.settings, embedder.max_tokens)
+        base = self.embedder
+        save_with_head(folder, self.labels, self.head, base.classifier.weights, base.settings, base.max_tokens)
 
 
 def save_with_head(
@@ -172,8 +170,11 @@ class Fit(NamedTuple):
     right: torch.Tensor
 
 
-def adapt(vectors: torch.Tensor, label_vectors: torch.Tensor) -> Fitted:
+def adapt(vectors: torch.Tensor, label_vectors: torch.Tensor) -> tuple[Fitted, torch.Tensor]:
     """Move each label's vector to the mean of itself and of the posts that resemble it, once.
+
+    Return the layer, and each post's logits by the layer of all other posts, [posts, labels]: a post draws the label
+    that it resembles towards itself, so in its own layer, its scores would be too high.
 
     This is the first step of expectation maximization, for a mixture of Gaussians of equal variance (Nigam et al.,
     "Text Classification from Labeled and Unlabeled Documents using EM", 2000). Further steps let frequent labels absorb
@@ -185,9 +186,13 @@ def adapt(vectors: torch.Tensor, label_vectors: torch.Tensor) -> Fitted:
     centre, scale = _centre(vectors)
     points, sentences = (vectors - centre) / scale, (label_vectors - label_vectors.mean(0)) / scale
     shares = (PRECISION * (points @ sentences.T - sentences.square().sum(1) / 2)).softmax(1)
-    means = (PRIOR_POSTS * sentences + shares.T @ points) / (PRIOR_POSTS + shares.sum(0))[:, None]
+    sums, counts = PRIOR_POSTS * sentences + shares.T @ points, PRIOR_POSTS + shares.sum(0)
+    means, others = sums / counts[:, None], counts - shares
     weight = PRECISION / scale * means
-    return weight, -PRECISION / 2 * means.square().sum(1) - weight @ centre
+    own, products = shares * points.square().sum(1, keepdim=True), points @ sums.T
+    squares = sums.square().sum(1) - 2 * shares * products + shares * own
+    logits = PRECISION * ((products - own) / others - squares / others.square() / 2)
+    return (weight, -PRECISION / 2 * means.square().sum(1) - weight @ centre), logits
 
 
 def scores_of(layer: Fitted, vectors: torch.Tensor) -> torch.Tensor:
@@ -201,75 +206,70 @@ def _centre(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return centre, (vectors - centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
 
 
-def _starts(vectors: torch.Tensor, label_vectors: torch.Tensor | None, labels: int) -> dict[str, Fitted]:
-    """Return the layers that a head may correct, by name. The arguments are those of `fit`."""
-    nothing = torch.zeros(labels, vectors.shape[1]), torch.zeros(labels)
-    if label_vectors is None:
-        return {NOTHING: nothing}
-    zero_shot = COSINE_SCALE * label_vectors, nothing[1]
-    return {ADAPTED: adapt(vectors, label_vectors), ZERO_SHOT: zero_shot, NOTHING: nothing}
-
-
 def fit(vectors: torch.Tensor, targets: torch.Tensor, label_vectors: torch.Tensor | None, seed: int) -> Fit:
-    """Correct the best of some layers by examples, and scale its logits, both by cross-validation.
+    """Correct the adapted layer, or none, by examples, and scale its logits, both by cross-validation.
 
     The scale has the lowest log loss on the held-out examples (Guo et al., "On Calibration of Modern Neural Networks",
-    2017, temperature scaling).
+    2017, temperature scaling); few of them move it little from 1.
 
     vectors: [posts, dimensions], of which the first are the examples. targets: the examples' distributions, [examples,
     labels]. label_vectors: as for `adapt`; None without zero-shot classification.
     """
-    starts = _starts(vectors, label_vectors, targets.shape[1])
-    centre, scale = _centre(vectors)
+    labels, (centre, scale) = targets.shape[1], _centre(vectors)
+    starts = {} if label_vectors is None else {ADAPTED: adapt(vectors, label_vectors)}
+    starts[NOTHING] = (torch.zeros(labels, len(centre)), torch.zeros(labels)), torch.zeros(len(vectors), labels)
     vectors, count = vectors[: len(targets)], len(targets)
     # In float64, the fit converges to the same result despite rounding.
     features = ((vectors - centre) / scale).double()
-    logits = {name: scores_of(layer, vectors).double() for name, layer in starts.items()}
     choice: dict[str, Any] = {"start": next(iter(starts)), "sharpness": 1.0, "accuracies": {}}
     right = torch.full((count,), torch.nan)
     with one_thread():
         if count >= FOLDS:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
-            held_out = {name: _held_out(features[order], targets[order], each[order]) for name, each in logits.items()}
+            held_out = {
+                name: _held_out(features[order], targets[order], scores_of(layer, vectors[order]), unseen[order])
+                for name, (layer, unseen) in starts.items()
+            }
             choice, right[order] = _choose(held_out, targets[order])
-        weight, bias = fit_logistic(features, targets, logits[choice["start"]])
-    weight, sharpness, (first, first_bias) = weight / scale, choice["sharpness"], starts[choice["start"]]
-    bias = first_bias + bias - weight @ centre.double()
-    return Fit(((sharpness * (first + weight)).float(), (sharpness * bias).float()), choice, right)
+        (first, first_bias), sharpness = starts[choice["start"]][0], choice["sharpness"]
+        weight, bias = fit_logistic(features, targets, scores_of((first, first_bias), vectors))
+    bias = first_bias + bias - weight @ (centre / scale).double()
+    return Fit(((sharpness * (first + weight / scale)).float(), (sharpness * bias).float()), choice, right)
 
 
-def _held_out(features: torch.Tensor, targets: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Return the logits of each example by a head that has not seen it: [examples, labels]."""
-    numbers, logits = torch.arange(len(targets)) % FOLDS, offset.clone()
+def _held_out(
+    features: torch.Tensor, targets: torch.Tensor, offset: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    """Add to the logits, of a start that has not seen each example, the correction of folds that have not seen it.
+
+    offset: the logits of the start that is corrected, [examples, labels].
+    """
+    numbers = torch.arange(len(targets)) % FOLDS
     for number in range(FOLDS):
         part, others = numbers == number, numbers != number
         weight, bias = fit_logistic(features[others], targets[others], offset[others])
-        logits[part] += features[part] @ weight.T + bias
+        logits[part] += (features[part] @ weight.T + bias).float()
     return logits
 
 
 def _choose(held_out: Mapping[str, torch.Tensor], targets: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the choice of a `Fit` by the logits of each start, and 1 for each example that its start labels right."""
     rights = {name: (logits.argmax(1) == targets.argmax(1)).float() for name, logits in held_out.items()}
-    best, *others = rights
-    for name in others:
-        if _is_positive(rights[name] - rights[best]):
-            best = name
+    first = next(iter(rights))
+    gains = rights[NOTHING] - rights[first]
+    best = NOTHING if gains.mean() > 2 * gains.std() / len(gains) ** 0.5 else first
     accuracies = {name: float(each.mean()) for name, each in rights.items()}
-    logits, sharpness = held_out[best], best_sharpness(held_out[best], targets)
-    if not _is_positive(loss_of_rows(logits, targets) - loss_of_rows(sharpness * logits, targets)):
-        sharpness = 1.0
+    sharpness = best_sharpness(held_out[best], targets, math.inf if best == NOTHING else SHARPNESS_DEVIATION)
     return {"start": best, "sharpness": sharpness, "accuracies": accuracies}, rights[best]
 
 
-def best_sharpness(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return the factor of logits with the lowest log loss."""
-    return min(SHARPNESSES, key=lambda each: float(loss_of_rows(each * logits, targets).mean()))
+def best_sharpness(logits: torch.Tensor, targets: torch.Tensor, deviation: float = math.inf) -> float:
+    """Return the factor with the lowest log loss, or the likeliest if logarithms have a Cauchy distribution so wide."""
 
+    def loss(factor: float) -> float:
+        return float(loss_of_rows(factor * logits, targets).sum()) + math.log1p((math.log(factor) / deviation) ** 2)
 
-def _is_positive(differences: torch.Tensor) -> bool:
-    """Return whether the mean is above zero by more than twice its standard error."""
-    return bool(differences.mean() > 2 * differences.std() / len(differences) ** 0.5)
+    return min(SHARPNESSES, key=loss)
 
 
 @contextmanager

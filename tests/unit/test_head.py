@@ -188,7 +188,7 @@ def test_command_writes_a_tested_model(base: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")  # measuring it takes most of a minute
     posts = tmp_path / "posts.jsonl"
-    rows = [each.post.model_dump(exclude_defaults=True) | {"topic": each.label} for each in examples(60)]
+    rows = [each.post.model_dump(exclude_defaults=True) | {"topic": each.label} for each in examples(100)]
     rows += [{"id": f"u{number}", "title": f"bread {number}", "topic": ""} for number in range(3)]
     posts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--head", "--from", str(posts), "--base", str(base), "--out", str(tmp_path / "out"), "--device", "cpu"]
