@@ -2,7 +2,8 @@
 
     python -m benchmarks.label --posts FILE [--answers 48,98,158] [--seeds 5]
 
-The posts' topics are the answers. Posts whose id has an even SHA-1 are those to label; accuracy is that on the others.
+The posts' topics are the answers. A random half of the posts, another for each seed, are those to label; accuracy is
+that on the others.
 
 - `zero-shot`: the classifier `similarity`, without any answer;
 - `adapted`: a head without any answer, adapted to the posts;
@@ -21,7 +22,6 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from hashlib import sha1
 from statistics import mean
 
 import torch
@@ -36,7 +36,7 @@ from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import DESCRIBED_TOPICS, load
 from feedmill.training.active import RANDOM, Answer, Session
 from feedmill.training.data import TrainOptions
-from feedmill.training.head import Embedder, Fitted, one_thread
+from feedmill.training.head import Embedder, Fitted, one_thread, scores_of
 
 #: Maximum tokens to read of a post, as in `feedmill label`.
 MAX_TOKENS = TrainOptions.max_tokens
@@ -65,6 +65,24 @@ class Run:
             self.expected[answered] = session.measured.accuracy
         if session.settled and self.stopped is None:
             self.stopped = answered
+
+
+class Half:
+    """A random half of the posts, to label; the others are to test on."""
+
+    def __init__(self, vectors: torch.Tensor, truth: torch.Tensor, of_labels: torch.Tensor, seed: int) -> None:
+        order = torch.randperm(len(truth), generator=torch.Generator().manual_seed(seed))
+        places, tested = order[: len(order) // 2], order[len(order) // 2 :]
+        self.pooled, self.known, self._of_labels = vectors[places], truth[places].tolist(), of_labels
+        self._tested, self._truth = vectors[tested], truth[tested]
+
+    def accuracy(self, head: Fitted) -> float:
+        """Return the accuracy of a head on the posts to test on."""
+        return float((scores_of(head, self._tested).argmax(1) == self._truth).double().mean())
+
+    def after(self, answers: Sequence[Answer]) -> float:
+        """Return the accuracy of the head of these answers."""
+        return self.accuracy(Session(self.pooled, self._of_labels, 7, answers).fit().head)
 
 
 def at_random(truth: Sequence[int], seed: int, count: int) -> list[Answer]:
@@ -97,50 +115,39 @@ def main() -> None:
         }
     except UserError as error:
         sys.exit(f"benchmark: {error}")
-    is_pooled = torch.tensor(
-        [int(sha1(post.id.encode(), usedforsecurity=False).hexdigest(), 16) % 2 == 0 for post in posts]
-    )
     truth = torch.tensor([names.index(post.topic or "") for post in posts])
-    pooled, tested, known = vectors[is_pooled], vectors[~is_pooled], truth[is_pooled].tolist()
-
-    def accuracy(head: Fitted) -> float:
-        return float(((tested @ head[0].T + head[1]).argmax(1) == truth[~is_pooled]).double().mean())
-
-    def after(answers: Sequence[Answer], of_labels: torch.Tensor) -> float:
-        return accuracy(Session(pooled, of_labels, 7, answers).fit().head)
-
     stops: dict[str, list[int | None]] = {kind: [] for kind in sentences}
     accuracies: dict[str, dict[str, dict[int, list[float]]]] = {}
     with one_thread():
         for kind, of_labels in sentences.items():
             found: dict[str, dict[int, list[float]]] = {name: {count: [] for count in counts} for name in VARIANTS}
+            found |= {"zero-shot": {0: []}, "adapted": {0: []}}
             for seed in range(arguments.seeds):
-                run = Run(Session(pooled, of_labels, seed), known, max(counts))
+                half = Half(vectors, truth, of_labels, seed)
+                run = Run(Session(half.pooled, of_labels, seed), half.known, max(counts))
                 chosen = run.answers
                 stops[kind].append(run.stopped)
-                unchosen = at_random(known, seed, max(counts))
+                unchosen = at_random(half.known, seed, max(counts))
                 for count in counts:
-                    found["label"][count].append(after(chosen[:count], of_labels))
+                    found["label"][count].append(half.after(chosen[:count]))
                     found["error"][count].append(run.expected[count] - found["label"][count][-1])
-                    found["random"][count].append(after(unchosen[:count], of_labels))
-            zero_shot = {0: [accuracy((of_labels, torch.zeros(len(names))))]}
-            accuracies[kind] = {"zero-shot": zero_shot, "adapted": {0: [after((), of_labels)]}, **found}
+                    found["random"][count].append(half.after(unchosen[:count]))
+                found["zero-shot"][0].append(half.accuracy((of_labels, torch.zeros(len(names)))))
+                found["adapted"][0].append(half.after(()))
+            accuracies[kind] = found
     table = Table("labels", "variant", *(f"{count} answers" for count in (0, *counts)))
     for kind, variants in accuracies.items():
         for name, by_count in variants.items():
             table.add_row(kind, name, *(_figures(by_count.get(count, [])) for count in (0, *counts)))
-    console.print(f"{len(pooled):,} posts to label, {len(tested):,} to test on; means of {arguments.seeds} seeds")
+    pooled, tested = len(posts) // 2, len(posts) - len(posts) // 2
+    console.print(f"{pooled:,} posts to label, {tested:,} to test on; means of {arguments.seeds} seeds")
     console.print(table)
     console.print(f"stops asking at: {stops}")
     means = {
         kind: {name: {count: round(mean(each), 4) for count, each in by.items()} for name, by in variants.items()}
         for kind, variants in accuracies.items()
     }
-    print(
-        json.dumps(
-            {"pooled": len(pooled), "tested": len(tested), "seeds": arguments.seeds, "accuracy": means, "stops": stops}
-        )
-    )
+    print(json.dumps({"pooled": pooled, "tested": tested, "seeds": arguments.seeds, "accuracy": means, "stops": stops}))
 
 
 def _figures(values: Sequence[float]) -> str:
