@@ -349,13 +349,15 @@ def _remove_waiting(
     for name in (name for queue in queues for name in queue_lists(queue)):
         start = 0
         while read := read_list(redis, name, start):
-            start += len(read)
+            before = start, messages
             for message in read:
                 count, found = _posts_in(message)
-                if removes(count, [run for _, run in found]) and call(
-                    redis, "remove_waiting", name, message, json.dumps(found)
-                ):
-                    messages, posts, start = messages + 1, posts + count, start - 1
+                if not removes(count, [run for _, run in found]):
+                    start += 1
+                elif call(redis, "remove_waiting", name, message, json.dumps(found)):  # else taken or changed
+                    messages, posts = messages + 1, posts + count
+            if (start, messages) == before:
+                start += len(read)
     return messages, posts
 
 

@@ -13,7 +13,7 @@ from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, RUN, RUNS
 from feedmill.shared.messages import MAX_RUN, ClassifyOptions, DeadLetter, Post, fingerprint, parse_run, run_of
 from feedmill.shared.model_routing import RequestedModel, request_model
-from feedmill.shared.purge import Counts, clear, purge, purge_run
+from feedmill.shared.purge import Counts, clear, purge, purge_run, read_list
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from tests.support import RedisServer, find, has_results, latest, make_classification, sent_count, sent_marks
@@ -117,6 +117,23 @@ def test_a_purge_finds_a_post_in_every_run(server: RedisServer, settings: Settin
     assert not has_results(server.client, "0")
     assert not sent_marks(server.client, "0")
     assert {found.post.id for found in latest(store, 9)} == {"1"}
+
+
+def test_clearing_removes_a_message_that_a_purge_changes_meanwhile(
+    server: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings.model_copy(update={"posts_per_message": 2})
+    push(server, settings, [post(f"t3_{number}") for number in range(60)], None)
+    others = iter(["t3_30"])
+
+    def read(*given: Any) -> list[bytes]:
+        found = read_list(*given)
+        purge(server.client, settings, others)
+        return found
+
+    monkeypatch.setattr("feedmill.shared.purge.read_list", read)
+    assert clear(server.client, settings)["messages"] == 30
+    assert not server.client.llen(settings.queue)
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[31m", "x" * (MAX_RUN + 1), "a\u202eb"])

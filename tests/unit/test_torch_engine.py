@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,6 +128,10 @@ def test_one_kernel_for_all_rows_does_not_change_outputs(
     for lengths in ((3, 3, 3), (2, 5, 5, 9, 40), (150, 2, 9), (1,), (62, 64)):
         rows = rows_of(*lengths)
         assert torch.allclose(engine.forward(rows), alone(folder, rows), atol=1e-4)
+    assert engine._runs()
+    refuse = Mock(side_effect=RuntimeError("head_size must be a multiple of 8"))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", refuse)
+    assert not engine._runs()
 
 
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 5, 5, 9, 40), (195,), (3, 3, 194, 195, 2)])

@@ -1,8 +1,8 @@
 """Packed micro-batches: rows that follow each other in one sequence, [1, tokens], each attending only to itself.
 
 Only attention and pooling see rows. On a CPU: in groups of adjacent rows of equal length, as ordinary batches. Nothing
-is computed for padding; in bfloat16, attention alone pads rows. On a GPU: in one group, whose attention is one kernel
-for rows of any length, and whose pooling alone pads rows.
+is computed for padding; in half precision, attention alone pads rows. On a GPU: in one group, whose attention is one
+kernel for rows of any length, and whose pooling alone pads rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmea
 PACKABLE_TYPES = frozenset(
     {"bert", "distilbert", "electra", "gte", "modernbert", "nomic_bert", "roberta", "xlm-roberta"}
 )
-#: In bfloat16, rows of up to MAX_PADDED_LENGTH tokens are padded to a multiple of LENGTH_STEP for attention: torch's
-#: softmax computes the rest of a length divided by 16 one by one, which takes up to half of the time of attention.
+#: In half precision, rows of up to MAX_PADDED_LENGTH tokens are padded to a multiple of LENGTH_STEP for attention on a
+#: CPU: torch's softmax computes the rest of a length divided by 16 one by one, up to half of the time of attention.
 LENGTH_STEP, MAX_PADDED_LENGTH = 16, 256
 #: In half precision, packed micro-batches are padded to a multiple of this many tokens: oneDNN prepares each linear
 #: layer for each new number of tokens, which takes 2 to 6 ms, and cuBLAS chooses a kernel for it.
@@ -37,13 +37,13 @@ class Group(NamedTuple):
     width: int
     #: The token at each place, [rows * width]. Behind a row, its last token is repeated.
     tokens: slice | torch.Tensor
-    #: True at the rows' own tokens: [rows, width]. None without padding, like the rest.
+    #: True at the rows' own tokens: [rows, width]. None without padding on a CPU.
     real: torch.Tensor | None
-    #: Places of the rows' own tokens: [tokens of all rows].
+    #: Places of the rows' own tokens: [tokens of all rows]. None without padding and on a GPU, like the mask.
     kept: torch.Tensor | None
     #: Added to the scores: [rows, 1, 1, width]. As numbers, since torch converts a mask of truth values in each layer.
     mask: torch.Tensor | None
-    #: On a GPU: the first token of each row, and the end of the last: [rows + 1].
+    #: On a GPU: the first token of each row and of those after all rows, and their end. Else None.
     starts: Any = None
 
     def batch(self, states: torch.Tensor) -> torch.Tensor:
@@ -107,16 +107,6 @@ def single_group(lengths: Sequence[int], rest: int, put: Callable[[torch.Tensor]
     return Group(len(place), copies[0], copies[1], None, None, copies[2])
 
 
-def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch has a kernel that attends within rows of any length on this GPU, in this precision."""
-    states = torch.zeros(1, 1, 64, dtype=dtype, device=device)
-    try:
-        single_group([1], 0, lambda tensor: tensor.to(device)).attend(states, states, states)
-    except (RuntimeError, TypeError, ImportError):  # torch before 2.11 takes other arguments or has no such function
-        return False
-    return True
-
-
 def packed_attention(
     module: torch.nn.Module,  # noqa: ARG001 - transformers' signature
     query: torch.Tensor,
@@ -132,7 +122,7 @@ def packed_attention(
     """Compute attention within each row, for transformers' AttentionInterface.
 
     query, key, value: [1, heads, tokens, dimensions of a head]. sliding_window: attend only to tokens that are less
-    than this far away. Returns [1, tokens, heads, dimensions of a head]; tokens after all rows get zeros.
+    than this far away. Returns [1, tokens, heads, dimensions of a head]; on a CPU, tokens after all rows get zeros.
     """
     if groups[0].starts is not None:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))

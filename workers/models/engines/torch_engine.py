@@ -6,7 +6,7 @@ A micro-batch has one of two layouts:
   lengths are padded further, to one of a few shapes (shapes.py).
 - packed: the rows concatenated into a single sequence in which each row attends only to itself (packing.py). Nothing is
   computed for padding, and attention needs no mask (on a CPU in half precision, a mask costs a quarter of the forward
-  pass). Requires an architecture of PACKABLE_TYPES, and a CPU or a GPU with a kernel for it (`has_kernel`).
+  pass). Requires an architecture of PACKABLE_TYPES, and a CPU or a GPU with a kernel for it (`_runs`).
 """
 
 import platform
@@ -29,9 +29,8 @@ from feedmill.workers.models.engines.packing import (
     PACKABLE_TYPES,
     TOKEN_STEP,
     groups_of,
-    has_kernel,
     single_group,
-)  # fmt: skip
+)
 from feedmill.workers.models.engines.static_engine import create_static_engine
 from feedmill.workers.models.plugins import load_plugin
 from feedmill.workers.models.tokenizer import Tokenizer, Tokens, padded
@@ -78,20 +77,36 @@ class TorchEngine:
         self._shapes = device.shapes
         self.home = device.torch
         use_attention_without_plans(device)
-        on_gpu = device.torch.type == "cuda" and has_kernel(device.torch, device.dtype)
-        packs, reorders = packed and (on_gpu or device.torch.type == "cpu"), reordered and can_reorder(device)
+        half, on_gpu = device.dtype != torch.float32, device.torch.type == "cuda"
+        self._token_step, self._length_step = (TOKEN_STEP, LENGTH_STEP) if half else (1, 1)
+        self._most = most
+        packs, reorders = packed and (half if on_gpu else device.torch.type == "cpu"), reordered and can_reorder(device)
+        self._load(weights, reads, pad_id, packs, reorders)
+        if self.packed and on_gpu and not self._runs():
+            self._load(weights, reads, pad_id, False, reorders)
+
+    def _load(self, weights: Weights, reads: Sequence[str], pad_id: int, packs: bool, reorders: bool) -> None:
+        """Load the model. packs, reorders: do so where it is possible."""
         if packs and tuple(reads) != LOGITS and (config := read_bert(weights)):
-            self.packed, self.network = True, Bert(weights, config, device, reads, reorders)
+            self.packed, self.network = True, Bert(weights, config, self.device, reads, reorders)
         else:
             config = self._load_network(weights, reads, pad_id, packs, reorders)
-        self._first_position = first_position(config)
-        half = device.dtype != torch.float32
-        self._token_step, self._length_step = (TOKEN_STEP, LENGTH_STEP) if half else (1, 1)
-        self._pad_id = self.network.pad_id
-        self._most = most
+        self._first_position, self._pad_id = first_position(config), self.network.pad_id
+
+    def _runs(self) -> bool:
+        """Return whether torch attends within rows of any length on this GPU, in this precision and head size."""
+        try:
+            self.forward([Tokens([0])])
+        except (
+            RuntimeError,
+            TypeError,
+            ImportError,
+        ):  # torch before 2.11 has another function, or none
+            return False
+        return True
 
     def _load_network(self, weights: Weights, reads: Sequence[str], pad_id: int, packs: bool, reorders: bool) -> Any:
-        """Load the model with transformers; return its configuration. packs, reorders: do so where it is possible."""
+        """Load the model with transformers; return its configuration."""
         from feedmill.workers.models.engines import network  # noqa: PLC0415 - takes seconds
 
         config = read_config(weights)
