@@ -51,7 +51,16 @@ BART_SPECIALS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
 
 def save_minilm(folder: Path, texts: Sequence[str], small: bool = False) -> None:
     """Save a sentence-transformers model with MiniLM's configuration and a WordPiece tokenizer trained on the texts."""
-    save(AutoModel, BertConfig(**MINILM | (SMALL_BERT if small else {})), folder)
+    _save_encoder(BertConfig(**MINILM | (SMALL_BERT if small else {})), folder, texts)
+
+
+def save_bert_base(folder: Path, texts: Sequence[str], small: bool = False) -> None:
+    """Save a sentence-transformers model with BERT-base's configuration, BertConfig's defaults, likewise."""
+    _save_encoder(BertConfig(**SMALL_BERT if small else {}), folder, texts)
+
+
+def _save_encoder(config: Any, folder: Path, texts: Sequence[str]) -> None:
+    save(AutoModel, config, folder)
     _save_word_pieces(folder, texts, ["input_ids", "token_type_ids", "attention_mask"])
     package = "sentence_transformers.models"
     modules = [
@@ -67,11 +76,6 @@ def save_minilm(folder: Path, texts: Sequence[str], small: bool = False) -> None
 def save_distilbert(folder: Path, texts: Sequence[str], small: bool = False) -> None:
     """Save a classifier with DistilBERT's configuration and a WordPiece tokenizer trained on the texts."""
     _save_classifier(DistilBertConfig(**DISTILBERT | (SMALL_DISTILBERT if small else {})), folder, texts)
-
-
-def save_bert_base(folder: Path, texts: Sequence[str], small: bool = False) -> None:
-    """Save a classifier with BERT-base's configuration, BertConfig's defaults, likewise."""
-    _save_classifier(BertConfig(**SMALL_BERT if small else {}), folder, texts)
 
 
 def save_modernbert_base(folder: Path, texts: Sequence[str], small: bool = False) -> None:
