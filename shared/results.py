@@ -90,6 +90,7 @@ class Context(NamedTuple):
 
 @lru_cache(MAX_CONTEXTS)
 def make_context(labels: tuple[str, ...], others: tuple[Any, ...]) -> Context:
+    """Return the context of sorted labels and of model, revision, weights, worker and device."""
     content = json.dumps([labels, *others]).encode()
     identity = blake2b(content, digest_size=8).digest()
     return Context(labels, others, identity, _record(CONTEXT, bytes(KEY_BYTES), content))
