@@ -1,4 +1,6 @@
-"""What only Linux or its C library offers, with a fallback for other systems: the only module that calls it."""
+"""What only Linux or its C library offers, with a fallback for other systems: the only module that
+calls it.
+"""
 
 import ctypes
 import os
@@ -21,7 +23,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int, orphaned: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send this child `orphaned` when its parent dies. Call it between fork and exec."""
+    """Ask the kernel to send this child `orphaned` when its parent dies.
+
+    Call it between fork and exec.
+    """
     with suppress(AttributeError):
         LIBC.prctl(PR_SET_PDEATHSIG, orphaned)
     if os.getppid() != parent:  # the parent died before the call above
@@ -33,7 +38,8 @@ def allowed_cpus() -> set[int]:
     try:
         return os.sched_getaffinity(0)
     except AttributeError:
-        return set(range(os.cpu_count() or 1))
+        count = os.cpu_count() or 1
+        return set(range(count))
 
 
 def run_on(cpus: Iterable[int]) -> None:
@@ -43,12 +49,15 @@ def run_on(cpus: Iterable[int]) -> None:
 
 
 def process_namespace() -> str:
-    """Return an identifier of this boot and PID namespace, within which a PID identifies a process; "" if unknown."""
+    """Return an identifier of this boot and PID namespace, within which a PID identifies a
+    process; "" if unknown.
+    """
     try:
-        boot = (PROC / "sys/kernel/random/boot_id").read_text("utf-8").strip()
-        return f"{boot}/{(PROC / 'self/ns/pid').stat().st_ino}"
+        boot = (PROC / "sys/kernel/random/boot_id").read_text("utf-8")
+        namespace = (PROC / "self/ns/pid").stat()
     except OSError:
         return ""
+    return f"{boot.strip()}/{namespace.st_ino}"
 
 
 def processor() -> str | None:
@@ -58,9 +67,12 @@ def processor() -> str | None:
 
 def available_memory() -> int:
     """Return the machine's available memory in bytes, or its total memory."""
-    if available := _field("meminfo", "MemAvailable:"):
-        return int(available.split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _field("meminfo", "MemAvailable:")
+    if available:
+        return _bytes_of(available)
+    pages = os.sysconf("SC_PHYS_PAGES")
+    page_size = os.sysconf("SC_PAGE_SIZE")
+    return pages * page_size
 
 
 def set_malloc_options(options: Mapping[int, int]) -> None:
@@ -71,22 +83,64 @@ def set_malloc_options(options: Mapping[int, int]) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return memory that glibc keeps for later to the system. Does nothing with another C library."""
+    """Return memory that glibc keeps for later to the system.
+
+    Does nothing with another C library.
+    """
     with suppress(AttributeError):
         LIBC.malloc_trim(0)
 
 
+def reset_peak_memory() -> bool:
+    """Begin a new measurement of `peak_memory`. Return False if the system does not support it."""
+    try:
+        (PROC / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory() -> int | None:
+    """Return the highest resident memory of this process in bytes since `reset_peak_memory`; None
+    if unknown.
+    """
+    peak = _field("self/status", "VmHWM:")
+    return _bytes_of(peak) if peak else None
+
+
+def _bytes_of(field: str) -> int:
+    """Return the bytes in a field such as "1024 kB"."""
+    kilobytes, _, _ = field.partition(" ")
+    return int(kilobytes) * 1024
+
+
 def _field(file: str, name: str) -> str | None:
-    """Return the first field of this name in a file of /proc, such as "1024 kB"; None if absent."""
+    """Return the first field of this name in a file of /proc, such as "1024 kB"; None if
+    absent.
+    """
     path = PROC / file
-    lines = path.read_text().splitlines() if path.is_file() else ()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+    if not path.is_file():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            _, _, field = line.partition(":")
+            return field.strip()
+    return None
 
 
-def notify(state: str) -> None:
-    """Send a state, READY=1 or STOPPING=1. Does nothing outside of systemd."""
+def notify(state: str, waits: bool = True) -> None:
+    """Send a state, READY=1 or STOPPING=1. Does nothing outside of systemd.
+
+    waits: False drops the state if the receiver's queue is full.
+    """
     address = os.environ.get(NOTIFY_SOCKET)
     if not address:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection, suppress(OSError):
-        connection.sendto(state.encode(), address.replace("@", "\0", 1) if address.startswith("@") else address)
+    if address.startswith("@"):  # an abstract socket
+        address = address.replace("@", "\0", 1)
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection,
+        suppress(OSError),
+    ):
+        connection.setblocking(waits)
+        connection.sendto(state.encode(), address)

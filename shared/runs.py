@@ -1,20 +1,30 @@
 """Runs: progress of each named set of posts, from counters in Redis.
 
 The functions that mark posts as sent, store results and store dead letters count them, too
-(shared/scripts/results.lua), so that a redelivered message counts once and no reader scans the store.
+(shared/scripts/results.lua), so that a redelivered message counts once and no reader scans the
+store.
+
+Producers may write anything there: a value that is not valid counts as absent.
 """
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from pydantic_core import from_json
 from redis import Redis
 
-from feedmill.shared.keys import RUN, RUNS
+from feedmill.shared.errors import UserError
+from feedmill.shared.messages import parse_run
+from feedmill.shared.scripts import call
 
 #: Maximum number of runs listed: the most recently active ones.
 MAX_RUNS = 1000
+#: The latest time in the counters of a run: the last second of the year 9999, in milliseconds.
+MAX_TIME_MS = 253_402_300_799_999
+#: Texts of each run in an answer of shared/scripts/results.lua.
+TEXTS_PER_RUN = 8
 #: Seconds without activity after which a run with pending posts counts as waiting for a worker.
 WAITING_AFTER_S = 60.0
 
@@ -47,60 +57,105 @@ class Progress(NamedTuple):
 
     @property
     def rate(self) -> float | None:
-        """Return the settled posts per second of the time used; None if nothing can be said yet."""
-        return self.settled / self.used if self.settled and self.used > 0 else None
+        """Return the settled posts per second of the time used; None if nothing can be
+        said yet.
+        """
+        if self.settled == 0 or self.used <= 0:
+            return None
+        return self.settled / self.used
 
     @property
     def seconds_left(self) -> float | None:
         """Return the estimated seconds until nothing is pending; None without a rate."""
-        return self.pending / self.rate if self.rate else None
+        rate = self.rate
+        return self.pending / rate if rate else None
 
-    def as_json(self) -> dict[str, Any]:
-        return self._asdict() | {"pending": self.pending, "rate": self.rate, "seconds_left": self.seconds_left}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields and the figures derived from them, for JSON."""
+        return self._asdict() | {
+            "pending": self.pending,
+            "rate": self.rate,
+            "seconds_left": self.seconds_left,
+        }
 
 
 def progress(redis: Redis, run: str) -> Progress | None:
     """Return the progress of a run; None if it is unknown. Raises redis.exceptions.RedisError."""
-    (found,) = _read(redis, [run])
-    return found
+    texts = call(
+        redis,
+        "progress",
+        run,
+        raw=True,
+    )
+    return next(_parse_runs(texts), None)
 
 
 def keep_columns(redis: Redis, run: str, columns: Sequence[str], ttl: int) -> None:
-    """Record which columns the run's posts carry in `extra`, for exports. Raises redis.exceptions.RedisError."""
-    pipe: Any = redis.pipeline()
-    pipe.hset(RUN + run, "columns", json.dumps(columns))
-    pipe.expire(RUN + run, ttl)
-    pipe.execute()
+    """Record columns that the run's posts carry in `extra`, beside earlier ones, for exports.
+
+    Raises redis.exceptions.RedisError.
+    """
+    call(redis, "keep_columns", run, json.dumps(columns), ttl)
 
 
 def recent(redis: Redis, count: int) -> list[Progress]:
     """Return the most recently active runs, newest first. Raises redis.exceptions.RedisError."""
-    names: Any = redis.zrevrange(RUNS, 0, count - 1) if count > 0 else []
-    return [found for found in _read(redis, names) if found]
+    texts = call(
+        redis,
+        "recent",
+        count,
+        raw=True,
+    )
+    return list(_parse_runs(texts))
 
 
-def _read(redis: Redis, runs: Sequence[str]) -> list[Progress | None]:
-    pipe: Any = redis.pipeline(transaction=False)
-    for run in runs:
-        pipe.hgetall(RUN + run)
-    return [_parsed(run, fields) if fields else None for run, fields in zip(runs, pipe.execute(), strict=True)]
+def _parse_runs(texts: Sequence[bytes]) -> Iterator[Progress]:
+    """Yield the runs in an answer of shared/scripts/results.lua: name, numbers and columns of
+    each.
+    """
+    for start in range(0, len(texts), TEXTS_PER_RUN):
+        run_texts = texts[start : start + TEXTS_PER_RUN]
+        name, sent, stored, failed, began, latest, used, columns = run_texts
+        with suppress(UserError, UnicodeDecodeError):  # no name that a run can have
+            yield Progress(
+                run=parse_run(name.decode()),
+                sent=_number(sent),
+                stored=_number(stored),
+                failed=_number(failed),
+                began=_seconds(began),
+                latest=_seconds(latest),
+                used=_seconds(used),
+                columns=_columns(columns),
+            )
 
 
-def _parsed(run: str, fields: dict[str, str]) -> Progress:
-    sent, stored, failed = (_number(fields.get(name)) for name in ("sent", "stored", "failed"))
-    began, latest, used = (_number(fields.get(name)) / 1000 for name in ("began", "latest", "used"))
+def _number(text: bytes) -> int:
+    """Return a counter; 0 if it is absent or not one."""
+    return int(text) if text.isdigit() else 0
+
+
+def _seconds(text: bytes) -> float:
+    """Return a counter of milliseconds in seconds; 0 if it is absent or not one."""
+    milliseconds = _number(text)
+    if milliseconds > MAX_TIME_MS:
+        return 0.0
+    return milliseconds / 1000
+
+
+def _columns(text: bytes) -> tuple[str, ...]:
+    """Return the names in a JSON array; none if it is not one."""
     try:
-        columns = tuple(map(str, json.loads(fields.get("columns", "[]"))))
-    except (ValueError, TypeError):
-        columns = ()
-    return Progress(run, sent, stored, failed, began, latest, used, columns)
-
-
-def _number(text: str | None) -> int:
-    """Return a counter; 0 if it is absent or not one, because producers may write anything there."""
-    return int(text) if text and re.fullmatch(r"\d{1,18}", text, re.ASCII) else 0
+        names = from_json(text)
+    except ValueError:
+        return ()
+    if not isinstance(names, list):
+        return ()
+    return tuple(str(name) for name in names)
 
 
 def is_waiting(found: Progress, now: float) -> bool:
-    """Return whether posts are pending, but nothing has happened for a while. now: seconds since 1970."""
-    return bool(found.pending) and now - found.latest > WAITING_AFTER_S
+    """Return whether posts are pending, but nothing has happened for a while. now: seconds since
+    1970.
+    """
+    silence = now - found.latest
+    return found.pending > 0 and silence > WAITING_AFTER_S

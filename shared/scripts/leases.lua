@@ -2,26 +2,30 @@
 -- hash, and `reserved_index`, a sorted set.
 
 --   ARGV[3]  prefix of tags    ARGV[4]  maximum messages   ARGV[5]  bytes after which to stop
---   ARGV[6]  length of a lease in seconds                  ARGV[7+] lists, in order of delivery
+--   ARGV[6]  length of a lease in seconds                  KEYS     lists, in order of delivery
 --
--- Returns a flat array: the position of a list, and a message from it, of each message.
-register('reserve', SHRINKS, function(ARGV)
+-- Returns a flat array: the position of a list, and a message from it, of each message. If it reaches no limit, it reads
+-- the length of each list: with CLIENT TRACKING, Redis then notifies the caller of the next message. Redis 7.0 tracks the
+-- keys that the caller declared, later versions those that were read.
+register('reserve', SHRINKS, function(ARGV, KEYS)
   local reserved, index, now = ARGV[1], ARGV[2], current_time()
   redis.call('HDEL', reserved, '')
   redis.call('ZREM', index, '')
   local left, room = tonumber(ARGV[4]), tonumber(ARGV[5])
   local taken = {}
-  for number = 7, #ARGV do
-    local list = ARGV[number]
+  for number, list in ipairs(KEYS) do
     while left > 0 and room > 0 do
       local message = redis.call('RPOP', list)
       if not message then break end
-      taken[#taken + 1], taken[#taken + 2] = number - 7, message
+      taken[#taken + 1], taken[#taken + 2] = number - 1, message
       left, room = left - 1, room - #message
       local tag = string.format('%s-%04d %s', ARGV[3], #taken / 2, list)
       redis.call('HSET', reserved, tag, message)
       redis.call('ZADD', index, now + ARGV[6], tag)
     end
+  end
+  if left > 0 and room > 0 then
+    for _, list in ipairs(KEYS) do redis.call('LLEN', list) end
   end
   return taken
 end)

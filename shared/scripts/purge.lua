@@ -12,12 +12,6 @@ local function log_purge(field, value, ttl)
   redis.call('EXPIRE', PURGES, ttl)
 end
 
--- Decode an object of JSON; return an empty one if it is invalid.
-local function decoded(text)
-  local valid, value = pcall(cjson.decode, text or '')
-  return valid and type(value) == 'table' and value or {}
-end
-
 --   ARGV[1]  time, in seconds since 1970    ARGV[2]  ttl, seconds    ARGV[3]  ids, as JSON
 register('set_tombstones', SHRINKS, function(ARGV)
   for _, id in ipairs(cjson.decode(ARGV[3])) do redis.call('SET', TOMBSTONE .. id, ARGV[1], 'EX', ARGV[2]) end
@@ -42,20 +36,28 @@ end)
 --   ARGV[2]  first id    ARGV[3]  bytes after which to stop
 --   ARGV[4]  `id`, `author` (the beginning of an id up to its last slash) or `run`    ARGV[5]  {value: true, …}, as JSON
 --
--- Reads ten entries at a time, because sizes vary widely. Returns the id to continue from, "" after the last entry; and
--- the entry id, post id and fingerprint of each entry with one of the values, in a flat list.
+-- Reads ten entries at a time, because sizes vary widely. A dead letter without a post has the ids in its text. Returns
+-- the id to continue from, "" after the last entry; and the entry id, post id and fingerprint of each entry with one of
+-- the values, in a flat list. An entry with several ids can occur several times.
 register('find_entries', READS, function(ARGV)
   local stream, from, wanted, found, bytes = ARGV[1], ARGV[2], cjson.decode(ARGV[5]), {}, 0
+  local function value_of(id, post)
+    if ARGV[4] == 'id' then return id end
+    if ARGV[4] == 'author' then return string.match(id, '^.*/') end
+    return string.find(post, '"run"', 1, true) and decoded(post).run
+  end
   repeat
     local entries = redis.call('XRANGE', stream, from, '+', 'COUNT', 10)
     for _, entry in ipairs(entries) do
       local fields = by_name(entry[2])
-      local id, result, post = fields.id or '', fields.classification or '', fields.post or fields.letter or ''
-      local value = ARGV[4] == 'author' and string.match(id, '^.*/') or ARGV[4] == 'id' and id
-      if ARGV[4] == 'run' and string.find(post, '"run"', 1, true) then value = decoded(post).run end
-      if value and wanted[value] then
-        local n = #found
-        found[n + 1], found[n + 2], found[n + 3] = entry[1], id, decoded(result).fingerprint or ''
+      local result, post = fields.classification or '', fields.post or fields.letter or ''
+      local ids = ARGV[4] ~= 'run' and fields.mentions and decoded(fields.mentions) or {fields.id or ''}
+      for _, id in ipairs(ids) do
+        local value = value_of(id, post)
+        if value and wanted[value] then
+          local n = #found
+          found[n + 1], found[n + 2], found[n + 3] = entry[1], id, decoded(result).fingerprint or ''
+        end
       end
       bytes = bytes + #result + #post
       from = '(' .. entry[1]
@@ -70,16 +72,13 @@ end)
 -- Deletes a run's counters, and logs the purge.
 register('forget_run', SHRINKS, function(ARGV)
   redis.call('UNLINK', RUN .. ARGV[1])
-  redis.call('ZREM', RUNS, ARGV[1])
+  if not try('ZREM', RUNS, ARGV[1]) then redis.call('DEL', RUNS) end
   log_purge('run', ARGV[1], ARGV[2])
 end)
 
 --   ARGV[1]  entry id of a dead letter    ARGV[2]  its run, "" for none
 register('remove_retried', SHRINKS, function(ARGV)
-  local removed, run = redis.call('XDEL', DEAD_LETTERS, ARGV[1]), RUN .. ARGV[2]
-  if removed == 1 and tonumber(redis.call('HGET', run, 'failed') or 0) > 0 then
-    redis.call('HINCRBY', run, 'failed', -1)
-  end
+  if redis.call('XDEL', DEAD_LETTERS, ARGV[1]) == 1 then uncount(ARGV[2], 'failed', 1) end
 end)
 
 --   ARGV[1]  a list or hash    ARGV[2]  the expected value    ARGV[3]  the new value    ARGV[4]  a hash's field
@@ -97,4 +96,11 @@ register('replace', SHRINKS, function(ARGV)
     return 0
   end
   return 1
+end)
+
+--   ARGV[1]  a hash    ARGV[2]  a field    ARGV[3]  the expected value
+--
+-- Deletes the field if it has this value.
+register('remove_field', SHRINKS, function(ARGV)
+  if redis.call('HGET', ARGV[1], ARGV[2]) == ARGV[3] then redis.call('HDEL', ARGV[1], ARGV[2]) end
 end)

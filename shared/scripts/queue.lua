@@ -17,7 +17,7 @@ end
 register('lookup', READS, function(ARGV)
   local purged, found = tombstones(cjson.decode(ARGV[1])), {}
   local buckets, marks = split_marks(ARGV[2])
-  for i, known in ipairs(records_of(MARKS, buckets)) do
+  for i, known in ipairs(records_of(MARKS, buckets, valid_marks)) do
     found[i] = purged[i] and 2 or find_mark(known, marks[i]) and 1 or 0
   end
   return table.concat(found)
@@ -29,14 +29,13 @@ register('mark', WRITES, function(ARGV)
   local ttl, new, changed, fields = tonumber(ARGV[3]), 0, {}, {}
   local purged = tombstones(cjson.decode(ARGV[1]))
   local buckets, marks = split_marks(ARGV[2])
-  local known, key = records_of(MARKS, buckets), open(MARKS, ttl, ARGV[4])
+  local known, key = records_of(MARKS, buckets, valid_marks), open(MARKS, ttl, ARGV[4])
   local own = in_parts(buckets, 'HMGET', key)
   for i, mark in ipairs(marks) do
-    local bucket, held = buckets[i], changed[buckets[i]] or own[i] or ''
+    local bucket, held = buckets[i], changed[buckets[i]] or valid_marks(own[i] or '')
     if not purged[i] and not find_mark(held, mark) then
       if not find_mark(known[i], mark) then new = new + 1 end
-      -- Producers may have written anything there.
-      changed[bucket] = (#held % SIZE == 0 and string.sub(held, -SIZE * (MAX_MARKS - 1)) or '') .. mark
+      changed[bucket] = string.sub(held, -SIZE * (MAX_MARKS - 1)) .. mark
     end
   end
   for bucket, held in pairs(changed) do fields[#fields + 1], fields[#fields + 2] = bucket, held end
@@ -44,17 +43,39 @@ register('mark', WRITES, function(ARGV)
   if new > 0 and ARGV[5] ~= '' then count_progress(ARGV[5], {sent = new}, ttl, true) end
 end)
 
---   ARGV[1]  list of a queue    ARGV[2]  the message    ARGV[3]  {id, run} of each post, as JSON
-register('remove_waiting', SHRINKS, function(ARGV)
-  if redis.call('LREM', ARGV[1], 1, ARGV[2]) == 0 then return 0 end
-  for _, post in ipairs(cjson.decode(ARGV[3])) do
-    local bucket, start = bucket_of(post[1])
-    local run = RUN .. post[2]
-    forget_marks(bucket, start .. digest_of(post[2], RUN_BYTES))
-    if post[2] ~= '' and tonumber(redis.call('HGET', run, 'sent') or 0) > 0 then
-      redis.call('HINCRBY', run, 'sent', -1)
-    end
+-- Forget that these posts were sent, because their message is removed. posts: {id, run} of each.
+local function forget_sent(posts)
+  local sent = {}
+  bound_generations(MARKS)
+  for _, post in ipairs(posts) do
+    local id, run = post[1], post[2]
+    local bucket, start = bucket_of(id)
+    forget_marks(bucket, start .. digest_of(run, RUN_BYTES))
+    sent[run] = (sent[run] or 0) + 1
   end
+  for run, count in pairs(sent) do uncount(run, 'sent', count) end
+end
+
+--   ARGV[1]  list of a queue    ARGV[2]  the message    ARGV[3]  {id, run} of each post, as JSON
+--
+-- Returns 1 if the message was there and was removed, else 0.
+register('remove_waiting', SHRINKS, function(ARGV)
+  local posts = cjson.decode(ARGV[3])
+  if redis.call('LREM', ARGV[1], 1, ARGV[2]) == 0 then return 0 end
+  forget_sent(posts)
+  return 1
+end)
+
+--   ARGV[1]  delayed        ARGV[2]  delayed_index    ARGV[3]  tag of a message
+--   ARGV[4]  the message    ARGV[5]  {id, run} of each post, as JSON
+--
+-- Returns 1 if the message was there and was removed, else 0.
+register('remove_delayed', SHRINKS, function(ARGV)
+  local posts = cjson.decode(ARGV[5])
+  if redis.call('HGET', ARGV[1], ARGV[3]) ~= ARGV[4] then return 0 end
+  redis.call('HDEL', ARGV[1], ARGV[3])
+  redis.call('ZREM', ARGV[2], ARGV[3])
+  forget_sent(posts)
   return 1
 end)
 
@@ -64,7 +85,7 @@ end)
 register('known', READS, function(ARGV)
   local ids, buckets, starts, found = cjson.decode(ARGV[1]), {}, {}, {}
   for i, id in ipairs(ids) do buckets[i], starts[i] = bucket_of(id) end
-  local sent, stored = records_of(MARKS, buckets), records_of(STORED, ids)
+  local sent, stored = records_of(MARKS, buckets, valid_marks), records_of(STORED, ids)
   for i = 1, #ids do found[i] = (find_mark(sent[i], starts[i]) or stored[i] ~= '') and 1 or 0 end
   return table.concat(found)
 end)
@@ -76,7 +97,7 @@ end)
 register('next_headers', READS, function(ARGV)
   local found = {}
   for number = 2, #ARGV do
-    local message = redis.call('LINDEX', ARGV[number], -1)
+    local message = try('LINDEX', ARGV[number], -1)
     if message then
       found[#found + 1] = string.match(string.sub(message, -32768), '"' .. ARGV[1] .. '": *(%d+%.?%d*)')
     end
@@ -86,14 +107,31 @@ end)
 
 --   ARGV[1]  {id} of each post, as JSON; or {id, fingerprint, run} to delete only these records of the id
 --
--- Deletes records. Returns the numbers of ids that were sent, and that had results.
+-- Deletes records. Returns a digit per post: 1 if it was sent; another one: 1 if it had results; and the number of
+-- results.
 register('forget', SHRINKS, function(ARGV)
-  local sent, stored = 0, 0
-  for _, post in ipairs(cjson.decode(ARGV[1])) do
+  local posts, sent, stored, results = cjson.decode(ARGV[1]), {}, {}, 0
+  bound_generations(MARKS)
+  for i, post in ipairs(posts) do
     local id, fingerprint, run = unpack(post)
     local bucket, start = bucket_of(id)
-    if forget_marks(bucket, start .. (run and digest_of(run, RUN_BYTES) or '')) then sent = sent + 1 end
-    if forget_results(id, fingerprint) then stored = stored + 1 end
+    sent[i] = forget_marks(bucket, start .. (run and digest_of(run, RUN_BYTES) or '')) and 1 or 0
+    local deleted = forget_results(id, fingerprint)
+    stored[i] = deleted > 0 and 1 or 0
+    results = results + deleted
   end
-  return {sent, stored}
+  return {table.concat(sent), table.concat(stored), results}
+end)
+
+--   ARGV[1]  a list    ARGV[2]  position of the first message    ARGV[3]  maximum messages
+--   ARGV[4]  bytes of messages after which to stop
+register('read_list', READS, function(ARGV)
+  local messages, bytes = {}, 0
+  while #messages < tonumber(ARGV[3]) and bytes < tonumber(ARGV[4]) do
+    local message = try('LINDEX', ARGV[1], ARGV[2] + #messages)
+    if not message then break end
+    messages[#messages + 1] = message
+    bytes = bytes + #message
+  end
+  return messages
 end)

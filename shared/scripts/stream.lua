@@ -1,4 +1,4 @@
--- Reading the results stream (feedmill/reading.py).
+-- Reading the results stream (feedmill/outcomes/rows.py).
 
 --   ARGV[1]  maximum entries    ARGV[2]  the group    ARGV[3]  its member
 --
