@@ -1,7 +1,7 @@
 """Publish posts to the queue: skip posts already sent, wait for room, publish, mark as sent.
 
-Marking comes last: a crash before it repeats a message, whose results the store already has. Marking first could lose
-the message.
+Marking comes last: a crash before it repeats a message, whose results the store already has.
+Marking first could lose the message.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha1
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from celery import uuid
 from redis import Redis
@@ -22,34 +22,50 @@ from feedmill.shared.messages import ClassifyOptions, Post, digest, scope_of
 from feedmill.shared.model_routing import deployed_weights
 from feedmill.shared.redis_errors import is_full
 from feedmill.shared.scripts import call
-from feedmill.shared.settings import DEFAULT_QUEUE, Settings
+from feedmill.shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
-#: Posts looked up, published and marked per round trip, since a round trip costs more than a post. Limits how many
-#: posts a crash before marking repeats, and how long a script blocks Redis. A larger message is sent by itself.
+Answer = TypeVar("Answer")
+
+#: How to get room in a full Redis. Nothing else may happen for hours, if no worker runs.
+MEMORY_ADVICE = (
+    f"Start workers, raise its maxmemory, or lower {PREFIX}RESULTS_MEMORY or "
+    f"{PREFIX}SENT_MEMORY"
+)
+#: Posts looked up, published and marked per round trip, since a round trip costs more than a post.
+#: Limits how many posts a crash before marking repeats, and how long a script blocks Redis. A
+#: larger message is sent by itself.
 POSTS_PER_ROUND_TRIP = 256
-#: Seconds until a slow source's posts are sent without waiting for a full round trip, once they fill messages.
+#: Seconds until a slow source's posts are sent without waiting for a full round trip, once they
+#: fill messages.
 MAX_COLLECT_S = 0.25
 #: Seconds between checks of a full queue.
 FULL_QUEUE_POLL_S = 0.5
 #: Status of a post in `lookup`; 0 if it is unknown.
-SENT, PURGED = 1, 2
+SENT = 1
+PURGED = 2
 #: Bytes of an id's digest: its bucket (shared/scripts/tables.lua), and the start of its marks.
-BUCKET_BYTES, ID_BYTES = 2, 4
-#: Bytes of the other parts of a mark: digests of the run and of what was sent. The probability that a new post is taken
-#: for sent is 2**-48 (4e-15) for each mark of its id, and 2**-112 for each mark of another id.
-RUN_BYTES, DIGEST_BYTES = 2, 6
+BUCKET_BYTES = 2
+ID_BYTES = 4
+#: Bytes of the other parts of a mark: digests of the run and of what was sent. The probability
+#: that a new post is taken for sent is 2**-48 (4e-15) for each mark of its id, and 2**-112 for
+#: each mark of another id.
+RUN_BYTES = 2
+DIGEST_BYTES = 6
 #: Ids per call of `known`. Redis is blocked during a call.
 IDS_PER_CALL = 500
 
 
 def _digest(text: str, size: int) -> bytes:
-    return sha1(text.encode(), usedforsecurity=False).digest()[:size]
+    sha = sha1(text.encode(), usedforsecurity=False)
+    return sha.digest()[:size]
 
 
 class Mark(NamedTuple):
-    """Record of a sent post: digests of its id, of its run, and of its text and where it was sent."""
+    """Record of a sent post: digests of its id, of its run, and of its text and where it
+    was sent.
+    """
 
     post_id: str
     #: Its bucket, and what Redis stores there.
@@ -57,69 +73,106 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, post_id: str, field: str, run: str = "") -> "Mark":
-        """Return a mark. field: digest of what was sent, in hex. run: the post's run; "" for none."""
-        start = _digest(post_id, BUCKET_BYTES + ID_BYTES) + _digest(run, RUN_BYTES)
-        return cls(post_id, start + bytes.fromhex(field[: 2 * DIGEST_BYTES]))
+        """Return a mark. field: digest of what was sent, in hex. run: the post's run; ""
+        for none.
+        """
+        id_part = _digest(post_id, BUCKET_BYTES + ID_BYTES)
+        run_part = _digest(run, RUN_BYTES)
+        digits = field[: 2 * DIGEST_BYTES]
+        field_part = bytes.fromhex(digits)
+        content = id_part + run_part + field_part
+        return cls(post_id, content)
 
 
 def lookup(redis: Redis, marks: Sequence[Mark]) -> list[int]:
     """Return the status of each post: 0, SENT or PURGED."""
-    return list(map(int, call(redis, "lookup", *_packed(marks)))) if marks else []
+    if not marks:
+        return []
+    ids, contents = _pack(marks)
+    digits = call(redis, "lookup", ids, contents)
+    return [int(digit) for digit in digits]
 
 
-def mark_sent(redis: Redis, marks: Sequence[Mark], ttl: int, memory: int, run: str = "") -> None:
-    """Mark posts as sent, except posts that were purged meanwhile, and count new marks in the progress of their run.
+def mark_sent(
+    redis: Redis, marks: Sequence[Mark], ttl: int, memory: int, run: str = ""
+) -> None:
+    """Mark posts as sent, except posts that were purged meanwhile, and count new marks in the
+    progress of their run.
 
-    ttl: seconds for which a mark is kept; at most an eighth longer. memory: bytes of all marks. run: the posts' run; ""
-    for none.
+    ttl: seconds for which a mark is kept; at most an eighth longer. memory: bytes of all marks.
+    run: the posts' run; "" for none.
     """
-    if marks:
-        call(redis, "mark", *_packed(marks), ttl, memory, run)
+    if not marks:
+        return
+    ids, contents = _pack(marks)
+    call(
+        redis,
+        "mark",
+        ids,
+        contents,
+        ttl,
+        memory,
+        run,
+    )
 
 
-def _packed(marks: Sequence[Mark]) -> tuple[str, bytes]:
+def _pack(marks: Sequence[Mark]) -> tuple[str, bytes]:
     """Return the ids as JSON, and what Redis stores."""
-    return json.dumps([mark.post_id for mark in marks]), b"".join([mark.content for mark in marks])
+    ids = [mark.post_id for mark in marks]
+    contents = [mark.content for mark in marks]
+    return json.dumps(ids), b"".join(contents)
 
 
 def known_ids(redis: Redis, ids: Sequence[str]) -> set[str]:
     """Return the ids of posts that were sent or have results."""
-    found: set[str] = set()
+    matches: set[str] = set()
     for start in range(0, len(ids), IDS_PER_CALL):
-        batch = ids[start : start + IDS_PER_CALL]
+        end = start + IDS_PER_CALL
+        batch = ids[start:end]
         digits = call(redis, "known", json.dumps(batch))
-        found.update(post_id for post_id, digit in zip(batch, digits, strict=True) if digit == "1")
-    return found
+        for post_id, digit in zip(batch, digits, strict=True):
+            if digit == "1":
+                matches.add(post_id)
+    return matches
 
 
 def send_scope(queue: str, options: ClassifyOptions, weights: str) -> str:
     """Return the key under which sent posts and file positions are recorded.
 
-    Contains the queue, the options and the weights deployed to the queue, "" for none: a post that was sent to one
-    queue or model can still be sent to another.
+    Contains the queue, the options and the weights deployed to the queue, "" for none: a post that
+    was sent to one queue or model can still be sent to another.
     """
-    named = "" if queue == DEFAULT_QUEUE else queue
-    return " ".join(part for part in (named, weights, options.model_dump_json()) if part)
+    parts: list[str] = []
+    if queue != DEFAULT_QUEUE:
+        parts.append(queue)
+    parts.append(weights)
+    parts.append(options.model_dump_json())
+    return " ".join(part for part in parts if part)
 
 
 def mark_of(post: Post, purpose: str) -> Mark:
     """Return the mark of a post. purpose: see `send_scope`."""
-    return Mark.of(post.id, digest(post.text, purpose, *scope_of(post)), post.run or "")
+    scope = scope_of(post)
+    field = digest(post.text, purpose, *scope)
+    run = post.run or ""
+    return Mark.of(post.id, field, run)
 
 
 @dataclass(eq=False, repr=False)
 class Pusher:
-    """Publish posts, counting posts `sent`, `skipped` (sent before) and `gone` (purged), and `messages`.
+    """Publish posts, counting posts `sent`, `skipped` (sent before) and `gone` (purged), and
+    `messages`.
 
-    options: classification options. Posts with new options or texts, or for a newly deployed model, are sent again.
-    again: also send posts that were sent before. Purged posts (shared/purge.py) are never sent.
-    wait: sleeps while the queue is full; exceptions it raises end `push`.
-    wait_for_memory: also wait while Redis is at its memory limit.
-    on_published: called with the task id and the posts of each published message, whose Celery results are then kept.
-    run: name of the run that the posts belong to; replaces the posts' own. None keeps theirs and counts no progress.
+    options: classification options. Posts with new options or texts, or for a newly deployed
+    model, are sent again. again: also send posts that were sent before. Purged posts
+    (shared/purge.py) are never sent. wait: sleeps while the queue is full; exceptions it raises
+    end `push`. wait_for_memory: also wait while Redis is at its memory limit.
+    on_published: called with the task id and the posts of each published message, whose Celery
+    results are then kept. run: name of the run that the posts belong to; replaces the posts' own.
+    None keeps theirs and counts no progress.
 
-    Between calls of `push` only the counts are kept in memory; Redis stores what was sent. After any exception, even
-    one raised by a signal handler, the same posts can be pushed again.
+    Between calls of `push` only the counts are kept in memory; Redis stores what was sent. After
+    any exception, even one raised by a signal handler, the same posts can be pushed again.
     """
 
     app: broker.Application
@@ -135,114 +188,177 @@ class Pusher:
     #: True from the moment the queue is full until it is half empty.
     is_closed = False
     sent = skipped = gone = messages = 0
-    #: Id of the first purged post; and the reason why `push` is waiting, for display. "" if there is none.
+    #: Id of the first purged post; and the reason why `push` is waiting, for display. "" if there
+    #: is none.
     first_gone = waiting = ""
     #: See `send_scope`.
     _purpose = ""
 
     def room(self) -> int:
-        """Return how many messages may be sent now. Raises redis.exceptions.RedisError.
+        """Look at the queue, open or close it for this producer, and return how many messages may
+        be sent now.
 
-        That is 0 from the moment that `queue_limit` messages wait until half of them do, which bounds the queue's
-        memory in Redis. Producers that check at the same moment can exceed the limit slightly. With a single threshold,
-        a producer would check the queue for every message or two.
+        Raises redis.exceptions.RedisError.
+
+        That is 0 from the moment that `queue_limit` messages wait until half of them do, which
+        bounds the queue's memory in Redis. Producers that check at the same moment can exceed the
+        limit slightly. With a single threshold, a producer would check the queue for every message
+        or two.
         """
         limit = self.settings.queue_limit
-        waiting = broker.queue_depth(self.redis, self.settings.queue).waiting
-        self.is_closed = waiting >= (max(1, limit // 2) if self.is_closed else limit)
-        return 0 if self.is_closed else limit - waiting
+        depth = broker.queue_depth(self.redis, self.settings.queue)
+        waiting = depth.waiting
+        threshold = limit
+        if self.is_closed:
+            threshold = max(1, limit // 2)
+        self.is_closed = waiting >= threshold
+        if self.is_closed:
+            return 0
+        return limit - waiting
 
     def push(self, posts: Iterable[Post]) -> None:
         """Publish posts, packed into messages as configured.
 
-        Raises redis.exceptions.RedisError. Posts counted as sent are in the queue by then; pushing the same posts again
-        sends the rest.
+        Raises redis.exceptions.RedisError. Posts counted as sent are in the queue by then; pushing
+        the same posts again sends the rest.
         """
         try:
             self._push(posts)
         except BaseException:
-            # A signal handler's exception can leave a reply unread, which the next command would take for its own.
+            # A signal handler's exception can leave a reply unread, which the next command would
+            # take for its own.
             for redis in (self.redis, self.app.redis):
                 redis.connection_pool.disconnect(inuse_connections=False)
             raise
 
-    def retry_until_memory(self, write: Callable[[], object]) -> None:
-        """Write to Redis. If Redis is out of memory and `wait_for_memory` is set, retry until it succeeds."""
+    def retry_until_memory(self, write: Callable[[], Answer]) -> Answer:
+        """Write to Redis, and return its answer.
+
+        If Redis is out of memory and `wait_for_memory` is set, retry until it succeeds.
+        """
         try:
             while True:
                 try:
-                    write()
-                    return
+                    return write()
                 except RedisError as fault:
                     if not (self.wait_for_memory and is_full(fault)):
                         raise
-                    self._pause("Redis is at its memory limit")
+                    self._pause("Redis is at its memory limit", f". {MEMORY_ADVICE}")
         finally:
             self.waiting = ""
 
     def _push(self, posts: Iterable[Post]) -> None:
         size = self.settings.posts_per_message
         queue = self.settings.queue
-        self._purpose = send_scope(queue, self.options, deployed_weights(self.redis, queue))
+        weights = deployed_weights(self.redis, queue)
+        self._purpose = send_scope(queue, self.options, weights)
         unsent: list[tuple[Mark, Post]] = []
         if self.run is not None:
-            run = {"run": self.run}
-            posts = (post.model_copy(update=run) for post in posts)
+            posts = _of_run(posts, self.run)
         for trip in _round_trips(posts, size):
-            unsent += self._unsent(trip, {mark for mark, _ in unsent})
-            whole = len(unsent) - len(unsent) % size
+            unsent += self._count_unsent(trip, unsent)
+            remainder = len(unsent) % size
+            whole = len(unsent) - remainder
             self._send(unsent[:whole])
             del unsent[:whole]
         self._send(unsent)
 
-    def _unsent(self, posts: Sequence[Post], waiting: set[Mark]) -> Iterator[tuple[Mark, Post]]:
-        """Yield posts that must be sent, with their marks. waiting: marks of posts already collected, extended here."""
+    def _count_unsent(
+        self, posts: Sequence[Post], collected: Sequence[tuple[Mark, Post]]
+    ) -> list[tuple[Mark, Post]]:
+        """Return the posts that must be sent, with their marks, and count the others.
+
+        collected: posts that wait to be sent, and must not be sent twice.
+        """
+        unsent: list[tuple[Mark, Post]] = []
+        waiting = {mark for mark, _ in collected}
         marks = [mark_of(post, self._purpose) for post in posts]
-        for mark, post, status in zip(marks, posts, lookup(self.redis, marks), strict=True):
+        # Looking up writes, too, if Redis must load the functions first.
+        look_up = partial(lookup, self.redis, marks)
+        statuses = self.retry_until_memory(look_up)
+        for mark, post, status in zip(
+            marks,
+            posts,
+            statuses,
+            strict=True,
+        ):
+            is_sent = status == SENT and not self.again
             if status == PURGED:
                 self.gone += 1
-                self.first_gone = self.first_gone or post.id
-            elif mark in waiting or (status == SENT and not self.again):
+                if not self.first_gone:
+                    self.first_gone = post.id
+            elif is_sent or mark in waiting:
                 self.skipped += 1
             else:
                 waiting.add(mark)
-                yield mark, post
+                unsent.append((mark, post))
+        return unsent
 
     def _send(self, unsent: Sequence[tuple[Mark, Post]]) -> None:
         size = self.settings.posts_per_message
         while unsent:
-            fitting = unsent[: size * self._wait_for_room()]
-            unsent = unsent[len(fitting) :]
-            messages = [fitting[start : start + size] for start in range(0, len(fitting), size)]
-            self.retry_until_memory(partial(self._publish, [[post for _, post in message] for message in messages]))
-            # Count before marking: posts that cannot be marked are in the queue and will be sent again.
-            self.sent += len(fitting)
+            room = self._wait_for_room()
+            batch = unsent[: size * room]
+            unsent = unsent[len(batch) :]
+            posts = [post for _, post in batch]
+            messages = [
+                posts[start : start + size] for start in range(0, len(posts), size)
+            ]
+            publish = partial(self._publish, messages)
+            self.retry_until_memory(publish)
+            # Count before marking: posts that cannot be marked are in the queue and will be sent
+            # again.
+            self.sent += len(posts)
             self.messages += len(messages)
-            limits = self.settings.sent_ttl, self.settings.sent_memory
-            marks = [mark for mark, _ in fitting]
-            self.retry_until_memory(partial(mark_sent, self.redis, marks, *limits, self.run or ""))
+            marks = [mark for mark, _ in batch]
+            mark_batch = partial(
+                mark_sent,
+                self.redis,
+                marks,
+                self.settings.sent_ttl,
+                self.settings.sent_memory,
+                self.run or "",
+            )
+            self.retry_until_memory(mark_batch)
 
     def _wait_for_room(self) -> int:
         """Wait until the queue has room, and return for how many messages."""
         try:
-            while not (room := self.room()):
+            room = self.room()
+            while room == 0:
                 self._pause("the queue is full")
+                room = self.room()
         finally:
             self.waiting = ""
         return room
 
     def _publish(self, messages: Sequence[Sequence[Post]]) -> None:
-        replies = [uuid() for _ in messages] if self.on_published else None
-        broker.publish(self.app, messages, self.options, self.settings.priority, replies)
-        for task_id, posts in zip(replies or (), messages, strict=False):
-            if self.on_published:
-                self.on_published(task_id, posts)
+        send = partial(
+            broker.publish,
+            self.app,
+            messages,
+            self.options,
+            self.settings.priority,
+        )
+        if self.on_published is None:
+            send()
+            return
+        task_ids = [uuid() for _ in messages]
+        send(task_ids)
+        for task_id, posts in zip(task_ids, messages, strict=True):
+            self.on_published(task_id, posts)
 
-    def _pause(self, why: str) -> None:
+    def _pause(self, why: str, advice: str = "") -> None:
         if self.waiting != why:
-            logger.warning("%s: waiting for room", why)
+            logger.warning("%s: waiting for room%s", why, advice)
         self.waiting = why
         self.wait(FULL_QUEUE_POLL_S)
+
+
+def _of_run(posts: Iterable[Post], run: str) -> Iterator[Post]:
+    """Yield the posts as posts of this run."""
+    for post in posts:
+        yield post.model_copy(update={"run": run})
 
 
 def _round_trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:
@@ -251,11 +367,17 @@ def _round_trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:
     size: posts per message. The length of every batch but the last is a multiple of it.
     """
     trip: list[Post] = []
-    limit = size * max(1, POSTS_PER_ROUND_TRIP // size)
+    messages = max(1, POSTS_PER_ROUND_TRIP // size)
+    limit = size * messages
     began = time.monotonic()
     for post in posts:
         trip.append(post)
-        if len(trip) == limit or (len(trip) % size == 0 and time.monotonic() - began > MAX_COLLECT_S):
+        length = len(trip)
+        is_complete = length == limit
+        if not is_complete and length % size == 0:
+            collected_s = time.monotonic() - began
+            is_complete = collected_s > MAX_COLLECT_S
+        if is_complete:
             yield trip
             trip = []
             began = time.monotonic()

@@ -4,30 +4,45 @@ Every method may be repeated after a crash during it. All raise redis.exceptions
 """
 
 import json
+import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from redis import Redis
 
+from feedmill.shared.errors import printable
 from feedmill.shared.keys import LIVE_GAPS, LIVE_POSITION, LIVE_STATUS
+from feedmill.shared.scripts import call
 
+logger = logging.getLogger(__name__)
+
+#: Limits of positions, and of times in seconds since 1970: the end of the year 9999.
+MAX_CURSOR = 2**63
+MAX_TIME = 253_402_300_800.0
 #: Maximum number of stored gaps; the oldest are deleted first.
 MAX_GAPS = 10_000
 #: Seconds after which a status is out of date: its daemon no longer runs.
 STATUS_TTL = 120
+#: The source whose parts are subreddits.
+REDDIT = "reddit"
 #: Seconds after which a daemon that does not report is no longer expected to run.
 EXPECTED_S = 7 * 86_400
 
 
 class Position(NamedTuple):
-    """A position in a source up to which everything is sent. at: its time at the source, in seconds since 1970."""
+    """A position in a source up to which everything is sent. at: its time at the source, in
+    seconds since 1970.
+    """
 
     cursor: int
     at: float
 
 
 class Gap(NamedTuple):
-    """A period, in seconds since 1970, whose posts could not be read. subreddit: "" for sources without subreddits."""
+    """A period, in seconds since 1970, whose posts could not be read. subreddit: or feed; "" for
+    sources without parts.
+    """
 
     source: str
     subreddit: str
@@ -49,9 +64,17 @@ class Gap(NamedTuple):
         return f"{self.source} {self.subreddit} {self.since}"
 
     @property
-    def place(self) -> str:
-        """The subreddit, or the source."""
-        return f"r/{self.subreddit}" if self.subreddit else self.source
+    def origin(self) -> str:
+        """The subreddit, or the source, with the part of it that was not read."""
+        if not self.subreddit:
+            return self.source
+        if self.source != REDDIT:
+            return f"{self.source} {self.subreddit}"
+        return f"r/{self.subreddit}"
+
+
+#: Reads a gap as it is stored.
+GAP = TypeAdapter(Gap, config=ConfigDict(allow_inf_nan=False))
 
 
 class Gaps:
@@ -62,27 +85,68 @@ class Gaps:
 
     def record(self, gap: Gap) -> bool:
         """Add a gap, or replace the one that begins there. Return whether it is a new one."""
-        is_new = bool(self._redis.hset(LIVE_GAPS, gap.field, json.dumps(gap)))
-        if int(self._redis.hlen(LIVE_GAPS)) > MAX_GAPS:
-            oldest = sorted(self.all(), key=lambda gap: gap.noted)[:-MAX_GAPS]
-            self._redis.hdel(LIVE_GAPS, *(gap.field for gap in oldest))
-        return is_new
+        redis = self._redis
+        text = json.dumps(gap)
+        added: Any = redis.hset(LIVE_GAPS, gap.field, text)
+        count: Any = redis.hlen(LIVE_GAPS)
+        if count > MAX_GAPS:
+            gaps = self.all()
+            gaps.sort(key=lambda gap: gap.noted)
+            oldest = [gap.field for gap in gaps[:-MAX_GAPS]]
+            redis.hdel(LIVE_GAPS, *oldest)
+        return bool(added)
+
+    def stored(self) -> dict[str, str]:
+        """Return the gaps as Redis stores them, by field."""
+        stored: Any = self._redis.hgetall(LIVE_GAPS)
+        return dict(stored)
 
     def all(self) -> list[Gap]:
         """Return the gaps, oldest first."""
-        values: Any = self._redis.hvals(LIVE_GAPS)
-        return sorted((Gap(*json.loads(value)) for value in values), key=lambda gap: gap.since)
+        stored = self.stored()
+        return parse_gaps(stored)
 
     def open(self, source: str | None = None) -> list[Gap]:
         """Return the gaps that are not filled, of one source or of all, oldest first."""
-        return [gap for gap in self.all() if not gap.filled and source in (None, gap.source)]
+        gaps = self.all()
+        open_gaps = [gap for gap in gaps if not gap.filled]
+        if source is None:
+            return open_gaps
+        return [gap for gap in open_gaps if gap.source == source]
 
-    def clear(self) -> None:
-        self._redis.delete(LIVE_GAPS)
+    def remove(self, stored: Mapping[str, str]) -> None:
+        """Remove gaps that were read with `stored`.
+
+        One that was recorded again since stays, with its longer period.
+        """
+        for field, value in stored.items():
+            call(
+                self._redis,
+                "remove_field",
+                LIVE_GAPS,
+                field,
+                value,
+            )
+
+
+def parse_gaps(stored: Mapping[str, str]) -> list[Gap]:
+    """Return the gaps, oldest first, without damaged ones."""
+    gaps: list[Gap] = []
+    for field, value in stored.items():
+        try:
+            gap = GAP.validate_json(value)
+        except ValidationError:
+            logger.warning("skipping unreadable gap %s", printable(field))
+            continue
+        gaps.append(gap)
+    gaps.sort(key=lambda gap: gap.since)
+    return gaps
 
 
 class LiveStatus(NamedTuple):
-    """The latest status of a source's daemon. age: seconds since it was stored. ended: it was stopped on request."""
+    """The latest status of a source's daemon. age: seconds since it was stored. ended: it was
+    stopped on request.
+    """
 
     report: dict[str, Any]
     age: float
@@ -90,7 +154,22 @@ class LiveStatus(NamedTuple):
 
     @property
     def running(self) -> bool:
-        return self.age <= STATUS_TTL and not self.ended
+        if self.ended:
+            return False
+        return self.age <= STATUS_TTL
+
+
+class _Report(BaseModel):
+    """What readers need of a daemon's status, as it is stored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    at: Annotated[float, Field(allow_inf_nan=False)]
+    sent: int = 0
+    read: int = 0
+    hindrance: str = ""
+    paused: bool = False
+    ended: bool = False
 
 
 class LiveState:
@@ -99,33 +178,97 @@ class LiveState:
     def __init__(self, redis: Redis, source: str) -> None:
         self._redis = redis
         self._source = source
+        self._key = LIVE_POSITION + source
 
     def position(self) -> Position | None:
         """Return the position from which to resume; None at the first start."""
-        found: Any = self._redis.hgetall(LIVE_POSITION + self._source)
-        return Position(int(found["cursor"]), float(found["at"])) if found else None
+        fields: Any = self._redis.hgetall(self._key)
+        if not fields:
+            return None
+        cursor = int(fields["cursor"])
+        at = float(fields["at"])
+        return Position(cursor, at)
 
-    def advance(self, position: Position) -> None:
-        """Store the position up to which everything is sent."""
+    def stored_at(self) -> float | None:
+        """Return when the position was stored, in seconds since 1970; None if it is unknown."""
+        try:
+            text = self._field("stored_at")
+            seconds = float(text)
+        except ValueError:
+            return None
+        if 0 <= seconds < MAX_TIME:
+            return seconds
+        return None
+
+    def began(self) -> int | None:
+        """Return the lowest position that was ever stored; None if it is unknown."""
+        try:
+            text = self._field("began")
+            position = int(text)
+        except ValueError:
+            return None
+        if 0 <= position < MAX_CURSOR:
+            return position
+        return None
+
+    def _field(self, name: str) -> str:
+        """Return a field of the position, "" if it is missing.
+
+        Other programs may have written it.
+        """
+        stored: Any = self._redis.hget(self._key, name)
+        return stored or ""
+
+    def advance(
+        self, position: Position, now: float | None = None, began: int | None = None
+    ) -> None:
+        """Store the position up to which everything is sent.
+
+        now: the time, in seconds since 1970. began: the lowest position that was ever stored.
+        """
         values: dict[Any, Any] = position._asdict()
-        self._redis.hset(LIVE_POSITION + self._source, mapping=values)
+        if now is not None:
+            values["stored_at"] = now
+        if began is not None:
+            values["began"] = began
+        self._redis.hset(self._key, mapping=values)
 
     def store_status(self, report: Mapping[str, Any], ended: bool = False) -> None:
-        """Store the daemon's status for `feedmill status`. ended: the daemon stops on request, and is not missed."""
-        status = {**report, "at": _now(self._redis), "ended": ended}
-        self._redis.hset(LIVE_STATUS, self._source, json.dumps(status))
+        """Store the daemon's status for `feedmill status`. ended: the daemon stops on request, and
+        is not missed.
+        """
+        status = {
+            **report,
+            "at": _now(self._redis),
+            "ended": ended,
+        }
+        text = json.dumps(status)
+        self._redis.hset(LIVE_STATUS, self._source, text)
 
 
 def statuses(redis: Redis) -> dict[str, LiveStatus]:
     """Return the latest status of each source whose daemon ran in the last EXPECTED_S seconds."""
-    found: Any = redis.hgetall(LIVE_STATUS)
-    now = _now(redis) if found else 0
-    reports = {name: json.loads(text) for name, text in found.items()}
-    known = {
-        name: LiveStatus(report, max(0.0, now - report["at"]), report.get("ended", False))
-        for name, report in sorted(reports.items())
-    }
-    return {name: status for name, status in known.items() if status.age <= EXPECTED_S}
+    texts: Any = redis.hgetall(LIVE_STATUS)
+    if not texts:
+        return {}
+    now = _now(redis)
+    expected: dict[str, LiveStatus] = {}
+    for name, text in sorted(texts.items()):
+        try:
+            report = _Report.model_validate_json(text).model_dump()
+        except ValidationError:
+            logger.warning("skipping the unreadable status of %s", printable(name))
+            continue
+        # After Redis' clock went back, the latest status of a daemon that was killed must not stay
+        # new.
+        age_s = float(abs(now - report["at"]))
+        if age_s <= EXPECTED_S:
+            expected[name] = LiveStatus(
+                report=report,
+                age=age_s,
+                ended=report.get("ended", False),
+            )
+    return expected
 
 
 def _now(redis: Redis) -> int:

@@ -1,24 +1,36 @@
 """Reddit as a live source: the new posts of every topic.
 
-A poll walks down the joint listing of a topic's subreddits (`listing.py`). Its posts are yielded oldest first, and the
-watermark of each subreddit follows once they are in the queue: a generator continues after a `yield None` when
-everything before is sent. So a daemon that is killed continues where it stopped. While the queue is full, the daemon
-does not continue the generator, and Reddit keeps the posts.
+A poll walks down the joint listing of a topic's subreddits (`listing.py`). Its posts are yielded
+oldest first, and the watermark of each subreddit follows once they are in the queue: a generator
+continues after a `yield None` when everything before is sent. So a daemon that is killed continues
+where it stopped. While the queue is full, the daemon does not continue the generator, and Reddit
+keeps the posts.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from random import uniform
-from typing import Any, NamedTuple
+from typing import Any
 
 from redis import Redis
 
-from feedmill.producers.live.source import Clock, Event, Pause, RequestFailed, Source, SourceFailed, with_retries
+from feedmill.producers.live.source import (
+    Clock,
+    Event,
+    Pause,
+    RequestFailed,
+    Source,
+    SourceFailed,
+    with_retries,
+)
 from feedmill.producers.live.state import Gap
 from feedmill.producers.push import known_ids
 from feedmill.producers.reddit.arctic_shift import CROWDED, ArcticShiftClient, GapFiller
+from feedmill.producers.reddit.checks import store_checked
 from feedmill.producers.reddit.listing import (
     OVERLAP_S,
     ListingItem,
@@ -28,53 +40,52 @@ from feedmill.producers.reddit.listing import (
     Walk,
     walk,
 )
-from feedmill.producers.reddit.topics import ASLEEP, ReplacedSubreddit, Topics, choose, replaced, store_replaced
+from feedmill.producers.reddit.snapshot import Listing, Snapshots, problem_of
+from feedmill.producers.reddit.topics import (
+    ReplacedSubreddit,
+    Topics,
+    choose,
+    describe_replaced,
+    replaced,
+    store_replaced,
+)
 from feedmill.shared.keys import REDDIT_TRACK
 from feedmill.shared.messages import Post
 from feedmill.shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between full walks to the end of a listing, where posts reappear that a moderator approved hours later.
+#: Seconds between full walks to the end of a listing, where posts reappear that a moderator
+#: approved hours later.
 FULL_WALK_INTERVAL_S = 6 * 3600.0
 #: Seconds between checks of a topic's subreddits, and until the next one if none can be read.
-CHECK_INTERVAL_S, CHECK_RETRY_S = 86_400.0, 600.0
+CHECK_INTERVAL_S = 86_400.0
+CHECK_RETRY_S = 600.0
 #: Seconds until a poll that failed is repeated, at most.
 POLL_RETRY_S = 60.0
 #: Attempts for each page of a walk after the first page: a failure would repeat the whole walk.
 PAGE_ATTEMPTS = 3
-#: Seconds without a new post after which a subreddit counts as asleep.
-ASLEEP_AFTER_S = 30 * 86_400.0
-#: Lifetime of a track, in seconds, once its subreddit is no longer read. After it, reading begins anew.
+#: Lifetime of a track, in seconds, once its subreddit is no longer read. After it, reading begins
+#: anew.
 TRACK_TTL = 365 * 86_400
-#: The archive: seconds below the watermark from which each poll reads, because posts can be archived late; and the same
-#: for a full read.
-ARCHIVE_OVERLAP_S, ARCHIVE_FULL_OVERLAP_S = 900.0, 12 * 3600.0
-
-
-class Listing(NamedTuple):
-    """A listing to read once.
-
-    kind: hot, new, top or rising. limit: posts per topic. period, for top: hour, day, week, month, year or all.
-    """
-
-    kind: str
-    limit: int
-    period: str = ""
+#: The archive: seconds below the watermark from which each poll reads, because posts can be
+#: archived late; and the same for a full read.
+ARCHIVE_OVERLAP_S = 900.0
+ARCHIVE_FULL_OVERLAP_S = 12 * 3600.0
 
 
 class RedditSource(Source):
     """New posts of Reddit. See `Source`.
 
-    reddit: a RedditClient; for ArchiveSource, an ArcticShiftClient. depth: posts per topic to start with. Posts created
-    later are all read. archive: fills gaps.
+    reddit: a RedditClient; for ArchiveSource, an ArcticShiftClient. depth: posts per topic to
+    start with. Posts created later are all read. archive: fills gaps.
     """
 
     name = "reddit"
     #: Whether a topic's subreddits are read in one request.
     reads_jointly = True
-    #: By the first recheck, most deletions have happened and scores begin to settle; by the second, nearly all have,
-    #: and scores are final.
+    #: By the first recheck, most deletions have happened and scores begin to settle; by the
+    #: second, nearly all have, and scores are final.
     recheck_delays: Sequence[float] = (3_600.0, 36 * 3_600.0)
 
     def __init__(
@@ -90,129 +101,212 @@ class RedditSource(Source):
         self._reddit = reddit
         self._redis = redis
         self._topics = topics
+        self._snapshots = Snapshots(reddit, topics, clock)
         self._interval_s = settings.reddit_poll_interval
         self._sent_ttl = settings.sent_ttl
         self._clock = clock
         self._depth = depth
-        self._filler = GapFiller(archive, redis, clock) if archive else None
+        self._filler: GapFiller | None = None
+        if archive:
+            self._filler = GapFiller(archive, redis, clock)
         #: Topic -> its subreddits that are read, best first.
-        self.active: dict[str, list[str]] = {topic: [] for topic in topics.topics}
+        self.active: dict[str, list[str]] = {}
+        for topic in topics.topics:
+            self.active[topic] = []
         self._replaced: dict[str, list[ReplacedSubreddit]] = {}
-        #: Topic -> times of its next poll, and of the next check of its subreddits (monotonic seconds).
-        self._due = dict.fromkeys(topics.topics, clock.monotonic())
-        self._checks = dict.fromkeys(topics.topics, clock.monotonic())
+        #: Topic -> times of its next poll, and of the next check of its subreddits (monotonic
+        #: seconds).
+        now = clock.monotonic()
+        self._due = dict.fromkeys(topics.topics, now)
+        self._checks = dict.fromkeys(topics.topics, now)
         #: Subreddits whose last read failed. They are read separately.
         self._failing: set[str] = set()
-        #: Polls since the start, and failures by kind.
+        #: Polls and posts that appeared late since the start, and failures by kind.
         self._polls = 0
+        self._late = 0
         self._faults: Counter[str] = Counter()
 
-    def events(self, cursor: int | None) -> Generator[Any]:  # noqa: ARG002 - each subreddit has a position of its own
+    # Each subreddit has a position of its own.
+    def events(self, cursor: int | None) -> Generator[Any]:  # noqa: ARG002
         """Poll the topics in turn."""
+        clock = self._clock
+        filler = self._filler
+        due_times = self._due
         while True:
-            if self._filler and not self._filler.pending():
-                yield from self._filler.step()
+            if filler and not filler.pending():
+                yield from filler.step()
             # The topic that has waited longest: else slow answers starve the last ones.
-            topic = min(self._due, key=self._due.__getitem__)
-            if pause := max(0.0, self._due[topic] - self._clock.monotonic(), self.pending()):
-                yield Pause(min(pause, self._filler.pending()) if self._filler else pause)
+            topic = min(due_times, key=due_times.__getitem__)
+            until_due = due_times[topic] - clock.monotonic()
+            until_request = self.pending()
+            pause = max(0.0, until_due, until_request)
+            if pause > 0:
+                if filler:
+                    until_filling = filler.pending()
+                    pause = min(pause, until_filling)
+                yield Pause(pause)
                 continue
-            self._due[topic] = self._clock.monotonic() + min(self._interval_s, POLL_RETRY_S)
+            retry_s = min(self._interval_s, POLL_RETRY_S)
+            due_times[topic] = clock.monotonic() + retry_s
             yield from self._poll(topic)
             self._polls += 1
             # Jitter spreads the topics' polls.
-            self._due[topic] = self._clock.monotonic() + self._interval_s * uniform(0.9, 1.1)
-            yield Event(None, self._clock.time())  # progress: the source answers
+            jitter = uniform(0.9, 1.1)
+            interval_s = self._interval_s * jitter
+            due_times[topic] = clock.monotonic() + interval_s
+            now = clock.time()
+            yield Event(None, now)  # progress: the source answers
 
     def look_up(self, ids: Sequence[str]) -> dict[str, Event]:
-        return {fullname: item.event for fullname, item in self._reddit.info(ids).items()}
+        items = self._reddit.info(ids)
+        events: dict[str, Event] = {}
+        for fullname, item in items.items():
+            events[fullname] = item.event
+        return events
 
     def pending(self) -> float:
-        return float(self._reddit.budget.pending())
+        budget = self._reddit.budget
+        return float(budget.pending())
 
     # The topics' subreddits.
 
-    def check(self, topic: str) -> None:
-        """Choose a topic's subreddits; log and store changes. Raises SourceFailed; nothing has changed then."""
-        before = {entry.subreddit: entry for entry in replaced(self._redis).get(topic, [])}
-        active, entries = choose(self._topics, topic, self._problem, before, self._clock.time())
-        for name in before.keys() & set(active):
-            self._rewind(name)  # before they are stored as read, so that a crash in between repeats it
+    def choose_subreddits(self, topic: str) -> None:
+        """Choose a topic's subreddits; log and store changes.
+
+        Raises SourceFailed; nothing has changed then.
+        """
+        replaced_of = replaced(self._redis)
+        stored_entries = replaced_of.get(topic, [])
+        before = {entry.subreddit: entry for entry in stored_entries}
+        choice = choose(
+            self._topics,
+            topic,
+            problem=self._problem,
+            before=before,
+            now=self._clock.time(),
+        )
+        active = choice.active
+        entries = choice.replaced
+        returning = before.keys() & set(active)
+        for name in returning:
+            # before they are stored as read, so that a crash in between repeats it
+            self._rewind(name)
             logger.info("topic %s: reading r/%s again", topic, name)
         store_replaced(self._redis, topic, entries)
+        checked_at = self._clock.time()
+        store_checked(self._redis, topic, active, checked_at)
         self._replaced[topic] = entries
         for entry in entries:
-            if entry.subreddit not in before or before[entry.subreddit].reason != entry.reason:
-                instead = f"reading r/{entry.by} instead" if entry.by else "no substitute is left"
-                logger.warning("topic %s: not reading r/%s (%s); %s", topic, entry.subreddit, entry.reason, instead)
+            previous = before.get(entry.subreddit)
+            if previous is None or previous.reason != entry.reason:
+                description = describe_replaced(topic, entry)
+                logger.warning("%s", description)
         if not active and self.active[topic]:
             logger.error(
-                "topic %s: none of its subreddits can be read; add others to the topics file (--reddit-topics)", topic
+                (
+                    "topic %s: none of its subreddits can be read; add others to the topics file "
+                    "(--reddit-topics)"
+                ),
+                topic,
             )
         self.active[topic] = active
         if not active:
-            self._checks[topic] = self._clock.monotonic() + CHECK_RETRY_S
+            now = self._clock.monotonic()
+            self._checks[topic] = now + CHECK_RETRY_S
 
     def _problem(self, name: str) -> str:
         """Return why a subreddit cannot be read, or ASLEEP; "" if it is to be read."""
-        try:
-            items = self._reddit.newest(name)
-        except SubredditUnreadable as fault:
-            return str(fault)
-        except RequestFailed as fault:
-            self._count(fault)
-            return ""  # unclear: read it, and let the poll handle its failures
-        newest = max((item.created_utc for item in items), default=0.0)
-        return ASLEEP if self._clock.time() - newest > ASLEEP_AFTER_S else ""
+        # What is unclear is read, and the poll handles its failures.
+        now = self._clock.time()
+        return problem_of(
+            self._reddit,
+            name,
+            now,
+            self._count,
+        )
 
     def _rewind(self, name: str) -> None:
         """Move a subreddit's watermark back to its newest post, before it is read again.
 
-        Joint listings silently omit a closed subreddit, and the others' posts then advance its watermark.
+        Joint listings silently omit a closed subreddit, and the others' posts then advance its
+        watermark.
         """
         track = self._track(name)
         if track.newest:
-            track.watermark = min(track.newest, track.watermark or 0.0)
+            watermark = track.watermark or 0.0
+            track.watermark = min(track.newest, watermark)
             self._store(track)
 
     def _track(self, name: str) -> Track:
-        fields: Any = self._redis.hgetall(REDDIT_TRACK + name.lower())
-        track = Track(name, **{field: float(value) for field, value in fields.items()})
-        if track.beginning is not None and track.watermark is None:
+        key = REDDIT_TRACK + name.lower()
+        fields: Any = self._redis.hgetall(key)
+        times: dict[str, float] = {}
+        for field, value in fields.items():
+            times[field] = float(value)
+        track = Track(name, **times)
+        has_begun = track.beginning is not None
+        if has_begun and track.watermark is None:
             # A first walk that was interrupted: the next one reads down to the beginning.
             track.watermark = track.beginning
         return track
 
     def _store(self, track: Track) -> None:
-        fields: Any = {name: value for name, value in vars(track).items() if name != "name" and value is not None}
-        self._redis.hset(REDDIT_TRACK + track.name.lower(), mapping=fields)
-        self._redis.expire(REDDIT_TRACK + track.name.lower(), TRACK_TTL)
+        times: Any = vars(track)
+        fields = times.copy()
+        del fields["name"]
+        for name, time in times.items():
+            if time is None:
+                del fields[name]
+        key = REDDIT_TRACK + track.name.lower()
+        self._redis.hset(key, mapping=fields)
+        self._redis.expire(key, TRACK_TTL)
 
     # Reading.
 
     def _poll(self, topic: str) -> Generator[Any]:
-        """Walk a topic's subreddits jointly; if that fails, separately, so that one does not stop the others."""
-        if self._clock.monotonic() >= self._checks[topic]:
-            self.check(topic)
-            if self.active[topic]:  # a check out of turn, of a subreddit that failed, does not postpone this one
-                self._checks[topic] = self._clock.monotonic() + CHECK_INTERVAL_S
-        tracks = [self._track(name) for name in self.active[topic]]
-        # A full walk reads each subreddit separately: in a joint listing, a busy one crowds out the others.
-        separate = [track for track in tracks if track.name in self._failing or self._is_full_due(track)]
-        joint = [track for track in tracks if track not in separate]
+        """Walk a topic's subreddits jointly; if that fails, separately, so that one does not stop
+        the others.
+        """
+        began = self._clock.monotonic()
+        if began >= self._checks[topic]:
+            self.choose_subreddits(topic)
+            # a check out of turn, of a subreddit that failed, does not postpone this one
+            if self.active[topic]:
+                ended = self._clock.monotonic()
+                self._checks[topic] = ended + CHECK_INTERVAL_S
+        active = self.active[topic]
+        tracks = [self._track(name) for name in active]
+        separate: list[Track] = []
+        joint: list[Track] = []
+        for track in tracks:
+            # A full walk reads each subreddit separately: in a joint listing, a busy one crowds
+            # out the others.
+            is_failing = track.name in self._failing
+            if is_failing or self._is_full_due(track):
+                separate.append(track)
+            else:
+                joint.append(track)
         if len(joint) > 1 and self.reads_jointly:
             try:
                 yield from self._read(joint)
                 joint = []
             except RequestFailed as fault:
                 self._count(fault)
-        for track in separate + joint:
+        separate += joint
+        for track in separate:
             yield from self._read_separately(topic, track)
-        if tracks and all(track.name in self._failing for track in tracks):
+        names = {track.name for track in tracks}
+        if names and names <= self._failing:
             raise SourceFailed(f"no subreddit of topic {topic} can be read")
 
     def _is_full_due(self, track: Track) -> bool:
-        return track.full is not None and self._clock.time() >= track.full + FULL_WALK_INTERVAL_S
+        """Return whether a walk to the end of the listing is due."""
+        if track.full is None:
+            return False
+        now = self._clock.time()
+        since_full_s = now - track.full
+        # A time in the future was noted while the clock was wrong.
+        return not 0 <= since_full_s < FULL_WALK_INTERVAL_S
 
     def _read_separately(self, topic: str, track: Track) -> Generator[Any]:
         is_full = self._is_full_due(track)
@@ -221,10 +315,12 @@ class RedditSource(Source):
         except RequestFailed as fault:
             self._count(fault)
             if isinstance(fault, SubredditUnreadable):
-                self.check(topic)  # replaces it
+                self.choose_subreddits(topic)  # replaces it
             elif track.name not in self._failing:
                 self._failing.add(track.name)
-                logger.warning("cannot read r/%s: %s; retrying with each poll", track.name, fault)
+                logger.warning(
+                    "cannot read r/%s: %s; retrying with each poll", track.name, fault
+                )
             return
         if is_full:
             track.full = self._clock.time()
@@ -235,64 +331,136 @@ class RedditSource(Source):
 
     def _read(self, tracks: Sequence[Track], is_full: bool = False) -> Generator[Any]:
         """Walk the subreddits' joint listing, and send new posts. Raises SourceFailed."""
-        fetch = partial(self._page, [track.name for track in tracks])
-        found = walk(fetch, tracks, overlap=self._sent_ttl if is_full else OVERLAP_S, depth=self._depth)
-        separate = found.missed if len(tracks) > 1 else []
-        yield from self._send(found, [track for track in tracks if track not in separate])
-        # The joint listing is too short for them: walk each subreddit's own listing of a thousand posts.
+        names = [track.name for track in tracks]
+        fetch = partial(self._page, names)
+        overlap = self._sent_ttl if is_full else OVERLAP_S
+        result = walk(
+            fetch,
+            tracks,
+            overlap=overlap,
+            depth=self._depth,
+        )
+        separate: list[Track] = []
+        if len(tracks) > 1:
+            separate = result.missed
+        joint = [track for track in tracks if track not in separate]
+        yield from self._send(result, joint)
+        # The joint listing is too short for them: walk each subreddit's own listing of a thousand
+        # posts.
         for track in separate:
             yield from self._read([track])
 
     def _page(self, names: Sequence[str], after: str | None) -> ListingPage:
         attempts = 1 if after is None else PAGE_ATTEMPTS
-        ask: Callable[[], ListingPage] = partial(self._reddit.page, names, after=after)
-        return with_retries(ask, self._clock, attempts, RequestFailed, self._count)
+        fetch: Callable[[], ListingPage] = partial(
+            self._reddit.page,
+            names,
+            after=after,
+        )
+        return with_retries(
+            fetch,
+            self._clock,
+            attempts,
+            RequestFailed,
+            self._count,
+        )
 
-    def _send(self, found: Walk, tracks: Sequence[Track]) -> Generator[Any]:
-        """Yield the walk's posts of these subreddits that are new or edited, and the gaps; then advance watermarks."""
-        if found.empty:
+    def _send(self, result: Walk, tracks: Sequence[Track]) -> Generator[Any]:
+        """Yield the walk's posts of these subreddits that are new or edited, and the gaps; then
+        advance watermarks.
+        """
+        if result.empty:
             return
         now = self._clock.time()
         for track in tracks:
-            if track in found.missed:
+            if track in result.missed:
                 since = track.watermark or 0.0
-                # Reddit's times are whole seconds: the second of the oldest post may not be complete.
-                yield Gap(self.name, track.name, since, found.frontier(since) + 1, now)
+                yield Gap(
+                    source=self.name,
+                    subreddit=track.name,
+                    since=since,
+                    # Reddit's times are whole seconds: the second of the oldest post may not be
+                    # complete.
+                    until=result.frontier(since) + 1,
+                    noted=now,
+                )
             if track.beginning is None:
                 # From now on followed from the oldest post found, even if sending is interrupted.
-                track.beginning, track.full = found.oldest, now
+                track.beginning = result.oldest
+                track.full = now
                 self._store(track)
-        yield from self._new(found.items, tracks)
+        yield from self._new(result.items, tracks)
         yield None
         for track in tracks:
-            own = [item.created_utc for item in found.items if item.subreddit.lower() == track.name.lower()]
+            name = track.name.lower()
+            own_items = [
+                item for item in result.items if item.subreddit.lower() == name
+            ]
+            own_times = [item.created_utc for item in own_items]
+            newest_before = track.newest or 0.0
+            own_newest = max([newest_before, *own_times])
             # A post dated in the future must not advance the watermark beyond now.
-            track.watermark = max(track.watermark or 0.0, min(found.newest, now))
-            track.newest = min(max([track.newest or 0.0, *own]), now)
+            watermark = min(result.newest, now)
+            watermark_before = track.watermark or 0.0
+            track.watermark = max(watermark_before, watermark)
+            track.newest = min(own_newest, now)
             self._store(track)
 
-    def _new(self, items: Iterable[ListingItem], tracks: Sequence[Track]) -> list[Event]:
-        """Return the posts that are new or edited, and those that appeared late and were never sent."""
-        of = {track.name.lower(): track for track in tracks}
-        items = [item for item in items if (own := of.get(item.subreddit.lower())) and own.includes(item)]
-        recorded = self._clock.time() - self._sent_ttl
-        new = {item.fullname for item in items if of[item.subreddit.lower()].is_new(item, recorded)}
-        late = [item.fullname for item in items if item.fullname not in new and item.created_utc >= recorded]
-        new |= set(late) - known_ids(self._redis, late)
-        return [item.event for item in items if item.fullname in new]
+    def _new(
+        self, items: Iterable[ListingItem], tracks: Sequence[Track]
+    ) -> list[Event]:
+        """Return the posts that are new or edited, and those that appeared late and were never
+        sent, which are counted.
+        """
+        track_of: dict[str, Track] = {}
+        for track in tracks:
+            key = track.name.lower()
+            track_of[key] = track
+        now = self._clock.time()
+        recorded = now - self._sent_ttl
+        included: list[ListingItem] = []
+        new: set[str] = set()
+        for item in items:
+            key = item.subreddit.lower()
+            if key not in track_of:
+                continue
+            track = track_of[key]
+            if not track.includes(item):
+                continue
+            included.append(item)
+            if track.is_new(item, recorded):
+                new.add(item.fullname)
+        late: list[str] = []
+        for item in included:
+            is_old = item.fullname not in new
+            if is_old and item.created_utc >= recorded:
+                late.append(item.fullname)
+        sent_ids = known_ids(self._redis, late)
+        never_sent = set(late) - sent_ids
+        self._late += len(never_sent)
+        new |= never_sent
+        to_send = [item for item in included if item.fullname in new]
+        return [item.event for item in to_send]
 
     def _count(self, fault: Exception) -> None:
-        self._faults[type(fault).__name__] += 1
+        kind = type(fault).__name__
+        self._faults[kind] += 1
 
     def status(self) -> dict[str, Any]:
-        active = {name for names in self.active.values() for name in names}
+        active = set(chain.from_iterable(self.active.values()))
+        entries = chain.from_iterable(self._replaced.values())
+        filled = 0
+        if self._filler:
+            filled = self._filler.filled
         return {
             "topics": len(self.active),
             "subreddits": len(active),
+            "verified": self.active,
             "failing": sorted(active & self._failing),
-            "replaced": [entry._asdict() for entries in self._replaced.values() for entry in entries],
+            "replaced": [entry._asdict() for entry in entries],
             "polls": self._polls,
-            "filled": self._filler.filled if self._filler else 0,
+            "earlier": self._late,
+            "filled": filled,
             "requests": self._reddit.budget.spent,
             "budget": self._reddit.budget.remaining,
             "faults": self._faults,
@@ -300,46 +468,28 @@ class RedditSource(Source):
 
     # Snapshots.
 
-    def snapshot(self, names: Sequence[str], listing: Listing, problems: list[str]) -> Iterator[Post]:
-        """Yield the posts of a topic's subreddits in a listing, except pinned, deleted and removed ones.
+    def snapshot(
+        self, names: Sequence[str], listing: Listing, problems: list[str]
+    ) -> Iterator[Post]:
+        """Yield the posts of a topic's subreddits in a listing, except pinned, deleted and removed
+        ones.
 
         Adds to `problems` why posts could not be read. Raises SourceFailed.
         """
-        if not names:
-            problems.append("none of its subreddits can be read")
-            return
-        try:
-            yield from self._listed(names, listing)
-        except RequestFailed as fault:
-            if len(names) == 1:
-                problems.append(f"r/{names[0]}: {fault}")
-                return
-            # If the joint listing fails, each subreddit is read separately, for its share of the limit.
-            share = listing._replace(limit=-(-listing.limit // len(names)))
-            for name in names:
-                yield from self.snapshot([name], share, problems)
-
-    def _listed(self, names: Sequence[str], listing: Listing) -> Iterator[Post]:
-        seen: set[str] = set()
-        after = None
-        while len(seen) < listing.limit:
-            ask = partial(self._reddit.page, names, listing.kind, after, period=listing.period)
-            page = with_retries(ask, self._clock)
-            posts = [item for item in page.items if not (item.stickied or item.gone or item.fullname in seen)]
-            posts = posts[: listing.limit - len(seen)]
-            seen |= {item.fullname for item in posts}
-            yield from (item.post for item in posts if item.post)
-            after = page.after
-            if after is None or not posts:
-                return
+        yield from self._snapshots.posts(
+            names,
+            listing,
+            problems,
+        )
 
 
 class ArchiveSource(RedditSource):
-    """Reddit's posts from Arctic Shift: the same topics, state and rechecks, but another way of reading.
+    """Reddit's posts from Arctic Shift: the same topics, state and rechecks, but another way of
+    reading.
 
-    The archive serves posts from any time onwards, oldest first. A poll therefore reads each subreddit upwards from its
-    watermark, a little below it for posts that were archived late. Nothing overflows, so a daemon that was away catches
-    up.
+    The archive serves posts from any time onwards, oldest first. A poll therefore reads each
+    subreddit upwards from its watermark, a little below it for posts that were archived late.
+    Nothing overflows, so a daemon that was away catches up.
     """
 
     reads_jointly = False
@@ -347,19 +497,56 @@ class ArchiveSource(RedditSource):
     recheck_delays = (40 * 3_600.0,)
 
     def _read(self, tracks: Sequence[Track], is_full: bool = False) -> Generator[Any]:
-        """Read a subreddit's posts from its watermark on, and send new ones. Raises SourceFailed."""
+        """Read a subreddit's posts from its watermark on, and send new ones.
+
+        Raises SourceFailed.
+        """
         (track,) = tracks
         if track.watermark is None:
-            (active,) = [names for names in self.active.values() if track.name in names]
-            items = self._reddit.newest(track.name, -(-self._depth // len(active)))
-            yield from self._send(Walk(items, [], items[::-1]), tracks)
+            topics = self.active.values()
+            (active,) = [names for names in topics if track.name in names]
+            share = math.ceil(self._depth / len(active))
+            items = self._reddit.newest(track.name, share)
+            result = Walk(
+                items=items,
+                missed=[],
+                order=items[::-1],
+            )
+            yield from self._send(result, tracks)
             return
         overlap = ARCHIVE_FULL_OVERLAP_S if is_full else ARCHIVE_OVERLAP_S
-        since, more = max(track.beginning or 0.0, track.watermark - overlap), True
+        beginning = track.beginning or 0.0
+        below_watermark = track.watermark - overlap
+        since = max(beginning, below_watermark)
+        more = True
         while more:
-            ask = partial(self._reddit.since, track.name, since)
-            span = with_retries(ask, self._clock, PAGE_ATTEMPTS, RequestFailed, self._count)
-            if (crowded := span.crowded) is not None:
-                yield Gap(self.name, track.name, crowded, crowded + 1, self._clock.time(), problem=CROWDED)
-            yield from self._send(Walk(span.items, [], span.items[::-1]), tracks)
-            since, more = span.reached, span.more
+            fetch = partial(
+                self._reddit.since,
+                track.name,
+                since,
+            )
+            span = with_retries(
+                fetch,
+                self._clock,
+                PAGE_ATTEMPTS,
+                RequestFailed,
+                self._count,
+            )
+            crowded = span.crowded
+            if crowded is not None:
+                yield Gap(
+                    source=self.name,
+                    subreddit=track.name,
+                    since=crowded,
+                    until=crowded + 1,
+                    noted=self._clock.time(),
+                    problem=CROWDED,
+                )
+            result = Walk(
+                items=span.items,
+                missed=[],
+                order=span.items[::-1],
+            )
+            yield from self._send(result, tracks)
+            since = span.reached
+            more = span.more
