@@ -1,10 +1,18 @@
-"""Run one worker in this process, as `feedmill worker` does."""
+"""Run one worker in this process, as `feedmill worker` does.
+
+Relies on these internals of Celery 5.7 (celery/apps/worker.py): `Worker.install_platform_tweaks`
+installs the handlers of signals, the last of which counts. `install_worker_term_handler` installs
+a warm shutdown's, for any signal.
+"""
 
 import logging
 import os
+import signal
 import socket
 import warnings
+from typing import Any
 
+from celery.apps import worker as celery_worker
 from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging, worker_ready, worker_shutting_down
 
@@ -13,6 +21,29 @@ from feedmill.shared.settings import Settings
 from feedmill.workers.app import make_worker_app
 from feedmill.workers.runtime.pool import DevicePool
 from feedmill.workers.transport.leases import release
+
+
+class Worker(celery_worker.Worker):
+    """Celery's worker, which Ctrl-C and a closed terminal end as SIGTERM does: with 0, after the
+    messages it holds.
+
+    After Ctrl-C, Celery's ends with 1; and SIGHUP restarts it, or kills it in a terminal. Under
+    nohup, SIGHUP has no effect, nor has Ctrl-C on a job in a shell's background.
+    """
+
+    def install_platform_tweaks(self, worker: Any) -> None:
+        before = {
+            number: signal.getsignal(number)
+            for number in (signal.SIGINT, signal.SIGHUP)
+        }
+        super().install_platform_tweaks(worker)
+        for number, handler in before.items():
+            if handler == signal.SIG_IGN:
+                signal.signal(number, signal.SIG_IGN)
+            else:
+                # Not in the stub.
+                install: Any = celery_worker.install_worker_term_handler  # type: ignore[attr-defined]
+                install(worker, sig=number.name)
 
 
 def run_worker(settings: Settings, name: str | None) -> int:
@@ -27,7 +58,8 @@ def run_worker(settings: Settings, name: str | None) -> int:
     worker_shutting_down.connect(lambda **_: linux.notify("STOPPING=1"), weak=False)
     # Containers often run as root. The warning is about pickle, and this worker accepts only JSON.
     warnings.filterwarnings("ignore", category=SecurityWarning)
-    worker = make_worker_app(settings).Worker(
+    app: Any = make_worker_app(settings)  # the stubs lack `subclass_with_self`
+    worker = app.subclass_with_self(Worker)(
         hostname=node if "@" in node else f"{node}@{socket.gethostname()}",
         quiet=True,
         # Gossip makes every worker listen to all others, at a cost quadratic in their number.

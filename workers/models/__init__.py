@@ -1,1 +1,4 @@
-"""Load models and run them: devices, weights, tokenizers, classifiers and engines. Independent of Celery and Redis."""
+"""Load models and run them: devices, weights, tokenizers, classifiers and engines.
+
+Independent of Celery and Redis.
+"""

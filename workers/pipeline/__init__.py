@@ -1,1 +1,4 @@
-"""Turn messages into stored results on tokenizer, device and writer threads. Independent of Celery."""
+"""Turn messages into stored results on tokenizer, device and writer threads.
+
+Independent of Celery.
+"""

@@ -1,8 +1,8 @@
 """The backlog, rows that wait for the device; and the batch loop, which computes them.
 
-The loop runs on the device threads, called lanes, which must never wait: all other work runs on other threads. A lane
-checks whether a message is still wanted as late as possible: when it takes the message's first row. Jobs, which are not
-micro-batches, run between two micro-batches.
+The loop runs on the device threads, called lanes, which must never wait: all other work runs on
+other threads. A lane checks whether a message is still wanted as late as possible: when it takes
+the message's first row. Jobs, which are not micro-batches, run between two micro-batches.
 """
 
 import logging
@@ -29,7 +29,12 @@ ROWS_PER_LOCK = 256
 class Loaded:
     """A loaded model: its classifier, and its token budget."""
 
-    def __init__(self, classifier: Classifier, budget: int, on_active: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        classifier: Classifier,
+        budget: int,
+        on_active: Callable[[], None] = lambda: None,
+    ) -> None:
         self.classifier = classifier
         #: Maximum tokens of a micro-batch: its longest row times its number of rows.
         self.budget = budget
@@ -41,7 +46,10 @@ class Loaded:
     def lower_budget(self, tokens: int) -> None:
         """Lower the budget to `tokens`, after the device ran out of memory with twice as many."""
         self.budget = max(1, min(tokens, self.budget))
-        logger.warning("device out of memory: micro-batches hold at most %d tokens now", self.budget)
+        logger.warning(
+            "device out of memory: micro-batches hold at most %d tokens now",
+            self.budget,
+        )
 
 
 class Batch(NamedTuple):
@@ -61,10 +69,15 @@ class Backlog:
     batch_rows: maximum rows of a micro-batch.
     """
 
-    def __init__(self, loaded: Loaded, lanes: int, batch_rows: int, context: Context) -> None:
-        #: The model that computes the rows. The tokenizer thread replaces it while the backlog is idle.
+    def __init__(
+        self, loaded: Loaded, lanes: int, batch_rows: int, context: Context
+    ) -> None:
+        #: The model that computes the rows. The tokenizer thread replaces it while the backlog is
+        #: idle.
         self.loaded = loaded
-        self._window: Window[Row] = Window(time.monotonic, loaded.classifier.device.shapes)
+        self._window: Window[Row] = Window(
+            time.monotonic, loaded.classifier.device.shapes
+        )
         self._lanes = lanes
         self._batch_rows = batch_rows
         self._owner = context.owner
@@ -93,14 +106,18 @@ class Backlog:
 
     def add(self, rows: Sequence[Row], priority: int) -> None:
         """Add rows of the loaded model."""
-        for at in range(0, len(rows), ROWS_PER_LOCK):
+        for begin in range(0, len(rows), ROWS_PER_LOCK):
+            end = begin + ROWS_PER_LOCK
             with self._ready:
-                for row in rows[at : at + ROWS_PER_LOCK]:
+                for row in rows[begin:end]:
                     self._window.add(row, priority)
                 self._ready.notify_all()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Queue a job for the first lane, which alternates between jobs and micro-batches. Its time is not watched."""
+        """Queue a job for the first lane, which alternates between jobs and micro-batches.
+
+        Its time is not watched.
+        """
         with self._ready:
             self._jobs.append(job)
             self._ready.notify_all()
@@ -116,20 +133,23 @@ class Backlog:
     def next_batch(self, lane: int) -> Batch | None:
         """Wait for the lane's next micro-batch and return it; None after `close`.
 
-        Call `done` after each micro-batch. The first lane runs a job, if one waits, before each micro-batch.
+        Call `done` after each micro-batch. The first lane runs a job, if one waits, before each
+        micro-batch.
         """
         while not self._closed:
-            if not lane:
+            if lane == 0:
                 self._run_job()
             with self._ready:
-                self._ready.wait_for(lambda: (not lane and self._jobs) or self._window or self._closed)
-                rows = [] if self._closed else self._window.take(self.loaded.budget, self._batch_rows)
+                self._ready.wait_for(lambda: self._has_work(lane))
+                rows: list[Row] = []
+                if not self._closed:
+                    rows = self._window.take(self.loaded.budget, self._batch_rows)
                 messages = {id(row.owner.message): row.owner.message for row in rows}
-                starting = [message for message in messages.values() if self._starts(message)]
+                starting = [
+                    message for message in messages.values() if self._starts(message)
+                ]
                 rows = [row for row in rows if row.owner.message.state is State.STARTED]
-                alone = not self._busy and not self._window
-                self._busy += bool(rows)
-                batch = Batch(self.loaded, rows, 1 if alone else self._lanes) if rows else None
+                batch = self._begin_batch(rows)
             for message in starting:
                 self._owner.started(message)
             if batch:
@@ -142,6 +162,26 @@ class Backlog:
             self._busy -= 1
             self._ready.notify_all()
 
+    def _has_work(self, lane: int) -> bool:
+        """Return whether a lane need not wait. Needs the lock."""
+        if self._window or self._closed:
+            return True
+        return lane == 0 and bool(self._jobs)
+
+    def _begin_batch(self, rows: Sequence[Row]) -> Batch | None:
+        """Count a lane that took `rows`, if any, as busy, and return its micro-batch. Needs the
+        lock.
+        """
+        if not rows:
+            return None
+        alone = not self._busy and not self._window
+        self._busy += 1
+        return Batch(
+            loaded=self.loaded,
+            rows=rows,
+            passes=1 if alone else self._lanes,
+        )
+
     def _run_job(self) -> None:
         with self._ready:
             job = self._jobs.popleft() if self._jobs else None
@@ -149,7 +189,10 @@ class Backlog:
             job()
 
     def _starts(self, message: Message) -> bool:
-        """Start a message if it is still wanted, else drop it. Return True if this call started it. Needs the lock."""
+        """Start a message if it is still wanted, else drop it.
+
+        Return True if this call started it. Needs the lock.
+        """
         if message.state is not State.WAITING:
             return False
         admitted = self._owner.admit(message)
@@ -164,9 +207,13 @@ class Backlog:
             return message.enter(State.ENDED)
 
     def finish(self, message: Message) -> bool:
-        """End a message that has all its outcomes. Return False if it was dropped or is no longer wanted."""
+        """End a message that has all its outcomes.
+
+        Return False if it was dropped or is no longer wanted.
+        """
         with self._ready:
-            starting = self._starts(message)  # only for a message that needed no forward pass
+            # Only a message that needed no forward pass starts here.
+            starting = self._starts(message)
             if not message.enter(State.ENDED):
                 return False
         if starting:
@@ -188,15 +235,20 @@ class Computed(NamedTuple):
 
 
 class BatchLoop:
-    """Compute micro-batches, in one loop per lane of the device. hand_over: called with each part; may block.
+    """Compute micro-batches, in one loop per lane of the device. hand_over: called with each part;
+    may block.
 
-    A GPU has one lane and gets its next micro-batch while the previous one still runs; if that one hangs, so does its
-    scoring. A CPU has one lane per core, at most four. The lanes' forward passes run in parallel, and a micro-batch
-    that finds all other lanes idle gets all cores.
+    A GPU has one lane and gets its next micro-batch while the previous one still runs; if that one
+    hangs, so does its scoring. A CPU has one lane per core, at most four. The lanes' forward
+    passes run in parallel, and a micro-batch that finds all other lanes idle gets all cores.
     """
 
     def __init__(
-        self, backlog: Backlog, device: Device, context: Context, hand_over: Callable[[Computed], None]
+        self,
+        backlog: Backlog,
+        device: Device,
+        context: Context,
+        hand_over: Callable[[Computed], None],
     ) -> None:
         self._backlog = backlog
         self._device = device
@@ -207,20 +259,32 @@ class BatchLoop:
         """Compute the lane's micro-batches until the backlog closes."""
         while batch := self._backlog.next_batch(lane):
             self._device.take_share(batch.passes)
+            share = 1 / batch.passes
             for rows, outputs in self._forward(batch.loaded, batch.rows):
-                self._hand_over(Computed(batch.loaded, rows, outputs, 1 / batch.passes))
+                self._hand_over(
+                    Computed(
+                        loaded=batch.loaded,
+                        rows=rows,
+                        outputs=outputs,
+                        share=share,
+                    )
+                )
             self._backlog.done()
             del batch  # drop the reference before waiting, so that a replaced model can be freed
 
     def _forward(self, loaded: Loaded, rows: Sequence[Row]) -> list[Part]:
-        """Return the rows' outputs. If the pass raises, split the rows until only failing rows have an error."""
+        """Return the rows' outputs.
+
+        If the pass raises, split the rows until only failing rows have an error.
+        """
         try:
             with self._context.watch.step("a forward pass"):
                 return [(rows, loaded.classifier.forward(rows))]
         except DeviceLost:
             raise
         except DeviceFull as error:
-            # A new error: the frames of the caught one keep the tensors of the failed pass in memory.
+            # A new error: the frames of the caught one keep the tensors of the failed pass in
+            # memory.
             fault: Exception = DeviceFull(str(error))
         except Exception as error:
             fault = error
@@ -228,13 +292,21 @@ class BatchLoop:
         if full and len(rows) == 1:
             # The post is not at fault: any other row would fail as well.
             raise DeviceLost(
-                "the device has too little memory for a single row: free memory on the device, or use a smaller model"
+                "the device has too little memory for a single row: free memory on the device, or "
+                "use a smaller model"
             ) from fault
         if len(rows) == 1:
-            logger.error("cannot classify post %s:\n%s", printable(rows[0].owner.post.id), traceback_of(fault))
+            logger.error(
+                "cannot classify post %s:\n%s",
+                printable(rows[0].owner.post.id),
+                traceback_of(fault),
+            )
             return [(rows, fault)]
         middle = len(rows) // 2
-        halves = self._forward(loaded, rows[:middle]) + self._forward(loaded, rows[middle:])
+        shorter = self._forward(loaded, rows[:middle])
+        longer = self._forward(loaded, rows[middle:])
         if full:  # but both halves fit
-            loaded.lower_budget(len(rows) * max(row.length for row in rows) // 2)
-        return halves
+            longest = max(row.length for row in rows)
+            padded_tokens = len(rows) * longest
+            loaded.lower_budget(padded_tokens // 2)
+        return shorter + longer

@@ -17,20 +17,30 @@ T = TypeVar("T")
 
 
 class Owner:
-    """The submitter of messages. The pipeline calls these methods on its threads; subclasses override some."""
+    """The submitter of messages.
+
+    The pipeline calls these methods on its threads; subclasses override some.
+    """
 
     def admit(self, message: Message) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether a message is still wanted. Called under the backlog's lock, when its first row is taken."""
+        """Return whether a message is still wanted.
+
+        Called under the backlog's lock, when its first row is taken.
+        """
         return True
 
     def started(self, message: Message) -> None:
         """Handle the start of a message: its first row enters a forward pass, or it needs none."""
 
     def computing(self, message: Message, posts: Sequence[int]) -> None:
-        """Record which posts of a message handled in isolation, by index, are being computed now."""
+        """Record which posts of a message handled in isolation, by index, are being
+        computed now.
+        """
 
     def finished(self, message: Message) -> None:
-        """Handle a finished message: all of its posts have an outcome, and all results are stored."""
+        """Handle a finished message: all of its posts have an outcome, and all results are
+        stored.
+        """
 
     def recorded(self, message: Message) -> None:
         """Handle a finished message whose dead letters are stored, too. Called last."""
@@ -42,12 +52,19 @@ class Owner:
 class WorkQueue(Generic[T]):
     """The work of one thread, in order of arrival: items, and jobs to run between them.
 
-    handle: handles items together. posts: returns an item's number of posts. limit: posts at which no more items are
-    handled together.
+    handle: handles items together. posts: returns an item's number of posts. limit: returns at how
+    many posts no more items are handled together.
     """
 
-    def __init__(self, handle: Callable[[list[T]], None], posts: Callable[[T], int], limit: int) -> None:
-        self._handle, self._posts, self._limit = handle, posts, limit
+    def __init__(
+        self,
+        handle: Callable[[list[T]], None],
+        posts: Callable[[T], int],
+        limit: Callable[[], int],
+    ) -> None:
+        self._handle = handle
+        self._posts = posts
+        self._limit = limit
         self._waiting: queue.SimpleQueue[T | Callable[[], None]] = queue.SimpleQueue()
 
     def put(self, work: T | Callable[[], None]) -> None:
@@ -57,17 +74,21 @@ class WorkQueue(Generic[T]):
     def work(self, timeout: float | None = None) -> None:
         """Wait for work, and do it together with the work behind it, up to the limit.
 
-        A round trip to Redis costs more CPU time than the posts of a small message. So a thread that has fallen behind
-        handles what has arrived together. It never waits for more items.
+        A round trip to Redis costs more CPU time than the posts of a small message. So a thread
+        that has fallen behind handles what has arrived together. It never waits for more items.
 
         timeout: seconds to wait for the first one. Raises queue.Empty.
         """
-        taken: list[Any] = []
+        arrivals: list[Any] = []
         posts = 0
-        while not taken or (posts < self._limit and not self._waiting.empty()):
-            taken.append(self._waiting.get(timeout=timeout))
-            posts += 0 if callable(taken[-1]) else self._posts(taken[-1])
-        for are_jobs, group in groupby(taken, callable):
+        while True:
+            item_or_job: Any = self._waiting.get(timeout=timeout)
+            arrivals.append(item_or_job)
+            if not callable(item_or_job):
+                posts += self._posts(item_or_job)
+            if posts >= self._limit() or self._waiting.empty():
+                break
+        for are_jobs, group in groupby(arrivals, callable):
             if are_jobs:
                 for job in group:
                     job()
@@ -86,7 +107,7 @@ class Watch:
     def step(self, what: str) -> Iterator[None]:
         """Run the block as a watched step of the calling thread. Steps do not nest."""
         thread = threading.get_ident()
-        self._steps[thread] = what, time.monotonic()
+        self._steps[thread] = (what, time.monotonic())
         try:
             yield
         finally:
@@ -95,7 +116,12 @@ class Watch:
     def longer_than(self, seconds: float) -> list[tuple[int, str]]:
         """Return the thread and the name of each step that has run for longer than `seconds`."""
         now = time.monotonic()
-        return [(thread, what) for thread, (what, began) in list(self._steps.items()) if now - began > seconds]
+        steps = list(self._steps.items())  # a copy: other threads change it
+        long_steps = []
+        for thread, (what, start) in steps:
+            if now - start > seconds:
+                long_steps.append((thread, what))
+        return long_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +136,7 @@ class Context:
     stopping: threading.Event
     #: Name recorded in results.
     worker: str
+    #: The option `none` of messages that do not name it.
+    none: bool | float | None = None
+    #: The languages that the model was made for; empty if they do not matter.
+    languages: frozenset[str] = frozenset()

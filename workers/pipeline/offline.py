@@ -1,7 +1,7 @@
 """Classify without a queue: the worker's pipeline with both ends replaced.
 
-Posts come from an iterator instead of Celery, and outcomes go to an iterator instead of Redis. All other steps are the
-worker's, so results and measurements apply to a worker as well.
+Posts come from an iterator instead of Celery, and outcomes go to an iterator instead of Redis. All
+other steps are the worker's, so results and measurements apply to a worker as well.
 """
 
 import os
@@ -13,18 +13,27 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 
 from feedmill.shared.errors import ModelError, explain_refusals
-from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Outcome, Post, PostError
+from feedmill.shared.language import languages_of
+from feedmill.shared.messages import (
+    Classification,
+    ClassifyOptions,
+    DeadLetter,
+    Outcome,
+    Post,
+    PostError,
+)
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import load_classifier
-from feedmill.workers.models.device import select_device
+from feedmill.workers.models.device import select_devices
+from feedmill.workers.pipeline.backlog import Loaded
 from feedmill.workers.pipeline.calibration import calibrate
 from feedmill.workers.pipeline.context import Owner
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.pipeline import Pipeline
 
-#: Seconds to wait for the end of a forward pass when the caller stops early. A process that exits during one aborts.
+#: Seconds to wait for the end of a forward pass when the caller stops early. A process that exits
+#: during one aborts.
 MAX_STOP_S = 60.0
 
 
@@ -39,7 +48,9 @@ class Call:
 
 
 class Callers(Owner):
-    """An owner that hands each finished message to the call that submitted it, found in `Message.pending`."""
+    """An owner that hands each finished message to the call that submitted it, found in
+    `Message.pending`.
+    """
 
     def __init__(self) -> None:
         self.calls: set[Call] = set()
@@ -69,33 +80,54 @@ class NullStore(ResultsStore):
 
 
 class OfflinePipeline:
-    """A running pipeline without a queue, until `stop` or garbage collection. Several threads may use it at once."""
+    """A running pipeline for each device, without a queue, until `stop` or garbage collection.
+
+    models: the same model on each device. Several threads may use it at once. It fails as a whole
+    if a device fails.
+    """
 
     def __init__(
         self,
-        classifier: Classifier,
+        models: Sequence[Loaded],
         settings: Settings,
-        budget: int,
         store: ResultsStore | None = None,
         worker: str = "offline",
     ) -> None:
         self._settings = settings
         self._callers = Callers()
         self._submitting = threading.Lock()
-        self._pipeline = Pipeline(classifier, store or NullStore(), settings, budget, worker, self._callers)
-        self._pipeline.start()
-        weakref.finalize(self, _stop, self._pipeline, os.getpid())
+        self._pipelines = [
+            Pipeline(
+                model.classifier,
+                store or NullStore(),
+                settings,
+                model.budget,
+                worker,
+                self._callers,
+            )
+            for model in models
+        ]
+        for pipeline in self._pipelines:
+            pipeline.start()
+            weakref.finalize(self, _stop, pipeline, os.getpid())
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the pipeline; None while it works."""
-        return self._pipeline.failure
+        """The error that ended the pipeline of a device; None while all work."""
+        for pipeline in self._pipelines:
+            if pipeline.failure:
+                return pipeline.failure
+        return None
 
-    def classify(self, posts: Iterable[Post], options: ClassifyOptions | None = None) -> Iterator[tuple[Post, Outcome]]:
-        """Yield each post with its outcome, in order. Read ahead no further than the window's size.
+    def classify(
+        self, posts: Iterable[Post], options: ClassifyOptions | None = None
+    ) -> Iterator[tuple[Post, Outcome]]:
+        """Yield each post with its outcome, in order.
 
-        Closing the iterator early drops the posts that wait. Raises RequestRefused for options that the model does not
-        support, and ModelError if the device fails permanently.
+        Read ahead no further than the window's size.
+
+        Closing the iterator early drops the posts that wait. Raises RequestRefused for options
+        that the model does not support, and ModelError if the device fails permanently.
         """
         options = options or ClassifyOptions()
         source = iter(posts)
@@ -105,74 +137,141 @@ class OfflinePipeline:
         self._callers.calls.add(call)
         try:
             while True:
-                while (not sent or self._pipeline.waiting() < self._settings.window_rows) and (
-                    some := list(islice(source, self._settings.posts_per_message))
-                ):
-                    sent.append((self._submit(some, options, call), some))
+                while not sent or self._has_room():
+                    batch = list(islice(source, self._settings.posts_per_message))
+                    if not batch:
+                        break
+                    message = self._submit(batch, options, call)
+                    sent.append((message, batch))
                 if not sent:
                     return
-                # Checked after the call was added, so that a failure is either seen here or queued.
-                message = None if self.failure else call.finished.get()
-                if message is None:
-                    raise pipeline_error(self._pipeline)
-                done.add(id(message))
-                while sent and id(sent[0][0]) in done:
-                    first, its_posts = sent.popleft()
+                finished = self._wait_for(call)
+                done.add(id(finished))
+                while sent:
+                    first, first_posts = sent[0]
+                    if id(first) not in done:
+                        break
+                    sent.popleft()
                     done.discard(id(first))
-                    if first.refused and not first.tracebacks:  # the options, not the posts
-                        raise first.refused
-                    for post, outcome in zip(its_posts, first.outcomes, strict=True):
-                        yield post, outcome or PostError(id=post.id, error=str(first.refused))
+                    if first.refused and not first.tracebacks:
+                        raise first.refused  # the options, not the posts
+                    for post, outcome in zip(first_posts, first.outcomes, strict=True):
+                        yield (
+                            post,
+                            outcome or PostError(id=post.id, error=str(first.refused)),
+                        )
         finally:
             call.abandoned = True
             self._callers.calls.discard(call)
 
     def run(self, message: Message) -> None:
-        """Block until a message has its outcomes. Raises ModelError if the device fails permanently."""
-        message.pending = call = Call()
+        """Block until a message has its outcomes.
+
+        Raises ModelError if the device fails permanently.
+        """
+        call = Call()
+        message.pending = call
         self._callers.calls.add(call)
         try:
             with self._submitting:
-                self._pipeline.submit(message)
-            if self.failure or call.finished.get() is None:
-                raise pipeline_error(self._pipeline)
+                self._least_loaded().submit(message)
+            self._wait_for(call)
         finally:
             self._callers.calls.discard(call)
 
-    def _submit(self, posts: Sequence[Post], options: ClassifyOptions, call: Call) -> Message:
-        arguments = {"posts": [post.model_dump(exclude_defaults=True) for post in posts], **options.arguments()}
-        message = Message(arguments, sent_at=None, pending=call)
+    def _wait_for(self, call: Call) -> Message:
+        """Wait for the call's next finished message.
+
+        The call is in `_callers`, so that a failure is either seen here or queued as None. Raises
+        ModelError if the device fails permanently.
+        """
+        finished = None
+        if not self.failure:
+            finished = call.finished.get()
+        if finished is None:
+            raise pipeline_error(self.failure)
+        return finished
+
+    def _submit(
+        self, posts: Sequence[Post], options: ClassifyOptions, call: Call
+    ) -> Message:
+        raw_posts = [post.model_dump(exclude_defaults=True) for post in posts]
+        arguments = {"posts": raw_posts, **options.arguments()}
+        message = Message(
+            arguments,
+            sent_at=None,
+            pending=call,
+        )
         with self._submitting:
-            self._pipeline.submit(message)
+            self._least_loaded().submit(message)
         return message
+
+    def _has_room(self) -> bool:
+        """Return whether the pipeline that gets the next message takes more rows ahead."""
+        return self._least_loaded().waiting() < self._settings.window_rows
+
+    def _least_loaded(self) -> Pipeline:
+        """Return the pipeline with the least work for its device's speed, which gets the next
+        message.
+        """
+        if len(self._pipelines) == 1:
+            return self._pipelines[0]
+        return min(self._pipelines, key=_load)
 
     def stop(self) -> None:
         """End the threads without finishing their work, except a forward pass that runs."""
-        self._pipeline.stop(MAX_STOP_S)
+        for pipeline in self._pipelines:
+            pipeline.stop(MAX_STOP_S)
+
+
+def _load(pipeline: Pipeline) -> float:
+    """Return how full a pipeline is: its waiting rows, as a share of those that may wait."""
+    return pipeline.waiting() / pipeline.max_waiting()
 
 
 def classify(
     posts: Iterable[Post],
-    classifier: Classifier,
+    models: Sequence[Loaded],
     settings: Settings,
-    budget: int,
     options: ClassifyOptions | None = None,
 ) -> Generator[tuple[Post, Outcome]]:
     """Yield each post with its outcome, in order, from a pipeline that ends with the iteration.
 
-    Close the generator to end it early. Raises as `OfflinePipeline.classify` does, and RequestRefused before a post is
-    read.
+    models: the same model on each device to use.
+
+    Close the generator to end it early. Raises as `OfflinePipeline.classify` does, and
+    RequestRefused before a post is read.
     """
-    classifier.label_set(options or ClassifyOptions())
-    pipeline = OfflinePipeline(classifier, settings, budget)
+    models[0].classifier.label_set(options or ClassifyOptions())
+    pipeline = OfflinePipeline(models, settings)
     try:
         yield from pipeline.classify(posts, options)
     finally:
         pipeline.stop()
 
 
-#: The latest pipeline of `run`, and the process, settings and worker that it was made for. A replaced one ends with its
-#: last call.
+def load_models(settings: Settings) -> list[Loaded]:
+    """Load the model in the settings onto each device in the settings, and find its token budget
+    there.
+
+    Raises UserError for a model that cannot be loaded or languages that cannot be detected, and
+    SettingsError if the machine lacks a device.
+    """
+    languages_of(settings)
+    devices = select_devices(
+        settings.devices, settings.device, settings.dtype, settings.engine
+    )
+    models: list[Loaded] = []
+    with explain_refusals(settings.model):
+        for device in devices:
+            classifier = load_classifier(settings, device)
+            budget = calibrate(classifier, settings)
+            models.append(Loaded(classifier, budget))
+    return models
+
+
+#: The latest pipeline of `run`, and the process, settings and worker that it was made for. A
+#: replaced one ends with its last call.
 _latest: tuple[tuple[int, Settings, str | None], OfflinePipeline] | None = None
 _lock = threading.Lock()
 
@@ -180,35 +279,38 @@ _lock = threading.Lock()
 def run(message: Message, settings: Settings, worker: str | None) -> None:
     """Load the model at the first call, and block until the message has its outcomes.
 
-    Raises UserError, or ModelError if the device fails permanently. worker: name recorded in stored results; None
-    stores no results.
+    Raises UserError, or ModelError if the device fails permanently. worker: name recorded in
+    stored results; None stores no results.
     """
     global _latest  # noqa: PLW0603 - one model per process
-    made_for = os.getpid(), settings, worker
+    key = (os.getpid(), settings, worker)
     with _lock:
-        if _latest is None or _latest[0] != made_for:
+        if _latest is None or _latest[0] != key:
             _latest = None  # frees the old model first, unless another thread uses it
-            _latest = made_for, _make(settings, worker)
-        pipeline = _latest[1]
+            _latest = (key, _make(settings, worker))
+        _, pipeline = _latest
     pipeline.run(message)
 
 
 def _make(settings: Settings, worker: str | None) -> OfflinePipeline:
-    with explain_refusals(settings.model):
-        classifier = load_classifier(settings, select_device(settings.device, settings.dtype, settings.engine))
-        budget = calibrate(classifier, settings)
+    models = load_models(settings)
     if worker is None:
-        return OfflinePipeline(classifier, settings, budget)
-    from feedmill.shared.broker import connect  # noqa: PLC0415 - Celery, which callers without results do not need
+        return OfflinePipeline(models, settings)
+    # Celery, which callers without results do not need.
+    from feedmill.shared.broker import connect  # noqa: PLC0415
 
-    return OfflinePipeline(classifier, settings, budget, ResultsStore(connect(settings), settings), worker)
+    store = ResultsStore(connect(settings), settings)
+    return OfflinePipeline(models, settings, store, worker)
 
 
 def _stop(pipeline: Pipeline, process: int) -> None:
-    if process == os.getpid():  # a forked child has none of the threads, and maybe a lock that one of them held
+    # a forked child has none of the threads, and maybe a lock that one of them held
+    if process == os.getpid():
         pipeline.stop(MAX_STOP_S)
 
 
-def pipeline_error(pipeline: Pipeline) -> ModelError:
+def pipeline_error(failure: BaseException | None) -> ModelError:
     """Return the error for callers that wait for a failed pipeline."""
-    return ModelError(f"The device failed: {pipeline.failure}. Try again; the log above shows the cause.")
+    return ModelError(
+        f"The device failed: {failure}. Try again; the log above shows the cause."
+    )

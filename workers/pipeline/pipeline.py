@@ -1,11 +1,15 @@
-"""The pipeline: from message to stored result, on tokenizer, device and writer threads that overlap.
+"""The pipeline: from message to stored result, on tokenizer, device and writer threads that
+overlap.
 
     submit → [tokenizer] preparation.py: post → rows ─▶ backlog.py: rows wait, sorted by length
            → [device]    backlog.py:     next batch, forward, hand over
            → [writer]    recording.py:   outputs → outcomes → stored → finished → recorded
 
-This module connects the parts and monitors them. The worker ends if a step, such as a forward pass, hangs (`Watch`) or
-a thread dies. Independent of Celery: it calls its owner (context.py) on its own threads.
+This module connects the parts and monitors them. The worker ends if a step, such as a forward
+pass, hangs (`Watch`) or a thread dies. Independent of Celery: it calls its owner (context.py) on
+its own threads.
+
+Relies on Python's `sys._current_frames` (`_current_frames`), to log where a hanging thread is.
 """
 
 import logging
@@ -17,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 
 from feedmill.shared.errors import ForwardTimeout, RedisUnavailable
+from feedmill.shared.language import languages_of
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
@@ -31,15 +36,19 @@ logger = logging.getLogger(__name__)
 
 #: Maximum waiting rows before the device's speed is known.
 FIRST_ROWS = 64
-#: Seconds of prefetched work, at the device's recent speed, at which a worker stops fetching messages: enough to hide
-#: round trips, and few enough that messages do not wait for a slow device while a faster one is idle.
+#: Seconds of prefetched work, at the device's recent speed, at which a worker stops fetching
+#: messages: enough to hide round trips, and few enough that messages do not wait for a slow device
+#: while a faster one is idle.
 PREFETCH_S = 2.0
 #: Seconds between statistics in the worker's log.
 STATISTICS_INTERVAL_S = 60.0
 
 
 class Pipeline:
-    """The connected parts and their threads. worker: name recorded in results."""
+    """The connected parts and their threads.
+
+    worker: name recorded in results. Raises UserError for languages that cannot be detected.
+    """
 
     def __init__(
         self,
@@ -59,20 +68,38 @@ class Pipeline:
         self._watch = Watch()
         self.failure: BaseException | None = None
         self.statistics = Statistics(time.monotonic(), classifier.device.shapes)
-        context = Context(owner, store, self.statistics, self._watch, self._stopping, worker)
-        self.backlog = Backlog(Loaded(classifier, budget), self._lanes, settings.batch_rows, context)
+        context = Context(
+            owner,
+            store,
+            self.statistics,
+            self._watch,
+            self._stopping,
+            worker,
+            settings.none,
+            languages_of(settings),
+        )
+        self.backlog = Backlog(
+            Loaded(classifier, budget), self._lanes, settings.batch_rows, context
+        )
         self.recording = Recording(self.backlog, context)
         self._preparation = Preparation(self.backlog, context, self.recording)
-        self._batch_loop = BatchLoop(self.backlog, classifier.device, context, self.recording.hand_over)
-        self._threads = {
-            name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
-            for name, loop in (
-                ("tokenizer", self._preparation.loop),
-                *((_lane_name(lane), partial(self._batch_loop.loop, lane)) for lane in range(self._lanes)),
-                ("writer", self.recording.loop),
-                ("watcher", self._watcher_loop),
+        self._batch_loop = BatchLoop(
+            self.backlog, classifier.device, context, self.recording.hand_over
+        )
+        loops: dict[str, Callable[[], None]] = {}
+        loops["tokenizer"] = self._preparation.loop
+        for lane in range(self._lanes):
+            loops[_lane_name(lane)] = partial(self._batch_loop.loop, lane)
+        loops["writer"] = self.recording.loop
+        loops["watcher"] = self._watcher_loop
+        self._threads: dict[str, threading.Thread] = {}
+        for name, loop in loops.items():
+            self._threads[name] = threading.Thread(
+                target=self._run_watched,
+                args=(loop,),
+                name=name,
+                daemon=True,
             )
-        }
 
     # Called by the pool, on the consumer thread.
 
@@ -82,22 +109,32 @@ class Pipeline:
             thread.start()
 
     def submit(self, message: Message) -> None:
-        """Accept a message. Calls `Owner.recorded` at its end, unless `Owner.admit` rejects it or the pipeline ends."""
+        """Accept a message.
+
+        Calls `Owner.recorded` at its end, unless `Owner.admit` rejects it or the pipeline ends.
+        """
         if message.sent_at is not None:
-            self.statistics.totals.messages += 1
-            self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
+            queued_seconds = max(0.0, time.time() - message.sent_at)
+            totals = self.statistics.totals
+            totals.messages += 1
+            totals.queued_seconds += queued_seconds
         self._preparation.submit(message)
 
-    def replace(self, classifier: Classifier, budget: int, on_replaced: Callable[[], None]) -> None:
+    def replace(
+        self, classifier: Classifier, budget: int, on_replaced: Callable[[], None]
+    ) -> None:
         """Use another model on the same device for messages submitted from now on.
 
-        Earlier messages finish with the old model. The device then switches between two micro-batches. Once all results
-        of the old model are stored, `on_replaced` is called on the writer thread.
+        Earlier messages finish with the old model. The device then switches between two
+        micro-batches. Once all results of the old model are stored, `on_replaced` is called on the
+        writer thread.
         """
         self._preparation.load(Loaded(classifier, budget, on_replaced))
 
     def fail_as_hung(self, what: str) -> None:
-        """Fail the pipeline, because a job on the device thread hangs. what: the reason, for the log."""
+        """Fail the pipeline, because a job on the device thread hangs. what: the reason, for the
+        log.
+        """
         self._fail_as_hanging(self._threads[_lane_name(0)].ident, what)
 
     def stop(self, seconds: float = 5.0) -> None:
@@ -118,21 +155,34 @@ class Pipeline:
         return self.backlog.loaded.classifier
 
     def waiting(self) -> int:
-        """Return the number of waiting rows. Posts that are not tokenized yet count with the configured labels."""
-        return len(self.backlog) + self._preparation.posts_waiting() * self.backlog.loaded.rows_each
+        """Return the number of waiting rows.
+
+        Posts that are not tokenized yet count with the configured labels.
+        """
+        rows = len(self.backlog)
+        posts = self._preparation.posts_waiting()
+        return rows + posts * self.backlog.loaded.rows_each
 
     def max_waiting(self) -> int:
-        """Return how many rows may wait: those that the device computes in PREFETCH_S at its recent speed.
+        """Return how many rows may wait: those that the device computes in PREFETCH_S at its
+        recent speed.
 
-        A slow device thus takes less of a short queue, and all devices finish at about the same time.
+        A slow device thus takes less of a short queue, and all devices finish at about the same
+        time.
         """
         speed = self.statistics.speed.rows_per_second
-        return int(min(self._window_rows, FIRST_ROWS if speed is None else max(1, PREFETCH_S * speed)))
+        rows: float = FIRST_ROWS
+        if speed is not None:
+            rows = max(1, PREFETCH_S * speed)
+        return int(min(self._window_rows, rows))
 
     # Threads.
 
-    def _watched(self, loop: Callable[[], None]) -> None:
-        """Run a thread's loop. An error fails the pipeline, so that nothing waits for a dead thread."""
+    def _run_watched(self, loop: Callable[[], None]) -> None:
+        """Run a thread's loop.
+
+        An error fails the pipeline, so that nothing waits for a dead thread.
+        """
         try:
             loop()
         except RedisUnavailable as error:
@@ -143,27 +193,42 @@ class Pipeline:
     def _fail(self, error: BaseException, what: str) -> None:
         self.failure = error
         cause = None if isinstance(error, RedisUnavailable) else error
-        logger.critical("%s; this worker exits and its messages return to the queue", what.rstrip("."), exc_info=cause)
+        logger.critical(
+            "%s; this worker exits and its messages return to the queue",
+            what.rstrip("."),
+            exc_info=cause,
+        )
         self._owner.failed()
 
     def _watcher_loop(self) -> None:
-        """Log statistics periodically, and end the worker when a forward pass or another step hangs."""
+        """Log statistics periodically, and end the worker when a forward pass or another step
+        hangs.
+        """
         logged = time.monotonic()
         while not self._stopping.wait(self._watch_interval):
             now = time.monotonic()
             self.statistics.mark(now)
             if now - logged >= STATISTICS_INTERVAL_S:
-                logged, rates = now, self.statistics.recent(now)
-                if rates.posts:
-                    logger.info("%s; oldest row waiting for %.1f s", rates, self.backlog.oldest_age())
+                logged = now
+                self._log_statistics(now)
             for thread, what in self._watch.longer_than(self._forward_timeout):
                 limit = f"{self._forward_timeout:.4g} s (FEEDMILL_FORWARD_TIMEOUT)"
                 self._fail_as_hanging(thread, f"{what} has hung for {limit}")
                 return
 
+    def _log_statistics(self, now: float) -> None:
+        rates = self.statistics.recent(now)
+        if rates.posts:
+            logger.info(
+                "%s; oldest row waiting for %.1f s",
+                rates,
+                self.backlog.oldest_age(),
+            )
+
     def _fail_as_hanging(self, thread: int | None, what: str) -> None:
         frame = sys._current_frames().get(thread or 0)
-        logger.critical("stack of the hung thread:\n%s", "".join(traceback.format_stack(frame)))
+        stack = "".join(traceback.format_stack(frame))
+        logger.critical("stack of the hung thread:\n%s", stack)
         self._fail(ForwardTimeout(what), what)
 
 

@@ -1,10 +1,11 @@
 """The window: waiting rows, sorted by length, from which micro-batches are cut.
 
-The cost of a padded batch is its longest row times its number of rows, so rows of similar length belong together. But
-always taking the shortest rows would starve the long ones. So each batch contains the oldest row. Of all runs of
-neighbouring lengths that contain this row and fit the budget, the window takes the one with the least padding for its
-tokens. The window never delays rows on purpose: an idle device takes what is waiting. Rows of a more urgent priority go
-first, regardless of age, as in the queue; other rows fill the remaining room.
+The cost of a padded batch is its longest row times its number of rows, so rows of similar length
+belong together. But always taking the shortest rows would starve the long ones. So each batch
+contains the oldest row. Of all runs of neighbouring lengths that contain this row and fit the
+budget, the window takes the one with the least padding for its tokens. The window never delays
+rows on purpose: an idle device takes what is waiting. Rows of a more urgent priority go first,
+regardless of age, as in the queue; other rows fill the remaining room.
 
 Pure Python, independent of Celery, torch and posts. Not thread-safe: callers lock it.
 """
@@ -33,12 +34,28 @@ R = TypeVar("R", bound=HasLength)
 _Entry: TypeAlias = tuple[int, int, R]
 
 
+class _Oldest(NamedTuple):
+    """The arrival number, length and time of arrival of the oldest row."""
+
+    number: int
+    length: int
+    arrival: float
+
+
 class _Waiting(NamedTuple, Generic[R]):
     """The rows of one priority, sorted by length and by age."""
 
     by_length: list[_Entry[R]]
     #: Arrival number -> (length, time of arrival), oldest first.
     by_age: OrderedDict[int, tuple[int, float]]
+
+    def oldest(self) -> "_Oldest":
+        number, (length, arrival) = next(iter(self.by_age.items()))
+        return _Oldest(
+            number=number,
+            length=length,
+            arrival=arrival,
+        )
 
     def remove(self, begin: int, end: int) -> list[_Entry[R]]:
         """Remove and return the entries from index `begin` to before `end`, sorted by length."""
@@ -72,60 +89,92 @@ class Window(Generic[R]):
     def add(self, row: R, priority: int = 0) -> None:
         """Add a row. Priority 0 goes first, 9 last."""
         self._arrivals += 1
-        if (waiting := self._waiting.get(priority)) is None:
-            waiting = self._waiting[priority] = _Waiting([], OrderedDict())
-        insort(waiting.by_length, (row.length, self._arrivals, row))
-        waiting.by_age[self._arrivals] = (row.length, self._clock())
+        number = self._arrivals
+        length = row.length
+        waiting = self._waiting.get(priority)
+        if waiting is None:
+            waiting = _Waiting(by_length=[], by_age=OrderedDict())
+            self._waiting[priority] = waiting
+        insort(waiting.by_length, (length, number, row))
+        waiting.by_age[number] = (length, self._clock())
         self._rows += 1
 
     def oldest_age(self) -> float:
         """Return how long the oldest row has waited, in seconds; 0.0 if there is none."""
         now = self._clock()
-        return now - min((next(iter(waiting.by_age.values()))[1] for waiting in self._waiting.values()), default=now)
+        arrivals = []
+        for waiting in self._waiting.values():
+            arrival = waiting.oldest().arrival
+            arrivals.append(arrival)
+        return now - min(arrivals, default=now)
 
     def take(self, token_budget: int, row_limit: int) -> list[R]:
         """Remove and return the next micro-batch, sorted by length; empty if no row waits.
 
-        It contains the oldest row of the most urgent priority, at most `row_limit` rows, and at most `token_budget`
-        tokens, padding included. A row that alone exceeds the budget goes by itself.
+        It contains the oldest row of the most urgent priority, at most `row_limit` rows, and at
+        most `token_budget` tokens, padding included. A row that alone exceeds the budget goes by
+        itself.
         """
         batch: list[_Entry[R]] = []
         for priority in sorted(self._waiting):
             waiting = self._waiting[priority]
-            if batch:
-                room = self._shapes.fit(batch[-1][0], token_budget, row_limit) - len(batch)
+            if not batch:
+                begin, end = _cut(waiting, self._shapes, token_budget, row_limit)
+                batch = waiting.remove(begin, end)
+            else:
+                longest, _, _ = batch[-1]
+                fit = self._shapes.fit(longest, token_budget, row_limit)
+                room = fit - len(batch)
                 if room <= 0:
                     break
-                fitting = bisect_left(waiting.by_length, (batch[-1][0] + 1, 0))
-                batch = waiting.remove(max(0, fitting - room), fitting) + batch
-                batch.sort(key=lambda entry: entry[0])
-            else:
-                batch = waiting.remove(*_cut(waiting, self._shapes, token_budget, row_limit))
+                # The longest rows that do not lengthen the batch.
+                end = bisect_left(waiting.by_length, (longest + 1, 0))
+                begin = max(0, end - room)
+                batch = waiting.remove(begin, end) + batch
+                batch.sort(key=_length_of)
             if not waiting.by_length:
                 del self._waiting[priority]
         self._rows -= len(batch)
         return [row for _, _, row in batch]
 
 
-def _cut(waiting: _Waiting[R], shapes: Shapes, token_budget: int, row_limit: int) -> tuple[int, int]:
-    """Return the start and end of the best run of neighbouring lengths that contains the oldest row."""
-    number, (anchor, _) = next(iter(waiting.by_age.items()))
-    rows = waiting.by_length
-    at = bisect_left(rows, (anchor, number))
+def _length_of(entry: _Entry[R]) -> int:
+    return entry[0]
+
+
+def _cut(
+    waiting: _Waiting[R], shapes: Shapes, token_budget: int, row_limit: int
+) -> tuple[int, int]:
+    """Return the start and end of the best run of neighbouring lengths that contains the oldest
+    row.
+    """
+    entries = waiting.by_length
+    oldest = waiting.oldest()
+    at = bisect_left(entries, (oldest.length, oldest.number))
     first = max(0, at + 1 - row_limit)
-    sums = list(accumulate((length for length, _, _ in rows[first : at + row_limit]), initial=0))
-    best, low, high = 0.0, at, at
-    fit, longest = 1, -1
-    for end in range(at, min(at + row_limit, len(rows))):
-        # With rows[end] as the longest row, the rows down to rows[begin] fit.
-        if rows[end][0] != longest:
-            longest = rows[end][0]
+    stop = min(at + row_limit, len(entries))
+    lengths = [length for length, _, _ in entries[first:stop]]
+    sums = list(accumulate(lengths, initial=0))
+    best_gain = 0.0
+    best_begin = at
+    best_end = at + 1
+    fit = 1
+    longest = -1
+    for last in range(at, stop):
+        # With entries[last] as the longest, the entries from `begin` to before `end` fit.
+        length = lengths[last - first]
+        if length != longest:
+            longest = length
             fit = shapes.fit(longest, token_budget, row_limit)
-        begin = max(0, end + 1 - fit)
+        end = last + 1
+        begin = max(0, end - fit)
         if begin > at:
             break
-        tokens = sums[end + 1 - first] - sums[begin - first]
-        gain = tokens / (shapes.tokens(end + 1 - begin, longest) + BATCH_COST)
-        if gain > best:
-            best, low, high = gain, begin, end
-    return low, high + 1
+        tokens = sums[end - first] - sums[begin - first]
+        padded_tokens = shapes.tokens(end - begin, longest)
+        gain = tokens / (padded_tokens + BATCH_COST)
+        if gain > best_gain:
+            best_gain = gain
+            best_begin = begin
+            best_end = end
+    return best_begin, best_end

@@ -1,1 +1,3 @@
-"""Reserve messages under leases: the Redis transport for kombu, and the messages that a process holds."""
+"""Reserve messages under leases: the Redis transport for kombu, and the messages that a process
+holds.
+"""

@@ -1,54 +1,79 @@
-"""Static embeddings: a text's embedding is the mean of its tokens' vectors, looked up in a table. No transformer.
+"""Static embeddings: a text's embedding is the mean of its tokens' vectors, looked up in a table.
 
-Reads folders of sentence-transformers (`StaticEmbedding`) and model2vec. Embeddings equal those of the library that
-wrote the folder: sentence-transformers averages all tokens, model2vec leaves out unknown ones. Lookups take less time
-than a copy to a GPU, so they run on the CPU whatever the worker's device.
+No transformer.
+
+Reads folders of sentence-transformers (`StaticEmbedding`) and model2vec. Embeddings equal those of
+the library that wrote the folder: sentence-transformers averages all tokens, model2vec leaves out
+unknown ones. Lookups take less time than a copy to a GPU, so they run on the CPU whatever the
+worker's device.
 """
 
 import json
 from collections.abc import Sequence
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
-from safetensors.torch import load_file
 from torch.nn.functional import embedding_bag
 
 from feedmill.shared.errors import ModelError, SettingsError
 from feedmill.shared.settings import Settings
+from feedmill.workers.models.bounds import check_tokenizer
 from feedmill.workers.models.device import Device
-from feedmill.workers.models.tokenizer import Tokens, encode_starts
-from feedmill.workers.models.weights import WEIGHTS_FILE, Weights, loading
+from feedmill.workers.models.files import WEIGHTS_FILE, loading
+from feedmill.workers.models.tensors import TensorFile
+from feedmill.workers.models.tokenizer import Tokens, encode_starts, number_of_ids
+from feedmill.workers.models.weights import Weights
 
 #: Names of the table in the files of sentence-transformers and of model2vec.
-SENTENCE_TRANSFORMERS, MODEL2VEC = "embedding.weight", "embeddings"
+SENTENCE_TRANSFORMERS = "embedding.weight"
+MODEL2VEC = "embeddings"
+#: Names of model2vec's row of each token, and of the factor of each token's vector.
+MAPPING = "mapping"
+FACTORS = "weights"
 
 
 class StaticTokenizer:
-    """A tokenizer without special tokens. Has a part of `Tokenizer`'s interface. Raises ModelError.
+    """A tokenizer without special tokens.
+
+    Has a part of `Tokenizer`'s interface. Raises ModelError.
 
     drops_unknown: leave out unknown tokens. empty: the row of a text without tokens.
     """
 
-    def __init__(self, folder: Path, max_tokens: int, drops_unknown: bool, empty: int) -> None:
-        with loading(folder / "tokenizer.json"):
-            self._rust: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    def __init__(
+        self, folder: Path, max_tokens: int, drops_unknown: bool, empty: int
+    ) -> None:
+        file = folder / "tokenizer.json"
+        check_tokenizer(file)
+        with loading(file):
+            self._rust: Any = tokenizers.Tokenizer.from_file(str(file))
         self.max_tokens = max_tokens
-        self.size: int = self._rust.get_vocab_size()
+        self.size = number_of_ids(self._rust)
         self._rust.no_padding()
         self._rust.enable_truncation(max_tokens)
-        self._unknown = _unknown_token(self._rust) if drops_unknown else None
+        self._unknown = None
+        if drops_unknown:
+            self._unknown = _unknown_token(self._rust)
         self._empty = empty
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the token ids of each text, at most `max_tokens`, unknown ones included."""
-        encodings = encode_starts(self._rust, texts, self.max_tokens, special_tokens=False)
-        return [
-            Tokens([token for token in encoding.ids if token != self._unknown] or [self._empty])
-            for encoding in encodings
-        ]
+        encodings = encode_starts(
+            self._rust,
+            texts,
+            max_tokens=self.max_tokens,
+            special_tokens=False,
+        )
+        unknown = self._unknown
+        rows = []
+        for encoding in encodings:
+            ids = [token for token in encoding.ids if token != unknown]
+            if not ids:
+                ids = [self._empty]
+            rows.append(Tokens(ids))
+        return rows
 
 
 class StaticEngine:
@@ -59,49 +84,126 @@ class StaticEngine:
 
     def __init__(self, device: Device, folder: Path) -> None:
         self.device = device
-        with loading(f"static embeddings, {SENTENCE_TRANSFORMERS} or {MODEL2VEC}, in {folder / WEIGHTS_FILE}"):
-            tensors = load_file(folder / WEIGHTS_FILE)
+        path = folder / WEIGHTS_FILE
+        with loading(
+            f"static embeddings, {SENTENCE_TRANSFORMERS} or {MODEL2VEC}, in {path}"
+        ):
+            file = TensorFile(path)
             #: True if the folder is model2vec's.
-            self.of_model2vec = SENTENCE_TRANSFORMERS not in tensors
-            table = tensors[MODEL2VEC if self.of_model2vec else SENTENCE_TRANSFORMERS].float()
-            if self.of_model2vec and "mapping" in tensors:  # several tokens share a vector
-                table = table[tensors["mapping"].long()]
-            if self.of_model2vec and "weights" in tensors:
-                table = table * tensors["weights"].float()[:, None]
-            #: Number of tokens. The row after the last is zero: the embedding of a text without tokens.
-            self.size = len(table)
-            self._table = torch.cat([table, torch.zeros(1, table.shape[1])]).to(device.dtype)
+            self.of_model2vec = SENTENCE_TRANSFORMERS not in file
+            name = SENTENCE_TRANSFORMERS
+            if self.of_model2vec:
+                name = MODEL2VEC
+            if name not in file:
+                raise ValueError("it has neither")
+            table = file.read(name).float()
+            vectors, dimensions = table.shape
+            tokens = vectors
+            #: Row of the table by token, where several tokens share a vector. The table is not
+            #: repeated for them: two kilobytes of a file can name a billion vectors.
+            self._rows: torch.Tensor | None = None
+            #: Factor of each token's vector, with `_rows` alone.
+            self._factors: torch.Tensor | None = None
+            if self.of_model2vec and MAPPING in file:
+                rows = file.read(MAPPING).long()
+                (tokens,) = rows.shape
+                lowest = 0
+                highest = -1
+                if tokens:
+                    lowest = int(rows.min())
+                    highest = int(rows.max())
+                if lowest < 0 or highest >= vectors:
+                    raise ValueError(
+                        f"its mapping names vectors beyond the {vectors:,} that there are"
+                    )
+                empty_row = torch.tensor([vectors])
+                self._rows = torch.cat([rows, empty_row])
+            if self.of_model2vec and FACTORS in file:
+                factors = file.read(FACTORS).float()
+                if factors.shape != (tokens,):
+                    shape = [*factors.shape]
+                    raise ValueError(f"it has {shape} weights for {tokens:,} tokens")
+                if self._rows is None:
+                    table *= factors[:, None]
+                else:
+                    empty_factor = torch.ones(1)
+                    factors = torch.cat([factors, empty_factor])
+                    self._factors = factors.to(device.dtype)
+            #: Number of tokens. The row after the last is zero: the embedding of a text without
+            #: tokens.
+            self.size = tokens
+            empty_vector = torch.zeros(1, dimensions)
+            table = torch.cat([table, empty_vector])
+            self._table = table.to(device.dtype)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         """Return each row's mean vector: [rows, dimensions] in float32."""
-        ids = torch.tensor(list(chain.from_iterable(row.ids for row in rows)))
-        starts = torch.tensor([0, *accumulate(len(row.ids) for row in rows)][:-1])
-        return embedding_bag(ids, self._table, starts, mode="mean").float()
+        all_ids: list[int] = []
+        row_starts = []
+        lengths = []
+        for row in rows:
+            row_starts.append(len(all_ids))
+            lengths.append(len(row.ids))
+            all_ids += row.ids
+        ids = torch.tensor(all_ids)  # [tokens of all rows]
+        starts = torch.tensor(row_starts)  # [rows]
+        places = ids
+        if self._rows is not None:
+            places = self._rows[ids]
+        if self._factors is None:
+            means = embedding_bag(
+                places,
+                self._table,
+                starts,
+                mode="mean",
+            )
+            return means.float()
+        sums = embedding_bag(
+            places,
+            self._table,
+            starts,
+            mode="sum",
+            per_sample_weights=self._factors[ids],
+        )
+        row_lengths = torch.tensor(lengths)
+        return sums.float() / row_lengths[:, None]
 
 
 def create_static_engine(
     weights: Weights, device: Device, settings: Settings, folder: Path, max_tokens: int
 ) -> tuple[StaticEngine, StaticTokenizer]:
-    """Load a table and its tokenizer. folder: the folder of both. Raises ModelError or SettingsError."""
+    """Load a table and its tokenizer. folder: the folder of both.
+
+    Raises ModelError or SettingsError.
+    """
     if settings.engine != "torch":
         raise SettingsError(
-            f"FEEDMILL_ENGINE is {settings.engine}, but {weights.name} has static embeddings, which need none: unset "
-            "FEEDMILL_ENGINE."
+            f"FEEDMILL_ENGINE is {settings.engine}, but {weights.name} has static embeddings, "
+            "which need none: unset FEEDMILL_ENGINE."
         )
     engine = StaticEngine(device, folder)
-    tokenizer = StaticTokenizer(folder, max_tokens, engine.of_model2vec, engine.size)
+    tokenizer = StaticTokenizer(
+        folder=folder,
+        max_tokens=max_tokens,
+        drops_unknown=engine.of_model2vec,
+        empty=engine.size,
+    )
     if tokenizer.size > engine.size:
         raise ModelError(
-            f"{weights.name} has vectors for {engine.size:,} tokens, but its tokenizer has {tokenizer.size:,}. "
-            "Download the model again."
+            f"{weights.name} has vectors for {engine.size:,} tokens, but its tokenizer has "
+            f"{tokenizer.size:,}. Download the model again."
         )
     return engine, tokenizer
 
 
 def _unknown_token(rust: Any) -> int | None:
     """Return the id of the tokenizer's unknown token, if it has one."""
-    if hasattr(rust.model, "unk_token"):
-        return rust.token_to_id(rust.model.unk_token) if rust.model.unk_token is not None else None
-    unknown: int | None = json.loads(rust.to_str())["model"].get("unk_id")
-    return unknown
+    number: int | None = None
+    if not hasattr(rust.model, "unk_token"):
+        content = json.loads(rust.to_str())
+        model = content["model"]
+        number = model.get("unk_id")
+    elif rust.model.unk_token is not None:
+        number = rust.token_to_id(rust.model.unk_token)
+    return number
