@@ -1,12 +1,14 @@
 """Load a model into this process. Imports torch only when a model is loaded."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from feedmill.shared.errors import explain_missing, explain_refusals
-from feedmill.shared.settings import Settings
+from feedmill.shared.errors import explain_missing
+from feedmill.shared.settings import Settings, load
 
 if TYPE_CHECKING:
     from feedmill.workers.models.classifiers import Classifier
+    from feedmill.workers.pipeline.backlog import Loaded
 
 
 def load_model(settings: Settings) -> "Classifier":
@@ -19,13 +21,35 @@ def load_model(settings: Settings) -> "Classifier":
         from feedmill.workers.models import device  # noqa: PLC0415
         from feedmill.workers.models.classifiers.registry import load_classifier  # noqa: PLC0415
 
-        return load_classifier(settings, device.select_device(settings.device, settings.dtype, settings.engine))
+        return load_classifier(
+            settings,
+            device.select_device(settings.device, settings.dtype, settings.engine),
+        )
 
 
-def load_calibrated(settings: Settings) -> "tuple[Classifier, int]":
-    """Load the model in the settings, and return it with its token budget. Raises UserError as `load_model` does."""
-    loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
-    from feedmill.workers.pipeline.calibration import calibrate  # noqa: PLC0415
+def load_models(settings: Settings) -> "list[Loaded]":
+    """Load the model in the settings onto each of its devices, with the token budget there.
 
-    with explain_refusals(settings.model):
-        return loaded, calibrate(loaded, settings)
+    Raises UserError as `load_model` does.
+    """
+    with explain_missing("Classifying in this process", "worker"):
+        # Needs torch, which only workers have.
+        from feedmill.workers.pipeline import offline  # noqa: PLC0415
+
+        return offline.load_models(settings)
+
+
+def candidates(
+    settings: Settings, models: Sequence[str], dtypes: Sequence[str]
+) -> list[Settings]:
+    """Return the settings of each model in each data type.
+
+    Raises SettingsError for an unknown data type.
+    """
+    # Repeated ones count once.
+    checked = [load(dtype=dtype).dtype for dtype in dict.fromkeys(dtypes)]
+    return [
+        settings.model_copy(update={"model": model, "dtype": dtype})
+        for model in models
+        for dtype in checked
+    ]

@@ -1,1 +1,0 @@
-"""Write results to Parquet, CSV or JSONL files."""

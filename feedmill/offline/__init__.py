@@ -1,0 +1,1 @@
+"""Label files in this process, without Redis or a worker."""

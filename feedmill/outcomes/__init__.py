@@ -1,0 +1,1 @@
+"""What became of posts: results and dead letters, read, retried and deleted."""
