@@ -1,1 +1,3 @@
-"""Train classifiers: all weights (`finetune.py`), or a head on frozen embeddings (`head.py`, `active.py`)."""
+"""Train classifiers: all weights (`finetune.py`), or a head on frozen embeddings (`head.py`,
+`active.py`).
+"""

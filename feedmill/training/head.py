@@ -1,9 +1,11 @@
-"""Train a head: a linear layer for the labels, on the frozen embeddings of a sentence-transformers model.
+"""Train a head: a linear layer for the labels, on the frozen embeddings of a sentence-transformers
+model.
 
-Zero-shot classification is a linear layer of the embedding. `adapt` moves it towards a sample of posts, whose labels it
-need not know; then a multinomial logistic regression corrects it by the labelled posts, if there are any. The sum is
-again one layer. If cross-validation shows that the correction does better without the adapted layer, that is left out.
-Posts are embedded as a worker embeds them.
+Zero-shot classification is a linear layer of the embedding. `adapt` moves it towards a sample of
+posts, whose labels it need not know; then a multinomial logistic regression corrects it by the
+labelled posts, if there are any. The sum is again one layer. If cross-validation shows that the
+correction does better without the adapted layer, that is left out. Posts are embedded as a worker
+embeds them.
 """
 
 import json
@@ -20,33 +22,50 @@ import torch
 from feedmill.console import Report
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import DESCRIBED_TOPICS, Settings
-from feedmill.training.data import Dataset, TrainOptions
-from feedmill.workers.models.classifiers.fixed_labels import write_head
-from feedmill.workers.models.classifiers.layout import TEXT_CONFIGS, read_text_config, read_text_settings
+from feedmill.training.data import Dataset
+from feedmill.training.options import TrainOptions
+from feedmill.workers.models.classifiers.fixed_labels import NoneClass, write_head
+from feedmill.workers.models.classifiers.layout import (
+    TEXT_CONFIGS,
+    read_text_config,
+    read_text_settings,
+)
+from feedmill.workers.models.classifiers.none_of_these import read_subjects
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.classifiers.similarity import Similarity
 from feedmill.workers.models.device import select_device
 from feedmill.workers.models.engines import device_errors
-from feedmill.workers.models.weights import HEAD_FILE, Weights, copy_model
+from feedmill.workers.models.files import HEAD_FILE
+from feedmill.workers.models.weights import Weights, copy_model
 
-#: Inverse variance of the posts of a label, where the mean square distance of all posts from their centre is 1; and
-#: posts that a label's sentences count as. Twice as much or half of it costs less than the draws differ.
-PRECISION, PRIOR_POSTS = 44.0, 8.0
+#: Inverse variance of the posts of a label, where the mean square distance of all posts from their
+#: centre is 1; and posts that a label's sentences count as. Twice as much or half of it costs less
+#: than the draws differ.
+PRECISION = 44.0
+PRIOR_POSTS = 8.0
 #: Starts of the correction. The second is taken if it is more accurate by two standard errors.
-ADAPTED, NOTHING = "adapted", "nothing"
-#: L2 penalties of the weights, for centred features of unit mean square, and of the biases, beside the examples' summed
-#: losses. Without the latter, the few examples' label frequencies are learnt as if they were those of all posts.
-PENALTY, BIAS_PENALTY = 0.15, 5.0
-#: Maximum L-BFGS iterations, of which a fit needs fewer, and greatest component of the gradient at its end.
-MAX_ITERATIONS, TOLERANCE = 200, 1e-6
+ADAPTED = "adapted"
+NOTHING = "nothing"
+#: L2 penalties of the weights, for centred features of unit mean square, and of the biases, beside
+#: the examples' summed losses. Without the latter, the few examples' label frequencies are learnt
+#: as if they were those of all posts.
+PENALTY = 0.15
+BIAS_PENALTY = 5.0
+#: Maximum L-BFGS iterations, of which a fit needs fewer, and greatest component of the gradient at
+#: its end.
+MAX_ITERATIONS = 200
+TOLERANCE = 1e-6
 #: Parts of the cross-validation, and the maximum number of examples in it.
-FOLDS, MAX_VALIDATED = 5, 2000
+FOLDS = 5
+MAX_VALIDATED = 2000
 #: Posts without a label that a head learns from. More hardly move it.
 MAX_UNLABELLED = 2000
 #: Maximum tokens per forward pass, with padding.
 BATCH_TOKENS = 8192
-#: Factors of the logits to choose from, and the usual deviation of their logarithm for layers of the labels' sentences.
-SHARPNESSES, SHARPNESS_DEVIATION = tuple(2 ** (step / 16) for step in range(-16, 65)), 0.05
+#: Factors of the logits to choose from, and the usual deviation of their logarithm for layers of
+#: the labels' sentences.
+SHARPNESSES = tuple(2 ** (step / 16) for step in range(-16, 65))
+SHARPNESS_DEVIATION = 0.05
 #: Name of the prompt that FEEDMILL_POST_PROMPT chose, in the saved model.
 PROMPT_NAME = "posts"
 
@@ -56,38 +75,72 @@ Fitted = tuple[torch.Tensor, torch.Tensor]
 
 
 class Embedder:
-    """A sentence-transformers model that reads `max_tokens` of a post. Raises UserError if it cannot be loaded."""
+    """A sentence-transformers model that reads `max_tokens` of a post.
+
+    Raises UserError if it cannot be loaded.
+    """
 
     def __init__(self, base: str, settings: Settings, max_tokens: int) -> None:
-        own = {"model": base, "classifier": "similarity", "max_tokens": max_tokens, "labels": None, "template": None}
-        self.settings, self.max_tokens = settings.model_copy(update=own), max_tokens
-        device = select_device(settings.device, settings.dtype, settings.engine)
-        self.classifier = cast(Similarity, load_classifier(self.settings, device))
+        changes = {
+            "model": base,
+            "classifier": "similarity",
+            "max_tokens": max_tokens,
+            "labels": None,
+            "template": None,
+        }
+        self.settings = settings.model_copy(update=changes)
+        self.max_tokens = max_tokens
+        device = select_device(
+            settings.device,
+            settings.dtype,
+            settings.engine,
+        )
+        classifier = load_classifier(self.settings, device)
+        self.classifier = cast(Similarity, classifier)
 
     def embed(self, texts: Sequence[str], report: Report) -> torch.Tensor:
         """Return the unit vectors of texts: [texts, dimensions], in float32 on the CPU.
 
         Raises DeviceFull or DeviceLost.
         """
-        report.phase(f"embedding {len(texts):,} posts", len(texts))
-        label_set = self.classifier.label_set(ClassifyOptions())
-        order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
-        size = max(1, BATCH_TOKENS // self.max_tokens)
-        vectors: list[torch.Tensor] = []
-        for start in range(0, len(texts), size):
-            rows = self.classifier.prepare([texts[place] for place in order[start : start + size]], label_set)
+        count = len(texts)
+        report.phase(f"embedding {count:,} posts", count)
+        classifier = self.classifier
+        options = ClassifyOptions()
+        label_set = classifier.label_set(options)
+        order = sorted(
+            range(count),
+            key=lambda index: len(texts[index]),
+            reverse=True,
+        )
+        batch_size = BATCH_TOKENS // self.max_tokens
+        batch_size = max(1, batch_size)
+        batches: list[torch.Tensor] = []
+        for start in range(0, count, batch_size):
+            end = start + batch_size
+            indexes = order[start:end]
+            batch = [texts[index] for index in indexes]
+            rows = classifier.prepare(batch, label_set)
+            tokens = [row.tokens for (row,) in rows]
             with device_errors(), torch.inference_mode():
-                vectors.append(self.classifier.embed([row.tokens for (row,) in rows]).float().cpu())
-            report.advance(start + len(rows))
-        return torch.cat(vectors)[torch.tensor(order).argsort()]
+                vectors = classifier.embed(tokens)
+                vectors = vectors.float().cpu()
+                batches.append(vectors)
+            done = start + len(rows)
+            report.advance(done)
+        original_order = torch.tensor(order).argsort()
+        return torch.cat(batches)[original_order]
 
     def label_vectors(self, options: ClassifyOptions) -> torch.Tensor:
         """Return the unit vectors of the labels' sentences: [labels, dimensions].
 
         Raises RequestRefused, DeviceFull or DeviceLost.
         """
+        classifier = self.classifier
         with device_errors(), torch.inference_mode():
-            vectors = self.classifier.label_vectors(self.classifier.label_set(options)).float().cpu()
+            label_set = classifier.label_set(options)
+            vectors = classifier.label_vectors(label_set)
+            vectors = vectors.float().cpu()
         return vectors.clone()  # outside of the block: a tensor as any other
 
 
@@ -100,181 +153,495 @@ class HeadModel(NamedTuple):
     head: Fitted
     #: The training's part of training.json.
     record: dict[str, Any]
+    none: NoneClass | None = None
 
     def save(self, folder: Path) -> None:
-        """Write the model's folder: a copy of the base, with the head beside it. Raises OSError."""
+        """Write the model's folder: a copy of the base, with the head beside it.
+
+        Raises OSError.
+        """
         base = self.embedder
-        save_with_head(folder, self.labels, self.head, base.classifier.weights, base.settings, base.max_tokens)
+        save_with_head(
+            folder,
+            self.labels,
+            self.head,
+            base.classifier.weights,
+            base.settings,
+            base.max_tokens,
+            self.none,
+        )
 
 
 def save_with_head(
-    folder: Path, labels: tuple[str, ...], head: Fitted, weights: Weights, settings: Settings, max_tokens: int
+    folder: Path,
+    labels: tuple[str, ...],
+    head: Fitted,
+    weights: Weights,
+    settings: Settings,
+    max_tokens: int,
+    none: NoneClass | None = None,
 ) -> None:
     """Write a head, and the files of its base that are not in the folder.
 
-    The base's configuration gets the training's token limit and prompt, so that workers, and sentence-transformers'
-    `encode`, embed texts as the training did. Raises OSError.
+    The base's configuration gets the training's token limit and prompt, so that workers, and
+    sentence-transformers' `encode`, embed texts as the training did. Raises OSError.
     """
     texts = read_text_settings(weights, settings)
-    write_head(folder / HEAD_FILE, labels, *head)
+    weight, bias = head
+    write_head(
+        folder / HEAD_FILE,
+        labels,
+        weight,
+        bias,
+        none,
+    )
+
     config = dict(texts.config)
     if settings.post_prompt is not None:
-        chosen = {PROMPT_NAME: texts.post_prompt} if texts.post_prompt else {}
-        config["prompts"] = (config.get("prompts") or {}) | chosen
-        config["default_prompt_name"] = PROMPT_NAME if chosen else None
+        base_prompts = config.get("prompts")
+        prompts = dict(base_prompts or {})
+        prompt_name = None
+        if texts.post_prompt:
+            prompt_name = PROMPT_NAME
+            prompts[prompt_name] = texts.post_prompt
+        config["prompts"] = prompts
+        config["default_prompt_name"] = prompt_name
     if config:
         _write_json(folder / "config_sentence_transformers.json", config)
-    limit = min(max_tokens, texts.max_tokens or max_tokens)
-    _write_json(folder / TEXT_CONFIGS[0], read_text_config(weights.folder) | {"max_seq_length": limit})
+
+    text_config = read_text_config(weights.folder)
+    limit = max_tokens
+    if texts.max_tokens:
+        limit = min(limit, texts.max_tokens)
+    text_config["max_seq_length"] = limit
+    _write_json(folder / TEXT_CONFIGS[0], text_config)
     copy_model(weights, folder)
 
 
-def train_head(dataset: Dataset, options: TrainOptions, settings: Settings, report: Report) -> HeadModel:
-    """Embed the posts for training, and fit a head to them. Raises UserError, DeviceFull or DeviceLost."""
+def train_head(
+    dataset: Dataset, options: TrainOptions, settings: Settings, report: Report
+) -> HeadModel:
+    """Embed the posts for training, and fit a head to them.
+
+    Raises UserError, DeviceFull or DeviceLost.
+    """
     report.phase(f"loading {options.base}")
-    embedder = Embedder(options.base, settings, options.max_tokens)
+    embedder = Embedder(
+        options.base,
+        settings,
+        options.max_tokens,
+    )
     began = time.monotonic()
-    others = random.Random(options.seed).sample(dataset.unlabelled, min(len(dataset.unlabelled), MAX_UNLABELLED))
-    vectors = embedder.embed([example.post.text for example in (*dataset.train, *others)], report)
-    rate = len(vectors) / (time.monotonic() - began)
+    unlabelled_count = min(len(dataset.unlabelled), MAX_UNLABELLED)
+    unlabelled = random.Random(options.seed).sample(
+        dataset.unlabelled,
+        unlabelled_count,
+    )
+    posts = [*dataset.train, *dataset.none_train, *unlabelled]
+    texts = [example.post.text for example in posts]
+    vectors = embedder.embed(texts, report)
+    embedding_seconds = time.monotonic() - began
+    rate = len(vectors) / embedding_seconds
+
     report.phase("fitting the head")
-    targets = torch.tensor(dataset.targets(dataset.train, options)).reshape(-1, len(dataset.labels))
-    sentences = embedder.label_vectors(ClassifyOptions(labels=described(dataset.labels, settings)))
-    fitted = fit(vectors, targets, sentences, options.seed)
+    fitted = _fit_examples(
+        vectors,
+        dataset,
+        options,
+        settings,
+        embedder,
+    )
     device = embedder.classifier.device
     plan = fitted.choice | {
-        "unlabelled": len(others),
+        "unlabelled": unlabelled_count,
         "classifier": "head",
         "max_tokens": options.max_tokens,
         "precision": f"{device.precision}: {device.dtype_reason}",
         "device": device.name,
     }
-    record = {"plan": plan, "seconds": time.monotonic() - began, "samples_per_s": rate, "curve": []}
-    return HeadModel(embedder, dataset.labels, fitted.head, record)
+    record = {
+        "plan": plan,
+        "seconds": time.monotonic() - began,
+        "samples_per_s": rate,
+        "curve": [],
+    }
+    return HeadModel(
+        embedder=embedder,
+        labels=dataset.labels,
+        head=fitted.head,
+        record=record,
+        none=fitted.none,
+    )
+
+
+def _fit_examples(
+    vectors: torch.Tensor,
+    dataset: Dataset,
+    options: TrainOptions,
+    settings: Settings,
+    embedder: Embedder,
+) -> "Fit":
+    """Fit a head to the examples, with a none-class if some fit none of the labels, or if there
+    are no examples and each label has a description.
+
+    vectors: those of all posts, of which the first are the examples.
+    """
+    distributions = dataset.targets(dataset.train, options)
+    label_count = len(dataset.labels)
+    targets = torch.tensor(distributions)
+    targets = targets.reshape(-1, label_count)
+    descriptions = described(dataset.labels, settings)
+    label_options = ClassifyOptions(labels=descriptions)
+    sentences = embedder.label_vectors(label_options)
+    # Without an answer, subjects move towards the posts that fit no label, which would otherwise
+    # move the labels. Bare names tell too little: they lose up to 0.04 of accuracy.
+    has_subjects = bool(dataset.none_train)
+    if not dataset.train and not has_subjects:
+        has_subjects = _are_described(descriptions)
+    if not has_subjects:
+        return fit(
+            vectors,
+            targets,
+            sentences,
+            options.seed,
+        )
+
+    from feedmill.training.none_class import fit_none  # noqa: PLC0415 - imports this
+
+    example_count = len(dataset.train) + len(dataset.none_train)
+    none_targets = torch.zeros(example_count, label_count + 1)
+    none_targets[: len(targets), :-1] = targets
+    none_targets[len(targets) :, -1] = 1
+    subject_options = ClassifyOptions(labels=read_subjects())
+    return fit_none(
+        vectors,
+        none_targets,
+        sentences,
+        embedder.label_vectors(subject_options),
+        options.seed,
+    )
 
 
 def described(labels: Sequence[str], settings: Settings) -> dict[str, tuple[str, ...]]:
-    """Return the labels' descriptions for zero-shot classification: those set or built in, else the names."""
-    known = settings.labels or DESCRIBED_TOPICS
-    return {label: tuple(known.get(label, (label,))) for label in labels}
+    """Return the labels' descriptions for zero-shot classification: those set or built in, else
+    the names.
+    """
+    known_descriptions = settings.labels or DESCRIBED_TOPICS
+    descriptions: dict[str, tuple[str, ...]] = {}
+    for label in labels:
+        sentences = known_descriptions.get(label, [label])
+        descriptions[label] = tuple(sentences)
+    return descriptions
+
+
+def _are_described(descriptions: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether each label has a description, not its name alone."""
+    return all(sentences != (label,) for label, sentences in descriptions.items())
 
 
 class Fit(NamedTuple):
     """A head, and how it was chosen."""
 
     head: Fitted
-    #: start, the name of the layer that it corrects; sharpness, the factor of its logits; accuracies in the
-    #: cross-validation, by start. With too few examples for that, the first start, 1 and none.
+    #: start, the name of the layer that it corrects; sharpness, the factor of its logits;
+    #: accuracies in the cross-validation, by start. With too few examples for that, the first
+    #: start, 1 and none.
     choice: dict[str, Any]
-    #: For each example, 1 if a head that has not seen it labels it right, else 0; NaN if that is unknown: [examples].
+    #: For each example, 1 if a head that has not seen it labels it right, else 0; NaN if that is
+    #: unknown: [examples].
     right: torch.Tensor
+    #: The none-class, if everyday subjects competed with the labels (none_class.py).
+    none: NoneClass | None = None
+    #: With a none-class: as `right`, if each post gets its best label.
+    best_right: torch.Tensor | None = None
 
 
-def adapt(vectors: torch.Tensor, label_vectors: torch.Tensor) -> tuple[Fitted, torch.Tensor]:
+def adapt(
+    vectors: torch.Tensor, label_vectors: torch.Tensor
+) -> tuple[Fitted, torch.Tensor]:
     """Move each label's vector to the mean of itself and of the posts that resemble it, once.
 
-    Return the layer, and each post's logits by the layer of all other posts, [posts, labels]: a post draws the label
-    that it resembles towards itself, so in its own layer, its scores would be too high.
+    Return the layer, and each post's logits by the layer of all other posts, [posts, labels]: a
+    post draws the label that it resembles towards itself, so in its own layer, its scores would be
+    too high.
 
-    This is the first step of expectation maximization, for a mixture of Gaussians of equal variance (Nigam et al.,
-    "Text Classification from Labeled and Unlabeled Documents using EM", 2000). Further steps let frequent labels absorb
-    rare ones.
+    This is the first step of expectation maximization, for a mixture of Gaussians of equal
+    variance (Nigam et al., "Text Classification from Labeled and Unlabeled Documents using EM",
+    2000). Further steps let frequent labels absorb rare ones.
 
-    vectors: unit vectors of posts, [posts, dimensions]. label_vectors: those of the labels' sentences, [labels,
-    dimensions].
+    vectors: unit vectors of posts, [posts, dimensions]. label_vectors: those of the labels'
+    sentences, [labels, dimensions].
     """
-    centre, scale = _centre(vectors)
-    points, sentences = (vectors - centre) / scale, (label_vectors - label_vectors.mean(0)) / scale
-    shares = (PRECISION * (points @ sentences.T - sentences.square().sum(1) / 2)).softmax(1)
-    sums, counts = PRIOR_POSTS * sentences + shares.T @ points, PRIOR_POSTS + shares.sum(0)
-    means, others = sums / counts[:, None], counts - shares
-    weight = PRECISION / scale * means
-    own, products = shares * points.square().sum(1, keepdim=True), points @ sums.T
-    squares = sums.square().sum(1) - 2 * shares * products + shares * own
-    logits = PRECISION * ((products - own) / others - squares / others.square() / 2)
-    return (weight, -PRECISION / 2 * means.square().sum(1) - weight @ centre), logits
+    centre, scale = centre_of(vectors)
+    centred = vectors - centre
+    points = centred / scale
+    label_centre = label_vectors.mean(0)
+    centred_labels = label_vectors - label_centre
+    sentences = centred_labels / scale
+
+    # Expectation: each post is shared out to the labels, [posts, labels].
+    similarities = points @ sentences.T
+    norms = sentences.square().sum(1)  # [labels]
+    half_norms = norms / 2
+    log_likelihoods = PRECISION * (similarities - half_norms)
+    shares = log_likelihoods.softmax(1)
+
+    # Maximization: the mean of each label. Its sentences count as PRIOR_POSTS posts.
+    prior_points = PRIOR_POSTS * sentences
+    shared_points = shares.T @ points  # [labels, dimensions]
+    sums = prior_points + shared_points
+    shared_posts = shares.sum(0)  # [labels]
+    counts = PRIOR_POSTS + shared_posts
+    means = sums / counts[:, None]
+
+    # The layer of these means: each label's log likelihood, which is linear in the vector.
+    mean_norms = means.square().sum(1)  # [labels]
+    scaled_precision = PRECISION / scale
+    half_precision = PRECISION / 2
+    weight = scaled_precision * means
+    bias = -half_precision * mean_norms
+    bias = bias - weight @ centre
+
+    # The same for each post, with the means of all others: [posts, labels].
+    point_norms = points.square().sum(1, keepdim=True)  # [posts, 1]
+    own_products = shares * point_norms
+    products = points @ sums.T
+    sum_norms = sums.square().sum(1)  # [labels]
+    cross_terms = 2 * shares * products
+    own_norms = shares * own_products
+    other_counts = counts - shares
+    other_products = products - own_products
+    other_norms = sum_norms - cross_terms + own_norms
+    mean_products = other_products / other_counts
+    square_counts = other_counts.square()
+    other_mean_norms = other_norms / square_counts
+    half_mean_norms = other_mean_norms / 2
+    logits = PRECISION * (mean_products - half_mean_norms)
+    layer = (weight, bias)
+    return layer, logits
 
 
-def scores_of(layer: Fitted, vectors: torch.Tensor) -> torch.Tensor:
+def logits_of(layer: Fitted, vectors: torch.Tensor) -> torch.Tensor:
     """Return the logits of vectors: [vectors, labels]."""
-    return vectors @ layer[0].T + layer[1]
+    weight, bias = layer
+    products = vectors @ weight.T
+    return products + bias
 
 
-def _centre(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean of vectors, [dimensions], and the root of their mean square distance from it."""
-    centre = vectors.mean(0)
-    return centre, (vectors - centre).square().sum(1).mean().sqrt().clamp_min(1e-6)
-
-
-def fit(vectors: torch.Tensor, targets: torch.Tensor, label_vectors: torch.Tensor | None, seed: int) -> Fit:
-    """Correct the adapted layer, or none, by examples, and scale its logits, both by cross-validation.
-
-    The scale has the lowest log loss on the held-out examples (Guo et al., "On Calibration of Modern Neural Networks",
-    2017, temperature scaling); few of them move it little from 1.
-
-    vectors: [posts, dimensions], of which the first are the examples. targets: the examples' distributions, [examples,
-    labels]. label_vectors: as for `adapt`; None without zero-shot classification.
+def centre_of(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of vectors, [dimensions], and the root of their mean square distance from
+    it.
     """
-    labels, (centre, scale) = targets.shape[1], _centre(vectors)
-    starts = {} if label_vectors is None else {ADAPTED: adapt(vectors, label_vectors)}
-    starts[NOTHING] = (torch.zeros(labels, len(centre)), torch.zeros(labels)), torch.zeros(len(vectors), labels)
-    vectors, count = vectors[: len(targets)], len(targets)
+    centre = vectors.mean(0)
+    centred = vectors - centre
+    square_distances = centred.square().sum(1)
+    mean_square = square_distances.mean()
+    scale = mean_square.sqrt()
+    return centre, scale.clamp_min(1e-6)
+
+
+def fit(
+    vectors: torch.Tensor,
+    targets: torch.Tensor,
+    label_vectors: torch.Tensor | None,
+    seed: int,
+) -> Fit:
+    """Correct the adapted layer, or none, by examples, and scale its logits, both by
+    cross-validation.
+
+    The scale has the lowest log loss on the held-out examples (Guo et al., "On Calibration of
+    Modern Neural Networks", 2017, temperature scaling); few of them move it little from 1.
+
+    vectors: [posts, dimensions], of which the first are the examples. targets: the examples'
+    distributions, [examples, labels]. label_vectors: as for `adapt`; None without zero-shot
+    classification.
+    """
+    count, labels = targets.shape
+    centre, scale = centre_of(vectors)
+    starts = _starts(vectors, labels, label_vectors)
+    vectors = vectors[:count]
+    centred = vectors - centre
     # In float64, the fit converges to the same result despite rounding.
-    features = ((vectors - centre) / scale).double()
-    choice: dict[str, Any] = {"start": next(iter(starts)), "sharpness": 1.0, "accuracies": {}}
-    right = torch.full((count,), torch.nan)
+    features = centred / scale
+    features = features.double()
+    first_start = next(iter(starts))
+    choice: dict[str, Any] = {
+        "start": first_start,
+        "sharpness": 1.0,
+        "accuracies": {},
+    }
+    right = torch.full([count], torch.nan)
     with one_thread():
         if count >= FOLDS:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:MAX_VALIDATED]
-            held_out = {
-                name: _held_out(features[order], targets[order], scores_of(layer, vectors[order]), unseen[order])
-                for name, (layer, unseen) in starts.items()
-            }
-            choice, right[order] = _choose(held_out, targets[order])
-        (first, first_bias), sharpness = starts[choice["start"]][0], choice["sharpness"]
-        weight, bias = fit_logistic(features, targets, scores_of((first, first_bias), vectors))
-    bias = first_bias + bias - weight @ (centre / scale).double()
-    return Fit(((sharpness * (first + weight / scale)).float(), (sharpness * bias).float()), choice, right)
+            order = validation_order(count, seed)
+            validated = targets[order]
+            held_out = {}
+            for name, start in starts.items():
+                held_out[name] = held_out_logits(
+                    features[order],
+                    validated,
+                    logits_of(start.layer, vectors[order]),
+                    start.unseen[order],
+                )
+            choice, right[order] = _choose(held_out, validated)
+
+        start_layer = starts[choice["start"]].layer
+        correction = fit_logistic(
+            features,
+            targets,
+            logits_of(start_layer, vectors),
+        )
+    head = sum_of_layers(start_layer, correction, centre, scale, choice["sharpness"])
+    return Fit(
+        head=head,
+        choice=choice,
+        right=right,
+    )
 
 
-def _held_out(
-    features: torch.Tensor, targets: torch.Tensor, offset: torch.Tensor, logits: torch.Tensor
+class _Start(NamedTuple):
+    """A layer to correct, and the logits of posts by a layer that has not seen them."""
+
+    layer: Fitted
+    unseen: torch.Tensor
+
+
+def _starts(
+    vectors: torch.Tensor, labels: int, label_vectors: torch.Tensor | None
+) -> dict[str, _Start]:
+    """Return the layers to choose from: the adapted one, if any, and none."""
+    starts = {}
+    if label_vectors is not None:
+        layer, unseen = adapt(vectors, label_vectors)
+        starts[ADAPTED] = _Start(layer, unseen)
+    posts, dimensions = vectors.shape
+    no_weight = torch.zeros(labels, dimensions)
+    no_bias = torch.zeros(labels)
+    no_logits = torch.zeros(posts, labels)
+    starts[NOTHING] = _Start((no_weight, no_bias), no_logits)
+    return starts
+
+
+def validation_order(count: int, seed: int) -> torch.Tensor:
+    """Return the examples that are held out in turn, in a random order."""
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    order = torch.randperm(count, generator=generator)
+    return order[:MAX_VALIDATED]
+
+
+def sum_of_layers(
+    start: Fitted,
+    correction: Fitted,
+    centre: torch.Tensor,
+    scale: torch.Tensor,
+    sharpness: float,
+) -> Fitted:
+    """Return one layer of vectors for the start and the correction, which is one of features:
+    (vectors - centre) / scale.
+    """
+    start_weight, start_bias = start
+    correction_weight, correction_bias = correction
+    feature_centre = centre / scale
+    centre_product = correction_weight @ feature_centre.double()
+    vector_correction = correction_weight / scale
+    weight = start_weight + vector_correction
+    bias = start_bias + correction_bias
+    bias = bias - centre_product
+    sharp_weight = sharpness * weight
+    sharp_bias = sharpness * bias
+    return sharp_weight.float(), sharp_bias.float()
+
+
+def held_out_logits(
+    features: torch.Tensor,
+    targets: torch.Tensor,
+    offset: torch.Tensor,
+    logits: torch.Tensor,
 ) -> torch.Tensor:
-    """Add to the logits, of a start that has not seen each example, the correction of folds that have not seen it.
+    """Add to the logits, of a start that has not seen each example, the correction of folds that
+    have not seen it.
 
     offset: the logits of the start that is corrected, [examples, labels].
     """
-    numbers = torch.arange(len(targets)) % FOLDS
+    indexes = torch.arange(len(targets))
+    numbers = indexes % FOLDS
     for number in range(FOLDS):
-        part, others = numbers == number, numbers != number
-        weight, bias = fit_logistic(features[others], targets[others], offset[others])
-        logits[part] += (features[part] @ weight.T + bias).float()
+        part = numbers == number
+        others = numbers != number
+        correction = fit_logistic(
+            features[others],
+            targets[others],
+            offset[others],
+        )
+        part_features = features[part]
+        corrections = logits_of(correction, part_features)
+        logits[part] += corrections.float()
     return logits
 
 
-def _choose(held_out: Mapping[str, torch.Tensor], targets: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the choice of a `Fit` by the logits of each start, and 1 for each example that its start labels right."""
-    rights = {name: (logits.argmax(1) == targets.argmax(1)).float() for name, logits in held_out.items()}
-    first = next(iter(rights))
-    gains = rights[NOTHING] - rights[first]
-    best = NOTHING if gains.mean() > 2 * gains.std() / len(gains) ** 0.5 else first
-    accuracies = {name: float(each.mean()) for name, each in rights.items()}
-    sharpness = best_sharpness(held_out[best], targets, math.inf if best == NOTHING else SHARPNESS_DEVIATION)
-    return {"start": best, "sharpness": sharpness, "accuracies": accuracies}, rights[best]
+def _choose(
+    held_out: Mapping[str, torch.Tensor], targets: torch.Tensor
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the choice of a `Fit` by the logits of each start, and 1 for each example that its
+    start labels right.
+    """
+    labels = targets.argmax(1)
+    rights = {}
+    accuracies = {}
+    for name, logits in held_out.items():
+        best_labels = logits.argmax(1)
+        is_right = best_labels == labels
+        right = is_right.float()
+        rights[name] = right
+        accuracies[name] = float(right.mean())
+
+    best = next(iter(rights))
+    gains = rights[NOTHING] - rights[best]
+    root_count = len(gains) ** 0.5
+    two_deviations = 2 * gains.std()
+    two_errors = two_deviations / root_count
+    if gains.mean() > two_errors:
+        best = NOTHING
+    deviation = SHARPNESS_DEVIATION
+    if best == NOTHING:
+        deviation = math.inf
+    sharpness = best_sharpness(
+        held_out[best],
+        targets,
+        deviation,
+    )
+    choice = {
+        "start": best,
+        "sharpness": sharpness,
+        "accuracies": accuracies,
+    }
+    return choice, rights[best]
 
 
-def best_sharpness(logits: torch.Tensor, targets: torch.Tensor, deviation: float = math.inf) -> float:
-    """Return the factor with the lowest log loss, or the likeliest if logarithms have a Cauchy distribution so wide."""
+def best_sharpness(
+    logits: torch.Tensor, targets: torch.Tensor, deviation: float = math.inf
+) -> float:
+    """Return the factor with the lowest log loss, or the likeliest if logarithms have a Cauchy
+    distribution so wide.
+    """
 
     def loss(factor: float) -> float:
-        return float(loss_of_rows(factor * logits, targets).sum()) + math.log1p((math.log(factor) / deviation) ** 2)
+        scaled = factor * logits
+        log_losses = loss_of_rows(scaled, targets)
+        total_loss = float(log_losses.sum())
+        deviations = math.log(factor) / deviation
+        improbability = math.log1p(deviations**2)
+        return total_loss + improbability
 
     return min(SHARPNESSES, key=loss)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread inside the block: with matrices this small, threads mostly wait for each other."""
+    """Use one thread inside the block: with matrices this small, threads mostly wait for each
+    other.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -284,19 +651,33 @@ def one_thread() -> Iterator[None]:
 
 
 def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(
+        content,
+        ensure_ascii=False,
+        indent=2,
+    )
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 @torch.no_grad()
-def fit_logistic(features: torch.Tensor, targets: torch.Tensor, offset: torch.Tensor) -> Fitted:
+def fit_logistic(
+    features: torch.Tensor, targets: torch.Tensor, offset: torch.Tensor
+) -> Fitted:
     """Fit a multinomial logistic regression.
 
-    features: [examples, dimensions], float64. targets: distributions [examples, labels]. offset: logits that the fit
-    adds to, [examples, labels].
+    features: [examples, dimensions], float64. targets: distributions [examples, labels]. offset:
+    logits that the fit adds to, [examples, labels].
     """
-    weight = features.new_zeros(targets.shape[1], features.shape[1])
-    bias = features.new_zeros(targets.shape[1])
-    targets, count = targets.to(features), max(1, len(features))
+    _, labels = targets.shape
+    _, dimensions = features.shape
+    weight = features.new_zeros(labels, dimensions)
+    bias = features.new_zeros(labels)
+    targets = targets.to(features)
+    totals = targets.sum(1, keepdim=True)
+    count = max(1, len(features))
+    # Factors in the gradients of the penalties.
+    weight_factor = 2 * PENALTY
+    bias_factor = 2 * BIAS_PENALTY
     optimizer = torch.optim.LBFGS(
         [weight, bias],
         max_iter=MAX_ITERATIONS,
@@ -307,12 +688,28 @@ def fit_logistic(features: torch.Tensor, targets: torch.Tensor, offset: torch.Te
 
     def step() -> torch.Tensor:
         """Return the loss and set its gradients. Autograd would take 1.5 times as long."""
-        likelihoods = (offset + features @ weight.T + bias).log_softmax(-1)
-        errors = targets.sum(1, keepdim=True) * likelihoods.exp() - targets
-        weight.grad = (errors.T @ features + 2 * PENALTY * weight) / count
-        bias.grad = (errors.sum(0) + 2 * BIAS_PENALTY * bias) / count
-        penalties = PENALTY * weight.square().sum() + BIAS_PENALTY * bias.square().sum()
-        return (penalties - (targets * likelihoods).sum()) / count
+        products = features @ weight.T
+        logits = offset + products + bias
+        log_likelihoods = logits.log_softmax(-1)
+
+        likelihoods = log_likelihoods.exp()
+        errors = totals * likelihoods
+        errors = errors - targets
+        weight_gradient = errors.T @ features
+        bias_gradient = errors.sum(0)
+        weight_gradient += weight_factor * weight
+        bias_gradient += bias_factor * bias
+        weight.grad = weight_gradient / count
+        bias.grad = bias_gradient / count
+
+        weight_norm = weight.square().sum()
+        bias_norm = bias.square().sum()
+        weight_penalty = PENALTY * weight_norm
+        bias_penalty = BIAS_PENALTY * bias_norm
+        penalties = weight_penalty + bias_penalty
+        target_likelihoods = targets * log_likelihoods
+        loss = penalties - target_likelihoods.sum()
+        return loss / count
 
     optimizer.step(step)  # type: ignore[no-untyped-call]
     return weight, bias
@@ -320,4 +717,7 @@ def fit_logistic(features: torch.Tensor, targets: torch.Tensor, offset: torch.Te
 
 def loss_of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the cross-entropy of each row with its distribution over the labels: [rows]."""
-    return -(targets.to(logits) * logits.log_softmax(-1)).sum(-1)
+    log_likelihoods = logits.log_softmax(-1)
+    targets = targets.to(logits)
+    target_likelihoods = targets * log_likelihoods
+    return -target_likelihoods.sum(-1)

@@ -1,0 +1,1 @@
+"""Measure models' accuracy, calibration and throughput on posts with known labels."""
