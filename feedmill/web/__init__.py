@@ -1,0 +1,1 @@
+"""The web server: pages for people who label streams, and an HTTP endpoint for applications."""

@@ -1,0 +1,162 @@
+"""People's answers on the web server: what the pages Review and Teach share, and the endpoint for
+answers of applications.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
+
+from feedmill.console import counted
+from feedmill.shared.broker import make_app
+from feedmill.shared.messages import (
+    MAX_ID,
+    MAX_POSTS_PER_MESSAGE,
+    Classification,
+    PostError,
+)
+from feedmill.shared.redis_errors import user_errors
+from feedmill.shared.results import Result, ResultsStore
+from feedmill.teaching.answer_file import AnswerFile
+from feedmill.teaching.candidates import Candidate, describe
+from feedmill.teaching.classroom import Classroom
+from feedmill.teaching.review import ReviewQueue
+from feedmill.teaching.sent_answers import SentAnswer, store_sent
+from feedmill.web import schema
+from feedmill.web.access import Caller
+from feedmill.web.resources import Resources, resources, scope
+
+#: Folder of the answers in the data folder, if no other one is set.
+ANSWERS_FOLDER = "answers"
+#: Key of `Resources.pages`.
+TEACHING = "teaching"
+
+router = APIRouter(prefix="/v1", responses=schema.ERRORS)
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """The posts to review, and what is learnt from the answers."""
+
+    queue: ReviewQueue
+    classroom: Classroom
+
+
+def teaching_of(shared: Resources) -> Teaching:
+    """Return a server's one `Teaching`."""
+    with shared.pages_lock:
+        teaching: Teaching | None = shared.pages.get(TEACHING)
+        if teaching is None:
+            settings = shared.settings
+            folder = settings.answers or settings.data_folder / ANSWERS_FOLDER
+            file = AnswerFile(folder.expanduser().absolute())
+            queue = ReviewQueue(shared.redis, settings, file)
+            celery = make_app(settings, current=False)
+            classroom = Classroom(shared.redis, celery, settings, queue)
+            teaching = Teaching(queue, classroom)
+            shared.pages[TEACHING] = teaching
+            shared.endings.append(classroom.stop)
+        return teaching
+
+
+def forget(shared: Resources, ids: Sequence[str]) -> int:
+    """Remove the answers to posts with these ids. Return their number. Raises UserError."""
+    file = teaching_of(shared).queue.file
+    gone = set(ids)
+    keys = [key for key in file.snapshot().answers if key.id in gone]
+    if keys:
+        file.remove(keys)
+    return len(keys)
+
+
+class GivenAnswer(BaseModel):
+    """A person's answer to a post. label: null if it fits none of the labels."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: Annotated[str, Field(min_length=1, max_length=MAX_ID)] | int
+    label: Annotated[str, Field(min_length=1, max_length=200)] | None
+    #: The post's text, if the results no longer have it.
+    text: schema.Text | None = None
+
+
+class AnswersRequest(BaseModel):
+    """Answers to store beside those of the page Review."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    answers: Annotated[
+        list[GivenAnswer], Field(min_length=1, max_length=MAX_POSTS_PER_MESSAGE)
+    ]
+
+
+class StoredAnswers(BaseModel):
+    """The number of stored answers, and reasons why others could not be stored."""
+
+    stored: int
+    refused: list[PostError]
+
+
+@router.post("/answers", response_model=StoredAnswers)
+def store_answers(
+    body: AnswersRequest,
+    shared: Annotated[Resources, Depends(resources)],
+    caller: Annotated[Caller, Depends(scope("teach"))],
+) -> StoredAnswers:
+    """Store people's answers to posts, from which the page Teach makes a model.
+
+    One to a post that has an answer replaces it. Answers that cannot be stored are named; the
+    others are stored.
+    """
+    teaching = teaching_of(shared)
+    store = ResultsStore(shared.redis, shared.settings)
+
+    def find(post_id: str) -> Candidate | None:
+        newest: Classification | None = None
+        for classification in store.get(post_id):
+            newest = classification
+        if newest is None or not newest.scores:
+            return None
+        post = store.post_of(newest)
+        if post is None:
+            return None
+        return describe(Result(post, newest))
+
+    sent: list[SentAnswer] = []
+    for row in body.answers:
+        post_id = str(row.id)
+        answer = SentAnswer(post_id, row.label, row.text)
+        sent.append(answer)
+    with user_errors(shared.settings):
+        refusals = store_sent(teaching.queue, find, caller.name, sent)
+        teaching.classroom.measure_if_due()
+    errors: list[PostError] = []
+    for post_id, reason in refusals:
+        error = PostError(id=post_id, error=reason)
+        errors.append(error)
+    return StoredAnswers(
+        stored=len(sent) - len(errors),
+        refused=errors,
+    )
+
+
+def accuracy_text(report: dict[str, Any]) -> str:
+    """Return the expected accuracy of a measurement, beside that of today's model."""
+    random = report["random"]
+    if random is not None:
+        after = f"{random['after']:.2f} ± {random['after_error']:.2f}"
+        before = f"{random['before']:.2f} ± {random['before_error']:.2f}"
+        posts = counted(random["posts"], "random post")
+        text = f"expected accuracy {after} after a lesson, today's model {before}"
+        if report["none"] is not None and not report["uses_none"]:
+            share = f"{random['with_none']:.2f} ± {random['with_none_error']:.2f}"
+            text += f"; {share} if posts are sent with --none"
+        return f"{text}; on {posts}"
+    expected = report["expected"]
+    if expected is not None:
+        accuracy = f"{expected['accuracy']:.2f} ± {expected['accuracy_error']:.2f}"
+        posts = counted(expected["measured_on"], "random post")
+        return f"expected accuracy {accuracy} after a lesson, on {posts}"
+    return "too few random posts to measure the accuracy"
