@@ -1,4 +1,6 @@
-"""`feedmill demo`: start the whole system, classify the bundled posts, show the labels, stop everything."""
+"""`feedmill demo`: start the whole system, classify the bundled posts, show the labels, stop
+everything.
+"""
 
 import html
 import random
@@ -15,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from feedmill.console import LiveBar, notes_console, output_console
+from feedmill.console import Figures, LiveBar, notes_console, output_console
+from feedmill.outcomes.followers import newest
 from feedmill.producers.push import Pusher
-from feedmill.reading import newest
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.errors import printable
 from feedmill.shared.messages import ClassifyOptions, Post
@@ -28,24 +30,41 @@ from feedmill.stack.processes import note_signals
 
 #: Rows of the table, unless `--all` shows every post.
 SAMPLE_ROWS = 16
-#: Seed of the sample. Fixed before any result was seen, so that the rows are neither picked by hand nor different in
-#: each run.
+#: Seed of the sample. Fixed before any result was seen, so that the rows are neither picked by
+#: hand nor different in each run.
 SAMPLE_SEED = 7
-#: Labels in the examples of the next steps. Subjects, because the embedded model recognises a text's subject.
+#: Labels in the examples of the next steps. Subjects, because the embedded model recognises a
+#: text's subject.
 EXAMPLE_LABELS = "delivery,refund,password"
 
 
 def sample_posts() -> list[Post]:
-    """Return the bundled posts, written for this project: ten for each of the sixteen default topics."""
-    text = (files("feedmill") / "samples.jsonl").read_text(encoding="utf-8")
-    return [Post.model_validate_json(line) for line in text.splitlines()]
+    """Return the bundled posts, written for this project: ten for each of the sixteen default
+    topics.
+    """
+    file = files("feedmill") / "samples.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [Post.model_validate_json(line) for line in lines]
 
 
 def run(settings: Settings, show_all: bool) -> None:
-    """Start the stack, classify the sample posts, print their labels, stop everything. Raises StackError."""
+    """Start the stack, classify the sample posts, print their labels, stop everything.
+
+    Raises StackError.
+    """
     notes = notes_console()
-    with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, note_signals() as received:
-        stack = Stack(settings, Path(folder), durable=False, signals=received)
+    # The signals first: one that ended this process while the folder is created or deleted would
+    # leave its passwords.
+    with (
+        note_signals() as received,
+        tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder,
+    ):
+        stack = Stack(
+            settings,
+            Path(folder),
+            durable=False,
+            signals=received,
+        )
         try:
             start(stack, notes)
             posts = sample_posts()
@@ -56,67 +75,110 @@ def run(settings: Settings, show_all: bool) -> None:
 
 
 def _classify(stack: Stack, posts: Sequence[Post], notes: Console) -> float:
-    """Enqueue the posts, wait for their results and return the seconds from the first message to the last result."""
-    redis, began = connect(stack.settings), time.monotonic()
+    """Enqueue the posts, wait for their results and return the seconds from the first message to
+    the last result.
+    """
+    redis = connect(stack.settings)
+    began = time.monotonic()
     store = ResultsStore(redis, stack.settings)
 
-    def settled() -> int:
-        counters = store.counters()
-        return counters.stored + counters.failed
+    def progress(_: object) -> Figures:
+        settled = store.counters().settled
+        return Figures(
+            "classifying",
+            done=settled,
+            total=len(posts),
+        )
 
-    with LiveBar(notes, lambda _: ("classifying", settled(), len(posts))):
-        Pusher(make_app(stack.settings), redis, stack.settings, ClassifyOptions()).push(posts)
-        while settled() < len(posts):
+    app = make_app(stack.settings)
+    pusher = Pusher(app, redis, stack.settings, ClassifyOptions())
+    with LiveBar(notes, progress):
+        pusher.push(posts)
+        while store.counters().settled < len(posts):
             stack.check()
             time.sleep(0.02)
     return time.monotonic() - began
 
 
-def _report(stack: Stack, posts: Sequence[Post], seconds: float, show_all: bool) -> None:
+def _report(
+    stack: Stack, posts: Sequence[Post], seconds: float, show_all: bool
+) -> None:
     """Print the labels, how many are right, and what to run next."""
     console = output_console()
     results = newest(connect(stack.settings), len(posts))
     results = sorted(results, key=lambda result: result.post.id)
-    shown = results if show_all else random_sample(results)
-    console.print(_table(shown))
+    sample = results if show_all else random_sample(results)
+    console.print(_table(sample))
     right = _count_right(results)
     share = f" ({right / len(results):.0%})" if results else ""
     console.print(
-        f"\n[bold]{right} of {len(results)} right{share}[/]. A label is right if it is the topic that the post was "
-        "written for."
+        f"\n[bold]{right} of {len(results)} right{share}[/]. A label is right if it is the topic "
+        "that the post was written for."
     )
     if not show_all:
         console.print(
-            f"Shown: {len(shown)} drawn at random, of which {_count_right(shown)} are right. `--all` shows every post."
+            f"Shown: {len(sample)} drawn at random, of which {_count_right(sample)} are right. "
+            "`--all` shows every post."
         )
-    console.print(f"It took {seconds:.1f} s: {len(results) / seconds:.0f} posts per second.")
-    console.print(_next_steps(), soft_wrap=True, markup=False)
+    console.print(
+        f"It took {seconds:.1f} s: {len(results) / seconds:.0f} posts per second."
+    )
+    console.print(
+        _next_steps(),
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def random_sample(results: Sequence[Result], rows: int = SAMPLE_ROWS) -> list[Result]:
-    """Draw up to `rows` results at random. The same posts give the same sample, whatever their labels."""
-    return random.Random(SAMPLE_SEED).sample(results, min(rows, len(results)))
+    """Draw up to `rows` results at random.
+
+    The same posts give the same sample, whatever their labels.
+    """
+    generator = random.Random(SAMPLE_SEED)
+    return generator.sample(results, min(rows, len(results)))
 
 
 def _count_right(results: Sequence[Result]) -> int:
-    """Count the results whose label is the topic that the post was written for."""
-    return sum(found.label == post.topic for post, found in results)
+    """Count the results whose label is right."""
+    right = [result for result in results if _is_right(result)]
+    return len(right)
+
+
+def _is_right(result: Result) -> bool:
+    """Return whether the label is the topic that the post was written for."""
+    return result.classification.label == result.post.topic
 
 
 def _table(results: Sequence[Result]) -> Table:
     """Return a table with whole titles, wrapped at the terminal's width."""
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(
+        box=None,
+        header_style="dim",
+        padding=(0, 2, 0, 0),
+    )
     table.add_column("", width=1)
     for name in ("label", "score"):
         table.add_column(name, no_wrap=True)
     table.add_column("post", overflow="fold")
-    for post, found in results:
-        is_right = found.label == post.topic
-        text = Text(printable(" ".join(html.unescape(post.title or post.body).split())))
-        if not is_right:
+    for result in results:
+        post = result.post
+        label = result.classification.best_label
+        score = result.classification.label_score
+        words = html.unescape(post.title or post.body).split()
+        text = Text(printable(" ".join(words)))
+        colour = "green"
+        mark = "✓"
+        if not _is_right(result):
+            colour = "red"
+            mark = "✗"
             text.append(f"\nwritten for: {post.topic}", "dim")
-        colour, mark = ("green", "✓") if is_right else ("red", "✗")
-        table.add_row(Text(mark, colour), Text(found.label, colour), f"{found.scores[found.label]:.2f}", text)
+        table.add_row(
+            Text(mark, colour),
+            Text(label, colour),
+            f"{score:.2f}",
+            text,
+        )
     return table
 
 
@@ -124,7 +186,9 @@ def _next_steps() -> str:
     """Return the commands to try next, with the user's own labels."""
     steps = {
         f'classify "I want my money back" --labels {EXAMPLE_LABELS}': "label a text",
-        f"classify posts.csv --labels {EXAMPLE_LABELS}": "label your own file, named posts.csv here",
+        f"classify posts.csv --labels {EXAMPLE_LABELS}": (
+            "label your own file, named posts.csv here"
+        ),
         "up": "keep everything running",
     }
     width = max(map(len, steps))
@@ -133,8 +197,13 @@ def _next_steps() -> str:
 
 
 def _command() -> str:
-    """Return the name of this installation's command, or its path if the shell finds no or another one."""
+    """Return the name of this installation's command, or its path if the shell finds no or another
+    one.
+    """
     own = Path(sys.executable).parent / "feedmill"
     if not own.exists() or shutil.which("feedmill") == str(own):
         return "feedmill"
-    return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))
+    folder = Path.cwd()
+    if own.is_relative_to(folder):
+        own = own.relative_to(folder)
+    return shlex.quote(str(own))

@@ -1,8 +1,9 @@
 """Supervise several workers on one machine, one process per device: start, restart and stop them.
 
-`shares` decides which devices get a worker, and which CPU cores each one uses. Each worker is an ordinary `feedmill
-worker`. The supervisor sees a worker's exit status, its output, which it forwards line by line, and its notes that it
-is ready, as systemd does. It does not import torch and opens no device.
+`shares` decides which devices get a worker, and which CPU cores each one uses. Each worker is an
+ordinary `feedmill worker`. The supervisor sees a worker's exit status, its output, which it
+forwards line by line, and its notes that it is ready, as systemd does. It does not import torch
+and opens no device.
 """
 
 import json
@@ -13,19 +14,28 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from feedmill.shared import linux
 from feedmill.shared.errors import SettingsError, UserError, json_line
 from feedmill.shared.linux import notify
 from feedmill.shared.settings import PREFIX, Settings
-from feedmill.stack.processes import Child, Service, environment, note_signals, python_command
+from feedmill.shared.worker_load import WorkerLoad
+from feedmill.stack.filling import USABLE_MEMORY
+from feedmill.stack.processes import (
+    Child,
+    Service,
+    environment,
+    note_signals,
+    python_command,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +45,22 @@ KILL_GRACE_S = 10.0
 POLL_INTERVAL_S = 0.1
 #: Folder in which the kernel describes each CPU.
 PROCESSORS = Path("/sys/devices/system/cpu")
-#: Python code that prints the number of GPUs torch sees, for a child process: the supervisor holds no GPU memory.
+#: Python code that prints the number of GPUs torch sees, for a child process: the supervisor holds
+#: no GPU memory.
 COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
-#: Environment variables for the number of compute threads (torch, ONNX Runtime) and of tokenizer threads.
+#: Environment variables for the number of compute threads (torch, ONNX Runtime) and of tokenizer
+#: threads.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-#: Part of a GPU's memory that the workers on it divide among themselves. The rest is for their CUDA contexts, which
-#: torch's limit does not include.
-SHARED_MEMORY = 0.9
 
 
 class Share(NamedTuple):
     """One worker's share of the machine.
 
-    device: value for the setting `device`. name: part of the node name, such as cuda:2, cpu:0, or cuda:2-1 for the
-    second worker on a GPU. environment: variables that must be set before torch is imported. processors: CPU numbers;
-    empty if the worker may use any.
+    device: value for the setting `device`. name: part of the node name, such as cuda:2, cpu:0,
+    cuda:2+3 for a worker on two GPUs, or cuda:2-1 for the second worker on a GPU. environment:
+    variables that must be set before torch is imported. processors: CPU numbers; empty if the
+    worker may use any.
     """
 
     device: str
@@ -59,135 +69,314 @@ class Share(NamedTuple):
     processors: frozenset[int] = frozenset()
 
     def node(self, name: str | None) -> str:
-        """Return the worker's node name. name: prefix, with or without @host; None means feedmill."""
-        given, _, host = (name or "feedmill").partition("@")
-        return f"{given}-{self.name}@{host or socket.gethostname()}"
+        """Return the worker's node name. name: prefix, with or without @host; None means
+        feedmill.
+        """
+        prefix, _, host = (name or "feedmill").partition("@")
+        if not host:
+            host = socket.gethostname()
+        return f"{prefix}-{self.name}@{host}"
 
 
-def shares(wanted: str) -> list[Share]:
+def shares(devices: str) -> list[Share]:
     """Return a share for each device that the setting `devices` names.
 
     Raises SettingsError if the machine lacks a device, UserError if the GPUs cannot be counted.
     """
-    kind, _, number = wanted.partition(":")
-    devices = [] if kind == "cpu" else _gpus(wanted)
-    if not devices:
-        devices = [Share("cpu", f"cpu:{index}", {}) for index in range(int(number or 1))]
-    if len(devices) == 1:
-        return devices  # a single worker may use every core
+    kind, _, number = devices.partition(":")
+    parts: list[Share] = []
+    if kind != "cpu":
+        parts = _gpus(devices)
+    if not parts:
+        parts = _cpus(int(number or 1))
+    worker_count = len(parts)
+    if worker_count == 1:
+        return parts  # a single worker may use every core
+
     cores = cores_by_package()
-    if kind == "cpu" and len(devices) > len(cores):
+    core_count = len(cores)
+    if kind == "cpu" and worker_count > core_count:
         raise SettingsError(
-            f"{PREFIX}DEVICES: {wanted} needs one core per worker, but this process may use only {len(cores)}. Set "
-            f"cpu:{len(cores)} or fewer."
+            f"{PREFIX}DEVICES: {devices} needs one core per worker, but this process may use only "
+            f"{core_count}. Set cpu:{core_count} or fewer."
         )
-    return [
-        device._replace(environment=device.environment | _threads(threads), processors=processors)
-        for device, (processors, threads) in zip(devices, divide(cores, len(devices)), strict=True)
-    ]
+    parts_with_cores = []
+    cores_of_workers = divide(cores, worker_count)
+    for part, (processors, threads) in zip(parts, cores_of_workers, strict=True):
+        variables = thread_variables(threads)
+        part_with_cores = part._replace(
+            environment=part.environment | variables,
+            processors=processors,
+        )
+        parts_with_cores.append(part_with_cores)
+    return parts_with_cores
 
 
-def _gpus(wanted: str) -> list[Share]:
-    """Return a share for each requested GPU; none for `all` on a machine without GPUs. Raises SettingsError."""
-    there = _visible()
-    if wanted == "all":
-        chosen = there
+def _cpus(count: int) -> list[Share]:
+    """Return a share for each of `count` workers on the CPU."""
+    parts = []
+    for index in range(count):
+        part = Share(
+            device="cpu",
+            name=f"cpu:{index}",
+            environment={},
+        )
+        parts.append(part)
+    return parts
+
+
+def _gpus(devices: str) -> list[Share]:
+    """Return a share for each requested GPU or group of GPUs; none for `all` on a machine without
+    GPUs.
+
+    Raises SettingsError if a GPU does not exist.
+    """
+    visible = visible_gpus()
+    if devices == "all":
+        groups = [[gpu] for gpu in visible]
     else:
-        indices = [int(index) for index in wanted.split(",")]
-        if missing := [index for index in indices if index >= len(there)]:
-            raise SettingsError(
-                f"{PREFIX}DEVICES: GPU {missing[0]} does not exist; torch sees {len(there)} CUDA devices, "
-                "numbered from 0. Set existing ones, or all."
-            )
-        chosen = [there[index] for index in indices]
-    found: list[Share] = []
-    for number, gpu in enumerate(chosen):
-        environment, before = {VISIBLE_DEVICES: gpu}, chosen[:number].count(gpu)
-        if (workers := chosen.count(gpu)) > 1:
-            environment[f"{PREFIX}DEVICE_MEMORY"] = f"{SHARED_MEMORY / workers:.3f}"
-        found.append(Share("cuda", f"cuda:{gpu}" + (f"-{before}" if before else ""), environment))
-    return found
+        groups = [_group(numbers, visible) for numbers in devices.split(",")]
+    workers_on = Counter(chain.from_iterable(groups))
+    parts: list[Share] = []
+    for number, group in enumerate(groups):
+        visible_devices = ",".join(group)
+        environment = {VISIBLE_DEVICES: visible_devices}
+        most_workers = max(workers_on[gpu] for gpu in group)
+        if most_workers > 1:
+            memory = USABLE_MEMORY / most_workers
+            environment[f"{PREFIX}DEVICE_MEMORY"] = f"{memory:.3f}"
+        numbers = "+".join(group)
+        name = f"cuda:{numbers}"
+        earlier = groups[:number].count(group)
+        if earlier:
+            name += f"-{earlier}"
+        # The worker sees only its GPUs, so that they are 0, 1 and so on there.
+        device = "cuda"
+        gpu_count = len(group)
+        if gpu_count > 1:
+            own_numbers = "+".join(map(str, range(gpu_count)))
+            device = f"cuda:{own_numbers}"
+        part = Share(
+            device=device,
+            name=name,
+            environment=environment,
+        )
+        parts.append(part)
+    return parts
 
 
-def _visible() -> list[str]:
-    """Return the GPUs that torch sees, named by number or UUID as in CUDA_VISIBLE_DEVICES. Raises UserError."""
+def _group(numbers: str, visible: Sequence[str]) -> list[str]:
+    """Return the names of GPUs that share a model. numbers: such as 0, or 0+1.
+
+    Raises SettingsError.
+    """
+    indices = [int(index) for index in numbers.split("+")]
+    gpu_count = len(visible)
+    missing = [index for index in indices if index >= gpu_count]
+    if missing:
+        raise SettingsError(
+            f"{PREFIX}DEVICES: GPU {missing[0]} does not exist; torch sees {gpu_count} CUDA "
+            "devices, numbered from 0. Set existing ones, or all."
+        )
+    distinct = set(indices)
+    if len(distinct) < len(indices):
+        raise SettingsError(
+            f"{PREFIX}DEVICES: {numbers} names a GPU twice. Name each once."
+        )
+    return [visible[index] for index in indices]
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that torch sees, named by number or UUID as in CUDA_VISIBLE_DEVICES. Raises
+    UserError.
+    """
     if find_spec("torch") is None:
-        raise UserError("A worker requires the package torch: run `pip install 'feedmill[worker]'`.")
-    counted = subprocess.run([sys.executable, "-P", "-c", COUNT_GPUS], capture_output=True, text=True, check=False)
-    if counted.returncode:
-        why = counted.stderr.strip().splitlines()[-1:]
         raise UserError(
-            f"Cannot count the GPUs, because torch fails: {''.join(why):.300}. "
+            "A worker requires the package torch: run `pip install 'feedmill[worker]'`."
+        )
+    counted = subprocess.run(
+        [sys.executable, "-P", "-c", COUNT_GPUS],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if counted.returncode:
+        lines = counted.stderr.strip().splitlines()
+        last_line = ""
+        if lines:
+            last_line = lines[-1]
+        raise UserError(
+            f"Cannot count the GPUs, because torch fails: {last_line:.300}. "
             "Reinstall torch, or set FEEDMILL_DEVICES=cpu."
         )
-    count = int(counted.stdout.split()[-1])
+    words = counted.stdout.split()
+    count = int(words[-1])
     if VISIBLE_DEVICES in os.environ:
-        return [name.strip() for name in os.environ[VISIBLE_DEVICES].split(",")][:count]
+        names = os.environ[VISIBLE_DEVICES].split(",")
+        return [name.strip() for name in names[:count]]
     return [str(index) for index in range(count)]
 
 
 def cores_by_package() -> list[frozenset[int]]:
-    """Return the CPUs that this process may use, grouped by core. Cores of one CPU package are adjacent."""
-    found: dict[tuple[int, str], set[int]] = {}
+    """Return the CPUs that this process may use, grouped by core.
+
+    Cores of one CPU package are adjacent.
+    """
+    cores: dict[tuple[int, str], set[int]] = {}
     for number in sorted(linux.allowed_cpus()):
         topology = PROCESSORS / f"cpu{number}" / "topology"
+        package_file = topology / "physical_package_id"
+        siblings_file = topology / "thread_siblings_list"
         try:
-            package = int((topology / "physical_package_id").read_text())
-            siblings = (topology / "thread_siblings_list").read_text()
+            package = int(package_file.read_text())
+            siblings = siblings_file.read_text()
         except (OSError, ValueError):  # sandboxes may hide the topology
-            package, siblings = 0, str(number)
-        found.setdefault((package, siblings), set()).add(number)
-    return [frozenset(found[core]) for core in sorted(found, key=lambda core: core[0])]
+            package = 0
+            siblings = str(number)
+        core = cores.setdefault((package, siblings), set())
+        core.add(number)
+
+    def package_of(core: tuple[int, str]) -> int:
+        package, _ = core
+        return package
+
+    return [frozenset(cores[core]) for core in sorted(cores, key=package_of)]
 
 
-def divide(cores: Sequence[frozenset[int]], workers: int) -> list[tuple[frozenset[int], int]]:
-    """Divide the cores among the workers in adjacent runs; return each worker's CPUs and its number of cores.
+def divide(
+    cores: Sequence[frozenset[int]], workers: int
+) -> list[tuple[frozenset[int], int]]:
+    """Divide the cores among the workers in adjacent runs; return each worker's CPUs and its
+    number of cores.
 
     With fewer cores than workers, every worker may use all CPUs, with one thread.
     """
-    if len(cores) < workers:
+    core_count = len(cores)
+    if core_count < workers:
         return [(frozenset(), 1)] * workers
-    ends = [len(cores) * index // workers for index in range(workers + 1)]
-    return [(frozenset().union(*cores[first:end]), end - first) for first, end in pairwise(ends)]
+    bounds = [core_count * index // workers for index in range(workers + 1)]
+    parts = []
+    for first, end in pairwise(bounds):
+        own_cores = cores[first:end]
+        cpus: frozenset[int] = frozenset().union(*own_cores)
+        part = (cpus, len(own_cores))
+        parts.append(part)
+    return parts
 
 
-def _threads(count: int) -> dict[str, str]:
-    """Return the thread variables to set to `count`; variables that are already set stay as they are."""
-    return {name: str(count) for name in THREAD_VARIABLES if name not in os.environ}
+def thread_variables(count: int) -> dict[str, str]:
+    """Return the thread variables to set to `count`; variables that are already set stay as they
+    are.
+    """
+    unset = [name for name in THREAD_VARIABLES if name not in os.environ]
+    return dict.fromkeys(unset, str(count))
+
+
+class Worker(NamedTuple):
+    """A worker's share of the machine, and the service that runs it."""
+
+    share: Share
+    service: Service
+
+    def is_up(self) -> bool:
+        """Return whether it runs and has reported that it is ready."""
+        if not self.service.is_running:
+            return False
+        return self.service.is_ready()
+
+    def load(self) -> WorkerLoad | None:
+        """Return the figures of its latest note; None if it has sent none."""
+        return self.service.load()
+
+
+class Additions(Protocol):
+    """The source of workers that are added while the others run."""
+
+    def more(self, workers: Sequence[Worker]) -> list[Share]:
+        """Return the shares of the workers to add now. workers: those that were started."""
 
 
 class Supervisor:
     """A supervisor that runs one worker per share until a signal stops them.
 
-    name: value of the flag `--name`. command: command line of a worker.
+    name: value of the flag `--name`. command: command line of a worker. additions: adds workers.
     """
 
     def __init__(
-        self, settings: Settings, shares: Sequence[Share], name: str | None, command: Sequence[str] | None = None
+        self,
+        settings: Settings,
+        shares: Sequence[Share],
+        name: str | None,
+        command: Sequence[str] | None = None,
+        additions: Additions | None = None,
     ) -> None:
-        port = settings.metrics_port or 0
-        self._settings, self._command = settings, command or [*python_command(), "worker"]
-        self._services = []
-        for index, share in enumerate(shares):
-            ours = {"device": share.device, "devices": None, "metrics_port": port and port + index}
-            given = environment(settings.model_copy(update=ours)) | share.environment
-            self._services.append(Service(partial(self._launch, share, share.node(name), given)))
+        self._settings = settings
+        self._name = name
+        self._command = command or [*python_command(), "worker"]
+        self._additions = additions
+        self._workers: list[Worker] = []
+        for share in shares:
+            self._add(share)
         #: Number of workers that were ready at the last report; and whether systemd was notified.
-        self._up, self._has_notified = 0, False
+        self._up = 0
+        self._has_notified = False
 
-    def _launch(self, share: Share, node: str, given: dict[str, str], more: dict[str, str]) -> Child:
+    @property
+    def _services(self) -> list[Service]:
+        return [worker.service for worker in self._workers]
+
+    def _add(self, share: Share) -> None:
+        """Add a worker, which `_supervise` starts."""
+        port = self._settings.metrics_port or 0
+        if port:
+            port += len(self._workers)
+        changes = {
+            "device": share.device,
+            "devices": None,
+            "metrics_port": port,
+        }
+        own_settings = self._settings.model_copy(update=changes)
+        variables = environment(own_settings) | share.environment
+        node = share.node(self._name)
+        launch = partial(
+            self._launch,
+            share,
+            node,
+            variables,
+        )
+        worker = Worker(share=share, service=Service(launch))
+        self._workers.append(worker)
+
+    def _launch(
+        self,
+        share: Share,
+        node: str,
+        variables: dict[str, str],
+        service_variables: dict[str, str],
+    ) -> Child:
+        """Start a worker. service_variables: those by which it notifies its `Service`."""
         forward = partial(self._forward, share.name, node)
         command = [*self._command, "--name", node]
-        return Child(f"worker {node}", command, Path.cwd(), given | more, forward=forward, cpus=share.processors)
+        return Child(
+            f"worker {node}",
+            command,
+            Path.cwd(),
+            variables | service_variables,
+            forward=forward,
+            cpus=share.processors,
+        )
 
     def _forward(self, device: str, node: str, line: str) -> None:
-        """Write a line of a worker's output to standard error: after the device's name, or as JSON with the node's."""
+        """Write a line of a worker's output to standard error: after the device's name, or as JSON
+        with the node's.
+        """
         if not line:
             return
         if self._settings.log_format != "json":
             line = f"{device} | {line}"
         elif line.startswith('{"'):
-            line = f'{{"worker": {json.dumps(node)}, {line[1:]}'
+            quoted_node = json.dumps(node)
+            line = f'{{"worker": {quoted_node}, {line[1:]}'
         else:
             line = json_line({"worker": node, "message": line})
         with suppress(OSError):  # the reader of standard error is gone
@@ -213,48 +402,85 @@ class Supervisor:
                     service.close()
 
     def _supervise(self) -> None:
-        """Start and restart workers, and report when all are ready. Called on the main thread: a worker dies with the
+        """Start and restart workers, and report when all are ready.
+
+        Called on the main thread: a worker dies with the
         thread that started it.
         """
+        if self._additions is not None:
+            for share in self._additions.more(self._workers):
+                self._add(share)
         for service in self._services:
             service.supervise(logger.error)
-        ready = [service.is_running and service.is_ready() for service in self._services]
+        up = 0
+        restarts = 0
+        waits = False
+        for service in self._services:
+            restarts += service.restarts
+            if service.is_running and service.is_ready():
+                up += 1
+            elif not service.restarts:
+                waits = True
         # A worker that fails must not keep systemd waiting for the others.
-        if not self._has_notified and all(up or one.restarts for up, one in zip(ready, self._services, strict=True)):
+        if not self._has_notified and not waits:
             self._has_notified = True
             notify("READY=1")
-        if sum(ready) != self._up:
-            self._up = sum(ready)
-            restarts = sum(service.restarts for service in self._services)
-            logger.info("%d of %d workers up · %d restarts", self._up, len(ready), restarts)
+        if up != self._up:
+            self._up = up
+            workers = len(self._services)
+            logger.info(
+                "%d of %d workers up · %d restarts",
+                up,
+                workers,
+                restarts,
+            )
 
     def _pass_on(self, received: list[int]) -> bool:
-        """Send received signals to the workers: SIGUSR1 and SIGQUIT as they are, others as SIGTERM.
+        """Send received signals to the workers: SIGUSR1 and SIGQUIT as they are, others as
+        SIGTERM.
 
         Return whether one of them stops the workers.
         """
         stops = False
         while received:
             number = received.pop(0)
-            stops = stops or number != signal.SIGUSR1
-            how = number if number in (signal.SIGUSR1, signal.SIGQUIT) else signal.SIGTERM
+            is_report = number == signal.SIGUSR1
+            if not is_report:
+                stops = True
+            if number not in (signal.SIGUSR1, signal.SIGQUIT):
+                number = signal.SIGTERM
             for service in self._services:
-                # SIGUSR1 would kill a worker that is still loading.
-                if service.is_running and (number != signal.SIGUSR1 or service.is_ready()):
-                    service.child.process.send_signal(how)
+                if not service.is_running:
+                    continue
+                if is_report and not service.is_ready():
+                    continue  # SIGUSR1 would kill a worker that is still loading
+                service.child.process.send_signal(number)
         return stops
 
     def _drain(self, received: list[int]) -> int:
-        """Stop the workers and wait until they have ended; kill those that have not in time. Return the exit status."""
-        deadline = time.monotonic() + self._settings.drain + KILL_GRACE_S
-        running = [service.child for service in self._services if service.is_running]
+        """Stop the workers and wait until they have ended; kill those that have not in time.
+
+        Return the exit status.
+        """
+        patience_s = self._settings.drain + KILL_GRACE_S
+        deadline = time.monotonic() + patience_s
+        children = [service.child for service in self._services if service.is_running]
         notify("STOPPING=1")
-        while any(child.process.poll() is None for child in running) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if all(child.process.poll() is not None for child in children):
+                break
             self._pass_on(received)
             time.sleep(POLL_INTERVAL_S)
-        for child in running:
+        for child in children:
             if child.process.poll() is None:
-                logger.error("%s still runs %g s after FEEDMILL_DRAIN: killing it", child.name, KILL_GRACE_S)
+                logger.error(
+                    "%s still runs %g s after FEEDMILL_DRAIN: killing it",
+                    child.name,
+                    KILL_GRACE_S,
+                )
                 child.kill()
         # A worker that has not begun to consume dies of SIGTERM.
-        return int(any(child.process.returncode not in (0, -signal.SIGTERM) for child in running))
+        statuses = [child.process.returncode for child in children]
+        if any(status not in (0, -signal.SIGTERM) for status in statuses):
+            return 1
+        return 0
