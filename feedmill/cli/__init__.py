@@ -1,1 +1,3 @@
-"""The `feedmill` command: one module per command or group of commands, and the options they share."""
+"""The `feedmill` command: one module per command or group of commands, and the options
+they share.
+"""

@@ -1,45 +1,95 @@
-"""The `feedmill classify` command: classify a text or a file in this process, without Redis or a worker.
+"""The `feedmill classify` command: classify a text or a file in this process, without Redis or a
+worker.
 
-With --out, it copies the file with a label for each row."""
+With --out, it copies the file with a label for each row.
+"""
 
 import json
 import re
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 from typer import Argument, Option
 
-from feedmill.cli.options import MODEL, AsJson, FileFlags, Limit, MultiLabelOption, needs, refuse, with_settings
-from feedmill.console import ID_WIDTH, LiveBar, counted, notes_console, output_console, span, with_title
-from feedmill.local_model import load_calibrated
-from feedmill.producers.files import NOT_UTF8, CsvTable, FileReading, Place, Row, Source, is_file
-from feedmill.producers.records import NO_TEXT, REMOVED, parse_text
+from feedmill.cli.options import (
+    MODEL,
+    AsJson,
+    FileFlags,
+    ForExcel,
+    KindFlags,
+    Limit,
+    MultiLabelOption,
+    NoneOption,
+    excludes,
+    message_options,
+    needs,
+    with_settings,
+)
+from feedmill.console import (
+    ID_WIDTH,
+    Figures,
+    LiveBar,
+    counted,
+    notes_console,
+    output_console,
+    span,
+    with_title,
+    without_label,
+)
+from feedmill.offline.journal import Journal, journal_for
+from feedmill.offline.model import load_offline
+from feedmill.offline.observer import LabellingObserver
+from feedmill.offline.precision import label_precisely
+from feedmill.offline.tally import FOREIGN, NO_FIT, Tally
+from feedmill.producers.files import FileReading, FileSource
+from feedmill.producers.records import Filters, parse_text
 from feedmill.shared import errors
-from feedmill.shared.atomic_files import replacing
-from feedmill.shared.errors import InputError, UserError, printable
-from feedmill.shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
+from feedmill.shared.errors import InputError, UserError, printable, truncate
+from feedmill.shared.interrupts import received
+from feedmill.shared.language import is_in_another, languages_of
+from feedmill.shared.messages import (
+    Classification,
+    ClassifyOptions,
+    Outcome,
+    Post,
+    PostError,
+    further_fields,
+)
+from feedmill.shared.none_of_these import NO_LABEL
 from feedmill.shared.settings import Settings
-from feedmill.tables import Classify, check_new_columns, format_of, label_columns, with_outcomes
+from feedmill.tables import ENDINGS, Classify
+
+if TYPE_CHECKING:
+    from feedmill.offline.labelling import Labelling, Load
 
 #: Arguments that look like a file name, so that a mistyped one is not classified as a text.
-FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv|txt|parquet|xlsx?)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
+FILE_NAME = re.compile(
+    r"\S+\.(jsonl|ndjson|json|csv|tsv|txt|parquet|xlsx?)(\.gz|\.zst)?|\S+\.zst|\S*/\S+"
+)
 #: Labels shown per post of a file, and for a single text.
-POST_LABELS, TEXT_LABELS = 3, 16
+POST_LABELS = 3
+TEXT_LABELS = 16
+#: Advice to users whose posts have no label.
+NONE_OFF = (
+    "--none off gives each of them its best label; --none SCORE moves the threshold"
+)
 #: Width of the longest bar in characters.
 BAR_WIDTH = 30
 #: Labels and reasons in the summary; the rest are only counted.
-MAX_LABELS_SHOWN, MAX_REASONS_SHOWN = 20, 10
+MAX_LABELS_SHOWN = 20
+MAX_REASONS_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -50,263 +100,450 @@ class OutFlags:
         str | None,
         Option(
             metavar="FILE",
-            help="Write every row with its label to this .csv, .tsv, .jsonl or .parquet file, or .csv.gz; - prints it.",
+            help=f"Write every row with its label to this {ENDINGS} file, or .csv.gz; - prints "
+            "it.",
         ),
     ] = None
-    scores: Annotated[bool, Option("--scores", help="With --out: add a column with each label's score.")] = False
-    prefix: Annotated[str, Option(help="With --out: text before the names of the new columns (default: none).")] = ""
-
-
-#: Loads the model and returns its labels, and the function that classifies posts with it.
-Load = Callable[[], tuple[Sequence[str], Classify]]
-
-
-class Tally:
-    """Counts of labelled rows."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self.rows = 0
-        self.labels: Counter[str] = Counter()
-        #: Rows without a label; and rows that the output lacks, because they could not be parsed; by reason.
-        self.unlabelled: Counter[str] = Counter()
-        self.left_out: Counter[str] = Counter()
-        #: Place of the first row with a reason.
-        self.first: dict[str, Place] = {}
-
-    def add(self, row: Row, outcome: Outcome | None) -> None:
-        self.rows += 1
-        if isinstance(outcome, Classification):
-            self.labels[outcome.label] += 1
-            return
-        reason = str(row.post) if outcome is None else outcome.error
-        (self.left_out if row.values is None else self.unlabelled)[reason] += 1
-        self.first.setdefault(reason, row.place)
-
-    @property
-    def has_failures(self) -> bool:
-        """True if a row was left out, or has a text and no label."""
-        return bool(self.left_out) or not self.unlabelled.keys() <= {NO_TEXT, REMOVED}
-
-    def as_json(self) -> str:
-        """Return the counts as JSON."""
-        counts = {"rows": self.rows, "labels": dict(self.labels.most_common()), "unlabelled": self.unlabelled}
-        return json.dumps(counts | {"left_out": self.left_out, "seconds": round(time.monotonic() - self._began, 3)})
-
-    def described(self, source: Source, out: str) -> str:
-        """Return the summary: rows per label, and rows without one by reason."""
-        where = "" if out == "-" else f", written to {printable(out)}"
-        written = self.rows - self.left_out.total()
-        rows = f"{written:,} of {counted(self.rows, 'row')}" if self.left_out else counted(self.rows, "row")
-        lines = [f"{rows} of {source.name} in {span(time.monotonic() - self._began)}{where}"]
-        labels = self.labels.most_common(MAX_LABELS_SHOWN)
-        width = max((len(printable(label)) for label, _ in labels), default=0)
-        lines += [f"  {printable(label):<{width}}  {count:>9,}  {count / written:>4.0%}" for label, count in labels]
-        if more := self.labels.total() - sum(count for _, count in labels):
-            lines.append(f"  and {counted(more, 'row')} with other labels")
-        for what, reasons in (("no label", self.unlabelled), ("left out", self.left_out)):
-            shown = reasons.most_common(MAX_REASONS_SHOWN)
-            for reason, count in shown:
-                place = f"first in {source.unit} {self.first[reason]}"
-                lines.append(f"{what}: {counted(count, 'row')}, {place}: {printable(reason)}")
-            if others := reasons.total() - sum(count for _, count in shown):
-                lines.append(f"{what}: {counted(others, 'row')} for other reasons")
-        return "\n".join(lines)
-
-
-class Labelling:
-    """One run of `feedmill classify FILE --out OUT`.
-
-    If reading fails, the rows read before the error are still written, and `run` raises the error at the end.
-
-    path: path of the input; - is standard input. limit: maximum rows. Raises UserError if the output cannot be written.
-    """
-
-    def __init__(self, path: str, file: FileFlags, flags: OutFlags, limit: int | None) -> None:
-        with errors.explain_missing("--out", "tables"):
-            from feedmill.tables import writing  # noqa: PLC0415 - pyarrow, an extra
-        self._path, self._file, self._flags, self._limit = path, file, flags, limit
-        self._writing = writing
-        self._out = Path(flags.out or "-")
-        self._is_printed = flags.out == "-"
-        #: None is the input's format.
-        self._form = None if self._is_printed else format_of(str(self._out))
-        self._check_out()
-        self._notes = notes_console()
-        self._broken: InputError | None = None
-        self.tally = Tally()
-
-    def _check_out(self) -> None:
-        """Raise UserError if the output cannot be written, or is the input."""
-        out = self._out
-        if self._is_printed:
-            return
-        if self._form is None:
-            raise UserError(
-                f"Cannot tell the format of {out}. Give an --out that ends in .csv, .tsv, .jsonl or .parquet."
+    scores: Annotated[
+        bool,
+        Option("--scores", help=("With --out: add a column with each label's score.")),
+    ] = False
+    min_score: Annotated[
+        float | None,
+        Option(
+            min=-1,
+            max=1,
+            help=(
+                "With --multi-label and --out: least score of a label in the column labels "
+                "(default: the model's threshold)."
+            ),
+        ),
+    ] = None
+    excel: ForExcel = False
+    prefix: Annotated[
+        str,
+        Option(
+            help=(
+                "With --out: text before the names of the new columns (default: none)."
             )
-        with errors.explain_unwritable(out):  # a name that is too long
-            is_taken = out.is_dir() or (out.exists() and is_file(self._path) and out.samefile(self._path))
-        if is_taken:
-            raise UserError(f"{out} is a folder or the input file. Give another --out.")
+        ),
+    ] = ""
 
-    def _source(self) -> Source:
-        return Source(self._path, columns=self._file.columns(), encoding=self._file.encoding)
 
-    def run(self, load: Load) -> None:
-        """Classify the rows and write the output. Raises UserError and OSError."""
-        source = self._source()
-        rows = source.rows()
-        # Read a row before loading the model, which takes seconds.
-        first = next(rows)
-        form = self._form or ("csv" if isinstance(source.table, CsvTable) else "jsonl")
-        keys = self._keys(source, form)
-        is_copied = source.table is None and form == "jsonl"
-        given = source.table.header if source.table else list(first.values or ()) if keys is None else keys.names
-        prefix = self._flags.prefix
-        check_new_columns(source.name, given, label_columns((), prefix), "--prefix")
-        with self._notes.status("loading the model"):
-            labels, classify = load()
-        labels = labels if self._flags.scores else ()
-        new = label_columns(labels, prefix)
-        check_new_columns(source.name, given, new, "--prefix")
-        found = with_outcomes(islice(self._readable(chain([first], rows)), self._limit), classify)
-        # Closed after any error: threads of a running model would abort the process at its exit.
-        with self._output() as file, self._bar(source), closing(found):
-            batch_rows = 1 if self._is_printed and not is_file(self._path) else self._writing.COPIED_ROWS
-            copy = (
-                self._writing.JsonCopy(file, self._out, new, labels)
-                if is_copied
-                else self._writing.LabelledCopy(file, self._out, form, source, keys, new, labels, batch_rows)
-            )
-            for row, outcome in found:
-                if row.post == NOT_UTF8 and NOT_UTF8 not in self.tally.first:  # most rows may lack a label
-                    self._notes.print(escape(f"{source.name}:{row.place}: {row.post}"))
-                self.tally.add(row, outcome)
-                if row.values is not None:
-                    copy.add(row, outcome if isinstance(outcome, Classification) else None)
-                    if batch_rows == 1:
-                        file.flush()
-            copy.close()
-        self._notes.print(escape(self.tally.described(source, self._flags.out or "")))
-        if self._broken:
-            raise self._broken
+class _Notes(LabellingObserver):
+    """Prints what happens while a file is labelled, below a bar of the bytes read."""
 
-    def _keys(self, source: Source, form: str) -> Any:
-        """Return the columns of JSON records, which are read twice for them; None for other sources and outputs."""
-        if source.table is not None or form == "jsonl":
-            return None
-        if not is_file(self._path):
-            raise UserError(f"{source.name} is a pipe with JSON, whose keys are not known beforehand. Write .jsonl, or "
-                            "save it as a file first.")  # fmt: skip
-        with self._notes.status(escape(f"reading {source.name}")):
-            return self._writing.schema_of(islice(self._readable(self._source().rows()), self._limit), form)
+    def __init__(self, notes: Console, out: str, multi_label: bool = False) -> None:
+        self._notes = notes
+        self._out = out
+        self._multi_label = multi_label
 
-    def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yield the rows up to an error, which is kept."""
-        try:
-            yield from rows
-        except InputError as error:
-            self._broken = error
+    def note(self, message: str) -> None:
+        self._notes.print(escape(message))
 
-    @contextmanager
-    def _output(self) -> Iterator[BinaryIO]:
-        """Yield the output file. It gets its name once it is complete. Raises UserError if it cannot be written."""
-        if self._is_printed:
-            yield sys.stdout.buffer
-        else:
-            with errors.explain_unwritable(self._out), replacing(self._out) as temporary, temporary.open("wb") as file:
-                yield file
+    def working(self, what: str) -> Status:
+        return self._notes.status(escape(what))
 
-    def _bar(self, source: Source) -> LiveBar:
-        """Return a bar of the bytes read."""
-
-        def figures(seconds: float) -> tuple[str, float, float | None]:
-            rows = self.tally.rows
-            rate = f", {rows / seconds:,.0f}/s" if seconds and rows else ""
-            return f"{counted(rows, 'row')}{rate}", source.done, source.size
+    def watching(self, labelling: "Labelling") -> LiveBar:
+        def figures(seconds: float) -> Figures:
+            rows = labelling.tally.rows
+            text = counted(rows, "row")
+            if seconds and rows:
+                rate = rows / seconds
+                text += f", {rate:,.0f}/s"
+            source = labelling.source
+            return Figures(text, done=source.done, total=source.size)
 
         return LiveBar(self._notes, figures)
 
+    def finished(self, labelling: "Labelling") -> None:
+        summary = describe(
+            labelling.tally,
+            labelling.source,
+            self._out,
+            self._multi_label,
+        )
+        self._notes.print(escape(summary))
 
+
+def describe(
+    tally: Tally, source: FileSource, out: str, multi_label: bool = False
+) -> str:
+    """Return the summary: rows per label, and rows without one by reason.
+
+    multi_label: several labels of a row may apply, of which only the best one is counted.
+    """
+    rows = counted(tally.rows, "row")
+    if tally.left_out:
+        rows = f"{tally.written:,} of {rows}"
+    summary = f"{rows} of {source.name} in {span(tally.seconds)}"
+    if out != "-":
+        summary += f", written to {printable(out)}"
+    lines = [summary]
+    if multi_label and tally.labels:
+        lines.append("rows by their best label:")
+    labels = tally.labels.most_common(MAX_LABELS_SHOWN)
+    names = [printable(label) for label, _ in labels]
+    width = max(map(len, names), default=0)
+    others = tally.labels.total()
+    for name, (_, count) in zip(names, labels, strict=True):
+        others -= count
+        share = count / tally.written
+        lines.append(f"  {name:<{width}}  {count:>9,}  {share:>4.0%}")
+    if others:
+        rows = counted(others, "row")
+        lines.append(f"  and {rows} with other labels")
+    lines.extend(_reason_lines("no label", tally.unlabelled, tally, source))
+    if tally.unlabelled[NO_FIT]:
+        lines.append(NONE_OFF)
+    lines.extend(_reason_lines("left out", tally.left_out, tally, source))
+    for column, problem in tally.lost.items():
+        line = f"column {column}: {problem}"
+        lines.append(printable(line))
+    return "\n".join(lines)
+
+
+def _reason_lines(
+    what: str, reasons: Counter[str], tally: Tally, source: FileSource
+) -> Iterator[str]:
+    """Yield a line for each of the most common reasons, and one for the others."""
+    others = reasons.total()
+    for reason, count in reasons.most_common(MAX_REASONS_SHOWN):
+        rows = counted(count, "row")
+        place = f"first in {source.unit} {tally.first[reason]}"
+        text = printable(reason)
+        yield f"{what}: {rows}, {place}: {text}"
+        others -= count
+    if others:
+        rows = counted(others, "row")
+        yield f"{what}: {rows} for other reasons"
+
+
+def label_file(
+    path: str,
+    file: FileFlags,
+    flags: OutFlags,
+    limit: int | None,
+    load: "Load",
+    labels_file: Path | None = None,
+    options: ClassifyOptions | None = None,
+    languages: frozenset[str] = frozenset(),
+    journal: Journal | None = None,
+    kinds: KindFlags | None = None,
+) -> Tally:
+    """Write the rows of a file with their labels, and print notes and a summary.
+
+    labels_file: the file of labels, which must stay. options: those of the call. languages: those
+    of rows that get a label; empty for all. journal: that of `load`, by which the next run
+    continues an interrupted one. Raises UserError and OSError.
+    """
+    kinds = kinds or KindFlags()
+    with errors.explain_missing("--out", "tables"):
+        # pyarrow, an extra
+        from feedmill.offline.labelling import LabelledFile, Labelling  # noqa: PLC0415
+    path_out = None
+    stream = None
+    if flags.out == "-":
+        stream = sys.stdout.buffer
+    else:
+        path_out = Path(flags.out or "-")
+    output = LabelledFile(
+        path=path_out,
+        stream=stream,
+        scores=flags.scores,
+        prefix=flags.prefix,
+        has_mark=flags.excel,
+        options=options or ClassifyOptions(),
+        has_languages=bool(languages),
+        min_score=flags.min_score,
+    )
+    notes = notes_console()
+    with kinds.open_titles(path, file) as titles:
+        labelling = Labelling(
+            path,
+            output,
+            columns=file.columns(),
+            encoding=file.encoding,
+            limit=limit,
+            labels_file=labels_file,
+            observer=_Notes(notes, flags.out or "", output.options.multi_label),
+            languages=languages,
+            kinds=kinds.kinds,
+            titles=titles,
+        )
+        try:
+            labelling.run(load)
+        except BaseException as error:
+            # a library may report Ctrl-C as an error of its own
+            if not isinstance(error, KeyboardInterrupt) and not received():
+                raise
+            state = _interruption_message(labelling.tally, path_out, journal)
+            notes.print(escape(state))
+            raise KeyboardInterrupt from None
+        finally:
+            _end_journal(journal, labelling, notes)
+    return labelling.tally
+
+
+def _end_journal(
+    journal: Journal | None, labelling: "Labelling", notes: Console
+) -> None:
+    """Delete the outcomes that were kept for the next run, if the output is complete.
+
+    A run that failed leaves those of earlier runs, even if it reached none of them itself.
+    """
+    if journal is None:
+        return
+    if journal.resumed and labelling.is_published:
+        rows = counted(journal.resumed, "row")
+        notes.print(f"{rows} had been labelled before an interruption")
+    if labelling.is_published or journal.is_empty:
+        journal.discard()
+
+
+def _interruption_message(
+    tally: Tally, out: Path | None, journal: Journal | None
+) -> str:
+    """Return what an interrupted run did, and how to repeat it. out: None is standard output."""
+    rows = counted(tally.rows, "row")
+    if out is None:
+        return f"interrupted: {rows} written to standard output. The same command starts over."
+    name = printable(str(out))
+    state = "is unchanged" if out.exists() else "was not written"
+    continues = "starts over; --limit labels fewer rows"
+    if journal is not None and journal.rows:
+        labelled_rows = counted(journal.rows, "labelled row")
+        continues = f"continues after {labelled_rows}"
+    elif journal is not None and not journal.is_empty:
+        continues = "continues where an earlier one ended"
+    return f"interrupted after {rows}: {name} {state}. The same command {continues}."
+
+
+@excludes("--precision", "--none")
 @needs("--scores", "--out")
 @needs("--prefix", "--out")
-@with_settings(*MODEL, plain_logs=True)
+@needs("--min-score", "--out")
+@needs("--min-score", "--multi-label")
+@needs("--excel", "--out")
+@with_settings(*MODEL, "devices", "languages", plain_logs=True)
 def classify(
     settings: Settings,
     what: Annotated[
         str,
         Argument(
             metavar="TEXT|FILE",
-            help="A text, or a file of posts (CSV, JSONL, a JSON array, Parquet, .txt); - is standard input.",
+            help=(
+                "A text, or a file of posts (CSV, JSONL, a JSON array, Parquet, .txt); - is "
+                "standard input."
+            ),
         ),
     ],
     file: FileFlags,
     output: OutFlags,
+    kinds: KindFlags,
     multi_label: MultiLabelOption = False,
+    none: NoneOption = None,
+    precision: Annotated[
+        float | None,
+        Option(
+            metavar="SHARE",
+            help=(
+                "For a file: give no label to posts whose label is uncertain, so that about this "
+                "share of the labels is right, such as 0.9."
+            ),
+        ),
+    ] = None,
     limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
-    """Needs neither Redis nor a worker. Prints the labels, or writes the file's rows with their labels to --out. Exits
-    1 if a post failed or a record could not be read; rows without text are no failure.
+    """Needs neither Redis nor a worker.
+
+    Prints the labels, or writes the file's rows with their labels to --out. Posts of a file that
+    fit none of your --labels have no label; --none off gives each its best one. After an
+    interruption, the same command with --out continues. Exits 1 if a post failed, a record could
+    not be read, or no row has text. Single rows without text do not count.
     """
-    load = partial(_load, settings, ClassifyOptions(multi_label=multi_label))
-    is_file = what == "-" or _is_file(what)
-    refuse(
-        (
-            output.out is not None and not is_file,
-            "--out needs a file of posts, not a text. Give a file, or omit --out.",
-        ),
-        (as_json and output.out == "-", "--json and --out - both print to standard output. Omit one of them."),
+    is_file = what == "-" or _exists(what)
+    if is_file:
+        _check_folder(what)
+    else:
+        _check_text(what)
+    if precision is not None:
+        none = _none_for_precision(precision, is_file=is_file, multi_label=multi_label)
+    is_default = none is None and settings.none is None
+    if is_default and is_file and settings.labels is not None:
+        # Most rows of a file fit none of the labels that its owner asks for.
+        none = True
+    options = message_options(multi_label=multi_label, none=none)
+    journal = journal_for(output.out)
+    load = partial(
+        _load,
+        settings,
+        options,
+        precision,
+        is_default,
+        journal,
     )
+    _check_out(output.out, what, is_file=is_file, as_json=as_json)
+    languages = languages_of(settings)
     with errors.explain_refusals(settings.model):
         if output.out is not None:
-            labelling = Labelling(what, file, output, limit)
-            labelling.run(load)
+            tally = label_file(
+                what,
+                file,
+                output,
+                limit,
+                load,
+                settings.labels_file,
+                options,
+                languages,
+                journal,
+                kinds,
+            )
             if as_json:
-                typer.echo(labelling.tally.as_json())
-            failed = labelling.tally.has_failures
+                summary = json.dumps(tally.counts())
+                typer.echo(summary)
+            failed = tally.has_failures
         elif is_file:
-            failed = _classify_file(what, file, limit, load, as_json)
+            failed = _classify_file(
+                what,
+                file,
+                limit,
+                load,
+                as_json,
+                languages,
+                kinds,
+            )
         else:
             failed = _classify_text(what, load, as_json)
     raise typer.Exit(1 if failed else 0)
 
 
-def _load(settings: Settings, options: ClassifyOptions) -> tuple[Sequence[str], Classify]:
-    """Load the model; return its labels, and the function that classifies posts with it. Raises UserError."""
-    loaded, budget = load_calibrated(settings)
-    from feedmill.workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
+def _check_out(out: str | None, what: str, *, is_file: bool, as_json: bool) -> None:
+    """Raise UserError if --out does not suit the input or --json."""
+    if out is not None and not is_file:
+        name = printable(truncate(what))
+        raise UserError(
+            f"There is no file {name}, and --out needs one. Give a file of posts, or omit --out."
+        )
+    if as_json and out == "-":
+        raise UserError(
+            "--json and --out - both print to standard output. Omit one of them."
+        )
 
-    labels = loaded.label_set(options).labels
-    return labels, lambda posts: offline.classify(posts, loaded, settings, budget, options)
+
+def _none_for_precision(precision: float, *, is_file: bool, multi_label: bool) -> float:
+    """Return `none` for a precision: 0, since the precision chooses the threshold later.
+
+    Raises UserError for a precision that cannot be kept.
+    """
+    if not 0 < precision <= 1:
+        raise UserError(
+            f"--precision {precision} must be above 0 and up to 1, such as 0.9."
+        )
+    if not is_file:
+        raise UserError(
+            "--precision chooses a threshold by the scores of many posts. Give a file of posts, "
+            "or --none with a score."
+        )
+    if multi_label:
+        raise UserError(
+            "--precision cannot be combined with --multi-label, whose scores are no probabilities "
+            "of being right. Use --none with a score."
+        )
+    return 0.0
 
 
-def _classify_file(path: str, file: FileFlags, limit: int | None, load: Load, as_json: bool) -> bool:
+def _load(
+    settings: Settings,
+    options: ClassifyOptions,
+    precision: float | None,
+    is_default: bool,
+    journal: Journal | None,
+) -> tuple[Sequence[str], Classify]:
+    """Load the model; return its labels, and the function that classifies posts with it.
+
+    precision: see `label_precisely`. is_default: see `load_offline`. journal: outcomes of an
+    interrupted run, which the function returns again. Raises UserError.
+    """
+    model = load_offline(settings, options, is_default)
+    classify_posts = model.classify
+    if journal is not None:
+        classify_posts = journal.remembering(classify_posts, model.recipe)
+    if precision is None:
+        return model.labels, classify_posts
+
+    def classify_precisely(posts: Iterable[Post]) -> Generator[tuple[Post, Outcome]]:
+        return label_precisely(classify_posts(posts), precision)
+
+    return model.labels, classify_precisely
+
+
+def _classify_file(
+    path: str,
+    file: FileFlags,
+    limit: int | None,
+    load: "Load",
+    as_json: bool,
+    languages: frozenset[str],
+    kinds: KindFlags,
+) -> bool:
     """Print the labels of the file's posts. Return whether a post or a record failed."""
-    reading = FileReading(
-        path, notes_console(), columns=file.columns(), encoding=file.encoding, shows_ids=True, text_only=True
-    )
+    with kinds.open_titles(path, file) as titles:
+        reading = FileReading(
+            path,
+            notes_console(),
+            filters=Filters(kinds=kinds.kinds),
+            columns=file.columns(),
+            encoding=file.encoding,
+            titles=titles,
+            shows_ids=True,
+            text_only=True,
+        )
+        return _show_file(reading, limit, load, as_json, languages)
+
+
+def _show_file(
+    reading: FileReading,
+    limit: int | None,
+    load: "Load",
+    as_json: bool,
+    languages: frozenset[str],
+) -> bool:
+    """Print the labels of the posts. Return whether a post or a record failed."""
     posts = islice(reading.posts(), limit)
     # Read a post before loading the model, which takes seconds: the file may have none.
-    first = list(islice(posts, 1))
-    failed = 0
-    if first:
-        # Closed after any error: threads of a running model would abort the process at its exit.
-        with closing(load()[1](chain(first, posts))) as outcomes:
-            failed = _show_posts(outcomes, as_json)
+    first = next(posts, None)
+    if first is None:
+        reading.end()
+        return reading.skipped > 0
+    _, classify_posts = load()
+    all_posts = chain([first], posts)
+    # Closed after any error: threads of a running model would abort the process at its exit.
+    with closing(classify_posts(all_posts)) as outcomes:
+        shown = _show_posts(outcomes, as_json, languages)
+    all_posts_shown = counted(shown.posts, "post")
+    if shown.unlabelled:
+        posts_without = f"{shown.unlabelled:,} of {all_posts_shown}"
+        notes_console().print(f"{NO_LABEL}: {posts_without}. {NONE_OFF}.")
+    if shown.foreign:
+        posts_without = f"{shown.foreign:,} of {all_posts_shown}, {FOREIGN}"
+        notes_console().print(f"{NO_LABEL}: {posts_without}.")
     reading.end()
-    return failed > 0 or reading.skipped > reading.without_text
+    return shown.failures > 0 or reading.skipped > reading.without_text
 
 
-def _classify_text(text: str, load: Load, as_json: bool) -> bool:
+def _classify_text(text: str, load: "Load", as_json: bool) -> bool:
     """Print the labels of a text. Raises UserError if it cannot be classified."""
     post = parse_text({"body": text}, "text")
     if isinstance(post, str):
         raise InputError(f"Cannot classify the text: {post}.")
-    ((post, outcome),) = load()[1]([post])
+    _, classify_posts = load()
+    ((post, outcome),) = classify_posts([post])
     if isinstance(outcome, PostError):
-        raise UserError(f"Cannot classify the text: {outcome.error}. Change the text, or use another --model.")
+        raise UserError(
+            f"Cannot classify the text: {outcome.error}. Change the text, or use another --model."
+        )
     if as_json:
         typer.echo(_as_json(post, outcome))
     else:
@@ -314,50 +551,134 @@ def _classify_text(text: str, load: Load, as_json: bool) -> bool:
     return False
 
 
-def _is_file(what: str) -> bool:
-    """Return True for an existing file. Raises InputError for a missing one: a word that looks like a file name."""
+def _exists(what: str) -> bool:
+    """Return whether there is a file, a pipe or a folder of this name."""
     try:
-        if Path(what).is_dir():
-            raise InputError(f"{what} is a folder. Give a file in it, or a text of at least two words.")
-        if Path(what).exists():  # a file, or a pipe
-            return True
+        return what != "" and Path(what).exists()
     except (OSError, ValueError):  # too long for a file name, or with a null character
         return False
-    if FILE_NAME.fullmatch(what):
+
+
+def _may_name_file(text: str) -> bool:
+    """Return whether the system looks for a file of this name: not if it is too long, or contains
+    a null character.
+    """
+    try:
+        Path(text).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _check_folder(name: str) -> None:
+    """Raise InputError for a folder."""
+    if Path(name).is_dir():
         raise InputError(
-            f"There is no file {what}. A single word with an extension or a slash is read as a file name; "
-            "to classify text, give at least two words."
+            f"{printable(name)} is a folder. Give a file in it, or a text of at least two "
+            "words."
         )
-    return False
+
+
+def _check_text(what: str) -> None:
+    """Raise InputError for an empty text, and for a word that looks like the name of a missing
+    file.
+    """
+    if not what:
+        raise InputError(
+            "The text is empty. Give a text of at least two words, or a file of posts."
+        )
+    if FILE_NAME.fullmatch(what) and _may_name_file(what):
+        raise InputError(
+            f"There is no file {printable(what)}. A single word with an extension or a slash is "
+            "read as a file name; to classify text, give at least two words."
+        )
 
 
 def _as_json(post: Post, outcome: Outcome) -> str:
+    fields: dict[str, Any] = {"id": post.id}
     if isinstance(outcome, Classification):
-        found = {"id": post.id, "label": outcome.label, "scores": outcome.scores}
+        fields["label"] = outcome.label
+        fields["scores"] = outcome.scores
+        fields |= further_fields(outcome)
     else:
-        found = {"id": post.id, "error": outcome.error}
-    return errors.json_line(found)
+        fields["error"] = outcome.error
+    return errors.json_line(fields)
 
 
-def _show_posts(outcomes: Iterable[tuple[Post, Outcome]], as_json: bool) -> int:
-    """Print posts as they are classified; return how many failed."""
-    failed = 0
+@dataclass
+class Shown:
+    """Numbers of posts that were printed.
+
+    unlabelled: those that fit none of the labels. foreign: those in another language.
+    """
+
+    posts: int = 0
+    failures: int = 0
+    unlabelled: int = 0
+    foreign: int = 0
+
+
+def _show_posts(
+    outcomes: Iterable[tuple[Post, Outcome]],
+    as_json: bool,
+    languages: frozenset[str] = frozenset(),
+) -> Shown:
+    """Print posts as they are classified."""
+    shown = Shown()
     for post, outcome in outcomes:
-        failed += isinstance(outcome, PostError)
+        shown.posts += 1
+        if isinstance(outcome, PostError):
+            shown.failures += 1
+        elif outcome.label is None and is_in_another(outcome.language, languages):
+            shown.foreign += 1
+        elif outcome.label is None:
+            shown.unlabelled += 1
         if as_json:
-            typer.echo(_as_json(post, outcome))
-        elif isinstance(outcome, Classification):
-            best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:POST_LABELS])
-            typer.echo(with_title(printable(f"{post.id:<{ID_WIDTH}} {best:<48} "), post))
+            line = _as_json(post, outcome)
         else:
-            typer.echo(printable(f"{post.id:<{ID_WIDTH}} failed: {outcome.error}"))
-    return failed
+            line = _post_line(post, outcome)
+        typer.echo(line)
+    return shown
 
 
-def _show_text(found: Classification) -> None:
-    table = Table("label", "score", "", box=None, header_style="dim")
-    longest = max(found.scores.values()) or 1.0
-    for label, score in list(found.scores.items())[:TEXT_LABELS]:
-        table.add_row(escape(printable(label)), f"{score:.3f}", "█" * round(BAR_WIDTH * max(0.0, score) / longest))
-    output_console().print(table)
-    typer.echo(printable(f"by {found.model} ({found.weights[:12]}) on {found.device}"))
+def _post_line(post: Post, outcome: Outcome) -> str:
+    """Return a post's best labels with their scores, or why it has none."""
+    name = f"{post.id:<{ID_WIDTH}}"
+    if isinstance(outcome, PostError):
+        return printable(f"{name} failed: {outcome.error}")
+    scores = islice(outcome.scores.items(), POST_LABELS)
+    labels = [f"{label} {score:.2f}" for label, score in scores]
+    best = ", ".join(labels)
+    if outcome.label is None:
+        best = f"{without_label(outcome)} ({best})"
+    start = f"{name} {best:<48} "
+    return with_title(printable(start), post)
+
+
+def _show_text(classification: Classification) -> None:
+    table = Table(
+        "label",
+        "score",
+        "",
+        box=None,
+        header_style="dim",
+    )
+    scores = classification.scores
+    highest = max(scores.values()) or 1.0
+    for label, score in islice(scores.items(), TEXT_LABELS):
+        share = max(0.0, score) / highest
+        width = round(BAR_WIDTH * share)
+        table.add_row(
+            escape(printable(label)),
+            f"{score:.3f}",
+            "█" * width,
+        )
+    console = output_console()
+    console.print(table)
+    if classification.label is None:
+        typer.echo(without_label(classification))
+    weights = classification.weights[:12]
+    origin = f"by {classification.model} ({weights}) on {classification.device}"
+    typer.echo(printable(origin))
