@@ -2,7 +2,7 @@
 #
 #   docker build --file docker/producer.Dockerfile --tag feedmill-producer .
 #
-# For exports, add pyarrow (160 MB): --build-arg EXTRAS=bluesky,reddit,dumps,monitor,tables
+# For exports, add pyarrow (160 MB): --build-arg EXTRAS=bluesky,feeds,reddit,dumps,monitor,tables
 
 # Digest of the multi-platform tag, copied from public Dockerfiles and not checked against a registry.
 ARG PYTHON=python:3.12.13-slim-bookworm@sha256:8a7e7cc04fd3e2bd787f7f24e22d5d119aa590d429b50c95dfe12b3abe52f48b
@@ -12,7 +12,7 @@ FROM $PYTHON AS build
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends binutils \
  && rm -rf /var/lib/apt/lists/*
-ARG EXTRAS=bluesky,reddit,dumps,monitor
+ARG EXTRAS=bluesky,feeds,reddit,dumps,monitor
 WORKDIR /source
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY feedmill feedmill

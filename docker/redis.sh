@@ -1,6 +1,7 @@
 #!/bin/sh
 # Starts Redis in a container with the redis.conf and users.conf beside this file, for compose.yaml and kubernetes/.
-# REDIS_PASSWORD is the administrator's; WORKER_PASSWORD, PRODUCER_PASSWORD and READER_PASSWORD are the users'.
+# REDIS_PASSWORD is the administrator's; WORKER_PASSWORD, PRODUCER_PASSWORD, READER_PASSWORD and WEB_PASSWORD
+# are the users'.
 # The configuration is passed through standard input, because `ps` shows arguments. Later lines override earlier ones.
 set -eu
 cd "$(dirname "$0")"
@@ -8,7 +9,7 @@ cd "$(dirname "$0")"
 # An empty password would allow access without one.
 missing="is missing: create .env as described in .env.example"
 : "${REDIS_PASSWORD:?$missing}" "${WORKER_PASSWORD:?$missing}" "${PRODUCER_PASSWORD:?$missing}" \
-  "${READER_PASSWORD:?$missing}" "${REDIS_MAXMEMORY:?$missing}"
+  "${READER_PASSWORD:?$missing}" "${WEB_PASSWORD:?$missing}" "${REDIS_MAXMEMORY:?$missing}"
 
 digest() {
   printf %s "$1" | sha256sum | cut -d' ' -f1
@@ -16,7 +17,8 @@ digest() {
 
 users=$(sed -e "s/#WORKER/#$(digest "$WORKER_PASSWORD")/" \
   -e "s/#PRODUCER/#$(digest "$PRODUCER_PASSWORD")/" \
-  -e "s/#READER/#$(digest "$READER_PASSWORD")/" users.conf)
+  -e "s/#READER/#$(digest "$READER_PASSWORD")/" \
+  -e "s/#WEB/#$(digest "$WEB_PASSWORD")/" users.conf)
 exec redis-server - <<END
 $(cat redis.conf)
 $users

@@ -50,13 +50,16 @@ RUN python -m compileall -q -x 'site-packages/(?!(feedmill|shared|workers|celery
 
 FROM $PYTHON
 RUN useradd --uid 10001 --create-home feedmill \
- && install --directory --owner feedmill --group feedmill --mode 0700 /var/cache/feedmill
+ && install --directory --owner feedmill --group feedmill --mode 0700 /var/cache/feedmill /var/lib/feedmill/answers
 COPY --from=build /opt/feedmill /opt/feedmill
 # Metrics and the health endpoints listen on the container's network. The cache keeps models from the hub and the
-# calibration of this machine. Of the GPU driver, only its compute and utility parts are needed.
+# calibration of this machine; /var/lib/feedmill/answers people's answers and taught models. Of the GPU driver, only its compute
+# and utility parts are needed. FEEDMILL_DEVICE overrides FEEDMILL_DEVICES=auto, which fills each GPU with workers.
 ENV PATH=/opt/feedmill/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    FEEDMILL_ANSWERS=/var/lib/feedmill/answers \
     FEEDMILL_CACHE_FOLDER=/var/cache/feedmill \
+    FEEDMILL_DEVICES=auto \
     FEEDMILL_METRICS_ADDRESS=0.0.0.0 \
     FEEDMILL_METRICS_PORT=9110 \
     HF_HOME=/var/cache/feedmill/hub \
