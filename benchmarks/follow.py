@@ -1,11 +1,13 @@
-"""Measure the milliseconds from writing a result until `feedmill results --follow --json` has printed it.
+"""Measure the milliseconds from writing a result until `feedmill results --follow --json` has
+printed it.
 
     python -m benchmarks.follow [--count 1000] [--rate 50] [--group]
 
-Results are written through ResultsStore, as workers do, to a private Redis at random times (Poisson). A latency runs
-from just before the write until this process has read the result's line from the reader's standard output. The first
-part writes one result at a time; the second writes the same number in micro-batches of 32, at the same rate of writes.
-With --group, the reader is a member of a consumer group and acknowledges results. The last line is JSON.
+Results are written through ResultsStore, as workers do, to a private Redis at random times
+(Poisson). A latency runs from just before the write until this process has read the result's line
+from the reader's standard output. The first part writes one result at a time; the second writes
+the same number in micro-batches of 32, at the same rate of writes. With --group, the reader is a
+member of a consumer group and acknowledges results. The last line is JSON.
 """
 
 import argparse
@@ -42,19 +44,27 @@ WARM_UP, MIN_RESULTS = 20, 2
 #: Seconds without a result after which the benchmark aborts.
 STALL_TIMEOUT_S = 60.0
 #: Title and body of every post, and the number of its scores: one for each default topic.
-TITLE, BODY, TOPICS = "A title of the usual length, which is some sixty characters long", "word " * 100, 16
+TITLE, BODY, TOPICS = (
+    "A title of the usual length, which is some sixty characters long",
+    "word " * 100,
+    16,
+)
 
 console = Console(soft_wrap=True, highlight=False)
 
 
 class Following:
-    """A running `feedmill results --follow`, with the time at which this process read each of its output lines."""
+    """A running `feedmill results --follow`, with the time at which this process read each of its
+    output lines.
+    """
 
     def __init__(self, settings: Settings, arguments: list[str]) -> None:
         self._process = subprocess.Popen(
             [*python_command(), "results", "--follow", "--json", *arguments],
             stdout=subprocess.PIPE,
-            env=os.environ | variables(settings) | {f"{PREFIX}REDIS_URL": settings.broker_url},
+            env=os.environ
+            | variables(settings)
+            | {f"{PREFIX}REDIS_URL": settings.broker_url},
         )
         #: Time at which each result's line was read, by post id.
         self.read_at: dict[str, float] = {}
@@ -68,14 +78,22 @@ class Following:
             self.read_at[json.loads(line)["id"]] = now
 
     def wait_for(self, count: int) -> None:
-        """Wait until `count` results in total have been read. Raises StackError if no more arrive."""
+        """Wait until `count` results in total have been read.
+
+        Raises StackError if no more arrive.
+        """
         before, last = len(self.read_at), time.monotonic()
         while len(self.read_at) < count:
             time.sleep(0.01)
             if len(self.read_at) != before:
                 before, last = len(self.read_at), time.monotonic()
-            if self._process.poll() is not None or time.monotonic() - last > STALL_TIMEOUT_S:
-                raise StackError(f"the reader has exited or stalled after {before} of {count} results.")
+            if (
+                self._process.poll() is not None
+                or time.monotonic() - last > STALL_TIMEOUT_S
+            ):
+                raise StackError(
+                    f"the reader has exited or stalled after {before} of {count} results."
+                )
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
@@ -90,15 +108,33 @@ def made(name: str) -> Iterator[Result]:
     while True:
         post = Post(id=f"{name}-{number}", title=TITLE, body=BODY, subreddit="python")
         found = Classification(
-            id=post.id, label="topic 0", scores=scores, model="m", revision=None, weights="0" * 64,
-            fingerprint="f" * 32, classified_at=time.time(), worker="w", device="cpu", queued_seconds=0.1,
-        )  # fmt: skip
+            id=post.id,
+            label="topic 0",
+            scores=scores,
+            model="m",
+            revision=None,
+            weights="0" * 64,
+            fingerprint="f" * 32,
+            classified_at=time.time(),
+            worker="w",
+            device="cpu",
+            queued_seconds=0.1,
+        )
         yield Result(post, found)
         number += 1
 
 
-def measure(store: ResultsStore, following: Following, name: str, count: int, rate: float, batch: int) -> list[float]:
-    """Write `count` results, `batch` per write, at `rate` writes/s; return each result's latency in milliseconds."""
+def measure(
+    store: ResultsStore,
+    following: Following,
+    name: str,
+    count: int,
+    rate: float,
+    batch: int,
+) -> list[float]:
+    """Write `count` results, `batch` per write, at `rate` writes/s; return each result's latency
+    in milliseconds.
+    """
     source = random.Random(7)
     results = made(name)
     before = len(following.read_at)
@@ -112,12 +148,19 @@ def measure(store: ResultsStore, following: Following, name: str, count: int, ra
         store.write(some)
         written.update((result.post.id, began) for result in some)
     following.wait_for(before + count)
-    return [1000 * (following.read_at[post_id] - began) for post_id, began in written.items()]
+    return [
+        1000 * (following.read_at[post_id] - began)
+        for post_id, began in written.items()
+    ]
 
 
 def percentiles(waits: list[float]) -> dict[str, float]:
     hundredths = quantiles(waits, n=100)
-    return {"p50_ms": round(median(waits), 2), "p90_ms": round(hundredths[89], 2), "p99_ms": round(hundredths[98], 2)}
+    return {
+        "p50_ms": round(median(waits), 2),
+        "p90_ms": round(hundredths[89], 2),
+        "p99_ms": round(hundredths[98], 2),
+    }
 
 
 def answers(redis: Redis) -> bool:
@@ -127,10 +170,21 @@ def answers(redis: Redis) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1000, help=f"results per part, at least {MIN_RESULTS}")
-    parser.add_argument("--rate", type=float, default=50.0, help="average writes per second")
-    parser.add_argument("--group", action="store_true", help="read as a member of a consumer group")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=1000,
+        help=(f"results per part, at least {MIN_RESULTS}"),
+    )
+    parser.add_argument(
+        "--rate", type=float, default=50.0, help="average writes per second"
+    )
+    parser.add_argument(
+        "--group", action="store_true", help=("read as a member of a consumer group")
+    )
     arguments = parser.parse_args()
     with run_folder() as folder:
         run(arguments, folder)
@@ -146,28 +200,55 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         redis = connect(settings)
         child.wait_until(lambda: answers(redis))
         version = ".".join(map(str, server_version(server)[1]))
-        console.print(f"redis-server {version}, {os.cpu_count()} cores, {arguments.rate:g} writes/s")
-        following = Following(settings, ["--group", "benchmark"] if arguments.group else ["--limit", "0"])
+        console.print(
+            f"redis-server {version}, {os.cpu_count()} cores, {arguments.rate:g} writes/s"
+        )
+        following = Following(
+            settings, ["--group", "benchmark"] if arguments.group else ["--limit", "0"]
+        )
         store = ResultsStore(redis, settings)
         warm(store, following)
         count = max(arguments.count, MIN_RESULTS)
         found = {
-            "single": percentiles(measure(store, following, "single", count, arguments.rate, 1)),
-            "batches": percentiles(measure(store, following, "batches", count, arguments.rate, BATCH)),
+            "single": percentiles(
+                measure(store, following, "single", count, arguments.rate, 1)
+            ),
+            "batches": percentiles(
+                measure(store, following, "batches", count, arguments.rate, BATCH)
+            ),
         }
     finally:
         if following is not None:
             following.stop()
         child.stop(10)
-    table = Table("written", "p50", "p90", "p99", title="ms from writing to reading", title_justify="left")
+    table = Table(
+        "written",
+        "p50",
+        "p90",
+        "p99",
+        title="ms from writing to reading",
+        title_justify="left",
+    )
     for name, figures in found.items():
         table.add_row(name, *(f"{value:.2f}" for value in figures.values()))
     console.print(table)
-    print(json.dumps(found | {"count": count, "rate": arguments.rate, "group": arguments.group, "redis": version}))
+    print(
+        json.dumps(
+            found
+            | {
+                "count": count,
+                "rate": arguments.rate,
+                "group": arguments.group,
+                "redis": version,
+            }
+        )
+    )
 
 
 def warm(store: ResultsStore, following: Following) -> None:
-    """Write results until the reader, which starts at the end of the stream, has read WARM_UP of them."""
+    """Write results until the reader, which starts at the end of the stream, has read WARM_UP of
+    them.
+    """
     deadline = time.monotonic() + STALL_TIMEOUT_S
     for result in made("warm"):
         store.write([result])
@@ -175,7 +256,9 @@ def warm(store: ResultsStore, following: Following) -> None:
         if len(following.read_at) >= WARM_UP:
             break
         if time.monotonic() > deadline:
-            raise StackError(f"the reader has read {len(following.read_at)} results, fewer than {WARM_UP}.")
+            raise StackError(
+                f"the reader has read {len(following.read_at)} results, fewer than {WARM_UP}."
+            )
     # The reader may not have read the last results yet.
     written = len(following.read_at)
     time.sleep(0.5)

@@ -1,11 +1,12 @@
-"""Measure the milliseconds from publishing a post until its result is readable, idle and under load.
+"""Measure the milliseconds from publishing a post until its result is readable, idle and under
+load.
 
     python -m benchmarks.latency [--posts FILE] [--count 200] [--seconds 20]
 
-Idle: one post at a time through the real system (Redis, a worker process with events on, Flower listening). The same
-post's bare forward pass runs in this process just before; the difference is the system's overhead. Loaded: posts at 25,
-50, 75 and 90% of the maximum rate, which is measured first, at random times (Poisson), one post per message. The last
-line is JSON.
+Idle: one post at a time through the real system (Redis, a worker process with events on, Flower
+listening). The same post's bare forward pass runs in this process just before; the difference is
+the system's overhead. Loaded: posts at 25, 50, 75 and 90% of the maximum rate, which is measured
+first, at random times (Poisson), one post per message. The last line is JSON.
 """
 
 import argparse
@@ -64,32 +65,49 @@ class Posting:
         return began
 
     def read(self, block_ms: int = 1000) -> int:
-        """Read new entries of the results stream, waiting up to `block_ms` for the first one; return their number."""
+        """Read new entries of the results stream, waiting up to `block_ms` for the first one;
+        return their number.
+        """
         answer = self._redis.xread({RESULTS_STREAM: self._cursor}, block=block_ms)
         now = time.perf_counter()
         # redis-py returns a mapping or a list of pairs, depending on the protocol.
-        streams = answer.values() if isinstance(answer, dict) else [entries for _, entries in answer or ()]
+        streams = (
+            answer.values()
+            if isinstance(answer, dict)
+            else [entries for _, entries in answer or ()]
+        )
         count = 0
         for entries in streams:
-            for entry_id, fields in entries[0] if entries and isinstance(entries[0], list) else entries:
+            for entry_id, fields in (
+                entries[0] if entries and isinstance(entries[0], list) else entries
+            ):
                 self.read_at[json.loads(fields["post"])["id"]] = now
                 self._cursor = entry_id
                 count += 1
         return count
 
     def read_until(self, count: int) -> None:
-        """Read until `count` results in total have arrived. Raises StackError if no more arrive."""
+        """Read until `count` results in total have arrived.
+
+        Raises StackError if no more arrive.
+        """
         last = time.perf_counter()
         while len(self.read_at) < count:
             if self.read():
                 last = time.perf_counter()
             self._stack.check()
             if time.perf_counter() - last > STALL_TIMEOUT_S:
-                raise StackError(f"no result for {STALL_TIMEOUT_S:.0f} s, after {len(self.read_at)} of {count}.")
+                raise StackError(
+                    f"no result for {STALL_TIMEOUT_S:.0f} s, after {len(self.read_at)} of {count}."
+                )
 
 
-def idle(posting: Posting, classifier: Classifier, posts: Sequence[Post]) -> dict[str, float]:
-    """Send one post at a time; return the latency, the bare forward pass's time and the difference."""
+def idle(
+    posting: Posting, classifier: Classifier, posts: Sequence[Post]
+) -> dict[str, float]:
+    """Send one post at a time; return the latency, the bare forward pass's time and the
+    difference.
+    """
     through, bare, added = [], [], []
     label_set = classifier.label_set(ClassifyOptions())
     for post in track(posts, "idle", console=console, disable=not sys.stdout.isatty()):
@@ -111,7 +129,9 @@ def idle(posting: Posting, classifier: Classifier, posts: Sequence[Post]) -> dic
 
 
 def rate(posting: Posting, posts: Sequence[Post]) -> float:
-    """Return the throughput in posts/s when posts arrive faster than they are classified, one per message."""
+    """Return the throughput in posts/s when posts arrive faster than they are classified, one per
+    message.
+    """
     before = len(posting.read_at)
     began = time.perf_counter()
     for post in posts:
@@ -120,7 +140,9 @@ def rate(posting: Posting, posts: Sequence[Post]) -> float:
     return len(posts) / (time.perf_counter() - began)
 
 
-def loaded(posting: Posting, posts: Iterator[Post], posts_per_s: float, seconds: float) -> dict[str, float]:
+def loaded(
+    posting: Posting, posts: Iterator[Post], posts_per_s: float, seconds: float
+) -> dict[str, float]:
     """Send posts at random times, `posts_per_s` on average, and return the latency percentiles."""
     source = random.Random(7)
     moments, moment = [], 0.0
@@ -134,7 +156,8 @@ def loaded(posting: Posting, posts: Iterator[Post], posts_per_s: float, seconds:
         for due in moments:
             time.sleep(max(0.0, start + due - time.perf_counter()))
             post = next(posts)
-            # The latency runs from the due time: a producer that falls behind must not make the system look fast.
+            # The latency runs from the due time: a producer that falls behind must not make the
+            # system look fast.
             sent[post.id] = start + due
             posting.send(post)
 
@@ -144,7 +167,11 @@ def loaded(posting: Posting, posts: Iterator[Post], posts_per_s: float, seconds:
     posting.read_until(before + len(moments))
     thread.join()
     waits = [1000 * (posting.read_at[post_id] - due) for post_id, due in sent.items()]
-    return {"posts_s": posts_per_s, "p50_ms": median(waits), "p99_ms": percentile(waits, 99)}
+    return {
+        "posts_s": posts_per_s,
+        "p50_ms": median(waits),
+        "p99_ms": percentile(waits, 99),
+    }
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -152,10 +179,21 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--posts", help="file of posts; default: the bundled posts, repeated")
-    parser.add_argument("--count", type=int, default=200, help="posts of the idle run, at least 2")
-    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each load, in seconds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--posts", help="file of posts; default: the bundled posts, repeated"
+    )
+    parser.add_argument(
+        "--count", type=int, default=200, help="posts of the idle run, at least 2"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help=("duration of each load, in seconds"),
+    )
     arguments = parser.parse_args()
     with run_folder() as folder:
         run(arguments, load(), folder)
@@ -169,7 +207,11 @@ def run(arguments: argparse.Namespace, settings: Settings, folder: Path) -> None
     classifier = load_classifier(settings, chosen)
     known = read_posts(arguments.posts, 12_000)
     # Unique ids, so that no post finds an earlier result.
-    posts = (post.model_copy(update={"id": f"{turn}-{post.id}"}) for turn in range(1_000_000) for post in known)
+    posts = (
+        post.model_copy(update={"id": f"{turn}-{post.id}"})
+        for turn in range(1_000_000)
+        for post in known
+    )
     stack = Stack(settings, folder, durable=False)
     try:
         for line in stack.start():
@@ -178,20 +220,47 @@ def run(arguments: argparse.Namespace, settings: Settings, folder: Path) -> None
         for _ in range(WARM_UP):
             posting.send(next(posts))
         posting.read_until(WARM_UP)
-        alone = idle(posting, classifier, [next(posts) for _ in range(max(2, arguments.count))])
+        alone = idle(
+            posting, classifier, [next(posts) for _ in range(max(2, arguments.count))]
+        )
         most = rate(posting, [next(posts) for _ in range(RATE_POSTS)])
         console.print(f"maximum rate: {most:.1f} posts/s, one per message")
         loads = {}
         for load_share in LOADS:
-            loads[f"{load_share:.0%}"] = loaded(posting, posts, load_share * most, arguments.seconds)
+            loads[f"{load_share:.0%}"] = loaded(
+                posting, posts, load_share * most, arguments.seconds
+            )
     finally:
         stack.stop()
-    table = Table("load", "posts/s", "p50", "p99", title="ms from publishing to the result", title_justify="left")
+    table = Table(
+        "load",
+        "posts/s",
+        "p50",
+        "p99",
+        title="ms from publishing to the result",
+        title_justify="left",
+    )
     table.add_row("idle", "", f"{alone['p50_ms']:.1f}", f"{alone['p99_ms']:.1f}")
     for name, found in loads.items():
-        table.add_row(name, f"{found['posts_s']:.1f}", f"{found['p50_ms']:.1f}", f"{found['p99_ms']:.1f}")
+        table.add_row(
+            name,
+            f"{found['posts_s']:.1f}",
+            f"{found['p50_ms']:.1f}",
+            f"{found['p99_ms']:.1f}",
+        )
     console.print(table)
-    print(json.dumps(rounded({"idle": alone, "loads": loads, "most_posts_s": most, "ceiling_gflops": ceiling})))
+    print(
+        json.dumps(
+            rounded(
+                {
+                    "idle": alone,
+                    "loads": loads,
+                    "most_posts_s": most,
+                    "ceiling_gflops": ceiling,
+                }
+            )
+        )
+    )
 
 
 def rounded(found: Any) -> Any:

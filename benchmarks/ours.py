@@ -1,14 +1,23 @@
-"""The benchmark's variants of Feedmill itself, and the offline ideal that all variants are compared with."""
+"""The benchmark's variants of Feedmill itself, and the offline ideal that all variants are
+compared with.
+"""
 
+import asyncio
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from threading import Lock
 from time import perf_counter, sleep
 from typing import Any
 
-from benchmarks.rivals import BenchmarkJob
+from benchmarks.rivals import BenchmarkJob, NotInstalled
+from benchmarks.rivals.by_http import ask_all
+from benchmarks.rivals.processes import Processes
+from benchmarks.running import free_port
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
@@ -18,6 +27,7 @@ from feedmill.shared.purge import forget
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.stack.embedded import WORKER_NODE, Stack
+from feedmill.stack.processes import python_command
 from feedmill.workers.models.classifiers import Classifier, LabelSet, Row
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import keep_freed_memory
@@ -33,10 +43,11 @@ STALL_TIMEOUT_S = 120.0
 
 
 class Ideal:
-    """Feedmill's model code without a queue: tokenize all posts, sort rows by length, cut batches by a token budget.
+    """Feedmill's model code without a queue: tokenize all posts, sort rows by length, cut batches
+    by a token budget.
 
-    This is an upper bound: a system that receives posts over time has to pad more, or wait. `tune` finds the best token
-    budget and number of lanes.
+    This is an upper bound: a system that receives posts over time has to pad more, or wait. `tune`
+    finds the best token budget and number of lanes.
     """
 
     def __init__(self, job: BenchmarkJob) -> None:
@@ -68,7 +79,8 @@ class Ideal:
         return [row.length for row in rows]
 
     def tune(self, sample: Sequence[Post]) -> None:
-        """Set the fastest pair of token budget and number of lanes (one lane, or the device's number).
+        """Set the fastest pair of token budget and number of lanes (one lane, or the device's
+        number).
 
         Each pair is measured twice, because other processes may slow the machine down.
         """
@@ -85,7 +97,9 @@ class Ideal:
             raise StackError("The variant `ideal` was not started.")
         label_set: LabelSet = self._classifier.label_set(ClassifyOptions())
         rows = []
-        for number, of_post in enumerate(self._classifier.prepare([post.text for post in posts], label_set)):
+        for number, of_post in enumerate(
+            self._classifier.prepare([post.text for post in posts], label_set)
+        ):
             for row in of_post:
                 row.owner = number
                 rows.append(row)
@@ -93,7 +107,11 @@ class Ideal:
 
     def _run(self, posts: Sequence[Post], token_budget: int, lanes: int) -> None:
         rows, classifier = self._prepare(posts)
-        batches = cut(sorted(rows, key=lambda row: row.length), token_budget, self._job.device.shapes)
+        batches = cut(
+            sorted(rows, key=lambda row: row.length),
+            token_budget,
+            self._job.device.shapes,
+        )
         best: dict[int, str] = {}
         lock = Lock()
 
@@ -105,7 +123,8 @@ class Ideal:
 
         def lane() -> None:
             self._job.device.take_share(lanes)
-            # Each batch is finished one batch late, so that a GPU gets its next batch before this thread waits.
+            # Each batch is finished one batch late, so that a GPU gets its next batch before this
+            # thread waits.
             late: tuple[Sequence[Row], Any] | None = None
             while True:
                 with lock:
@@ -128,10 +147,17 @@ class Ideal:
 def ran(pool: dict[str, Any]) -> dict[str, str]:
     """Extract a worker's device, precision and model from its pool statistics."""
     where, _, how = str(pool["device"]).partition(" in ")
-    return {"device": where, "dtype": how.partition(":")[0], "model": str(pool["model"]), "weights": pool["weights"]}
+    return {
+        "device": where,
+        "dtype": how.partition(":")[0],
+        "model": str(pool["model"]),
+        "weights": pool["weights"],
+    }
 
 
-def cut(rows: Sequence[Row], token_budget: int, shapes: Shapes = EXACT) -> Iterator[list[Row]]:
+def cut(
+    rows: Sequence[Row], token_budget: int, shapes: Shapes = EXACT
+) -> Iterator[list[Row]]:
     """Cut sorted rows into batches, each with at most `token_budget` tokens including padding."""
     batch: list[Row] = []
     for row in rows:
@@ -144,11 +170,15 @@ def cut(rows: Sequence[Row], token_budget: int, shapes: Shapes = EXACT) -> Itera
 
 
 class FeedmillVariant:
-    """The complete system: producer, Redis, a worker process with events on, Flower listening, the results store."""
+    """The complete system: producer, Redis, a worker process with events on, Flower listening, the
+    results store.
+    """
 
     def __init__(self, job: BenchmarkJob, posts_per_message: int) -> None:
         self._device = job.device
-        self._settings: Settings = job.settings.model_copy(update={"posts_per_message": posts_per_message})
+        self._settings: Settings = job.settings.model_copy(
+            update={"posts_per_message": posts_per_message}
+        )
         self._folder: Path = job.folder / f"feedmill_{posts_per_message}"
         self._stack: Stack | None = None
         self._posts: Sequence[Post] = ()
@@ -156,7 +186,8 @@ class FeedmillVariant:
         self.device_seconds = 0.0
         #: Device, precision and model as reported by the worker; set by `labels`.
         self.ran: dict[str, str] = {}
-        #: Share of real tokens among all computed tokens since the worker started; set by `labels`.
+        #: Share of real tokens among all computed tokens since the worker started; set by
+        #: `labels`.
         self.padding_efficiency = 0.0
         self._device_seconds_before = 0.0
 
@@ -177,25 +208,37 @@ class FeedmillVariant:
         stack = self._started()
         self._posts = posts
         before = self._finished()
-        Pusher(make_app(stack.settings), self._redis, stack.settings, ClassifyOptions(), again=True).push(posts)
+        Pusher(
+            make_app(stack.settings),
+            self._redis,
+            stack.settings,
+            ClassifyOptions(),
+            again=True,
+        ).push(posts)
         seen, since = 0, perf_counter()
         while (finished := self._finished() - before) < len(posts):
             if finished > seen:
                 seen, since = finished, perf_counter()
             stack.check()
             if perf_counter() - since > STALL_TIMEOUT_S:
-                raise StackError(f"The worker stalled after {finished} of {len(posts)} results.")
+                raise StackError(
+                    f"The worker stalled after {finished} of {len(posts)} results."
+                )
             sleep(POLL_INTERVAL_S)
 
     def labels(self) -> list[str]:
         pool = worker_statistics(make_app(self._started().settings))[WORKER_NODE]
         self.ran = ran(pool)
-        if (found := self.ran["dtype"]) != (wanted := str(self._device.dtype).removeprefix("torch.")):
-            raise StackError(f"The worker computed in {found}, but the other variants compute in {wanted}.")
+        if (found := self.ran["dtype"]) != (
+            wanted := str(self._device.dtype).removeprefix("torch.")
+        ):
+            raise StackError(
+                f"The worker computed in {found}, but the other variants compute in {wanted}."
+            )
         self.device_seconds = pool["device_seconds"] - self._device_seconds_before
         self._device_seconds_before = pool["device_seconds"]
         self.padding_efficiency = pool["padding_efficiency"]
-        labels = [self._store.get(post.id)[-1].label for post in self._posts]
+        labels = [self._store.get(post.id)[-1].best_label for post in self._posts]
         # Otherwise, the next round would find these results instead of computing its own.
         for start in range(0, len(self._posts), 1000):
             forget(self._redis, [post.id for post in self._posts[start : start + 1000]])
@@ -204,10 +247,63 @@ class FeedmillVariant:
     def _finished(self) -> int:
         counters = self._store.counters()
         if counters.failed:
-            raise StackError(f"{counters.failed} posts failed. See the worker's log in {self._folder}.")
+            raise StackError(
+                f"{counters.failed} posts failed. See the worker's log in {self._folder}."
+            )
         return counters.stored + counters.repeated
 
     def _started(self) -> Stack:
         if self._stack is None:
             raise StackError("The embedded stack was not started.")
         return self._stack
+
+
+class FeedmillOverHttp(FeedmillVariant):
+    """The same with `feedmill web` in front: posts are sent and answered over HTTP.
+
+    posts_per_request: IN_FLIGHT such requests wait at a time.
+    """
+
+    def __init__(self, job: BenchmarkJob, posts_per_request: int) -> None:
+        super().__init__(job, posts_per_message=1)
+        if not find_spec("aiohttp"):
+            raise NotInstalled("Left out: feedmill_http. Run `make rivals`.")
+        self._size = posts_per_request
+        self._folder = job.folder / f"feedmill_http_{posts_per_request}"
+        self._processes = Processes(job.folder / f"web_{posts_per_request}")
+
+    def start(self) -> None:
+        super().start()
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}/v1/classify"
+        settings = {
+            "FEEDMILL_REDIS_URL": self._started().settings.broker_url,
+            "FEEDMILL_WEB_RATE": "1000000",
+        }
+        command = [*python_command(), "web", "--port", str(port)]
+        server = self._processes.start("web", command, settings)
+        server.wait_until(lambda: is_listening(port))
+
+    def stop(self) -> None:
+        self._processes.stop()
+        super().stop()
+
+    def run(self, posts: Sequence[Post]) -> None:
+        self._posts = posts
+        bodies = []
+        for start in range(0, len(posts), self._size):
+            some = posts[start : start + self._size]
+            fields = [post.model_dump(exclude_defaults=True) for post in some]
+            bodies.append({"posts": fields, "timeout_s": STALL_TIMEOUT_S})
+        answers = asyncio.run(ask_all(self._url, bodies))
+        for answer in answers:
+            for outcome in answer["results"]:
+                if "error" in outcome:
+                    raise StackError(f"A post failed: {outcome['error']}")
+
+
+def is_listening(port: int) -> bool:
+    """Return whether a server of this machine listens on a port."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False

@@ -1,4 +1,6 @@
-"""Run a benchmark in a temporary folder, with clean exits on signals and one-line messages for user errors."""
+"""Run a benchmark in a temporary folder, with clean exits on signals and one-line messages for
+user errors.
+"""
 
 import os
 import signal
@@ -21,11 +23,18 @@ def cpu_seconds(pid: int) -> float:
 
 def resident_megabytes(pid: int) -> float:
     """Return the resident memory of a process, shared memory included."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return (
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        * os.sysconf("SC_PAGE_SIZE")
+        / 2**20
+    )
 
 
 def family(pid: int) -> Iterator[int]:
-    """Yield a process and all processes that it, or one of them, started. Those of an ended parent are not found."""
+    """Yield a process and all processes that it, or one of them, started.
+
+    Those of an ended parent are not found.
+    """
     yield pid
     with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -34,7 +43,9 @@ def family(pid: int) -> Iterator[int]:
 
 
 def family_cpu_seconds() -> dict[int, float]:
-    """Return the CPU time so far of this process and of each one that it started, by process id."""
+    """Return the CPU time so far of this process and of each one that it started, by
+    process id.
+    """
     found = {}
     for pid in family(os.getpid()):
         with suppress(OSError):
@@ -48,7 +59,9 @@ def free_port() -> int:
 
 
 def _exit_on_signals() -> AbstractContextManager[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit inside the block, so that `finally` clauses run as after Ctrl-C."""
+    """Turn SIGTERM and SIGHUP into SystemExit inside the block, so that `finally` clauses run as
+    after Ctrl-C.
+    """
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)

@@ -1,27 +1,34 @@
-"""Measure how far one Redis scales: throughput of many workers, cost of a post by stage, and memory.
+"""Measure how far one Redis scales: throughput of many workers, cost of a post by stage, and
+memory.
 
-    python -m benchmarks.scaling [--posts FILE] [--only PART,…] [--rounds 3] [--seconds 10] [--backlog 1000000]
+    python -m benchmarks.scaling [--posts FILE] [--only PART,…] [--rounds 3] [--seconds 10]
+    [--backlog 1000000]
                                  [--against FOLDER]
 
-Workers are Feedmill's own with a stand-in for the device (tests/fakes/standin_worker.py) that takes a fixed time per
-row, or none; everything but the model is real. Each run starts with the whole backlog queued and all workers ready.
-Parts:
+Workers are Feedmill's own with a stand-in for the device (tests/fakes/standin_worker.py) that
+takes a fixed time per row, or none; everything but the model is real. Each run starts with the
+whole backlog queued and all workers ready. Parts:
 
-    publish   posts/s of two producers on one core, with Redis on the others, 64 posts per message: compressed,
-              uncompressed, and of a single producer, which waits for Redis a third of its time
-    worker    posts/s of one worker whose device takes no time, and its CPU time per post, by posts per message; with
-              --against, alternating with the worker of another checkout. Microseconds per Redis command
-    sharing   posts/s and CPU time per post of one worker whose device takes no time, and of two that share it
-    stages    cost of a post by posts per message: CPU time of the producer, of Redis, of a worker whose device takes no
-              time, and of the real tokenizer; bytes over the network and in Redis
+    publish   posts/s of two producers on one core, with Redis on the others, 64 posts per
+              message: compressed, uncompressed, and of a single producer, which waits for Redis a
+              third of its time
+    worker    posts/s of one worker whose device takes no time, and its CPU time per post, by
+              posts per message; with --against, alternating with the worker of another checkout.
+              Microseconds per Redis command
+    sharing   posts/s and CPU time per post of one worker whose device takes no time, and of two
+              that share it
+    stages    cost of a post by posts per message: CPU time of the producer, of Redis, of a worker
+              whose device takes no time, and of the real tokenizer; bytes over the network and in
+              Redis
     memory    bytes in Redis per waiting post, relative to its JSON, by posts per message
-    speedup   throughput of 2, 4 and 8 workers of 1,000 posts/s each relative to one, 32 posts per message, and the
-              share of the cores used
+    speedup   throughput of 2, 4 and 8 workers of 1,000 posts/s each relative to one, 32 posts per
+              message, and the share of the cores used
     fairness  two workers, one five times slower: time of the first to finish relative to the last
     backlog   posts/s with the whole backlog waiting relative to posts/s with 1,000 posts waiting
     first     seconds from the start of a real worker with a cached model to its first result
 
-Runs that are compared alternate. Progress goes to standard error; the last line is JSON with medians over the rounds.
+Runs that are compared alternate. Progress goes to standard error; the last line is JSON with
+medians over the rounds.
 """
 
 import argparse
@@ -59,7 +66,17 @@ from feedmill.stack.processes import Child, python_command
 
 #: This checkout.
 ROOT = Path(__file__).parent.parent
-PARTS = ("publish", "worker", "sharing", "stages", "memory", "speedup", "fairness", "backlog", "first")
+PARTS = (
+    "publish",
+    "worker",
+    "sharing",
+    "stages",
+    "memory",
+    "speedup",
+    "fairness",
+    "backlog",
+    "first",
+)
 #: Posts per message for maximum throughput, and by default.
 LARGE, USUAL = 64, 32
 #: Posts per message for which `stages` measures, and the number of messages for each.
@@ -104,7 +121,8 @@ class Pace(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.posts_per_s:,.0f} posts/s; workers: {self.workers:.2f} cores, {self.worker_us:.1f} µs per post; "
+            f"{self.posts_per_s:,.0f} posts/s; workers: {self.workers:.2f} cores, "
+            f"{self.worker_us:.1f} µs per post; "
             f"Redis: {self.redis:.2f} cores; machine {self.cores_busy:.0%} busy"
         )
 
@@ -127,10 +145,24 @@ class Installation:
         self._source = posts
         self._number = 0
         self.settings = Settings.model_validate(
-            {"redis_url": f"redis://127.0.0.1:{port}/0", "queue_limit": 10**9, "data_folder": folder, **settings}
+            {
+                "redis_url": f"redis://127.0.0.1:{port}/0",
+                "queue_limit": 10**9,
+                "data_folder": folder,
+                **settings,
+            }
         )
-        configuration = f'bind 127.0.0.1\nport {port}\nsave ""\ndir "{folder}"\nstream-node-max-entries 1\n'
-        self.server = Child("redis", [find_redis_server(), "-"], folder, dict(os.environ), stdin=configuration)
+        configuration = (
+            f'bind 127.0.0.1\nport {port}\nsave ""\ndir '
+            f'"{folder}"\nstream-node-max-entries 1\n'
+        )
+        self.server = Child(
+            "redis",
+            [find_redis_server(), "-"],
+            folder,
+            dict(os.environ),
+            stdin=configuration,
+        )
         self.redis: Any = connect(self.settings)
         self.server.wait_until(self._answers)
         self.app = make_app(self.settings)
@@ -141,27 +173,42 @@ class Installation:
         return False
 
     def posts(self, count: int) -> list[Post]:
-        """Return the next `count` posts of an endless repetition of the source's posts, with unique ids."""
+        """Return the next `count` posts of an endless repetition of the source's posts, with
+        unique ids.
+        """
         self._number += count
         numbers = range(self._number - count, self._number)
         found = zip(numbers, cycle(self._source), strict=False)
-        return [Post.model_validate(post.model_dump() | {"id": f"p{number}"}) for number, post in found]
+        return [
+            Post.model_validate(post.model_dump() | {"id": f"p{number}"})
+            for number, post in found
+        ]
 
     def fill(self, count: int, size: int) -> None:
-        """Fill the list ASIDE with `count` posts, `size` per message. Skip the check for posts sent before."""
+        """Fill the list ASIDE with `count` posts, `size` per message.
+
+        Skip the check for posts sent before.
+        """
         for start in range(0, count, 1000 * size):
             posts = self.posts(min(1000 * size, count - start))
-            publish(self.app, [posts[at : at + size] for at in range(0, len(posts), size)], ClassifyOptions())
+            publish(
+                self.app,
+                [posts[at : at + size] for at in range(0, len(posts), size)],
+                ClassifyOptions(),
+            )
         self.redis.rename(self.settings.queue, ASIDE)
 
     def begin(self) -> None:
         self.redis.rename(ASIDE, self.settings.queue)
 
     @contextmanager
-    def workers(self, row_seconds: Sequence[float], root: Path = ROOT) -> Iterator[list[Child]]:
+    def workers(
+        self, row_seconds: Sequence[float], root: Path = ROOT
+    ) -> Iterator[list[Child]]:
         """Run one stand-in worker per entry of `row_seconds` (its time per row).
 
-        Yield the workers once all answer, and stop them afterwards. root: the checkout with the workers' code.
+        Yield the workers once all answer, and stop them afterwards. root: the checkout with the
+        workers' code.
         """
         environment = (
             os.environ
@@ -176,12 +223,17 @@ class Installation:
         command = [sys.executable, "-m", "tests.fakes.standin_worker"]
         children = [
             Child(
-                f"w{number}", [*command, f"w{number}"], self._folder, environment | {"STANDIN_ROW_SECONDS": str(each)}
+                f"w{number}",
+                [*command, f"w{number}"],
+                self._folder,
+                environment | {"STANDIN_ROW_SECONDS": str(each)},
             )
             for number, each in enumerate(row_seconds)
         ]
         try:
-            children[0].wait_until(lambda: len(worker_statistics(self.app)) == len(children))
+            children[0].wait_until(
+                lambda: len(worker_statistics(self.app)) == len(children)
+            )
             yield children
         finally:
             for child in children:
@@ -192,22 +244,38 @@ class Installation:
     def spent(self) -> Spent:
         found: Any = self.redis.info()
         network = found["total_net_input_bytes"] + found["total_net_output_bytes"]
-        return Spent(found["used_cpu_user"] + found["used_cpu_sys"], network, found["used_memory"])
+        return Spent(
+            found["used_cpu_user"] + found["used_cpu_sys"],
+            network,
+            found["used_memory"],
+        )
 
     def stored(self) -> int:
         return int(self.redis.hget(COUNTERS, "stored") or 0)
 
     def pace(self, count: int, children: Sequence[Child] = ()) -> Pace:
-        """Measure throughput while the workers store the next `count` posts, without the first and the last tenth."""
+        """Measure throughput while the workers store the next `count` posts, without the first and
+        the last tenth.
+        """
         before = self.stored()
         marks = []
         for share in (BEGIN, END):
             self.wait_for(before + count * share)
             taken = sum(cpu_seconds(child.process.pid) for child in children)
             redis = cpu_seconds(self.server.process.pid)
-            marks.append((time.perf_counter(), self.stored(), taken, redis, *machine_seconds()))
-        seconds, posts, taken, redis, busy, cores = (end - begin for begin, end in zip(*marks, strict=True))
-        return Pace(posts / seconds, 1e6 * taken / posts, taken / seconds, redis / seconds, busy / cores)
+            marks.append(
+                (time.perf_counter(), self.stored(), taken, redis, *machine_seconds())
+            )
+        seconds, posts, taken, redis, busy, cores = (
+            end - begin for begin, end in zip(*marks, strict=True)
+        )
+        return Pace(
+            posts / seconds,
+            1e6 * taken / posts,
+            taken / seconds,
+            redis / seconds,
+            busy / cores,
+        )
 
     def wait_for(self, stored: float) -> None:
         latest, at = -1, time.monotonic()
@@ -215,7 +283,10 @@ class Installation:
             if now > latest:
                 latest, at = now, time.monotonic()
             if time.monotonic() - at > STALL_TIMEOUT_S:
-                raise SystemExit(f"no new result for {STALL_TIMEOUT_S:.0f} s, with {stored - now:,.0f} posts missing")
+                raise SystemExit(
+                    f"no new result for {STALL_TIMEOUT_S:.0f} s, with "
+                    f"{stored - now:,.0f} posts missing"
+                )
             time.sleep(POLL_INTERVAL_S)
 
     def clear(self) -> None:
@@ -227,12 +298,17 @@ class Installation:
 
 def machine_seconds() -> tuple[float, float]:
     """Return the busy and the total CPU time of all cores since boot, in clock ticks."""
-    numbers = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    numbers = [
+        int(number)
+        for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    ]
     return sum(numbers) - numbers[3] - numbers[4], float(sum(numbers))
 
 
 def produce(settings: Settings, posts: Sequence[Post], ready: Any, spent: Any) -> None:
-    """Send posts as a producer does (look up, publish, mark) in a child process; put its CPU seconds into `spent`."""
+    """Send posts as a producer does (look up, publish, mark) in a child process; put its CPU
+    seconds into `spent`.
+    """
     pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
     pusher.push(posts[:LARGE])  # opens the connection
     ready.wait()
@@ -243,7 +319,11 @@ def produce(settings: Settings, posts: Sequence[Post], ready: Any, spent: Any) -
 
 def measure_publish(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
-    rates: dict[tuple[int, str], list[float]] = {(1, "gzip"): [], (2, "gzip"): [], (2, "none"): []}
+    rates: dict[tuple[int, str], list[float]] = {
+        (1, "gzip"): [],
+        (2, "gzip"): [],
+        (2, "none"): [],
+    }
     spent: dict[tuple[int, str], list[float]] = {kind: [] for kind in rates}
     fork = multiprocessing.get_context("fork")
     compressed_from = encoding.MIN_COMPRESSED_CHARACTERS
@@ -255,12 +335,21 @@ def measure_publish(house: Installation, given: argparse.Namespace) -> dict[str,
             for kind in list(rates)[:: -1 if number % 2 else 1]:
                 count, packed = kind
                 house.clear()
-                encoding.MIN_COMPRESSED_CHARACTERS = compressed_from if packed == "gzip" else sys.maxsize
-                settings = house.settings.model_copy(update={"posts_per_message": LARGE})
+                encoding.MIN_COMPRESSED_CHARACTERS = (
+                    compressed_from if packed == "gzip" else sys.maxsize
+                )
+                settings = house.settings.model_copy(
+                    update={"posts_per_message": LARGE}
+                )
                 ready, told = fork.Barrier(count + 1), fork.Queue()
-                parts = [house.posts(LARGE + given.published // count) for _ in range(count)]
+                parts = [
+                    house.posts(LARGE + given.published // count) for _ in range(count)
+                ]
                 gc.freeze()  # keeps garbage collection in the children from copying shared pages
-                producers = [fork.Process(target=produce, args=(settings, part, ready, told)) for part in parts]
+                producers = [
+                    fork.Process(target=produce, args=(settings, part, ready, told))
+                    for part in parts
+                ]
                 for producer in producers:
                     producer.start()
                 ready.wait()
@@ -271,7 +360,9 @@ def measure_publish(house: Installation, given: argparse.Namespace) -> dict[str,
                 spent[kind].append(1e6 * cpu / sent)
                 for producer in producers:
                     producer.join()
-                console.print(f"publish, {count} producers, {packed}: {rates[kind][-1]:,.0f} posts/s")
+                console.print(
+                    f"publish, {count} producers, {packed}: {rates[kind][-1]:,.0f} posts/s"
+                )
     finally:
         encoding.MIN_COMPRESSED_CHARACTERS = compressed_from
         gc.unfreeze()
@@ -289,7 +380,9 @@ def measure_publish(house: Installation, given: argparse.Namespace) -> dict[str,
 
 def measure_worker(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     checkouts = {"": ROOT} | ({"before_": given.against} if given.against else {})
-    paces: dict[tuple[str, int], list[Pace]] = {(name, size): [] for size in SIZES for name in checkouts}
+    paces: dict[tuple[str, int], list[Pace]] = {
+        (name, size): [] for size in SIZES for name in checkouts
+    }
     commands: dict[str, float] = {}
     for number in range(given.rounds):
         for name, size in list(paces)[:: -1 if number % 2 else 1]:
@@ -311,13 +404,19 @@ def measure_worker(house: Installation, given: argparse.Namespace) -> dict[str, 
     found: dict[str, Any] = {"worker_redis_us": commands}
     for name in checkouts:
         of_sizes = {size: paces[name, size] for size in SIZES}
-        found[f"{name}worker_posts_s"] = {size: _median(each, "posts_per_s", 0) for size, each in of_sizes.items()}
-        found[f"{name}worker_cpu_us"] = {size: _median(each, "worker_us", 1) for size, each in of_sizes.items()}
+        found[f"{name}worker_posts_s"] = {
+            size: _median(each, "posts_per_s", 0) for size, each in of_sizes.items()
+        }
+        found[f"{name}worker_cpu_us"] = {
+            size: _median(each, "worker_us", 1) for size, each in of_sizes.items()
+        }
     return found
 
 
 def measure_sharing(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
-    paces: dict[tuple[int, int], list[Pace]] = {(size, workers): [] for size in (1, USUAL, LARGE) for workers in (1, 2)}
+    paces: dict[tuple[int, int], list[Pace]] = {
+        (size, workers): [] for size in (1, USUAL, LARGE) for workers in (1, 2)
+    }
     for number in range(given.rounds):
         for size, workers in list(paces)[:: -1 if number % 2 else 1]:
             count = min(given.published, STAGED * size)
@@ -327,12 +426,19 @@ def measure_sharing(house: Installation, given: argparse.Namespace) -> dict[str,
                 house.begin()
                 paces[size, workers].append(house.pace(count, children))
                 house.wait_for(count)
-            console.print(f"sharing: {size} per message, {workers} workers: {paces[size, workers][-1]}")
+            console.print(
+                f"sharing: {size} per message, {workers} workers: {paces[size, workers][-1]}"
+            )
     return {
         f"sharing_{what}": {
-            f"{size}x{workers}": _median(each, field, digits) for (size, workers), each in paces.items()
+            f"{size}x{workers}": _median(each, field, digits)
+            for (size, workers), each in paces.items()
         }
-        for what, field, digits in (("posts_s", "posts_per_s", 0), ("cpu_us", "worker_us", 1), ("cores", "workers", 2))
+        for what, field, digits in (
+            ("posts_s", "posts_per_s", 0),
+            ("cpu_us", "worker_us", 1),
+            ("cores", "workers", 2),
+        )
     }
 
 
@@ -361,7 +467,10 @@ def measure_stages(house: Installation, given: argparse.Namespace) -> dict[str, 
             "redis_publish_us": round(1e6 * (sent.cpu - start.cpu) / len(posts), 1),
             "worker_us": round(1e6 * worked / len(posts), 1),
             "redis_work_us": round(1e6 * (stored.cpu - ready.cpu) / len(posts), 1),
-            "network_bytes": round((sent.network - start.network + stored.network - ready.network) / len(posts)),
+            "network_bytes": round(
+                (sent.network - start.network + stored.network - ready.network)
+                / len(posts)
+            ),
             "waiting_bytes": round((sent.memory - start.memory) / len(posts)),
             "stored_bytes": round((stored.memory - start.memory) / len(posts)),
         }
@@ -376,7 +485,10 @@ def _tokenizing(house: Installation) -> float:
     from feedmill.workers.models.device import select_device  # noqa: PLC0415
 
     classifier = load_classifier(house.settings, select_device("cpu"))
-    label_set, texts = classifier.label_set(ClassifyOptions()), [post.text for post in house.posts(6400)]
+    label_set, texts = (
+        classifier.label_set(ClassifyOptions()),
+        [post.text for post in house.posts(6400)],
+    )
     began = time.process_time()
     for start in range(0, len(texts), LARGE):
         classifier.prepare(texts[start : start + LARGE], label_set)
@@ -390,13 +502,27 @@ def measure_memory(house: Installation, _: argparse.Namespace) -> dict[str, Any]
     for size in SIZES:
         house.clear()
         posts = house.posts(6400)
-        plain = sum(len(post.model_dump_json(exclude_defaults=True).encode()) for post in posts) / len(posts)
-        publish(house.app, [posts[at : at + size] for at in range(0, len(posts), size)], ClassifyOptions())
+        plain = sum(
+            len(post.model_dump_json(exclude_defaults=True).encode()) for post in posts
+        ) / len(posts)
+        publish(
+            house.app,
+            [posts[at : at + size] for at in range(0, len(posts), size)],
+            ClassifyOptions(),
+        )
         held = house.redis.memory_usage(house.settings.queue, samples=0) / len(posts)
         found[size] = round(held / plain, 3)
-        console.print(f"memory: {size} per message: {held:.0f} bytes per waiting post, {found[size]} of its JSON")
-        stock[size] = {packed: _held_by_stock_client(house, posts, size, packed) for packed in ("none", "gzip")}
-        console.print(f"memory: {size} per message, sent by a stock Celery client: {stock[size]} bytes")
+        console.print(
+            f"memory: {size} per message: {held:.0f} bytes per waiting post, "
+            f"{found[size]} of its JSON"
+        )
+        stock[size] = {
+            packed: _held_by_stock_client(house, posts, size, packed)
+            for packed in ("none", "gzip")
+        }
+        console.print(
+            f"memory: {size} per message, sent by a stock Celery client: {stock[size]} bytes"
+        )
     house.clear()
     return {
         "bytes_per_post_over_json": found[LARGE],
@@ -405,14 +531,27 @@ def measure_memory(house: Installation, _: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def _held_by_stock_client(house: Installation, posts: Sequence[Post], size: int, packed: str) -> int:
+def _held_by_stock_client(
+    house: Installation, posts: Sequence[Post], size: int, packed: str
+) -> int:
     """Return the bytes in Redis per waiting post when a stock Celery client sends the posts."""
     house.clear()
-    client: Any = Celery("elsewhere", broker=house.settings.broker_url, set_as_current=False)
+    client: Any = Celery(
+        "elsewhere", broker=house.settings.broker_url, set_as_current=False
+    )
     compression = None if packed == "none" else packed
     for at in range(0, len(posts), size):
-        given = {"posts": [post.model_dump(exclude_defaults=True) for post in posts[at : at + size]]}
-        client.send_task("feedmill.classify", kwargs=given, queue=house.settings.queue, compression=compression)
+        given = {
+            "posts": [
+                post.model_dump(exclude_defaults=True) for post in posts[at : at + size]
+            ]
+        }
+        client.send_task(
+            "feedmill.classify",
+            kwargs=given,
+            queue=house.settings.queue,
+            compression=compression,
+        )
     held: int = house.redis.memory_usage(house.settings.queue, samples=0)
     return round(held / len(posts))
 
@@ -429,10 +568,21 @@ def measure_speedup(house: Installation, given: argparse.Namespace) -> dict[str,
                 paces[count].append(house.pace(posts, children))
                 house.wait_for(posts)
             console.print(f"speedup: {count} workers: {paces[count][-1]}")
-    rates = {count: median(pace.posts_per_s for pace in each) for count, each in paces.items()}
-    taken = {count: [round(share, 2) for share in each[-1][2:]] for count, each in paces.items()}
-    speedups = {f"speedup_{count}": round(rates[count] / rates[1], 2) for count in (2, 4, 8)}
-    return speedups | {"one_worker_posts_s": round(rates[1]), "cores_of_workers_redis_and_share_of_all": taken}
+    rates = {
+        count: median(pace.posts_per_s for pace in each)
+        for count, each in paces.items()
+    }
+    taken = {
+        count: [round(share, 2) for share in each[-1][2:]]
+        for count, each in paces.items()
+    }
+    speedups = {
+        f"speedup_{count}": round(rates[count] / rates[1], 2) for count in (2, 4, 8)
+    }
+    return speedups | {
+        "one_worker_posts_s": round(rates[1]),
+        "cores_of_workers_redis_and_share_of_all": taken,
+    }
 
 
 def measure_fairness(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
@@ -447,10 +597,15 @@ def measure_fairness(house: Installation, given: argparse.Namespace) -> dict[str
             house.wait_for(posts)
         ended: dict[str, float] = {}
         for entry, fields in house.redis.xrange(RESULTS_STREAM):
-            ended[json.loads(fields["classification"])["worker"]] = int(entry.partition("-")[0]) / 1000
+            ended[json.loads(fields["classification"])["worker"]] = (
+                int(entry.partition("-")[0]) / 1000
+            )
         took = [at - began[0] - began[1] / 1e6 for at in ended.values()]
         ratios.append(min(took) / max(took))
-        console.print(f"fairness: the workers finished after {', '.join(f'{each:.1f}' for each in sorted(took))} s")
+        console.print(
+            "fairness: the workers finished after "
+            f"{', '.join(f'{each:.1f}' for each in sorted(took))} s"
+        )
     return {"fairness_ratio": round(median(ratios), 3)}
 
 
@@ -467,12 +622,17 @@ def measure_backlog(house: Installation, given: argparse.Namespace) -> dict[str,
             house.fill(given.backlog + given.rounds * given.published, LARGE)
             house.begin()
         for number in range(given.rounds):
-            for name, at in (("long", house), ("short", short))[:: -1 if number % 2 else 1]:
+            for name, at in (("long", house), ("short", short))[
+                :: -1 if number % 2 else 1
+            ]:
                 if name == "short":
                     at.fill(given.published, LARGE)
                 else:
                     at.redis.rename(at.settings.queue, ASIDE)
-                with at.workers([0.0]), _topped_up(at, SHORT_BACKLOG // LARGE if name == "short" else 0):
+                with (
+                    at.workers([0.0]),
+                    _topped_up(at, SHORT_BACKLOG // LARGE if name == "short" else 0),
+                ):
                     if name == "long":
                         at.begin()
                     rates[name].append(at.pace(given.published).posts_per_s)
@@ -482,13 +642,17 @@ def measure_backlog(house: Installation, given: argparse.Namespace) -> dict[str,
     finally:
         short.close()
         house.clear()
-    ratio = median(mine / other for mine, other in zip(rates["long"], rates["short"], strict=True))
+    ratio = median(
+        mine / other for mine, other in zip(rates["long"], rates["short"], strict=True)
+    )
     return {"backlog_ratio": round(ratio, 3), "backlog_posts": given.backlog}
 
 
 @contextmanager
 def _topped_up(house: Installation, messages: int) -> Iterator[None]:
-    """While the block runs, keep `messages` messages in the queue, refilled from the list ASIDE until that is empty."""
+    """While the block runs, keep `messages` messages in the queue, refilled from the list ASIDE
+    until that is empty.
+    """
     done = threading.Event()
     script = house.redis.register_script(TOP_UP)
 
@@ -506,7 +670,9 @@ def _topped_up(house: Installation, messages: int) -> Iterator[None]:
 
 
 def measure_first(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
-    """Measure the time to the first result; the first start, which measures the token budget, is not counted."""
+    """Measure the time to the first result; the first start, which measures the token budget, is
+    not counted.
+    """
     took = []
     environment = (
         os.environ
@@ -521,14 +687,19 @@ def measure_first(house: Installation, given: argparse.Namespace) -> dict[str, A
         house.clear()
         publish(house.app, [house.posts(1)], ClassifyOptions())
         began = time.perf_counter()
-        child = Child("worker", [*python_command(), "worker"], house._folder, environment)
+        child = Child(
+            "worker", [*python_command(), "worker"], house._folder, environment
+        )
         try:
             house.wait_for(1)
             took += [time.perf_counter() - began] * bool(number)
         finally:
             child.stop(60)
         console.print(
-            f"first: {time.perf_counter() - began:.1f} s with calibration and shutdown, not counted"
+            (
+                f"first: {time.perf_counter() - began:.1f} s with calibration and shutdown, not "
+                "counted"
+            )
             if not number
             else f"first: {took[-1]:.1f} s"
         )
@@ -537,23 +708,50 @@ def measure_first(house: Installation, given: argparse.Namespace) -> dict[str, A
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--posts", default=None, help="JSONL file of posts; default: the bundled posts")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated; default: all")
+    parser.add_argument(
+        "--posts",
+        default=None,
+        help=("JSONL file of posts; default: the bundled posts"),
+    )
+    parser.add_argument(
+        "--only", default=",".join(PARTS), help=("parts, comma-separated; default: all")
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each run with a timed stand-in")
-    parser.add_argument("--published", type=int, default=64_000, help="posts of each run whose device takes no time")
-    parser.add_argument("--backlog", type=int, default=1_000_000, help="posts of the long backlog")
-    parser.add_argument("--against", type=Path, help="another checkout, whose workers alternate in the part `worker`")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        help=("duration of each run with a timed stand-in"),
+    )
+    parser.add_argument(
+        "--published",
+        type=int,
+        default=64_000,
+        help=("posts of each run whose device takes no time"),
+    )
+    parser.add_argument(
+        "--backlog", type=int, default=1_000_000, help="posts of the long backlog"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        help=("another checkout, whose workers alternate in the part `worker`"),
+    )
     given = parser.parse_args(arguments)
     parts = given.only.split(",")
     if unknown := set(parts) - set(PARTS):
-        parser.error(f"--only: unknown {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+        parser.error(
+            f"--only: unknown {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}"
+        )
     try:
         posts = read_posts(given.posts, 12_000)
     except UserError as error:
         parser.error(str(error))
     version = ".".join(map(str, server_version(find_redis_server())[1]))
-    console.print(f"{os.cpu_count()} cores, Redis {version}, Python {sys.version.split()[0]}, {len(posts):,} posts")
+    console.print(
+        f"{os.cpu_count()} cores, Redis {version}, Python {sys.version.split()[0]}, "
+        f"{len(posts):,} posts"
+    )
     found: dict[str, Any] = {"cores": os.cpu_count(), "redis": version}
     with tempfile.TemporaryDirectory() as folder:
         house = Installation(Path(folder) / "house", posts)

@@ -1,4 +1,5 @@
-"""Generated posts with lengths like those of real ones, and a simulated padded device that takes them from the window.
+"""Generated posts with lengths like those of real ones, and a simulated padded device that takes
+them from the window.
 
 Pure Python, independent of Celery, Redis and torch.
 """
@@ -22,10 +23,14 @@ class LengthRow:
     length: int
 
 
-def lengths(source: random.Random, bodies: float = 0.5, most: int = 256) -> Iterator[int]:
-    """Yield lengths in tokens, cut at `most`: titles with a median of 16 tokens, a share `bodies` with a body.
+def lengths(
+    source: random.Random, bodies: float = 0.5, most: int = 256
+) -> Iterator[int]:
+    """Yield lengths in tokens, cut at `most`: titles with a median of 16 tokens, a share `bodies`
+    with a body.
 
-    The default resembles listings of discussion subreddits: a median of 40 tokens, 75 on average, a tenth cut.
+    The default resembles listings of discussion subreddits: a median of 40 tokens, 75 on average,
+    a tenth cut.
     """
     while True:
         title = min(64, max(4, round(source.lognormvariate(2.77, 0.45))))
@@ -34,10 +39,18 @@ def lengths(source: random.Random, bodies: float = 0.5, most: int = 256) -> Iter
 
 
 def texts(count: int, most: int = 256) -> list[str]:
-    """Return texts of made-up words. A tokenizer trained on them gives about one token per word."""
+    """Return texts of made-up words.
+
+    A tokenizer trained on them gives about one token per word.
+    """
     source = random.Random(11)
-    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
-    words = ["".join(source.choices(syllables, k=source.randrange(1, 5))) for _ in range(20_000)]
+    syllables = [
+        consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"
+    ]
+    words = [
+        "".join(source.choices(syllables, k=source.randrange(1, 5)))
+        for _ in range(20_000)
+    ]
     # Few words are frequent and many are rare, as in real texts.
     drawn = [words[int(len(words) ** source.random()) - 1] for _ in range(200_000)]
     starts = source.choices(range(len(drawn) - most), k=count)
@@ -46,7 +59,9 @@ def texts(count: int, most: int = 256) -> list[str]:
 
 
 class Day(NamedTuple):
-    """Micro-batches of a day. computed: tokens with all padding. padded: tokens if rows were padded to the longest."""
+    """Micro-batches of a day. computed: tokens with all padding. padded: tokens if rows were
+    padded to the longest.
+    """
 
     shapes: Counter[tuple[int, int]]
     tokens: int
@@ -55,12 +70,18 @@ class Day(NamedTuple):
 
 
 def day(
-    shapes: Shapes, batches: int, token_budget: int, rows_per_s: float, window_rows: int = 8192, batch_rows: int = 256
+    shapes: Shapes,
+    batches: int,
+    token_budget: int,
+    rows_per_s: float,
+    window_rows: int = 8192,
+    batch_rows: int = 256,
 ) -> Day:
-    """Simulate a day with a padded device of about `rows_per_s` rows/s, and count at least `batches` micro-batches.
+    """Simulate a day with a padded device of about `rows_per_s` rows/s, and count at least
+    `batches` micro-batches.
 
-    Load varies from a trickle at night to 1.1 times what the device computes at noon. So the window is empty at first
-    and full later. The day is sampled at regular moments, to be short.
+    Load varies from a trickle at night to 1.1 times what the device computes at noon. So the
+    window is empty at first and full later. The day is sampled at regular moments, to be short.
     """
     source = random.Random(7)
     lengths_of_posts = lengths(source)
@@ -80,15 +101,25 @@ def day(
         computed += shapes.tokens(len(batch), longest)
         seconds = 0.002 + shapes.tokens(len(batch), longest) / tokens_per_s
         arriving = seconds * load * rows_per_s
-        for _ in range(min(window_rows - len(window), int(arriving) + (source.random() < arriving % 1))):
+        for _ in range(
+            min(
+                window_rows - len(window),
+                int(arriving) + (source.random() < arriving % 1),
+            )
+        ):
             window.add(LengthRow(next(lengths_of_posts)))
     return Day(counted, tokens, padded, computed)
 
 
 def backlog(
-    row_lengths: Sequence[int], shapes: Shapes, waiting: int, token_budget: int, batch_rows: int = 256
+    row_lengths: Sequence[int],
+    shapes: Shapes,
+    waiting: int,
+    token_budget: int,
+    batch_rows: int = 256,
 ) -> tuple[float, int]:
-    """Take micro-batches from a window of `waiting` rows that is refilled when a quarter is free, as a worker's is.
+    """Take micro-batches from a window of `waiting` rows that is refilled when a quarter is free,
+    as a worker's is.
 
     Return the padding efficiency and the number of micro-batches.
     """

@@ -1,24 +1,29 @@
-"""Compare ways to run zero-shot classification by entailment, on the same posts, labels and weights.
+"""Compare ways to run zero-shot classification by entailment, on the same posts, labels and
+weights.
 
-    python -m benchmarks.zero_shot [--posts FILE] [--limit N] [--shape bart-large|minilm] [--layers L] [--model MODEL]
+    python -m benchmarks.zero_shot [--posts FILE] [--limit N] [--shape bart-large|minilm] [--layers
+    L] [--model MODEL]
                                    [--dtypes float32,bfloat16] [--rounds R] [--chart FILE.svg]
-    python -m benchmarks.zero_shot --labels 2,16,64 [--posts FILE] [--limit N] [--layers L] [--rounds R]
+    python -m benchmarks.zero_shot --labels 2,16,64 [--posts FILE] [--limit N] [--layers L]
+    [--rounds R]
 
 - `pipeline_1`: transformers' zero-shot pipeline with its default batch size of 1;
 - `pipeline_best`: the same pipeline at the best of several batch sizes, found on a sample;
-- `direct`: a hand-written forward pass over padded batches of pairs in arrival order, with each premise tokenized once,
-  at the best of the same batch sizes;
+- `direct`: a hand-written forward pass over padded batches of pairs in arrival order, with each
+  premise tokenized once, at the best of the same batch sizes;
 - `direct_sorted`: the same, with all pairs sorted by length;
-- `ideal`: Feedmill's model code without a queue, sorted by length, at the best of six token budgets and two numbers of
-  lanes: the offline optimum;
+- `ideal`: Feedmill's model code without a queue, sorted by length, at the best of six token
+  budgets and two numbers of lanes: the offline optimum;
 - `feedmill`: the complete system with 32 posts per message.
 
-Measuring speed needs no trained weights. Without --model, the model has the shape's real configuration with random
-weights, and a tokenizer trained on the posts (bart-large) or that of the embedded model (minilm). --layers reduces the
-number of layers of each stack, for machines on which the full model is too slow. Each post has sixteen rows, one per
-label. A variant whose labels differ too much from the ideal's is left out; the JSON in the last line gives the reason.
+Measuring speed needs no trained weights. Without --model, the model has the shape's real
+configuration with random weights, and a tokenizer trained on the posts (bart-large) or that of the
+embedded model (minilm). --layers reduces the number of layers of each stack, for machines on which
+the full model is too slow. Each post has sixteen rows, one per label. A variant whose labels
+differ too much from the ideal's is left out; the JSON in the last line gives the reason.
 
-With --labels, compare the classifiers `gliclass`, `rerank` and `nli` instead, by number of labels (by_labels.py).
+With --labels, compare the classifiers `gliclass`, `rerank` and `nli` instead, by number of labels
+(by_labels.py).
 """
 
 import argparse
@@ -44,17 +49,25 @@ from benchmarks import by_labels
 from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.ours import FeedmillVariant, Ideal
 from benchmarks.random_models import CLASSES, save, save_bart_large
-from benchmarks.report import VariantResults, agreement, comparable, draw, print_round, rates, summary
+from benchmarks.report import (
+    VariantResults,
+    agreement,
+    comparable,
+    draw,
+    print_round,
+    rates,
+    summary,
+)
 from benchmarks.rivals import BenchmarkJob, Variant
 from benchmarks.running import run_folder
 from benchmarks.throughput import measure, read_posts
 from feedmill.shared.errors import StackError
 from feedmill.shared.messages import Post
-from feedmill.shared.settings import TOPICS, Settings, load
+from feedmill.shared.settings import EMBEDDED_MODEL, TOPICS, Settings, load
 from feedmill.workers.models import device
 from feedmill.workers.models.device import Device
 from feedmill.workers.models.tokenizer import Tokenizer as RowTokenizer
-from feedmill.workers.models.weights import EMBEDDED_MODEL, locate
+from feedmill.workers.models.weights import locate
 
 #: Batch sizes to try, and the number of posts to try them on.
 BATCH_SIZES, SAMPLE = (8, 16, 32, 64, 128), 8
@@ -77,8 +90,15 @@ class ZeroShotPipeline:
         chosen = self._job.device
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.model_max_length = self._job.settings.max_tokens
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=chosen.dtype)
-        self._pipeline = pipeline("zero-shot-classification", model=model, tokenizer=tokenizer, device=chosen.torch)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=chosen.dtype
+        )
+        self._pipeline = pipeline(
+            "zero-shot-classification",
+            model=model,
+            tokenizer=tokenizer,
+            device=chosen.torch,
+        )
 
     def tune(self, sample: Sequence[Post]) -> None:
         """Find the best batch size."""
@@ -96,7 +116,9 @@ class ZeroShotPipeline:
 
     def _classify(self, posts: Sequence[Post], batch_size: int) -> list[str]:
         texts = [post.text for post in posts]
-        found = self._pipeline(texts, candidate_labels=list(TOPICS), batch_size=batch_size)
+        found = self._pipeline(
+            texts, candidate_labels=list(TOPICS), batch_size=batch_size
+        )
         return [entry["labels"][0] for entry in found]
 
     def labels(self) -> list[str]:
@@ -108,7 +130,9 @@ class ZeroShotPipeline:
 
 
 class DirectForward:
-    """The usual hand-written replacement for the pipeline: forward passes over padded batches of pairs."""
+    """The usual hand-written replacement for the pipeline: forward passes over padded batches of
+    pairs.
+    """
 
     def __init__(self, job: BenchmarkJob, by_length: bool) -> None:
         self._job = job
@@ -121,7 +145,9 @@ class DirectForward:
         torch.set_num_threads(device.TORCH_THREADS)
         weights = locate(self._job.settings.model)
         self._tokenizer = RowTokenizer(weights, self._job.settings.max_tokens)
-        model: Any = AutoModelForSequenceClassification.from_pretrained(weights.folder, dtype=self._job.device.dtype)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(
+            weights.folder, dtype=self._job.device.dtype
+        )
         self._model = model.to(self._job.device.torch).eval()
 
     def tune(self, sample: Sequence[Post]) -> None:
@@ -138,24 +164,44 @@ class DirectForward:
 
     @torch.inference_mode()
     def _classify(self, posts: Sequence[Post], batch_size: int) -> list[str]:
-        topics = self._tokenizer.parts([f"This example is {topic}." for topic in TOPICS])
+        topics = self._tokenizer.parts(
+            [f"This example is {topic}." for topic in TOPICS]
+        )
         parts = self._tokenizer.parts([post.text for post in posts])
-        pairs = [self._tokenizer.pair(part, topic) for part in parts for topic in topics]
-        order = sorted(range(len(pairs)), key=lambda at: len(pairs[at].ids)) if self._by_length else range(len(pairs))
+        pairs = [
+            self._tokenizer.pair(part, topic) for part in parts for topic in topics
+        ]
+        order = (
+            sorted(range(len(pairs)), key=lambda at: len(pairs[at].ids))
+            if self._by_length
+            else range(len(pairs))
+        )
         entailment = torch.empty(len(pairs))
         for at in range(0, len(pairs), batch_size):
             members = list(order[at : at + batch_size])
             rows = [pairs[member] for member in members]
             longest = max(len(row.ids) for row in rows)
             inputs = {
-                "input_ids": [row.ids + [self._tokenizer.pad_id] * (longest - len(row.ids)) for row in rows],
-                "attention_mask": [[1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in rows],
+                "input_ids": [
+                    row.ids + [self._tokenizer.pad_id] * (longest - len(row.ids))
+                    for row in rows
+                ],
+                "attention_mask": [
+                    [1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in rows
+                ],
             }
             if rows[0].types:
-                inputs["token_type_ids"] = [(row.types or []) + [0] * (longest - len(row.ids)) for row in rows]
-            tensors = {name: torch.tensor(values, device=self._job.device.torch) for name, values in inputs.items()}
+                inputs["token_type_ids"] = [
+                    (row.types or []) + [0] * (longest - len(row.ids)) for row in rows
+                ]
+            tensors = {
+                name: torch.tensor(values, device=self._job.device.torch)
+                for name, values in inputs.items()
+            }
             entailment[members] = self._model(**tensors).logits[:, -1].float().cpu()
-        return [TOPICS[best] for best in entailment.view(len(posts), -1).argmax(-1).tolist()]
+        return [
+            TOPICS[best] for best in entailment.view(len(posts), -1).argmax(-1).tolist()
+        ]
 
     def labels(self) -> list[str]:
         return self._labels
@@ -166,19 +212,33 @@ class DirectForward:
 
 
 def make_bart_large(folder: Path, posts: Sequence[Post], layers: int | None) -> None:
-    """Save a model with facebook/bart-large-mnli's configuration and a byte-level tokenizer trained on the posts."""
-    shortened: dict[str, Any] = {"encoder_layers": layers, "decoder_layers": layers} if layers else {}
+    """Save a model with facebook/bart-large-mnli's configuration and a byte-level tokenizer
+    trained on the posts.
+    """
+    shortened: dict[str, Any] = (
+        {"encoder_layers": layers, "decoder_layers": layers} if layers else {}
+    )
     save_bart_large(folder, [post.text for post in posts], **shortened)
 
 
 def make_minilm(folder: Path, posts: Sequence[Post], layers: int | None) -> None:  # noqa: ARG001 - one signature
-    """Save a model with the embedded model's configuration and tokenizer and a head of three classes."""
+    """Save a model with the embedded model's configuration and tokenizer and a head of three
+    classes.
+    """
     source = locate(EMBEDDED_MODEL).folder
-    given = json.loads((source / "config.json").read_text()) | {"id2label": CLASSES, "architectures": None}
+    given = json.loads((source / "config.json").read_text()) | {
+        "id2label": CLASSES,
+        "architectures": None,
+    }
     given |= {"label2id": {name: number for number, name in CLASSES.items()}}
     given |= {"num_hidden_layers": layers} if layers else {}
     save(AutoModelForSequenceClassification, BertConfig(**given), folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "vocab.txt",
+    ):
         shutil.copy(source / name, folder)
 
 
@@ -195,16 +255,45 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--posts", help="file of posts; default: the bundled posts, repeated")
-    parser.add_argument("--limit", type=int, default=160, help="maximum number of posts; default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--posts", help="file of posts; default: the bundled posts, repeated"
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=160,
+        help=("maximum number of posts; default: %(default)s"),
+    )
     parser.add_argument("--shape", choices=SHAPES, default="minilm")
-    parser.add_argument("--layers", type=int, help="layers of each stack; default: all layers of the shape")
-    parser.add_argument("--model", help="name or folder of a model, instead of a shape with random weights")
-    parser.add_argument("--dtypes", help="comma-separated; default: float32 and the dtype that a worker would use here")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help=("layers of each stack; default: all layers of the shape"),
+    )
+    parser.add_argument(
+        "--model",
+        help=("name or folder of a model, instead of a shape with random weights"),
+    )
+    parser.add_argument(
+        "--dtypes",
+        help=(
+            "comma-separated; default: float32 and the dtype that a worker would use here"
+        ),
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--chart", type=Path, help="draw the medians of the first dtype into this .svg or .png file")
-    parser.add_argument("--labels", type=by_labels.numbers, help="numbers of labels, to compare classifiers by them")
+    parser.add_argument(
+        "--chart",
+        type=Path,
+        help=("draw the medians of the first dtype into this .svg or .png file"),
+    )
+    parser.add_argument(
+        "--labels",
+        type=by_labels.numbers,
+        help=("numbers of labels, to compare classifiers by them"),
+    )
     arguments = parser.parse_args()
     if arguments.limit < SAMPLE or arguments.rounds < 1:
         parser.error(f"--limit must be at least {SAMPLE}, and --rounds at least 1")
@@ -217,28 +306,44 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure all variants in each precision and print the results."""
     settings = load()
     own = device.select_device(settings.device)
-    precisions = (arguments.dtypes or f"float32,{str(own.dtype).removeprefix('torch.')}").split(",")
+    precisions = (
+        arguments.dtypes or f"float32,{str(own.dtype).removeprefix('torch.')}"
+    ).split(",")
     posts = read_posts(arguments.posts, arguments.limit)
     model = arguments.model
     if model is None:
         model = str(folder / "model")
         SHAPES[arguments.shape](folder / "model", posts, arguments.layers)
     console.print(describe(own))
-    what = arguments.model or f"{arguments.shape}, {arguments.layers or 'all'} layers, random weights"
+    what = arguments.model or (
+        f"{arguments.shape}, {arguments.layers or 'all'} layers, random weights"
+    )
     console.print(f"{what}; {len(posts)} posts, {len(TOPICS)} labels")
     found: dict[str, Any] = {}
     exact: Sequence[str] = ()
     for precision in dict.fromkeys(precisions):
         chosen = device.select_device(settings.device, precision)
-        of_precision = settings.model_copy(update={"model": model, "dtype": precision, "classifier": "nli"})
-        found[precision], labels = ladder(of_precision, chosen, posts, arguments, folder / precision)
+        of_precision = settings.model_copy(
+            update={"model": model, "dtype": precision, "classifier": "nli"}
+        )
+        found[precision], labels = ladder(
+            of_precision, chosen, posts, arguments, folder / precision
+        )
         exact = exact or labels
-        found[precision]["top_label_as_in_" + next(iter(found))] = round(agreement(labels, exact), 4)
-    print(json.dumps(found | {"posts": len(posts), "labels": len(TOPICS), "model": what}))
+        found[precision]["top_label_as_in_" + next(iter(found))] = round(
+            agreement(labels, exact), 4
+        )
+    print(
+        json.dumps(found | {"posts": len(posts), "labels": len(TOPICS), "model": what})
+    )
 
 
 def ladder(
-    settings: Settings, chosen: Device, posts: Sequence[Post], arguments: argparse.Namespace, folder: Path
+    settings: Settings,
+    chosen: Device,
+    posts: Sequence[Post],
+    arguments: argparse.Namespace,
+    folder: Path,
 ) -> tuple[dict[str, Any], Sequence[str]]:
     """Measure all variants in one precision; return their figures and the ideal's labels."""
     ceiling = matrix_ceiling(chosen)
@@ -246,7 +351,10 @@ def ladder(
     folder.mkdir()
     job = BenchmarkJob(settings, chosen, folder)
     best, ideal = ZeroShotPipeline(job, None), Ideal(job)
-    direct, by_length = DirectForward(job, by_length=False), DirectForward(job, by_length=True)
+    direct, by_length = (
+        DirectForward(job, by_length=False),
+        DirectForward(job, by_length=True),
+    )
     sample = posts[:: max(1, len(posts) // SAMPLE)][:SAMPLE]
     for variant in (best, direct, by_length, ideal):
         variant.start()
@@ -254,7 +362,8 @@ def ladder(
             variant.tune(sample)
         variant.stop()
     console.print(
-        f"batch sizes: pipeline {best.batch_size}, direct {direct.batch_size}, sorted {by_length.batch_size}; "
+        f"batch sizes: pipeline {best.batch_size}, direct {direct.batch_size}, sorted "
+        f"{by_length.batch_size}; "
         f"ideal: token budget {ideal.token_budget}, {ideal.lanes} lanes"
     )
     variants: dict[str, Variant] = {
@@ -273,11 +382,17 @@ def ladder(
         print_round(console, record, number, arguments.rounds)
     compared = comparable(record)
     if arguments.chart and not arguments.chart.exists():
-        draw(arguments.chart, {name: rates(compared, name) for name in variants}, f"{len(posts)} posts, {chosen.name}")
+        draw(
+            arguments.chart,
+            {name: rates(compared, name) for name in variants},
+            f"{len(posts)} posts, {chosen.name}",
+        )
     last = record["ideal"][-1]
     faster = [
         mine / theirs
-        for mine, theirs in zip(rates(compared, "feedmill"), rates(compared, "pipeline_best"), strict=False)
+        for mine, theirs in zip(
+            rates(compared, "feedmill"), rates(compared, "pipeline_best"), strict=False
+        )
     ]
     figures = summary(record, list(variants)) | {
         "over_pipeline_best": [round(ratio, 2) for ratio in faster],

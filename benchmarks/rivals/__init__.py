@@ -1,7 +1,9 @@
-"""Alternatives to Feedmill, each set up as its own documentation recommends, with the settings that favour it.
+"""Alternatives to Feedmill, each set up as its own documentation recommends, with the settings
+that favour it.
 
-A rival classifies the same posts with the same model, precision, labels and token limit, on all cores, and returns the
-label and all scores of each post. The benchmark uses rivals only through `Variant`.
+A rival classifies the same posts with the same model, precision, labels and token limit, on all
+cores, and returns the label and all scores of each post. The benchmark uses rivals only through
+`Variant`.
 """
 
 from collections.abc import Sequence
@@ -18,11 +20,17 @@ BATCH_SIZE = 32
 
 
 class NotInstalled(UserError):  # noqa: N818 - named after the state
-    """A rival's libraries are missing. The message names them and the command that installs them."""
+    """A rival's libraries are missing.
+
+    The message names them and the command that installs them.
+    """
 
 
 class BenchmarkJob(NamedTuple):
-    """The settings common to all variants of a run. `folder` is empty at first and deleted after the run."""
+    """The settings common to all variants of a run.
+
+    `folder` is empty at first and deleted after the run.
+    """
 
     settings: Settings
     device: Device
@@ -30,7 +38,10 @@ class BenchmarkJob(NamedTuple):
 
 
 class Variant(Protocol):
-    """One way to classify posts, started and stopped once per round. Its `__init__` may raise NotInstalled."""
+    """One way to classify posts, started and stopped once per round.
+
+    Its `__init__` may raise NotInstalled.
+    """
 
     def start(self) -> None:
         """Start the processes and load the model. Raises StackError."""

@@ -1,9 +1,10 @@
 """A typical worker with celery-batches: up to 32 posts per call, in arrival order.
 
-    RIVAL_REDIS_URL=redis://… PYTHONPATH=.venv/celery-batches:. python -m benchmarks.rivals.celery_batches_worker
+    RIVAL_REDIS_URL=redis://… PYTHONPATH=.venv/celery-batches:. python -m
+    benchmarks.rivals.celery_batches_worker
 
-celery-batches 0.11 requires a Celery below 5.7; `make rivals` installs both in a separate folder. No module imported
-here may require Feedmill's Celery version.
+celery-batches 0.11 requires a Celery below 5.7; `make rivals` installs both in a separate folder.
+No module imported here may require Feedmill's Celery version.
 """
 
 from typing import Any
@@ -26,7 +27,9 @@ def main() -> None:
     model = PlainModel(load())
     model.classify(["A first post."])
 
-    @app.task(name=TASK, base=Batches, flush_every=BATCH_SIZE, flush_interval=FLUSH_INTERVAL_S)
+    @app.task(
+        name=TASK, base=Batches, flush_every=BATCH_SIZE, flush_interval=FLUSH_INTERVAL_S
+    )
     def classify(requests: list[Any]) -> None:
         answers = model.classify([request.args[0] for request in requests])
         for request, answer in zip(requests, answers, strict=True):

@@ -51,7 +51,12 @@ def main() -> None:
     )
     # SIGTERM acts like Ctrl-C, so that LitServe stops its other processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    server.run(host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", generate_client_file=False)
+    server.run(
+        host="127.0.0.1",
+        port=int(sys.argv[1]),
+        log_level="warning",
+        generate_client_file=False,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Rivals without a queue: a library classifies the whole list in this process.
 
-These rivals neither wait for messages nor acknowledge or store anything, so they do less work than Feedmill. They show
-the libraries' throughput on the same posts.
+These rivals neither wait for messages nor acknowledge or store anything, so they do less work than
+Feedmill. They show the libraries' throughput on the same posts.
 """
 
 import gc
@@ -14,17 +14,29 @@ import torch
 from transformers import AutoTokenizer, FeatureExtractionPipeline, pipeline
 
 from benchmarks.rivals import BATCH_SIZE, BenchmarkJob, NotInstalled
-from benchmarks.rivals.plain_model import SCALE, cores, label_names, label_vectors, mean_pooled
+from benchmarks.rivals.plain_model import (
+    SCALE,
+    cores,
+    label_names,
+    label_vectors,
+    mean_pooled,
+)
 from feedmill.shared.messages import Post
 from feedmill.workers.models.weights import locate
 
 
 class MeanPooling(FeatureExtractionPipeline):
-    """transformers' feature extraction with the pooling of the model's card, applied to a whole batch at a time."""
+    """transformers' feature extraction with the pooling of the model's card, applied to a whole
+    batch at a time.
+    """
 
     def _forward(self, *args: Any, **_: Any) -> Any:
         (inputs,) = args
-        return {"embedding": mean_pooled(self.model(**inputs).last_hidden_state, inputs["attention_mask"])}
+        return {
+            "embedding": mean_pooled(
+                self.model(**inputs).last_hidden_state, inputs["attention_mask"]
+            )
+        }
 
     def postprocess(self, *args: Any, **_: Any) -> torch.Tensor:
         (outputs,) = args
@@ -69,13 +81,17 @@ class OfflineLibrary(ABC):
 
 
 class Pipeline32(OfflineLibrary):
-    """transformers' pipeline at batch size 32: posts in arrival order, padded to the longest of the batch."""
+    """transformers' pipeline at batch size 32: posts in arrival order, padded to the longest of
+    the batch.
+    """
 
     def load(self) -> Any:
         return pipeline(
             "feature-extraction",
             model=str(self._folder),
-            tokenizer=AutoTokenizer.from_pretrained(self._folder, local_files_only=True),
+            tokenizer=AutoTokenizer.from_pretrained(
+                self._folder, local_files_only=True
+            ),
             dtype=self._job.device.dtype,
             device=self._job.device.torch,
             batch_size=BATCH_SIZE,
@@ -88,15 +104,22 @@ class Pipeline32(OfflineLibrary):
 
 
 class SentenceTransformers(OfflineLibrary):
-    """sentence-transformers' `encode`, which sorts the list by length first. Raises NotInstalled."""
+    """sentence-transformers' `encode`, which sorts the list by length first.
+
+    Raises NotInstalled.
+    """
 
     def __init__(self, job: BenchmarkJob) -> None:
         if not find_spec("sentence_transformers"):
-            raise NotInstalled("Left out: sentence_transformers. Install it with `pip install sentence-transformers`.")
+            raise NotInstalled(
+                "Left out: sentence_transformers. Install it with `pip install "
+                "sentence-transformers`."
+            )
         super().__init__(job)
 
     def load(self) -> Any:
-        # Imported here, because the library is not a dependency of Feedmill and takes seconds to import.
+        # Imported here, because the library is not a dependency of Feedmill and takes seconds to
+        # import.
         from sentence_transformers import SentenceTransformer  # noqa: PLC0415
 
         model = SentenceTransformer(

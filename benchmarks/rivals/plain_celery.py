@@ -1,10 +1,12 @@
-"""A typical worker with plain Celery: one post per task, the model loaded at the start of the worker.
+"""A typical worker with plain Celery: one post per task, the model loaded at the start of the
+worker.
 
     RIVAL_REDIS_URL=redis://… python -m benchmarks.rivals.plain_celery solo|prefork
 
-`solo` is one process, whose forward pass uses all cores. `prefork`, Celery's default, is one process per core; each
-loads the model and uses a single core. How well a forward pass of one row uses several cores decides which is faster.
-Both use Feedmill's classifier, so that no slower pipeline around the model counts against them.
+`solo` is one process, whose forward pass uses all cores. `prefork`, Celery's default, is one
+process per core; each loads the model and uses a single core. How well a forward pass of one row
+uses several cores decides which is faster. Both use Feedmill's classifier, so that no slower
+pipeline around the model counts against them.
 """
 
 import sys
@@ -29,7 +31,9 @@ class OneByOne:
 
     def load(self, **_: Any) -> None:
         settings = load()
-        self._classifier = load_classifier(settings, device.select_device(settings.device, settings.dtype))
+        self._classifier = load_classifier(
+            settings, device.select_device(settings.device, settings.dtype)
+        )
         self._label_set = self._classifier.label_set(ClassifyOptions())
 
     def load_on_one_core(self, **_: Any) -> None:

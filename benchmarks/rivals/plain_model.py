@@ -1,6 +1,8 @@
-"""A typical classifier with transformers alone: posts in arrival order, padded to the longest of the batch.
+"""A typical classifier with transformers alone: posts in arrival order, padded to the longest of
+the batch.
 
-The rivals that need hand-written model code share this module. It does not use Feedmill's classifiers.
+The rivals that need hand-written model code share this module. It does not use Feedmill's
+classifiers.
 """
 
 import os
@@ -33,12 +35,18 @@ def label_names(settings: Settings) -> list[str]:
     return list(settings.labels or DESCRIBED_TOPICS)
 
 
-def label_vectors(settings: Settings, embed: Callable[[list[str]], torch.Tensor]) -> torch.Tensor:
-    """Return unit vectors [labels, dimensions] in float32, each the mean of a label's description vectors."""
+def label_vectors(
+    settings: Settings, embed: Callable[[list[str]], torch.Tensor]
+) -> torch.Tensor:
+    """Return unit vectors [labels, dimensions] in float32, each the mean of a label's description
+    vectors.
+    """
     template = settings.template or DEFAULT_TEMPLATE
     described = list((settings.labels or DESCRIBED_TOPICS).values())
     sentences = [template.replace("{}", text) for texts in described for text in texts]
-    of_labels = torch.split(embed(sentences).float(), [len(texts) for texts in described])
+    of_labels = torch.split(
+        embed(sentences).float(), [len(texts) for texts in described]
+    )
     return normalize(torch.stack([vectors.mean(0) for vectors in of_labels]), dim=-1)
 
 
@@ -58,8 +66,12 @@ class PlainModel:
         torch.set_num_threads(cores())
         chosen = device.select_device(settings.device, settings.dtype)
         folder = locate(settings.model).folder
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._model: Any = AutoModel.from_pretrained(folder, dtype=chosen.dtype, local_files_only=True)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True
+        )
+        self._model: Any = AutoModel.from_pretrained(
+            folder, dtype=chosen.dtype, local_files_only=True
+        )
         self._model.to(chosen.torch).eval()
         self._device = chosen.torch
         self._max_tokens = settings.max_tokens
@@ -69,15 +81,26 @@ class PlainModel:
     @torch.inference_mode()
     def _embed(self, texts: Sequence[str]) -> torch.Tensor:
         inputs = self._tokenizer(
-            list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=self._max_tokens,
+            return_tensors="pt",
         ).to(self._device)
-        return mean_pooled(self._model(**inputs).last_hidden_state, inputs["attention_mask"])
+        return mean_pooled(
+            self._model(**inputs).last_hidden_state, inputs["attention_mask"]
+        )
 
     @torch.inference_mode()
     def classify(self, texts: Sequence[str]) -> list[Answer]:
         """Classify the texts in one forward pass; return one answer per text, in order."""
         scores = (SCALE * self._embed(texts) @ self._label_vectors.T).softmax(-1)
         return [
-            {"label": self._labels[best], "scores": dict(zip(self._labels, row, strict=True))}
-            for best, row in zip(scores.argmax(-1).tolist(), scores.tolist(), strict=True)
+            {
+                "label": self._labels[best],
+                "scores": dict(zip(self._labels, row, strict=True)),
+            }
+            for best, row in zip(
+                scores.argmax(-1).tolist(), scores.tolist(), strict=True
+            )
         ]

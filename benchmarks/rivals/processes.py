@@ -11,7 +11,8 @@ from feedmill.shared.linux import LIBC
 from feedmill.stack.processes import Child
 
 ROOT = Path(__file__).parents[2]
-#: Option from <sys/prctl.h>: orphaned descendants become children of this process, which can then find them.
+#: Option from <sys/prctl.h>: orphaned descendants become children of this process, which can then
+#: find them.
 PR_SET_CHILD_SUBREAPER = 36
 #: Seconds that a process may take to stop after SIGTERM.
 STOP_TIMEOUT_S = 20.0
@@ -25,22 +26,46 @@ class Processes:
         self._children: list[Child] = []
         self._before: set[int] = set()
 
-    def start(self, name: str, command: list[str], environment: Mapping[str, str], stdin: str | None = None) -> Child:
+    def start(
+        self,
+        name: str,
+        command: list[str],
+        environment: Mapping[str, str],
+        stdin: str | None = None,
+    ) -> Child:
         """Start a process that logs to a file in the folder."""
         if not self._children:
             LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
             self._before = descendants(os.getpid())
             self.folder.mkdir(exist_ok=True)
-        # If this process is killed, the children get SIGTERM, so that they can stop their own children.
-        child = Child(name, command, self.folder, {**os.environ, **environment}, signal.SIGTERM, stdin)
+        # If this process is killed, the children get SIGTERM, so that they can stop their own
+        # children.
+        child = Child(
+            name,
+            command,
+            self.folder,
+            {**os.environ, **environment},
+            signal.SIGTERM,
+            stdin,
+        )
         self._children.insert(0, child)
         return child
 
-    def start_module(self, module: str, *arguments: str, shadow: Path | None = None, **environment: str) -> Child:
-        """Run a module of this project with this interpreter; packages in `shadow` take precedence."""
+    def start_module(
+        self,
+        module: str,
+        *arguments: str,
+        shadow: Path | None = None,
+        **environment: str,
+    ) -> Child:
+        """Run a module of this project with this interpreter; packages in `shadow` take
+        precedence.
+        """
         path = os.pathsep.join(str(folder) for folder in (shadow, ROOT) if folder)
         command = [sys.executable, "-P", "-m", module, *arguments]
-        return self.start(module.rpartition(".")[2], command, {**environment, "PYTHONPATH": path})
+        return self.start(
+            module.rpartition(".")[2], command, {**environment, "PYTHONPATH": path}
+        )
 
     def stop(self) -> None:
         """Stop the processes, latest first; kill those that take longer than STOP_TIMEOUT_S."""

@@ -20,11 +20,13 @@ from benchmarks.rivals.plain_model import Answer, PlainModel, cores
 from feedmill.shared.settings import Settings, load
 from feedmill.workers.models import device
 
-#: Seconds to wait for a batch to fill: Ray's default, without effect while the clients keep batches full.
+#: Seconds to wait for a batch to fill: Ray's default, without effect while the clients keep
+#: batches full.
 BATCH_WAIT_S = 0.01
 #: Maximum number of requests in the replica. The default of 5 would limit every batch to 5.
 MAX_ONGOING = 1024
-#: Size of Ray's object store in bytes. Requests are small; the default is a third of the machine's memory.
+#: Size of Ray's object store in bytes. Requests are small; the default is a third of the machine's
+#: memory.
 OBJECT_STORE_BYTES = 256 << 20
 
 
@@ -36,7 +38,8 @@ class RayClassifier:
 
     @serve.batch(max_batch_size=BATCH_SIZE, batch_wait_timeout_s=BATCH_WAIT_S)
     async def classify(self, texts: list[str]) -> list[Answer]:
-        # In a thread, so that the event loop keeps reading requests and fills the next batch meanwhile.
+        # In a thread, so that the event loop keeps reading requests and fills the next batch
+        # meanwhile.
         return await asyncio.to_thread(self._model.classify, texts)
 
     async def __call__(self, request: Request) -> Any:
@@ -46,8 +49,11 @@ class RayClassifier:
 def start(port: int, settings: Settings) -> Any:
     """Start Ray and its HTTP proxy on this port. Return the deployment of the model."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # usage reports are on by default
-    gpus = int(device.select_device(settings.device, settings.dtype).torch.type == "cuda")
-    # Keeps sockets and logs in the working directory, which is deleted after the run, instead of /tmp/ray.
+    gpus = int(
+        device.select_device(settings.device, settings.dtype).torch.type == "cuda"
+    )
+    # Keeps sockets and logs in the working directory, which is deleted after the run, instead of
+    # /tmp/ray.
     ray.init(
         num_cpus=cores(),
         num_gpus=gpus,
@@ -78,4 +84,6 @@ def run_until_sigterm(deploy: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    run_until_sigterm(lambda: serve.run(start(int(sys.argv[1]), load()), route_prefix="/predict"))
+    run_until_sigterm(
+        lambda: serve.run(start(int(sys.argv[1]), load()), route_prefix="/predict")
+    )
