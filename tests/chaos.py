@@ -1,28 +1,35 @@
-"""Chaos test: inject faults and poison, and count posts (`python -m tests.chaos --posts 10000 --kill-every 5`).
+"""Chaos test: inject faults and poison, and count posts (`python -m tests.chaos --posts 10000
+--kill-every 5`).
 
-Real processes run on a real, persistent redis-server: stand-in workers (tests/fakes/standin_worker.py, which replaces
-only the model), their launcher, and a producer in this process that keeps the queue full. The seed spreads faults at
-random: kills over time, other faults over the share of posts that have ended.
+Real processes run on a real, persistent redis-server: stand-in workers
+(tests/fakes/standin_worker.py, which replaces only the model), their launcher, and a producer in
+this process that keeps the queue full. The seed spreads faults at random: kills over time, other
+faults over the share of posts that have ended.
 
 The last line is JSON. Counts of accepted posts:
 
 - `sent`, `stored`, `dead_lettered`, `poison_stored`
 - `lost`: neither stored nor dead-lettered
-- `lost_waiting`: like `lost`, but the posts waited in the queue of a Redis that lost its latest writes
+- `lost_waiting`: like `lost`, but the posts waited in the queue of a Redis that lost its latest
+  writes
 - `duplicated`: surplus entries in the results and dead-letter streams, and posts in both
 - `innocent_dead_letters`: dead letters of posts that are not poison
-- `miscounted`: difference between the counters of the run and the results and dead letters that are stored
+- `miscounted`: difference between the counters of the run and the results and dead letters that
+  are stored
 
 Figures:
 
 - `longest_pause_s`: longest time between two results
-- `workers_restarted` (--rolling), and `worker_start_s`: longest time from a worker's end until its successor is ready
+- `workers_restarted` (--rolling), and `worker_start_s`: longest time from a worker's end until its
+  successor is ready
 - `posts_per_second`, `faults`
 
-Exits 1 if posts are lost, duplicated, miscounted or wrongly dead-lettered, or if the time limit is reached.
+Exits 1 if posts are lost, duplicated, miscounted or wrongly dead-lettered, or if the time limit is
+reached.
 
-Limits: a clock jump moves only a worker's clock, not Redis'. A power cut is a kill -9 of Redis followed by truncating
-the last second of its append-only file, which is the documented loss of `everysec`. No machine is crashed.
+Limits: a clock jump moves only a worker's clock, not Redis'. A power cut is a kill -9 of Redis
+followed by truncating the last second of its append-only file, which is the documented loss of
+`everysec`. No machine is crashed.
 """
 
 import argparse
@@ -46,7 +53,13 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from feedmill.producers.push import Pusher
-from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, queue_lists
+from feedmill.shared.broker import (
+    TRANSPORT_KEYS,
+    connect,
+    make_app,
+    queue_depth,
+    queue_lists,
+)
 from feedmill.shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.runs import Progress, progress
@@ -59,15 +72,20 @@ from tests.support import ROOT, Restartable, body_of, redis_servers, wait_until
 
 #: Name of the run of all posts.
 RUN = "chaos"
-#: Seconds: a message's lease, the forward timeout, the delay of each piece of a delayed connection.
+#: Seconds: a message's lease, the forward timeout, the delay of each piece of a delayed
+#: connection.
 LEASE_S, FORWARD_TIMEOUT_S, DELAY_S = Channel.visibility_timeout, 8, 0.2
-#: Durations of faults, in seconds: a paused worker (longer than its leases), slow connections, a full Redis.
+#: Durations of faults, in seconds: a paused worker (longer than its leases), slow connections, a
+#: full Redis.
 PAUSE_S, SLOW_S, FULL_MEMORY_S = 2.0 * LEASE_S, 3.0, 3.0
 #: Seconds of the append-only file that a power cut loses.
 UNSYNCED_S = 1.0
 #: Option with the number of a fault -> name of its method in `Chaos`, and the option's help.
 FAULTS = {
-    "--redis-restarts": ("redis_restart", "restarts of Redis, alternating between kill -9 and an orderly stop"),
+    "--redis-restarts": (
+        "redis_restart",
+        "restarts of Redis, alternating between kill -9 and an orderly stop",
+    ),
     "--power-cuts": ("power_cut", "power cuts that lose the last second of writes"),
     "--failovers": ("failover", "kill -9s of Redis, each followed by a failover"),
     "--cuts": ("cut", "resets of all connections"),
@@ -84,7 +102,8 @@ FAULTS = {
 CLOSED_PORT = 1
 #: Celery's log line of a worker that is ready.
 READY = " ready."
-#: Share of ended posts by which all faults are done. The remaining posts show the recovery from the last fault.
+#: Share of ended posts by which all faults are done. The remaining posts show the recovery from
+#: the last fault.
 FAULT_SHARE = 0.9
 #: Messages in the queue at which the producer waits, and posts per push.
 QUEUE_LIMIT, PUSH_SIZE = 400, 320
@@ -117,28 +136,36 @@ class Ledger:
                         self.reasons[number] = json.loads(fields["letter"])["reason"]
                     else:
                         moment = int(entry_id.partition("-")[0])
-                        self.longest_pause = max(self.longest_pause, moment - (self._latest or moment))
+                        self.longest_pause = max(
+                            self.longest_pause, moment - (self._latest or moment)
+                        )
                         self._latest = moment
                 self._read[stream] = entries[-1][0]
 
 
 class Chaos:
-    """A run of the test. given: the command's arguments; folder: for the files of all processes."""
+    """A run of the test. given: the command's arguments; folder: for the files of all
+    processes.
+    """
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self._given, self._folder = given, folder
         self._numbers = count()
         self._random = random.Random(given.seed)
-        poison = self._random.sample(range(given.posts), round(given.posts * given.poison / 100))
+        poison = self._random.sample(
+            range(given.posts), round(given.posts * given.poison / 100)
+        )
         killing = round(len(poison) * given.killing / 100)
-        self.poison = dict.fromkeys(poison[killing:], RAISES) | dict.fromkeys(poison[:killing], KILLS)
+        self.poison = dict.fromkeys(poison[killing:], RAISES) | dict.fromkeys(
+            poison[:killing], KILLS
+        )
         self._redis = self._start_redis()
         self._replica = self._start_replica() if given.failovers else None
         proxied = given.cuts or given.delays or given.failovers or given.power_cuts
         self._proxy = Proxy(self._redis.port) if proxied else None
         self._settings = Settings.model_validate(
             {
-                "redis_url": f"redis://127.0.0.1:{self._proxy.port if self._proxy else self._redis.port}/0",
+                "redis_url": f"redis://127.0.0.1:{(self._proxy or self._redis).port}/0",
                 "queue_limit": QUEUE_LIMIT,
                 "posts_per_message": 32,
                 "batch_rows": given.batch_rows,
@@ -171,7 +198,9 @@ class Chaos:
         """Start a redis-server in its own folder."""
         folder = self._folder / f"redis-{next(self._numbers)}"
         folder.mkdir()
-        return Restartable(next(iter(redis_servers().values())), folder, self._given.appendfsync)
+        return Restartable(
+            next(iter(redis_servers().values())), folder, self._given.appendfsync
+        )
 
     def _start_replica(self) -> Restartable:
         replica = self._start_redis()
@@ -181,15 +210,27 @@ class Chaos:
     def _launch(self) -> Child:
         given = {
             f"{PREFIX}{name.upper()}": str(value)
-            for name, value in self._settings.model_dump(exclude_unset=True, exclude={"redis_url"}).items()
+            for name, value in self._settings.model_dump(
+                exclude_unset=True, exclude={"redis_url"}
+            ).items()
         }
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)} | given
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(PREFIX)
+        } | given
         environment |= {
             f"{PREFIX}REDIS_URL": self._settings.broker_url,
             "PYTHONPATH": str(ROOT),
             "STANDIN_ROW_SECONDS": str(self._given.row_ms / 1000),
         }
-        command = [sys.executable, "-m", "tests.fakes.launcher", str(self._folder), str(self._given.workers)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fakes.launcher",
+            str(self._folder),
+            str(self._given.workers),
+        ]
         return Child("launcher", command, self._folder, environment)
 
     def _workers(self) -> dict[str, int]:
@@ -198,14 +239,23 @@ class Chaos:
         with suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                 with suppress(OSError):
-                    if (name := Path(f"/proc/{child}/comm").read_text().strip()).startswith("worker-"):
+                    if (
+                        name := Path(f"/proc/{child}/comm").read_text().strip()
+                    ).startswith("worker-"):
                         found[name] = int(child)
         return found
 
     def _produce(self) -> None:
         """Send all posts. Retry while Redis is unreachable or rejects them."""
         settings = self._settings
-        pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions(), wait=self._wait, run=RUN)
+        pusher = Pusher(
+            make_app(settings),
+            connect(settings),
+            settings,
+            ClassifyOptions(),
+            wait=self._wait,
+            run=RUN,
+        )
         posts = self._posts()
         while (some := list(islice(posts, PUSH_SIZE))) and not self._stopping.is_set():
             while not self._stopping.is_set():
@@ -223,16 +273,25 @@ class Chaos:
 
     def _posts(self) -> Iterator[Post]:
         for number in range(self._given.posts):
-            title = f"Post number {number} about the weather {self.poison.get(number, '')}"
-            yield Post(id=f"p{number}", title=title, body="rain and wind " * (number % 8))
+            title = (
+                f"Post number {number} about the weather {self.poison.get(number, '')}"
+            )
+            yield Post(
+                id=f"p{number}", title=title, body="rain and wind " * (number % 8)
+            )
 
     # The faults.
 
     def _plan(self) -> list[tuple[float, str]]:
         """Return (share of ended posts, fault) in order of time."""
-        counts = {fault: getattr(self._given, option[2:].replace("-", "_")) for option, (fault, _) in FAULTS.items()}
+        counts = {
+            fault: getattr(self._given, option[2:].replace("-", "_"))
+            for option, (fault, _) in FAULTS.items()
+        }
         return sorted(
-            (self._random.uniform(0.02, FAULT_SHARE), name) for name, times in counts.items() for _ in range(times)
+            (self._random.uniform(0.02, FAULT_SHARE), name)
+            for name, times in counts.items()
+            for _ in range(times)
         )
 
     def _do(self, name: str) -> None:
@@ -240,7 +299,9 @@ class Chaos:
         self._done[name] += 1
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), what))
+        heapq.heappush(
+            self._due, (time.monotonic() + seconds, next(self._numbers), what)
+        )
 
     def _signal(self, number: int) -> int:
         """Send the signal to a random worker and return its process id."""
@@ -271,7 +332,9 @@ class Chaos:
         self._signal(CLOCK)
 
     def _rolling_restart(self) -> None:
-        """Restart the workers one at a time by SIGTERM. Wait until one is replaced before stopping the next."""
+        """Restart the workers one at a time by SIGTERM. Wait until one is replaced before stopping
+        the next.
+        """
         self._roll(deque(sorted(self._workers())))
 
     def _roll(self, names: deque[str]) -> None:
@@ -306,7 +369,12 @@ class Chaos:
         self._redis.kill()
         moment = time.monotonic() - UNSYNCED_S
         path, size = next(
-            ((path, size) for at, path, size in reversed(self._written) if at <= moment), self._written[0][1:]
+            (
+                (path, size)
+                for at, path, size in reversed(self._written)
+                if at <= moment
+            ),
+            self._written[0][1:],
         )
         if path == self._log():  # otherwise, a rewrite has synced the file since then
             os.truncate(path, size)
@@ -324,11 +392,16 @@ class Chaos:
 
     def _log(self) -> Path:
         """Return the append-only file that Redis currently writes."""
-        logs = [*self._redis.folder.glob("appendonlydir/*.incr.aof"), *self._redis.folder.glob("appendonly.aof")]
+        logs = [
+            *self._redis.folder.glob("appendonlydir/*.incr.aof"),
+            *self._redis.folder.glob("appendonly.aof"),
+        ]
         return max(logs, key=lambda path: path.stat().st_mtime)
 
     def _failover(self) -> None:
-        """Kill the master with kill -9 and promote its replica, with the writes replicated so far."""
+        """Kill the master with kill -9 and promote its replica, with the writes replicated
+        so far.
+        """
         if (replica := self._replica) and self._proxy:
             wait_until(lambda: _is_in_sync(replica.client), "the replica is in sync")
             self._redis.kill()
@@ -341,15 +414,24 @@ class Chaos:
     def _note_unknown(self) -> None:
         """Record sent posts that Redis does not know, before workers and producers reconnect."""
         client: Any = self._redis.client
-        queued = [message for name in queue_lists(self._settings.queue) for message in client.lrange(name, 0, -1)]
+        queued = [
+            message
+            for name in queue_lists(self._settings.queue)
+            for message in client.lrange(name, 0, -1)
+        ]
         known = {
             int(post["id"].removeprefix("p"))
             for message in (*queued, *client.hvals(TRANSPORT_KEYS["reserved_key"]))
             for post in body_of(message)[1]["posts"]
         }
         for stream in (RESULTS_STREAM, DEAD_LETTERS):
-            known |= {int(fields["id"].removeprefix("p")) for _, fields in client.xrange(stream)}
-        self._unknown |= set(range(min(self._sent + PUSH_SIZE, self._given.posts))) - known
+            known |= {
+                int(fields["id"].removeprefix("p"))
+                for _, fields in client.xrange(stream)
+            }
+        self._unknown |= (
+            set(range(min(self._sent + PUSH_SIZE, self._given.posts))) - known
+        )
 
     def _cut(self) -> None:
         if self._proxy:
@@ -361,7 +443,9 @@ class Chaos:
             self._later(SLOW_S, lambda: setattr(proxy, "delay", 0.0))
 
     def _memory_limit(self, size: int) -> None:
-        with suppress(RedisError):  # a Redis that is down has no limit after its restart
+        with suppress(
+            RedisError
+        ):  # a Redis that is down has no limit after its restart
             self._redis.client.config_set("maxmemory", size)
 
     def _memory_full(self) -> None:
@@ -391,7 +475,10 @@ class Chaos:
             "faults": dict(self._done),
         }
         if self._starts:
-            figures |= {"worker_start_s": round(max(self._starts), 1), "workers_restarted": len(self._starts)}
+            figures |= {
+                "worker_start_s": round(max(self._starts), 1),
+                "workers_restarted": len(self._starts),
+            }
         return {"finished": finished, **counted, **figures}
 
     def _go_on(self, began: float) -> bool:
@@ -421,7 +508,8 @@ class Chaos:
                 if counted != ended or self._sent < given.posts:
                     ended, since = counted, now
                 elif self._is_idle() and (
-                    now - since > NO_PROGRESS_S or (ended >= self._sent and not plan and not self._due)
+                    now - since > NO_PROGRESS_S
+                    or (ended >= self._sent and not plan and not self._due)
                 ):
                     return True
         return False
@@ -429,7 +517,10 @@ class Chaos:
     def _kill_again(self) -> None:
         if self._ended() < FAULT_SHARE * self._given.posts:
             self._do("kill")
-            self._later(self._random.uniform(0.5, 1.5) * self._given.kill_every, self._kill_again)
+            self._later(
+                self._random.uniform(0.5, 1.5) * self._given.kill_every,
+                self._kill_again,
+            )
 
     def _ended(self) -> int:
         """Return the number of entries in both streams. Raises redis.exceptions.RedisError."""
@@ -456,24 +547,47 @@ class Chaos:
     def _counted(self) -> dict[str, int]:
         """Count posts by outcome. Raises redis.exceptions.RedisError."""
         self.ledger.read(self._redis.client)
-        results, dead = self.ledger.entries[RESULTS_STREAM], self.ledger.entries[DEAD_LETTERS]
-        missing = [number for number in range(self._sent) if not (results[number] or dead[number])]
+        results, dead = (
+            self.ledger.entries[RESULTS_STREAM],
+            self.ledger.entries[DEAD_LETTERS],
+        )
+        missing = [
+            number
+            for number in range(self._sent)
+            if not (results[number] or dead[number])
+        ]
         lost = [number for number in missing if number not in self._unknown]
-        innocent = [number for number in self.ledger.reasons if number not in self.poison]
-        for problem, numbers in (("lost", lost), ("dead-lettered without being poison", innocent)):
+        innocent = [
+            number for number in self.ledger.reasons if number not in self.poison
+        ]
+        for problem, numbers in (
+            ("lost", lost),
+            ("dead-lettered without being poison", innocent),
+        ):
             for number in numbers[:10]:
                 _tell(f"{problem}: p{number}: {self.ledger.reasons.get(number)}")
         counted = progress(self._redis.client, RUN) or Progress(RUN)
-        both = sum(1 for stored, dead_lettered in zip(results, dead, strict=True) if stored and dead_lettered)
+        both = sum(
+            1
+            for stored, dead_lettered in zip(results, dead, strict=True)
+            if stored and dead_lettered
+        )
         return {
             "sent": self._sent,
             "stored": sum(map(bool, results)),
             "dead_lettered": sum(map(bool, dead)),
             "lost": len(lost),
             "lost_waiting": len(missing) - len(lost),
-            "duplicated": both + sum(times - 1 for entries in (results, dead) for times in entries if times > 1),
+            "duplicated": both
+            + sum(
+                times - 1
+                for entries in (results, dead)
+                for times in entries
+                if times > 1
+            ),
             "innocent_dead_letters": len(innocent),
-            "miscounted": abs(counted.stored - sum(map(bool, results))) + abs(counted.failed - sum(map(bool, dead))),
+            "miscounted": abs(counted.stored - sum(map(bool, results)))
+            + abs(counted.failed - sum(map(bool, dead))),
             "poison_stored": sum(1 for number in self.poison if results[number]),
         }
 
@@ -496,20 +610,49 @@ def _percent(text: str) -> float:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--posts", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between kill -9s of workers")
+    parser.add_argument(
+        "--kill-every",
+        type=float,
+        default=0.0,
+        help=("seconds between kill -9s of workers"),
+    )
     for option, (_, meaning) in FAULTS.items():
         parser.add_argument(option, type=int, default=0, help=meaning)
-    parser.add_argument("--poison", type=_percent, default=0.0, metavar="P%", help="share of poison posts")
     parser.add_argument(
-        "--killing", type=_percent, default=10.0, metavar="P%", help="share of poison posts that kill the worker"
+        "--poison",
+        type=_percent,
+        default=0.0,
+        metavar="P%",
+        help="share of poison posts",
     )
-    parser.add_argument("--appendfsync", choices=("always", "everysec", "no"), default="always")
-    parser.add_argument("--row-ms", type=float, default=0.0, help="milliseconds per row of a forward pass")
+    parser.add_argument(
+        "--killing",
+        type=_percent,
+        default=10.0,
+        metavar="P%",
+        help="share of poison posts that kill the worker",
+    )
+    parser.add_argument(
+        "--appendfsync", choices=("always", "everysec", "no"), default="always"
+    )
+    parser.add_argument(
+        "--row-ms",
+        type=float,
+        default=0.0,
+        help=("milliseconds per row of a forward pass"),
+    )
     parser.add_argument("--batch-rows", type=int, default=64)
-    parser.add_argument("--limit", type=float, default=1800.0, help="time limit of the run, in seconds")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1800.0,
+        help=("time limit of the run, in seconds"),
+    )
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(arguments)
 
@@ -519,7 +662,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with TemporaryDirectory(prefix="feedmill-chaos-") as folder:
         found = Chaos(given, Path(folder)).run()
     sys.stdout.write(json.dumps(found) + "\n")
-    wrong = ("lost", "duplicated", "innocent_dead_letters", "miscounted", "poison_stored")
+    wrong = (
+        "lost",
+        "duplicated",
+        "innocent_dead_letters",
+        "miscounted",
+        "poison_stored",
+    )
     good = found["finished"] and not any(found[name] for name in wrong)
     return 0 if good else 1
 

@@ -1,12 +1,14 @@
 """Start Python processes in a tenth of a second by forking a process that has imported everything.
 
     server = ForkServer()
-    process = Forks(server.address).start([sys.executable, "-m", "feedmill", "worker"], cwd, environment, stdin, …)
+    process = Forks(server.address).start([sys.executable, "-m", "feedmill", "worker"], cwd,
+    environment, stdin, …)
 
-Imports take a worker four seconds of CPU time and a command one second, and the tests start hundreds of them. A forked
-process has its own memory, connections, signals, files and exit status. It differs from a new interpreter in three
-ways: when modules are imported, its command line, and that Feedmill's task is registered in every Celery application.
-A forked `feedmill up` or `demo` forks its worker and Flower, too; so are the test processes of pytest-xdist.
+Imports take a worker four seconds of CPU time and a command one second, and the tests start
+hundreds of them. A forked process has its own memory, connections, signals, files and exit status.
+It differs from a new interpreter in three ways: when modules are imported, its command line, and
+that Feedmill's task is registered in every Celery application. A forked `feedmill up` or `demo`
+forks its worker and Flower, too; so are the test processes of pytest-xdist.
 tests/e2e/test_starting.py, test_demo.py and test_secrets.py start new interpreters, as users do.
 """
 
@@ -34,15 +36,17 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from feedmill.shared.linux import die_with
-from feedmill.stack.processes import Child
+from feedmill.stack.processes import Child, open_log
 
 #: Maximum size of a request in bytes. Most of it is the environment.
 MAX_REQUEST_BYTES = 1 << 20
-#: Prefixes of variables that a forked process may change: those read at each start instead of by an import, the tests'
-#: own, and those set by torch, transformers, scikit-learn, polars and pytest. A change of any other variable, such as
-#: NEW_INTERPRETER, starts a new interpreter.
+#: Prefixes of variables that a forked process may change: those read at each start instead of by
+#: an import, the tests' own, and those set by torch, transformers, scikit-learn, polars and
+#: pytest. A change of any other variable, such as NEW_INTERPRETER, starts a new interpreter.
 FORKABLE = (
-    "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "PYTHONPATH", "TERM", "TMPDIR",
+    "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "PYTHONPATH",
+    "TERM", "TMPDIR",
+    "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "MASTER_ADDR", "RANK", "WORLD_SIZE",
     "FLOWER_", "HF_", "XDG_CONFIG_HOME",
     "BROKER", "FAKE_", "HACKER_NEWS_URL", "PATIENCE", "STANDIN_", "TRANSPORT",
     "KMP_", "PYTEST_", "RAYON_", "TENSORBOARD_", "TOKENIZERS_", "TORCHINDUCTOR_", "_RJEM_",
@@ -51,7 +55,8 @@ FORKABLE = (
 ENVIRONMENT = dict(os.environ)
 #: Commands that start other Python processes.
 STACKS = {"up", "demo"}
-#: The environment variable with the fork server's address, set if several processes share the tests.
+#: The environment variable with the fork server's address, set if several processes share the
+#: tests.
 FORK_SERVER = "PYTEST_FORK_SERVER"
 
 
@@ -94,7 +99,10 @@ class Forked:
 
 
 class ForkServer:
-    """The process that has imported everything. It ends with this process, and other processes may use it."""
+    """The process that has imported everything.
+
+    It ends with this process, and other processes may use it.
+    """
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="forks-")
@@ -132,13 +140,21 @@ class Forks:
 
     @staticmethod
     def take(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Return whether the command may be forked: it runs this Python, and no import depends on changed variables."""
+        """Return whether the command may be forked: it runs this Python, and no import depends on
+        changed variables.
+        """
         changed = {name for name, _ in ENVIRONMENT.items() ^ environment.items()}
         ours = Path(command[0]).parent == Path(sys.executable).parent
         return ours and all(name.startswith(FORKABLE) for name in changed)
 
     def start(
-        self, command: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: int, output: int, errors: int
+        self,
+        command: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        stdin: int,
+        output: int,
+        errors: int,
     ) -> Forked:
         """Run a console script, or Python with -m, -c or a file, optionally after -P.
 
@@ -147,7 +163,9 @@ class Forks:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             request = json.dumps([list(command), str(cwd), dict(environment)]).encode()
-            socket.send_fds(self._requests, [request], [theirs.fileno(), stdin, output, errors])
+            socket.send_fds(
+                self._requests, [request], [theirs.fileno(), stdin, output, errors]
+            )
         return Forked(ours)
 
     def close(self) -> None:
@@ -158,20 +176,30 @@ class ForkedChild(Child):
     """A child process of the stack, forked if possible."""
 
     def __init__(
-        self, forks: Forks, name: str, command: list[str], folder: Path, environment: dict[str, str], *more: Any
+        self,
+        forks: Forks,
+        name: str,
+        command: list[str],
+        folder: Path,
+        environment: dict[str, str],
+        *more: Any,
+        **options: Any,
     ) -> None:
         if not Forks.take(command, environment):
-            super().__init__(name, command, folder, environment, *more)
+            super().__init__(name, command, folder, environment, *more, **options)
             return
         self.name, self.log = name, folder / f"{name}.log"
-        with self.log.open("ab") as log, Path(os.devnull).open("rb") as null:
+        with open_log(self.log) as log, Path(os.devnull).open("rb") as null:
             self._log_start = log.tell()
             files = null.fileno(), log.fileno(), log.fileno()
             self.process = forks.start(command, folder, environment, *files)  # type: ignore[assignment]
 
 
 def _listen(listener: socket.socket) -> list[str]:
-    """Fork a process to serve each client. Return only in the processes that clients request, with their command."""
+    """Fork a process to serve each client.
+
+    Return only in the processes that clients request, with their command.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the serving processes
     while True:
         requests, _ = listener.accept()
@@ -183,9 +211,12 @@ def _listen(listener: socket.socket) -> list[str]:
 
 
 def _serve(requests: socket.socket) -> list[str]:
-    """Fork a process for each request of a client. Return only in these processes, with their command.
+    """Fork a process for each request of a client.
 
-    The fork itself takes 20 ms, because of the memory of the imported modules. The processes end with this one.
+    Return only in these processes, with their command.
+
+    The fork itself takes 20 ms, because of the memory of the imported modules. The processes end
+    with this one.
     """
     server = os.getpid()
     waited = selectors.DefaultSelector()
@@ -215,12 +246,20 @@ def _serve(requests: socket.socket) -> list[str]:
                 os.close(key.fd)
                 pid, client = key.data
                 _, status = os.waitpid(pid, 0)
-                with client, contextlib.suppress(OSError):  # the client has disconnected
+                with (
+                    client,
+                    contextlib.suppress(OSError),
+                ):  # the client has disconnected
                     client.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]) -> list[str]:
-    """Take on the requested files, working directory and environment. Return the command, or that of a child of it."""
+def _become(
+    request: tuple[list[str], str, dict[str, str]], files: Sequence[int]
+) -> list[str]:
+    """Take on the requested files, working directory and environment.
+
+    Return the command, or that of a child of it.
+    """
     command, cwd, environment = request
     for number, file in enumerate(files[1:]):
         os.dup2(file, number)
@@ -235,13 +274,18 @@ def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]
     sys.path[:0] = [folder for folder in path if folder and folder not in sys.path]
     if threads := environment.get("OMP_NUM_THREADS"):
         _compute_on(int(threads))
-    if any(name.startswith("HF_") for name, _ in ENVIRONMENT.items() ^ environment.items()):
+    if any(
+        name.startswith("HF_") for name, _ in ENVIRONMENT.items() ^ environment.items()
+    ):
         _reload_hub()
     return _with_children(command) if STACKS & set(command) else command
 
 
 def _with_children(command: list[str]) -> list[str]:
-    """Fork a process that serves the stack of this one. Return the command, or in the stack's processes theirs."""
+    """Fork a process that serves the stack of this one.
+
+    Return the command, or in the stack's processes theirs.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     if os.fork() == 0:
@@ -262,7 +306,9 @@ def _with_children(command: list[str]) -> list[str]:
 
 def _reload_hub() -> None:
     """Import huggingface_hub again, which reads its variables when it is imported."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"
+    ]:
         del sys.modules[name]
     importlib.reload(sys.modules["feedmill.workers.models.hub"])
 
@@ -276,9 +322,11 @@ def _compute_on(threads: int) -> None:
     device.TORCH_THREADS = threads
 
 
-#: Packages that only test processes need.
-OF_TESTS = (
-    "hypothesis", "jsonschema", "kubernetes_validate", "pandas", "polars", "praw", "sentence_transformers",
+#: Packages that commands import when they run, and those that only test processes need.
+FURTHER = (
+    "billiard.pool", "celery.fixups.django", "rich.markdown",
+    "hypothesis", "jsonschema", "kubernetes_validate", "pandas", "polars", "praw",
+    "sentence_transformers",
     "trustme", "websockets.sync.client",
 )  # fmt: skip
 
@@ -287,26 +335,32 @@ def main() -> None:
     import transformers.models.bert.modeling_bert  # noqa: F401, PLC0415
 
     import feedmill.cli.main  # noqa: PLC0415
-    import feedmill.export.postgres  # noqa: PLC0415
+    import feedmill.exporting.postgres  # noqa: PLC0415
     import feedmill.monitoring.dashboard  # noqa: PLC0415
+    import feedmill.web.server  # noqa: PLC0415
     import feedmill.workers.models.classifiers.similarity  # noqa: PLC0415
     import feedmill.workers.models.engines.network  # noqa: PLC0415
     import feedmill.workers.models.hub  # noqa: PLC0415
+    import feedmill.workers.pipeline.offline  # noqa: PLC0415
     import feedmill.workers.run  # noqa: PLC0415
     import feedmill.workers.runtime.consumer  # noqa: PLC0415
 
-    for package in OF_TESTS:
+    for package in FURTHER:
         importlib.import_module(package)
     feedmill.cli.main.application()  # imports the commands
     del sys.path[0]  # the working directory, added by `-m`
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # private
-        finalizer.atexit = False  # torch would destroy its operators when each process exits
+        finalizer.atexit = (
+            False  # torch would destroy its operators when each process exits
+        )
     gc.freeze()  # a collection in a forked process would copy the memory it touches
     run(_listen(socket.socket(fileno=int(sys.argv[1]))))
 
 
 def run(command: Sequence[str]) -> NoReturn:
-    """Run a command like the interpreter and exit, without destroying imported modules, which takes a second."""
+    """Run a command like the interpreter and exit, without destroying imported modules, which
+    takes a second.
+    """
     status: object = 0
     try:
         _interpret(command[1:] if command[0] == sys.executable else command)
@@ -330,7 +384,9 @@ def _interpret(arguments: Sequence[str]) -> None:
     safe = arguments[0] == "-P"
     what, *sys.argv = arguments[safe:]
     if not safe:
-        sys.path.insert(0, str(Path.cwd()) if what in ("-m", "-c") else str(Path(what).parent))
+        sys.path.insert(
+            0, str(Path.cwd()) if what in ("-m", "-c") else str(Path(what).parent)
+        )
     if what == "-m":
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     elif what == "-c":
@@ -347,4 +403,8 @@ if __name__ == "__main__":
         main()
     # pytest-xdist starts a test process, or Jupyter a kernel.
     forks = Forks.at(os.environ[FORK_SERVER])
-    sys.exit(forks.start([sys.executable, *sys.argv[2:]], Path.cwd(), os.environ, 0, 1, 2).wait())
+    sys.exit(
+        forks.start(
+            [sys.executable, *sys.argv[2:]], Path.cwd(), os.environ, 0, 1, 2
+        ).wait()
+    )

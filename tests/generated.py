@@ -1,7 +1,8 @@
 """Generate the parts of the documentation that repeat the code. `make docs` runs it.
 
-The generated part of a page stands between the comments BEGIN and END; the text around it is written by hand. The JSON
-Schema files are generated as a whole. tests/unit/test_generated.py fails when a page differs from the code.
+The generated part of a page stands between the comments BEGIN and END; the text around it is
+written by hand. The JSON Schema files are generated as a whole. tests/unit/test_generated.py fails
+when a page differs from the code.
 """
 
 import ast
@@ -22,16 +23,26 @@ from typer.main import get_command
 
 from feedmill.cli.main import application
 from feedmill.producers.live import daemon as live_metrics
-from feedmill.shared.messages import MAX_POSTS_PER_MESSAGE, MESSAGE_VERSION, ClassifyOptions, Outcome, Post
-from feedmill.shared.metrics import REDIS_METRICS, Metric
+from feedmill.shared.messages import (
+    MAX_POSTS_PER_MESSAGE,
+    MESSAGE_VERSION,
+    ClassifyOptions,
+    Outcome,
+    Post,
+)
+from feedmill.shared.metrics import REDIS_METRICS, SYSTEM_METRICS, Metric
 from feedmill.shared.settings import DAY_S, PREFIX, Settings
 from feedmill.workers.runtime import metrics as worker_metrics
 
 ROOT = Path(__file__).parent.parent
 SCHEMAS = ROOT / "shared/schema"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-BEGIN, END = "<!-- Written by `make docs`. -->\n\n", "\n<!-- End of the generated part. -->\n"
-#: The README's folders. A package's line is the first sentence of its docstring; other folders have theirs here.
+BEGIN, END = (
+    "<!-- Written by `make docs`. -->\n\n",
+    "\n<!-- End of the generated part. -->\n",
+)
+#: The README's folders. A package's line is the first sentence of its docstring; other folders
+#: have theirs here.
 FOLDERS = {
     "feedmill": "",
     "producers": "",
@@ -40,11 +51,14 @@ FOLDERS = {
     "tests": "",
     "benchmarks": "",
     "docs": "How it works, a page for each subject, a reference, runnable examples",
-    "docker": "Images, compose file, Kubernetes, systemd, Redis' configuration, Prometheus and Grafana",
+    "docker": (
+        "Images, compose file, Kubernetes, systemd, Redis' configuration, Prometheus and Grafana"
+    ),
 }
 #: Metrics by the process that serves them.
 FIGURES = {
     "Every process that serves metrics (read from Redis)": REDIS_METRICS,
+    "`feedmill metrics`": SYSTEM_METRICS,
     "Workers": worker_metrics.METRICS,
     "Daemons of `feedmill ingest`": live_metrics.METRICS,
 }
@@ -68,8 +82,13 @@ def tree() -> str:
 
 
 def commands() -> str:
-    """Return each command with the first paragraph of its help and the names of its arguments and flags."""
-    return table(("command", "does", "arguments and flags"), described(get_command(application()), "feedmill"))
+    """Return each command with the first paragraph of its help and the names of its arguments and
+    flags.
+    """
+    return table(
+        ("command", "does", "arguments and flags"),
+        described(get_command(application()), "feedmill"),
+    )
 
 
 def described(command: Any, name: str) -> Iterator[tuple[str, str, str]]:
@@ -78,7 +97,9 @@ def described(command: Any, name: str) -> Iterator[tuple[str, str, str]]:
     command: an object of click, or of the copy of click in typer.
     """
     named = (
-        parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar or parameter.name.upper()
+        parameter.opts[0]
+        if parameter.param_type_name == "option"
+        else parameter.metavar or parameter.name.upper()
         for parameter in command.params
         if not getattr(parameter, "hidden", False)
     )
@@ -91,14 +112,21 @@ def described(command: Any, name: str) -> Iterator[tuple[str, str, str]]:
 def settings() -> str:
     """Return each setting with its default and description, under the headings in its class."""
     hints = get_type_hints(Settings, include_extras=True)
+    fields = Settings.model_fields
     lines: dict[str, list[str]] = {}
     for heading, name, comment in commented(Settings):
-        unset = default(Settings.model_fields[name].default)
+        unset = default(fields[name].default)
         value = f" = {unset}" if unset else ""
+        kind = taken(hints[name])
+        # The help of a flag names the values that the type names, too.
+        flag_help = (fields[name].description or "").replace(f": {kind}.", ".")
+        text = f"{flag_help} {comment}".strip()
         lines.setdefault(heading, []).append(
-            f"- `{PREFIX}{name.upper()}`{value}: {plain(taken(hints[name]))}. {plain(comment)}\n"
+            f"- `{PREFIX}{name.upper()}`{value}: {plain(kind)}. {plain(text)}\n"
         )
-    return "\n".join(f"## {heading}\n\n{''.join(found)}" for heading, found in lines.items())
+    return "\n".join(
+        f"## {heading}\n\n{''.join(found)}" for heading, found in lines.items()
+    )
 
 
 def default(value: Any) -> str:
@@ -127,7 +155,14 @@ def taken(hint: Any) -> str:
         ):
             return f"{known['words']}{', secret' * (of[0] is SecretStr)}"
     return ", ".join(
-        [taken(of[0]), *(bounds(part) for part in of[1:] if isinstance(part, FieldInfo) and part.metadata)]
+        [
+            taken(of[0]),
+            *(
+                bounds(part)
+                for part in of[1:]
+                if isinstance(part, FieldInfo) and part.metadata
+            ),
+        ]
     )
 
 
@@ -147,11 +182,17 @@ def bounds(field: FieldInfo) -> str:
 
 def metrics() -> str:
     """Return each metric by the process that serves it."""
-    return "\n".join(f"### {title}\n\n{''.join(map(metric, figures))}" for title, figures in FIGURES.items())
+    return "\n".join(
+        f"### {title}\n\n{''.join(map(metric, figures))}"
+        for title, figures in FIGURES.items()
+    )
 
 
 def metric(declared: Metric) -> str:
-    """Return a metric's line. Its labels follow its name, as in Prometheus; names of counters end with _total."""
+    """Return a metric's line.
+
+    Its labels follow its name, as in Prometheus; names of counters end with _total.
+    """
     labels = f"{{{','.join(declared.labels)}}}" if declared.labels else ""
     kind = f" ({declared.kind})" if declared.kind in ("histogram", "summary") else ""
     return f"- `{declared.name}{labels}`{kind}: {plain(declared.help)}\n"
@@ -171,7 +212,10 @@ def first_sentence(path: Path) -> str:
 
 
 def commented(declared: ModuleType | type) -> Iterator[tuple[str, str, str]]:
-    """Yield (heading, name, comment) of each name declared under a `#: …` comment. A `# …` comment is a heading."""
+    """Yield (heading, name, comment) of each name declared under a `#: …` comment.
+
+    A `# …` comment is a heading.
+    """
     heading, comment = "", ""
     for line in map(str.strip, inspect.getsource(declared).splitlines()):
         if line.startswith("#: "):
@@ -187,7 +231,8 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a Markdown table. Cells may hold code and links; other markup is escaped."""
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [
-        f"| {' | '.join(cells)} |" for cells in ([plain(cell).replace("|", r"\|") for cell in row] for row in rows)
+        f"| {' | '.join(cells)} |"
+        for cells in ([plain(cell).replace("|", r"\|") for cell in row] for row in rows)
     ]
     return "".join(f"{line}\n" for line in lines)
 
@@ -200,9 +245,10 @@ def plain(text: str) -> str:
 class Request(ClassifyOptions):
     """The arguments of the Celery task `feedmill.classify`, by name.
 
-    Positional order: posts, labels, template, multi_label, strict, top_k. An invalid option fails the whole message. An
-    invalid post fails alone, and its outcome gives the reason. Not expressed here: names of labels must differ after
-    trimming, and text that consists only of whitespace or HTML entities for it counts as empty.
+    Positional order: posts, labels, template, multi_label, strict, top_k. An invalid option fails
+    the whole message. An invalid post fails alone, and its outcome gives the reason. Not expressed
+    here: names of labels must differ after trimming, and text that consists only of whitespace or
+    HTML entities for it counts as empty.
     """
 
     posts: Annotated[list[Post], Field(min_length=1, max_length=MAX_POSTS_PER_MESSAGE)]
@@ -214,18 +260,25 @@ Result = Annotated[
         min_length=1,
         max_length=MAX_POSTS_PER_MESSAGE,
         title="Result",
-        description="The result of the Celery task `feedmill.classify`: one outcome per post, in the message's order. "
+        description="The result of the Celery task `feedmill.classify`: one outcome per post, in "
+        "the message's order. "
         "New fields do not change the message version.",
     ),
 ]
 
 
 class _Described(GenerateJsonSchema):
-    """Take the `#:` comments above fields as their descriptions. pydantic would read docstrings at each import."""
+    """Take the `#:` comments above fields as their descriptions. pydantic would read docstrings at
+    each import.
+    """
 
     def model_schema(self, schema: Any) -> dict[str, Any]:
         written = super().model_schema(schema)
-        bases = [base for base in schema["cls"].__mro__ if base.__module__ == ClassifyOptions.__module__]
+        bases = [
+            base
+            for base in schema["cls"].__mro__
+            if base.__module__ == ClassifyOptions.__module__
+        ]
         for _, field, comment in chain.from_iterable(map(commented, bases)):
             if field in written["properties"]:
                 written["properties"][field]["description"] = comment
@@ -238,15 +291,23 @@ class _Described(GenerateJsonSchema):
 def schemas() -> dict[str, str]:
     """Return the JSON Schema of the message format, for other applications, by file name.
 
-    It describes what senders should use. Workers accept more, such as numbers in strings and null for optional fields.
+    It describes what senders should use. Workers accept more, such as numbers in strings and null
+    for optional fields.
     """
     made = {
         "request": Request.model_json_schema(schema_generator=_Described),
-        "result": TypeAdapter(Result).json_schema(schema_generator=_Described, mode="serialization"),
+        "result": TypeAdapter(Result).json_schema(
+            schema_generator=_Described, mode="serialization"
+        ),
     }
     return {
         f"{name}.json": json.dumps(
-            {"$schema": DIALECT, "$id": f"urn:feedmill:classify:{MESSAGE_VERSION}:{name}"} | schema, indent=2
+            {
+                "$schema": DIALECT,
+                "$id": f"urn:feedmill:classify:{MESSAGE_VERSION}:{name}",
+            }
+            | schema,
+            indent=2,
         )
         + "\n"
         for name, schema in made.items()

@@ -1,8 +1,10 @@
-"""Run `make demo` and `make test` on other versions of Python, Redis and the CPU's instructions (`make matrix`).
+"""Run `make demo` and `make test` on other versions of Python, Redis and the CPU's instructions
+(`make matrix`).
 
-Each combination runs in a new Debian system in a folder, which has only the packages that SYSTEMS names, with an empty
-environment. Needs root and the package debootstrap. A first run downloads several gigabytes; later ones reuse the
-folders below --roots. Each system is entered in namespaces of its own: its mounts and processes end with the command.
+Each combination runs in a new Debian system in a folder, which has only the packages that SYSTEMS
+names, with an empty environment. Needs root and the package debootstrap. A first run downloads
+several gigabytes; later ones reuse the folders below --roots. Each system is entered in namespaces
+of its own: its mounts and processes end with the command.
 
 The results are written to the table in docs/compatibility.md. Exits 1 if a command failed.
 """
@@ -20,15 +22,26 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
-BEGIN, END = "<!-- Written by `make matrix`. -->\n\n", "\n<!-- End of the written part. -->\n"
+BEGIN, END = (
+    "<!-- Written by `make matrix`. -->\n\n",
+    "\n<!-- End of the written part. -->\n",
+)
 HEADER = (
-    "| system | Python | Redis | processor | `make demo` | `make test` | `make test-redis REDIS=valkey` | date |",
+    (
+        "| system | Python | Redis | processor | `make demo` | `make test` | `make test-redis "
+        "REDIS=valkey` | date |"
+    ),
     "|---|---|---|---|---|---|---|---|",
 )
 BARE = ("python3", "python3-venv", "make", "ca-certificates")
 SERVERS = (*BARE, "redis-server", "valkey-server")
 #: What gives a system access to this machine's package index.
-SHARED_FILES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf", "/etc/resolv.conf", "/etc/hosts")
+SHARED_FILES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pip.conf",
+    "/etc/resolv.conf",
+    "/etc/hosts",
+)
 #: Pattern of the line with which pytest ends.
 TESTS = r"\d+ (?:passed|failed).*"
 #: Where the code lies within a system.
@@ -39,13 +52,15 @@ ENTER = """
 mount -t proc proc "$0/proc" && mount --rbind /sys "$0/sys" && mount --rbind /dev "$0/dev" && $3
 exec chroot "$0" /usr/bin/env -i $2 sh -c "$1"
 """
-#: torch's oneDNN reads an ARM64 processor's kind from files that qemu-user does not emulate: those of a Neoverse N1.
+#: torch's oneDNN reads an ARM64 processor's kind from files that qemu-user does not emulate: those
+#: of a Neoverse N1.
 ARM64 = """cpu="$0/sys/devices/system/cpu"; mount -t tmpfs tmpfs "$cpu" &&
 for file in online possible present; do echo "0-$(($(nproc) - 1))" >"$cpu/$file"; done &&
 for number in $(seq 0 $(($(nproc) - 1))); do folder="$cpu/cpu$number/regs/identification" &&
 mkdir -p "$folder" && echo 0x00000000413fd0c1 >"$folder/midr_el1"; done &&
 """
-#: The columns' words for processor flags, the most advanced first, and for oneDNN's names of instructions.
+#: The columns' words for processor flags, the most advanced first, and for oneDNN's names of
+#: instructions.
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX512-BF16",
@@ -64,16 +79,18 @@ for server in redis-server valkey-server $embedded; do $server --version 2>/dev/
 #: The kernel's entry for programs of ARM64, and the commands that make it.
 EMULATOR = Path("/proc/sys/fs/binfmt_misc/qemu-aarch64")
 INSTALL_EMULATOR = (
-    "apt-get install qemu-user-static binfmt-support; mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc; "
+    "apt-get install qemu-user-static binfmt-support; mount -t binfmt_misc binfmt_misc "
+    "/proc/sys/fs/binfmt_misc; "
     "update-binfmts --enable qemu-aarch64"
 )
 
 
 class System(NamedTuple):
-    """A Debian system, its packages, and the most advanced instructions that oneDNN may use, or "" for all.
+    """A Debian system, its packages, and the most advanced instructions that oneDNN may use, or ""
+    for all.
 
-    architecture: another one than this machine's is emulated by qemu-user, some thirty times as slowly; `test` is then
-    the command that replaces `make test`.
+    architecture: another one than this machine's is emulated by qemu-user, some thirty times as
+    slowly; `test` is then the command that replaces `make test`.
     """
 
     name: str
@@ -90,18 +107,35 @@ SYSTEMS = (
     System("trixie-bare", "trixie", BARE, ""),
     System("forky-bare", "forky", BARE, "AVX512_CORE_BF16"),
     System(
-        "trixie-arm64", "trixie", BARE, "", "arm64", "make .venv/test && .venv/bin/pytest --timeout 3600 tests/tour"
+        "trixie-arm64",
+        "trixie",
+        BARE,
+        "",
+        "arm64",
+        "make .venv/test && .venv/bin/pytest --timeout 3600 tests/tour",
     ),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--roots", type=Path, default=ROOT / "build" / "matrix", help="folder of the systems")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this system only (repeatable)")
+    parser.add_argument(
+        "--roots",
+        type=Path,
+        default=ROOT / "build" / "matrix",
+        help="folder of the systems",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        help=("this system only (repeatable)"),
+    )
     options = parser.parse_args(arguments)
     if os.geteuid() != 0 or not shutil.which("debootstrap"):
-        parser.exit(2, "make matrix needs root and debootstrap: apt-get install debootstrap\n")
+        parser.exit(
+            2, "make matrix needs root and debootstrap: apt-get install debootstrap\n"
+        )
     if not EMULATOR.exists():
         parser.exit(2, f"make matrix needs an emulator of ARM64: {INSTALL_EMULATOR}\n")
     failed = False
@@ -113,7 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tests, tests_line = run(system, root, system.test, TESTS)
             valkey, valkey_line = 0, ""
             if "valkey-server" in system.packages:
-                valkey, valkey_line = run(system, root, "make test-redis REDIS=valkey", TESTS)
+                valkey, valkey_line = run(
+                    system, root, "make test-redis REDIS=valkey", TESTS
+                )
             failed |= bool(demo or tests or valkey)
             lines = (*describe(system, root), demo_line, tests_line, valkey_line)
             write_row(f"| {' | '.join(lines)} | {datetime.now(UTC):%F} |")
@@ -129,7 +165,9 @@ def install(system: System, roots: Path) -> Path:
         partial.mkdir(parents=True)
         scripts = Path("/usr/share/debootstrap/scripts")
         # Newer suites install like sid. An older debootstrap lacks their links.
-        script = scripts / (system.suite if (scripts / system.suite).exists() else "sid")
+        script = scripts / (
+            system.suite if (scripts / system.suite).exists() else "sid"
+        )
         command = ["debootstrap", f"--arch={system.architecture}", "--variant=minbase"]
         command += [f"--include={','.join(system.packages)}", system.suite]
         subprocess.run([*command, partial, mirror(), script], check=True)
@@ -143,8 +181,17 @@ def install(system: System, roots: Path) -> Path:
 
 def mirror() -> str:
     """Return the address of Debian's packages that this machine uses."""
-    command = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian", "Label: Debian"]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[0]
+    command = [
+        "apt-get",
+        "indextargets",
+        "--format",
+        "$(REPO_URI)",
+        "Origin: Debian",
+        "Label: Debian",
+    ]
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.split()[0]
 
 
 def copy_code(root: Path) -> None:
@@ -160,7 +207,10 @@ def copy_code(root: Path) -> None:
 
 
 def run(system: System, root: Path, command: str, result: str) -> tuple[int, str]:
-    """Run a command in the system's code. Return its exit status and the last line that contains a result."""
+    """Run a command in the system's code.
+
+    Return its exit status and the last line that contains a result.
+    """
     sys.stderr.write(f"{system.name}: {command}\n")
     process = enter(system, root, f"cd /{HOME} && {command} 2>&1")
     lines = []
@@ -169,7 +219,9 @@ def run(system: System, root: Path, command: str, result: str) -> tuple[int, str
         sys.stderr.write(line)
         lines.append(line)
     status = process.wait()
-    found = [match[0].strip(" =") for line in lines if (match := re.search(result, line))]
+    found = [
+        match[0].strip(" =") for line in lines if (match := re.search(result, line))
+    ]
     return status, (found or [f"exit status {status}"])[-1]
 
 
@@ -180,29 +232,50 @@ def enter(system: System, root: Path, command: str) -> "subprocess.Popen[str]":
         variables.append(f"ONEDNN_MAX_CPU_ISA={system.instructions}")
     if emulated := system.architecture != "amd64":
         # Measuring the budget would take more than an hour, and a pass minutes.
-        variables += ["QEMU_CPU=neoverse-n1", "FEEDMILL_TOKEN_BUDGET=512", "FEEDMILL_FORWARD_TIMEOUT=3600"]
+        variables += [
+            "QEMU_CPU=neoverse-n1",
+            "FEEDMILL_TOKEN_BUDGET=512",
+            "FEEDMILL_FORWARD_TIMEOUT=3600",
+        ]
         variables.append("TEST_PATIENCE=10")
-    script = ENTER.replace("$2", " ".join(variables)).replace("$3", ARM64 if emulated else "")
-    return subprocess.Popen([*unshare, "sh", "-c", script, root, command], stdout=subprocess.PIPE, text=True)
+    script = ENTER.replace("$2", " ".join(variables)).replace(
+        "$3", ARM64 if emulated else ""
+    )
+    return subprocess.Popen(
+        [*unshare, "sh", "-c", script, root, command], stdout=subprocess.PIPE, text=True
+    )
 
 
 def describe(system: System, root: Path) -> tuple[str, ...]:
     """Return the first columns of a row: system, Python, Redis and instructions."""
     python, *servers = enter(system, root, VERSIONS).communicate()[0].splitlines()
-    names = [f"{line.split()[0]} {version[1]}" for line in servers if (version := re.search(r"v=([\d.]+)", line))]
+    names = [
+        f"{line.split()[0]} {version[1]}"
+        for line in servers
+        if (version := re.search(r"v=([\d.]+)", line))
+    ]
     flags = Path("/proc/cpuinfo").read_text()
     own = next(name for flag, name in INSTRUCTIONS.items() if flag in flags)
     if system.architecture != "amd64":
         own = f"{system.architecture}, emulated"
     debian = (root / "etc/debian_version").read_text().strip()
-    return f"Debian {system.name} ({debian})", python, ", ".join(names), INSTRUCTIONS.get(system.instructions, own)
+    return (
+        f"Debian {system.name} ({debian})",
+        python,
+        ", ".join(names),
+        INSTRUCTIONS.get(system.instructions, own),
+    )
 
 
 def write_row(row: str) -> None:
     """Write a row to the page's table, in place of the row of the same system and instructions."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
-    rows = [line for line in table.splitlines()[len(HEADER) :] if line.split()[:3] != row.split()[:3]]
+    rows = [
+        line
+        for line in table.splitlines()[len(HEADER) :]
+        if line.split()[:3] != row.split()[:3]
+    ]
     table = "\n".join((*HEADER, *sorted([*rows, row])))
     PAGE.write_text(f"{before}{BEGIN}{table}\n{END}{after}")
     sys.stdout.write(f"{row}\n")

@@ -1,4 +1,6 @@
-"""A PostgreSQL server for tests, on loopback, with a password, that can be killed and restarted."""
+"""A PostgreSQL server for tests, on loopback, with a password, that can be killed and
+restarted.
+"""
 
 import os
 import shutil
@@ -22,15 +24,22 @@ USER, DATABASE = "feedmill", "postgres"
 
 @cache
 def postgres_folder() -> Path | None:
-    """Return the folder of PostgreSQL's programs, which Debian keeps off PATH; None if it is not installed."""
+    """Return the folder of PostgreSQL's programs, which Debian keeps off PATH; None if it is not
+    installed.
+    """
     if found := shutil.which("postgres"):
         return Path(found).resolve().parent
-    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: float(path.parts[-3]))
+    versions = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin/postgres"),
+        key=lambda path: float(path.parts[-3]),
+    )
     return versions[-1].parent if versions else None
 
 
 class PostgresServer:
-    """A PostgreSQL server in a temporary folder. durable: flush transactions to disk, which killing does not need."""
+    """A PostgreSQL server in a temporary folder. durable: flush transactions to disk, which
+    killing does not need.
+    """
 
     def __init__(self, programs: Path, durable: bool = False) -> None:
         self.port = free_port()
@@ -42,22 +51,48 @@ class PostgresServer:
         if os.getuid() == 0:  # PostgreSQL refuses root
             user = _unprivileged_user()
             shutil.chown(self.folder, user, getpwnam(user).pw_gid)
-            self._as_user = ["setpriv", f"--reuid={user}", f"--regid={getpwnam(user).pw_gid}", "--clear-groups"]
+            self._as_user = [
+                "setpriv",
+                f"--reuid={user}",
+                f"--regid={getpwnam(user).pw_gid}",
+                "--clear-groups",
+            ]
             self._as_user += ["--pdeathsig", "KILL"]
         secret = self.folder / "password"
         secret.write_text(PASSWORD)
         secret.chmod(0o644)
-        command = [str(programs / "initdb"), "-D", str(self.folder / "data"), "-U", USER, "--encoding=UTF8"]
-        options = ["--locale=C", "--auth=scram-sha-256", f"--pwfile={secret}", "--no-sync"]
-        run([*self._as_user, *command, *options], cwd=self.folder, check=True, capture_output=True)
+        command = [
+            str(programs / "initdb"),
+            "-D",
+            str(self.folder / "data"),
+            "-U",
+            USER,
+            "--encoding=UTF8",
+        ]
+        options = [
+            "--locale=C",
+            "--auth=scram-sha-256",
+            f"--pwfile={secret}",
+            "--no-sync",
+        ]
+        run(
+            [*self._as_user, *command, *options],
+            cwd=self.folder,
+            check=True,
+            capture_output=True,
+        )
         self.start()
 
     def start(self) -> None:
         command = [
-            str(self._programs / "postgres"), "-D", str(self.folder / "data"), "-p", str(self.port),
-            "-k", str(self.folder), "-c", "listen_addresses=127.0.0.1", "-c", f"fsync={self._fsync}",
+            str(self._programs / "postgres"), "-D", str(self.folder / "data"), "-p",
+            str(self.port),
+            "-k", str(self.folder), "-c", "listen_addresses=127.0.0.1", "-c",
+            f"fsync={self._fsync}",
         ]  # fmt: skip
-        self._child = Child("postgres", [*self._as_user, *command], self.folder, dict(os.environ))
+        self._child = Child(
+            "postgres", [*self._as_user, *command], self.folder, dict(os.environ)
+        )
         self._child.wait_until(self._answers)
 
     def _answers(self) -> bool:
@@ -75,15 +110,24 @@ class PostgresServer:
         """End all of the server's processes with SIGKILL."""
         server = self._child.process.pid
         os.kill(server, signal.SIGSTOP)  # it starts no other child meanwhile
-        children = [int(each) for each in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+        children = [
+            int(each)
+            for each in Path(f"/proc/{server}/task/{server}/children")
+            .read_text()
+            .split()
+        ]
         self._child.kill()
         for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        wait_until(lambda: not any(map(_runs, children)), "PostgreSQL's processes are gone")
+        wait_until(
+            lambda: not any(map(_runs, children)), "PostgreSQL's processes are gone"
+        )
 
     def stop(self) -> None:
-        self._child.process.send_signal(signal.SIGINT)  # ends sessions; SIGTERM waits for them
+        self._child.process.send_signal(
+            signal.SIGINT
+        )  # ends sessions; SIGTERM waits for them
         self._child.process.wait(60)
         shutil.rmtree(self.folder)
 

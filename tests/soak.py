@@ -1,14 +1,17 @@
-"""Simulate eight hours of a live source's daemon under faults and kills (`python -m tests.soak --source bluesky`).
+"""Simulate eight hours of a live source's daemon under faults and kills
+(`python -m tests.soak --source bluesky`).
 
-The daemon runs in its own process on a simulated clock, which advances at once when the daemon waits. The source's
-loopback server runs in this process, shares the clock, publishes posts as time advances and fails at random. PRAW,
-websockets, Redis and the requests are real. In the first hour, the daemon is killed with SIGKILL at random times, and
-Redis is killed and restarted. The daemon's memory may grow until its bounded state is full, and must be constant then.
+The daemon runs in its own process on a simulated clock, which advances at once when the daemon
+waits. The source's loopback server runs in this process, shares the clock, publishes posts as time
+advances and fails at random. PRAW, websockets, Redis and the requests are real. In the first hour,
+the daemon is killed with SIGKILL at random times, and Redis is killed and restarted. The daemon's
+memory may grow until its bounded state is full, and must be constant then.
 
-The last line is JSON: source, hours, published, sent, missing, doubled (posts), gaps, faults, kills, budget_exceeded
-(requests), rss_mib (at the end of each hour), growth (of the last hour relative to hour FILLED). Exits 1 if a post is
-missing or doubled, there is a gap, memory grew or the request budget was exceeded. Doubled posts are printed with their
-time: a kill between sending and marking can repeat a message.
+The last line is JSON: source, hours, published, sent, missing, doubled (posts), gaps, faults,
+kills, budget_exceeded (requests), rss_mib (at the end of each hour), growth (of the last hour
+relative to hour FILLED). Exits 1 if a post is missing or doubled, there is a gap, memory grew or
+the request budget was exceeded. Doubled posts are printed with their time: a kill between sending
+and marking can repeat a message.
 """
 
 import argparse
@@ -21,7 +24,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -29,6 +31,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from feedmill.producers import bluesky
+from feedmill.producers.feeds import state as feed_state
+from feedmill.producers.feeds.source import FeedsSource
+from feedmill.producers.feeds.subscriptions import Feed
+from feedmill.producers.hacker_news import HackerNews
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import RequestBudget, Source
 from feedmill.producers.push import Pusher
@@ -38,17 +44,23 @@ from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
+from feedmill.testing.fake_arctic_shift import ArcticShift
+from feedmill.testing.fake_reddit import Reddit as LoopbackReddit
 from tests.fakes import constants
-from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.clock import SimulatedClock
-from tests.fakes.hacker_news import HackerNews
+from tests.fakes.feeds import Feeds
+from tests.fakes.hacker_news import HackerNews as LoopbackHackerNews
 from tests.fakes.jetstream import Jetstream
-from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.support import Restartable, body_of, redis_servers
 
 #: Posts per hour by source. Of Hacker News' items, half are comments.
-POSTS_AN_HOUR = {"reddit": 12_000, "arctic-shift": 12_000, "bluesky": 108_000, "hacker-news": 2_000}
-EXAMPLES = Path(__file__).parent.parent / "docs" / "examples" / "extending"
+POSTS_AN_HOUR = {
+    "reddit": 12_000,
+    "arctic-shift": 12_000,
+    "bluesky": 108_000,
+    "hacker-news": 2_000,
+    "feeds": 4_000,
+}
 TOPICS = {f"topic {number}": (f"sub{number:02}",) for number in range(16)}
 HOUR_S = 3600.0
 #: Kills of the daemon and of Redis, in the first hour.
@@ -56,27 +68,45 @@ KILLS, RESTARTS = 10, 3
 CONTEXT = multiprocessing.get_context("spawn")
 #: Longest step of simulated time between two batches of published posts.
 TICK_S = 30.0
-#: Simulated seconds per batch of a live source, whose real wait for further events takes no simulated time.
+#: Simulated seconds per batch of a live source, whose real wait for further events takes no
+#: simulated time.
 BATCH_S = 5.0
-#: Simulated seconds after the last post without another one sent, after which the daemon must have sent all posts.
+#: Simulated seconds after the last post without another one sent, after which the daemon must have
+#: sent all posts.
 REST_S = 600.0
-#: Hour by which the daemon's bounded state is full, and the allowed relative growth of its memory after that:
-#: allocators do not return all memory.
+#: Hour by which the daemon's bounded state is full, and the allowed relative growth of its memory
+#: after that: allocators do not return all memory.
 FILLED, MAX_GROWTH = 5, 0.05
 #: Share of requests with a fault, and the seconds of delays. Faults of Reddit, and of its archive.
 FAULT_RATE, FAULT_SECONDS = 0.02, 0.05
 FAULTS = (
-    "too_many", "too_many_bare", "too_many_word", "server_error_500", "server_error_502", "server_error_503",
-    "server_error_504", "server_error_520", "html", "html_403", "redirect_nowhere", "token_expired", "cut", "cut_body",
-    "remaining_nan", "empty_listing", "dead_anchor", "no_data", "truncated_json", "sticky_head", "slow", "slow_body",
+    "too_many", "too_many_bare", "too_many_word", "server_error_500", "server_error_502",
+    "server_error_503",
+    "server_error_504", "server_error_520", "html", "html_403", "redirect_nowhere",
+    "token_expired", "cut", "cut_body",
+    "remaining_nan", "empty_listing", "dead_anchor", "no_data", "truncated_json", "sticky_head",
+    "slow", "slow_body",
 )  # fmt: skip
-ARCHIVE_FAULTS = ("too_many", "server_error_502", "server_error_503", "html", "truncated_json", "cut", "cut_body")
-#: Share of Bluesky's posts that are deleted, and of events with a fault. Events that the loopback Jetstream keeps.
+ARCHIVE_FAULTS = (
+    "too_many",
+    "server_error_502",
+    "server_error_503",
+    "html",
+    "truncated_json",
+    "cut",
+    "cut_body",
+)
+#: Number of feeds, and the variable with their server's address.
+FEEDS = 24
+FEEDS_URL = "SOAK_FEEDS_URL"
+#: Share of Bluesky's posts that are deleted, and of events with a fault. Events that the loopback
+#: Jetstream keeps.
 DELETED, EVENT_FAULT_RATE, KEPT_EVENTS = 0.02, 0.00005, 50_000
 
 
 class SharedClock(SimulatedClock):
-    """A simulated clock that several processes can read, and that goes on where a killed process left it.
+    """A simulated clock that several processes can read, and that goes on where a killed process
+    left it.
 
     published: time up to which posts have been published.
     """
@@ -97,8 +127,12 @@ class RedditServer:
 
     def __init__(self, running: ExitStack, clock: Any) -> None:
         self._random = Random(1)
-        self._reddit = running.enter_context(LoopbackReddit(clock=lambda: clock.value, window=600, budget=1000))
-        self._archive = running.enter_context(ArcticShift(self._reddit, lag=20.0, overload=0.01, window=60, budget=60))
+        self._reddit = running.enter_context(
+            LoopbackReddit(clock=lambda: clock.value, window=600, budget=1000)
+        )
+        self._archive = running.enter_context(
+            ArcticShift(self._reddit, lag=20.0, overload=0.01, window=60, budget=60)
+        )
         self._reddit.faults.random(FAULT_RATE, FAULTS, seconds=FAULT_SECONDS)
         self._archive.faults.random(FAULT_RATE, ARCHIVE_FAULTS, seconds=FAULT_SECONDS)
         for names in TOPICS.values():
@@ -110,7 +144,8 @@ class RedditServer:
         }  # fmt: skip
         # The daemon's process inherits it.
         os.environ[constants.VARIABLE] = json.dumps(
-            constants.reddit(self._reddit.url) | constants.arctic_shift(self._archive.url)
+            constants.reddit(self._reddit.url)
+            | constants.arctic_shift(self._archive.url)
         )
 
     @property
@@ -127,7 +162,11 @@ class RedditServer:
 
     def publish(self, number: int) -> None:
         name = f"sub{min(self._random.randrange(16), self._random.randrange(16)):02}"
-        self._reddit.publish(name, title=f"post {number}", body="some words " * self._random.randrange(60))
+        self._reddit.publish(
+            name,
+            title=f"post {number}",
+            body="some words " * self._random.randrange(60),
+        )
 
 
 class BlueskyServer:
@@ -137,7 +176,8 @@ class BlueskyServer:
 
     def __init__(self, running: ExitStack, clock: Any) -> None:
         self._random = Random(1)
-        # Events have simulated times: with real ones, ten seconds of overlap would hold most of a run.
+        # Events have simulated times: with real ones, ten seconds of overlap would hold most of a
+        # run.
         self._jetstream = running.enter_context(Jetstream(clock=lambda: clock.value))
         self._jetstream.random_faults(EVENT_FAULT_RATE)
         self._newest: list[str] = []
@@ -149,16 +189,72 @@ class BlueskyServer:
         return self._jetstream.fault_counts.total()
 
     def publish(self, number: int) -> None:
-        while not self._jetstream.queries:  # the daemon begins with the posts of the moment
+        while (
+            not self._jetstream.queries
+        ):  # the daemon begins with the posts of the moment
             time.sleep(0.01)
-        post_id = self._jetstream.post(f"post {number} " + "some words " * self._random.randrange(25))
+        post_id = self._jetstream.post(
+            f"post {number} " + "some words " * self._random.randrange(25)
+        )
         self.ids.add(post_id)
         self._newest = [*self._newest[-999:], post_id]
-        if self._random.random() < DELETED and (deleted := self._random.choice(self._newest)) in self.ids:
+        if (
+            self._random.random() < DELETED
+            and (deleted := self._random.choice(self._newest)) in self.ids
+        ):
             self._jetstream.delete(deleted)
             self.ids.remove(deleted)
         if number % KEPT_EVENTS == 0:
             self._jetstream.forget(KEPT_EVENTS)
+
+
+class FeedsServer:
+    """Loopback feeds of all forms: reordered, without ids or dates, with wrong dates, and with
+    faults.
+    """
+
+    over_budget = 0
+
+    def __init__(self, running: ExitStack, clock: Any) -> None:
+        self._random = Random(1)
+        self._server = running.enter_context(Feeds(lambda: clock.value))
+        self._server.random_faults(FAULT_RATE)
+        self._feeds = []
+        for number in range(FEEDS):
+            form = ("rss", "atom", "json")[number % 3]
+            feed = self._server.add(
+                f"feed{number:02}",
+                form=form,
+                capacity=200,
+                ids="own"
+                if form != "rss"
+                else ("own", "links", "none")[number // 3 % 3],
+                order=("newest", "oldest", "random")[number // 3 % 3],
+                dates=("true", "none", "future", "odd")[number % 4],
+                has_validators=number % 2 == 0,
+                head="<ttl>10</ttl>" if form == "rss" and number % 5 == 0 else "",
+            )
+            self._feeds.append(feed)
+        self.settings: dict[str, Any] = {}
+        os.environ[FEEDS_URL] = self._server.url  # the daemon's process inherits it
+        self.ids = set[str]()
+
+    @property
+    def faults(self) -> int:
+        return self._server.fault_counts.total()
+
+    def publish(self, number: int) -> None:
+        del self._server.asked[:]
+        feed = self._random.choice(self._feeds)
+        title = f"post {number}"
+        entry = feed.publish(title, "some words " * self._random.randrange(60))
+        key = entry["id"] or entry["link"]
+        if not key:
+            body = entry["body"].strip()
+            text = feed_state.digest(title, body, "")
+            key = f"\n{text}"
+        digest = feed_state.digest(key, size=feed_state.KEY_BYTES)
+        self.ids.add(f"feed:{feed.name}:{digest}")
 
 
 class HackerNewsServer:
@@ -168,16 +264,24 @@ class HackerNewsServer:
 
     def __init__(self, running: ExitStack, clock: Any) -> None:
         self._clock = clock
-        self._server = running.enter_context(HackerNews())
+        self._server = running.enter_context(LoopbackHackerNews())
         self._server.items[0] = None
         self.settings: dict[str, Any] = {}
-        os.environ["HACKER_NEWS_URL"] = self._server.url  # the daemon's process inherits it
+        # The daemon's process inherits it.
+        os.environ[constants.VARIABLE] = json.dumps(
+            constants.hacker_news(self._server.url)
+        )
         self.ids = set[str]()
 
     def publish(self, number: int) -> None:
-        while "/v0/updates.json" not in self._server.asked:  # the daemon begins with the items of the moment
+        # the daemon begins with the items of the moment
+        while "/v0/updates.json" not in self._server.asked:
             time.sleep(0.01)
-        item = {"type": "comment" if number % 2 else "story", "time": int(self._clock.value), "title": f"post {number}"}
+        item = {
+            "type": "comment" if number % 2 else "story",
+            "time": int(self._clock.value),
+            "title": f"post {number}",
+        }
         if not number % 2:
             self.ids.add(f"hn-{number + 1}")
         self._server.changed = [number // 2, number]
@@ -185,10 +289,11 @@ class HackerNewsServer:
         self._server.items[number + 1] = item
 
 
-#: A source's loopback server. settings: for the daemon; ids: posts that must be sent; faults: their number so far;
-#: over_budget: requests beyond the limit; publish(number): publishes a post.
+#: A source's loopback server. settings: for the daemon; ids: posts that must be sent; faults:
+#: their number so far; over_budget: requests beyond the limit; publish(number): publishes a post.
 SERVERS: dict[str, Callable[[ExitStack, Any], Any]] = {
-    "reddit": RedditServer, "arctic-shift": RedditServer, "bluesky": BlueskyServer, "hacker-news": HackerNewsServer,
+    "reddit": RedditServer, "arctic-shift": RedditServer, "bluesky": BlueskyServer,
+    "hacker-news": HackerNewsServer, "feeds": FeedsServer,
 }  # fmt: skip
 
 
@@ -198,7 +303,12 @@ def make_source(name: str, settings: Settings, clock: SharedClock) -> Source:
     if name == "reddit":
         budget = RequestBudget(clock, client.REQUESTS_PER_MINUTE)
         return RedditSource(
-            client.RedditClient(settings, budget, topics.topic_of), redis, topics, settings, clock, depth=1000
+            client.RedditClient(settings, budget, topics.topic_of),
+            redis,
+            topics,
+            settings,
+            clock,
+            depth=1000,
         )
     if name == "arctic-shift":
         budget = RequestBudget(clock, arctic_shift.REQUESTS_PER_MINUTE)
@@ -207,21 +317,37 @@ def make_source(name: str, settings: Settings, clock: SharedClock) -> Source:
     if name == "bluesky":
         bluesky.IDLE_S = 0.02  # real time
         return bluesky.BlueskySource(settings, clock)
-    sys.path.insert(0, str(EXAMPLES))
-    source: Source = import_module("hacker_news").HackerNews(settings, clock)
-    return source
+    if name == "feeds":
+        feeds = {
+            f"feed{number:02}": Feed(url=f"{os.environ[FEEDS_URL]}/feed{number:02}")
+            for number in range(FEEDS)
+        }
+        return FeedsSource(feeds, redis, settings, clock, limit=5_000)
+    return HackerNews(settings, clock)
 
 
 def follow(
-    source: str, settings: dict[str, Any], shared: Any, published: Any, ends: Sequence[float], connection: Connection
+    source: str,
+    settings: dict[str, Any],
+    shared: Any,
+    published: Any,
+    ends: Sequence[float],
+    connection: Connection,
 ) -> None:
-    """Run the daemon in this process. Send its memory and status at the ends of hours, and its final status."""
+    """Run the daemon in this process.
+
+    Send its memory and status at the ends of hours, and its final status.
+    """
     clock = SharedClock(shared, published)
     constants.replace(json.loads(os.environ.get(constants.VARIABLE, "{}")))
     validated = Settings.model_validate(settings)
     redis = connect(validated)
-    pusher = Pusher(make_app(validated), redis, validated, ClassifyOptions(), wait=clock.wait)
-    daemon = LiveDaemon(make_source(source, validated, clock), redis, pusher, validated, clock)
+    pusher = Pusher(
+        make_app(validated), redis, validated, ClassifyOptions(), wait=clock.wait
+    )
+    daemon = LiveDaemon(
+        make_source(source, validated, clock), redis, pusher, validated, clock
+    )
     shortest = BATCH_S if source in ("bluesky", "hacker-news") else 0.0
 
     def run(until: float) -> None:
@@ -247,7 +373,9 @@ def follow(
 def _resident() -> int:
     """Return this process' resident memory in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) * 1024
+    return (
+        int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) * 1024
+    )
 
 
 class Soak:
@@ -256,14 +384,24 @@ class Soak:
     def __init__(self, source: str, hours: int, folder: Path) -> None:
         self._source, self._folder = source, folder
         self._begin = SimulatedClock().time()
-        self._clock, self._until = CONTEXT.Value("d", self._begin), CONTEXT.Value("d", self._begin)
+        self._clock, self._until = (
+            CONTEXT.Value("d", self._begin),
+            CONTEXT.Value("d", self._begin),
+        )
         self._ends = [self._begin + HOUR_S * hour for hour in range(1, hours + 1)]
         faults = [self._kill] * KILLS + [self._restart_redis] * RESTARTS
         random = Random(1)
-        moments = sorted(self._begin + random.uniform(0.05, 0.95) * HOUR_S for _ in faults)
+        moments = sorted(
+            self._begin + random.uniform(0.05, 0.95) * HOUR_S for _ in faults
+        )
         random.shuffle(faults)
         self._faults = deque(zip(moments, faults, strict=True))
-        self._figures: dict[str, Any] = {"source": source, "hours": hours, "kills": KILLS, "restarts": RESTARTS}
+        self._figures: dict[str, Any] = {
+            "source": source,
+            "hours": hours,
+            "kills": KILLS,
+            "restarts": RESTARTS,
+        }
         self._published = 0
         self._memory: list[float] = []
         #: Number of messages with each post.
@@ -271,7 +409,9 @@ class Soak:
 
     def run(self) -> dict[str, Any]:
         with ExitStack() as running:
-            self._redis = Restartable(next(iter(redis_servers().values())), self._folder, "everysec")
+            self._redis = Restartable(
+                next(iter(redis_servers().values())), self._folder, "everysec"
+            )
             running.callback(self._redis.stop)
             self._server = SERVERS[self._source](running, self._clock)
             self._start()
@@ -297,7 +437,10 @@ class Soak:
         }
 
     def _step(self) -> bool:
-        """Publish what is due, take what was sent, and inject a fault. Returns false after the last hour."""
+        """Publish what is due, take what was sent, and inject a fault.
+
+        Returns false after the last hour.
+        """
         now = self._clock.value
         while self._faults and self._faults[0][0] <= now:
             self._faults.popleft()[1]()
@@ -311,13 +454,23 @@ class Soak:
         if (status := self._connection.recv()) is None:
             return False
         self._memory.append(round(status["rss_mib"], 1))
-        _tell(f"hour {len(self._memory)}: {self._memory[-1]} MiB, {self._published:,} posts, {status['sent']:,} sent")
+        _tell(
+            f"hour {len(self._memory)}: {self._memory[-1]} MiB, {self._published:,} posts, "
+            f"{status['sent']:,} sent"
+        )
         return True
 
     def _start(self) -> None:
         settings = {"redis_url": self._redis.url, **self._server.settings}
         self._connection, there = CONTEXT.Pipe()
-        arguments = (self._source, settings, self._clock, self._until, self._ends[len(self._memory) :], there)
+        arguments = (
+            self._source,
+            settings,
+            self._clock,
+            self._until,
+            self._ends[len(self._memory) :],
+            there,
+        )
         self._process = CONTEXT.Process(target=follow, args=arguments, daemon=True)
         self._process.start()
         there.close()
@@ -339,7 +492,11 @@ class Soak:
         client: Any = self._redis.client
         while messages := client.lpop("feedmill", 1000):
             now = self._clock.value - self._begin
-            for post_id in (post["id"] for message in messages for post in body_of(message)[1]["posts"]):
+            for post_id in (
+                post["id"]
+                for message in messages
+                for post in body_of(message)[1]["posts"]
+            ):
                 if post_id in self._sent:
                     _tell(f"{post_id} sent again at {now:.0f} s")
                 self._sent[post_id] += 1
@@ -357,7 +514,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with TemporaryDirectory(prefix="feedmill-soak-") as folder:
         found = Soak(given.source, given.hours, Path(folder)).run()
     sys.stdout.write(json.dumps(found) + "\n")
-    wrong = any(found[name] for name in ("missing", "doubled", "gaps", "budget_exceeded"))
+    wrong = any(
+        found[name] for name in ("missing", "doubled", "gaps", "budget_exceeded")
+    )
     return 1 if wrong or found["growth"] > MAX_GROWTH else 0
 
 

@@ -29,6 +29,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import pytest
 from celery import Celery
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -36,23 +37,40 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 from trustme import CA
 
-from feedmill.cli.deletions import DeadLetters
+from feedmill.outcomes.dead_letters import DeadLetterStream
+from feedmill.outcomes.followers import newest
 from feedmill.producers import push as producing
-from feedmill.producers.push import BUCKET_BYTES, DIGEST_BYTES, ID_BYTES, RUN_BYTES, Pusher
-from feedmill.reading import newest
+from feedmill.producers.push import (
+    BUCKET_BYTES,
+    DIGEST_BYTES,
+    ID_BYTES,
+    RUN_BYTES,
+    Pusher,
+)
 from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth
 from feedmill.shared.keys import MARKS
-from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, Post, digest
+from feedmill.shared.messages import (
+    Classification,
+    ClassifyOptions,
+    DeadLetter,
+    Post,
+    digest,
+)
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import LOCK_FILE, STACK_FILE, Settings
-from feedmill.stack.embedded import embedded_server, installed_redis_server, server_version
+from feedmill.stack.embedded import (
+    embedded_server,
+    installed_redis_server,
+    server_version,
+)
 from feedmill.stack.processes import Child
 from tests.fakes import constants
 from tests.forkserver import FORK_SERVER, Forked, Forks, ForkServer
 
 MARK_BYTES = ID_BYTES + RUN_BYTES + DIGEST_BYTES
-#: Of each process' own: a worker of another test run, whose server had the same port before, cannot log in.
+#: Of each process' own: a worker of another test run, whose server had the same port before,
+#: cannot log in.
 PASSWORD = f"test-password-{secrets.token_hex(8)}"
 ROOT = Path(__file__).parent.parent
 #: Posts that the embedded model labels as sports and food.
@@ -73,12 +91,35 @@ def reserve(
     redis: Redis,
     lists: Sequence[str],
     prefix: str,
-    keys: Sequence[str] = tuple(TRANSPORT_KEYS.values()),
+    keys: Sequence[str] = (
+        TRANSPORT_KEYS["reserved_key"],
+        TRANSPORT_KEYS["reserved_index_key"],
+    ),
     seconds: float = 60.0,
     limit: int = 64,
 ) -> int:
-    """Reserve messages, as a worker does. Return their number. prefix: of their tags. keys: of messages and leases."""
-    return len(call(redis, "reserve", *keys, prefix, limit, 10**7, seconds, *lists)) // 2
+    """Reserve messages, as a worker does.
+
+    Return their number. prefix: of their tags. keys: of messages and leases.
+    """
+    return (
+        len(call(redis, "reserve", *keys, prefix, limit, 10**7, seconds, keys=lists))
+        // 2
+    )
+
+
+#: Environment variable with the folder of recorded answers of Reddit.
+CASSETTES = "PYTEST_CASSETTES"
+#: Their folder beside the checkout.
+CASSETTES_BESIDE = Path(__file__).parents[2] / "shared/data/praw_cassettes"
+
+
+def recordings() -> Path | None:
+    """Return the folder of recorded answers of Reddit, which are no part of the project; None
+    without it.
+    """
+    folder = Path(os.environ.get(CASSETTES) or CASSETTES_BESIDE)
+    return folder if folder.is_dir() else None
 
 
 class Key(NamedTuple):
@@ -93,13 +134,27 @@ class Key(NamedTuple):
 def find(name: str) -> Key | None:
     """Return the first row of docs/reference/keys.md that matches a key."""
     page = (ROOT / "docs/reference/keys.md").read_text()
-    rows = (Key(*row) for row in re.findall(r"^\| `(.+?)` \| (\w+) \| (.*) \| (.*) \|$", page, re.MULTILINE))
-    return next((key for key in rows if fnmatchcase(name, key.pattern.encode().decode("unicode_escape"))), None)
+    rows = (
+        Key(*row)
+        for row in re.findall(
+            r"^\| `(.+?)` \| (\w+) \| (.*) \| (.*) \|$", page, re.MULTILINE
+        )
+    )
+    return next(
+        (
+            key
+            for key in rows
+            if fnmatchcase(name, key.pattern.encode().decode("unicode_escape"))
+        ),
+        None,
+    )
 
 
 @contextmanager
 def announced(folder: Path, text: str) -> Iterator[Path]:
-    """Simulate a running `feedmill up` in the folder: hold its lock and write `text` to its file."""
+    """Simulate a running `feedmill up` in the folder: hold its lock and write `text` to
+    its file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STACK_FILE).write_text(text)
     with (folder / LOCK_FILE).open("w") as lock:
@@ -114,7 +169,7 @@ def latest(store: ResultsStore, count: int) -> list[Result]:
 
 def dead_letters(store: ResultsStore, count: int) -> list[DeadLetter]:
     """Return the newest dead letters, oldest first."""
-    return [entry.letter for entry in DeadLetters(store._redis).newest(count)]
+    return [entry.letter for entry in DeadLetterStream(store._redis).newest(count)]
 
 
 def sent_count(client: Redis) -> int:
@@ -126,21 +181,28 @@ def sent_marks(client: Redis, post_id: str) -> int:
     """Return the number of marks of a post that was sent."""
     digest_of_id = sha1(post_id.encode(), usedforsecurity=False).digest()
     marks = _buckets(client)[digest_of_id[:BUCKET_BYTES]]
-    return sum(marks.startswith(digest_of_id[BUCKET_BYTES:][:ID_BYTES], at) for at in range(0, len(marks), MARK_BYTES))
+    return sum(
+        marks.startswith(digest_of_id[BUCKET_BYTES:][:ID_BYTES], at)
+        for at in range(0, len(marks), MARK_BYTES)
+    )
 
 
 def _buckets(client: Any) -> defaultdict[bytes, bytes]:
     """Return the marks in each bucket, of all generations."""
     found: defaultdict[bytes, bytes] = defaultdict(bytes)
     for generation in client.zrange(MARKS, 0, -1):
-        for bucket, marks in client.execute_command("HGETALL", f"{MARKS}:{generation}", NEVER_DECODE=True).items():
+        for bucket, marks in client.execute_command(
+            "HGETALL", f"{MARKS}:{generation}", NEVER_DECODE=True
+        ).items():
             found[bucket] += marks
     return found
 
 
 def mark_sent(client: Redis, post_id: str) -> None:
     """Mark a post as sent."""
-    producing.mark_sent(client, [producing.Mark.of(post_id, digest(post_id))], 3600, 10**9)
+    producing.mark_sent(
+        client, [producing.Mark.of(post_id, digest(post_id))], 3600, 10**9
+    )
 
 
 def has_results(client: Redis, post_id: str) -> bool:
@@ -161,9 +223,12 @@ def raw(client: Redis, key: str) -> bytes:
     return found
 
 
-#: Ports of this test process: below those of `feedmill up`, and those that the system gives to any program.
+#: Ports of this test process: below those of `feedmill up`, and those that the system gives to any
+#: program.
 PORTS_EACH = 1_200
-FIRST_PORT = 10_000 + PORTS_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
+FIRST_PORT = 10_000 + PORTS_EACH * (
+    int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8
+)
 _tried = itertools.count(os.getpid())
 
 
@@ -179,7 +244,9 @@ def free_port() -> int:
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
 
 
-def wait_until(holds: Callable[[], object], description: str, seconds: float = 120.0) -> None:
+def wait_until(
+    holds: Callable[[], object], description: str, seconds: float = 120.0
+) -> None:
     """Wait until `holds()` is true. Fails with the description after `seconds`."""
     deadline = time.monotonic() + seconds * PATIENCE
     while not holds():
@@ -189,7 +256,9 @@ def wait_until(holds: Callable[[], object], description: str, seconds: float = 1
 
 
 def naming(*values: object) -> str:
-    """Return a pattern for `pytest.raises(match=…)` that finds all values in a message, in any order."""
+    """Return a pattern for `pytest.raises(match=…)` that finds all values in a message, in any
+    order.
+    """
     return "(?s)^" + "".join(f"(?=.*{_whole(str(value))})" for value in values)
 
 
@@ -201,10 +270,12 @@ def _whole(text: str) -> str:
 
 @cache
 def redis_servers() -> dict[str, str]:
-    """Return the paths of this machine's redis-servers by source: "system", "valkey" and "embedded".
+    """Return the paths of this machine's redis-servers by source: "system", "valkey" and
+    "embedded".
 
-    "system" is a valkey-server if that is the only one installed. PYTEST_REDIS=SOURCE leaves only that one, and
-    PYTEST_REDIS=first the first. `make test` uses one server, and `make test-redis` repeats on another what can differ.
+    "system" is a valkey-server if that is the only one installed. PYTEST_REDIS=SOURCE leaves only
+    that one, and PYTEST_REDIS=first the first. `make test` uses one server, and `make test-redis`
+    repeats on another what can differ.
     """
     found = {}
     if system := installed_redis_server():
@@ -221,31 +292,50 @@ def redis_servers() -> dict[str, str]:
 
 def installed_redis() -> str | None:
     """Return the path of the system's server. Unlike the embedded one, it has TLS."""
-    return next((path for source, path in redis_servers().items() if source != "embedded"), None)
+    return next(
+        (path for source, path in redis_servers().items() if source != "embedded"), None
+    )
 
 
 def body_of(message: str | bytes) -> Any:
-    """Decode the body of a message from a queue's list: arguments, keyword arguments and Celery's embedded options."""
+    """Decode the body of a message from a queue's list: arguments, keyword arguments and Celery's
+    embedded options.
+    """
     found = json.loads(message)
     body = b64decode(found["body"])
-    return json.loads(zlib.decompress(body) if found["headers"].get("compression") else body)
+    return json.loads(
+        zlib.decompress(body) if found["headers"].get("compression") else body
+    )
 
 
 class RedisServer:
     """A redis-server on loopback, by default without persistence. password: empty for none."""
 
-    def __init__(self, path: str, folder: Path, configuration: str = "", password: str = PASSWORD) -> None:
+    def __init__(
+        self, path: str, folder: Path, configuration: str = "", password: str = PASSWORD
+    ) -> None:
         self.port = free_port()
         self.version = server_version(path)[1]
-        self.url = f"redis://{f':{password}@' if password else ''}127.0.0.1:{self.port}/0"
+        self.url = (
+            f"redis://{f':{password}@' if password else ''}127.0.0.1:{self.port}/0"
+        )
         self._path, self._folder = path, folder
-        basic = f'bind 127.0.0.1\nport {self.port}\nrequirepass "{password}"\nsave ""\ndir "{folder}"\n'
+        basic = (
+            f'bind 127.0.0.1\nport {self.port}\nrequirepass "{password}"\nsave ""\ndir '
+            f'"{folder}"\n'
+        )
         self._configuration = basic + configuration
         self.client = Redis.from_url(self.url, decode_responses=True)
         self.start()
 
     def start(self) -> None:
-        self.child = Child("redis", [self._path, "-"], self._folder, dict(os.environ), stdin=self._configuration)
+        self.child = Child(
+            "redis",
+            [self._path, "-"],
+            self._folder,
+            dict(os.environ),
+            stdin=self._configuration,
+        )
         self.child.wait_until(self._answers)
 
     def _answers(self) -> bool:
@@ -267,7 +357,9 @@ class Restartable(RedisServer):
 
     def __init__(self, path: str, folder: Path, appendfsync: str = "always") -> None:
         self.folder = folder
-        super().__init__(path, folder, f"appendonly yes\nappendfsync {appendfsync}\n", password="")
+        super().__init__(
+            path, folder, f"appendonly yes\nappendfsync {appendfsync}\n", password=""
+        )
 
     def signal(self, which: signal.Signals) -> None:
         os.kill(self.child.process.pid, which)
@@ -276,25 +368,36 @@ class Restartable(RedisServer):
 def queued(redis: RedisServer) -> list[dict[str, Any]]:
     """Return the posts in the queue in the order they were sent."""
     messages: Any = redis.client.lrange("feedmill", 0, -1)
-    return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
+    return [
+        post for message in reversed(messages) for post in body_of(message)[1]["posts"]
+    ]
 
 
 class Authority:
-    """A certificate authority. `file`: its certificate in PEM; `other`: the certificate of an unrelated authority.
+    """A certificate authority.
+
+    `file`: its certificate in PEM; `other`: the certificate of an unrelated authority.
 
     The key of each certificate has the same name with the suffix `.key`.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._authority = folder, CA()
-        self.file, self.other = self._written("authority", self._authority), self._written("other", CA())
+        self.file, self.other = (
+            self._written("authority", self._authority),
+            self._written("other", CA()),
+        )
 
-    def certificate(self, name: str, host: str = "127.0.0.1", days: int = 2) -> tuple[Path, Path]:
+    def certificate(
+        self, name: str, host: str = "127.0.0.1", days: int = 2
+    ) -> tuple[Path, Path]:
         """Issue a certificate for a host and return the paths of certificate and key.
 
         days: the validity from now; -1 makes a certificate that expired yesterday.
         """
-        issued = self._authority.issue_cert(host, common_name=name, not_after=datetime.now(UTC) + timedelta(days=days))
+        issued = self._authority.issue_cert(
+            host, common_name=name, not_after=datetime.now(UTC) + timedelta(days=days)
+        )
         certificate, key = (self._folder / f"{name}.{kind}" for kind in ("pem", "key"))
         issued.private_key_pem.write_to_path(key)
         issued.cert_chain_pems[0].write_to_path(certificate)
@@ -308,23 +411,45 @@ class Authority:
 
 
 def _environment(folder: Path, **environment: str) -> dict[str, str]:
-    """Return this process' environment without Feedmill's settings, and with a token budget to skip calibration."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDMILL_", "NOTIFY_"))}
-    ours = {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_CACHE_FOLDER": str(folder / "cache")}
-    if {constants.VARIABLE, "FEEDMILL_INCLUDE"} & environment.keys():  # modules of the tests
+    """Return this process' environment without Feedmill's settings, and with a token budget to
+    skip calibration.
+    """
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("FEEDMILL_", "NOTIFY_"))
+    }
+    ours = {
+        "FEEDMILL_TOKEN_BUDGET": "2048",
+        "FEEDMILL_CACHE_FOLDER": str(folder / "cache"),
+    }
+    if {
+        constants.VARIABLE,
+        "FEEDMILL_INCLUDE",
+    } & environment.keys():  # modules of the tests
         ours["PYTHONPATH"] = str(ROOT)
     return clean | ours | environment
 
 
 def _program(environment: dict[str, str]) -> list[str]:
     """Return the command `feedmill`, or the one that replaces constants first."""
-    return [sys.executable, "-m", constants.__name__] if constants.VARIABLE in environment else [FEEDMILL]
+    return (
+        [sys.executable, "-m", constants.__name__]
+        if constants.VARIABLE in environment
+        else [FEEDMILL]
+    )
 
 
 class Feedmill:
     """A running command, most often `feedmill`, and its output."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        output: Path,
+    ) -> None:
         self.output = output
         with output.open("wb") as file:
             self.process = start(command, cwd, environment, file)
@@ -334,11 +459,16 @@ class Feedmill:
 
     def lives(self) -> bool:
         """Return True. Fails if the process has ended."""
-        assert self.process.poll() is None, f"exited with status {self.process.returncode}:\n{self.text()}"
+        assert self.process.poll() is None, (
+            f"exited with status {self.process.returncode}:\n{self.text()}"
+        )
         return True
 
     def says(self, words: str, times: int = 1) -> bool:
-        """Return whether the output contains the words so often. Fails if the process has ended without them."""
+        """Return whether the output contains the words so often.
+
+        Fails if the process has ended without them.
+        """
         return self.text().count(words) >= times or not self.lives()
 
     def end(self, how: signal.Signals = signal.SIGTERM, seconds: float = 120.0) -> int:
@@ -357,7 +487,9 @@ def running(*arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill
 
 
 @contextmanager
-def executing(command: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> Iterator[Feedmill]:
+def executing(
+    command: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path
+) -> Iterator[Feedmill]:
     """Run a command until the block ends."""
     running = Feedmill(command, cwd, environment, output)
     try:
@@ -370,7 +502,10 @@ def executing(command: Sequence[str], cwd: Path, environment: Mapping[str, str],
 
 
 def end(process: Process) -> None:
-    """Kill a process. Under `make coverage`, terminate it first, so that it can write its coverage data."""
+    """Kill a process.
+
+    Under `make coverage`, terminate it first, so that it can write its coverage data.
+    """
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -381,23 +516,42 @@ def end(process: Process) -> None:
 
 
 def wait_for_replies(app: Celery, workers: int = 1) -> None:
-    """Wait until workers answer remote commands: they subscribe to them just after they say that they are ready."""
-    wait_until(lambda: len(app.control.ping(timeout=5, limit=workers) or ()) >= workers, "the workers answer")
+    """Wait until workers answer remote commands: they subscribe to them just after they say that
+    they are ready.
+    """
+    wait_until(
+        lambda: len(app.control.ping(timeout=5, limit=workers) or ()) >= workers,
+        "the workers answer",
+    )
 
 
 @contextmanager
-def working(redis: RedisServer, cwd: Path, name: str = "worker", *flags: str, **given: str) -> Iterator[Feedmill]:
+def working(
+    redis: RedisServer, cwd: Path, name: str = "worker", *flags: str, **given: str
+) -> Iterator[Feedmill]:
     """Run a real worker, on the test's Redis unless another is given. Yields once it is ready."""
-    with running("worker", "--name", name, *flags, cwd=cwd, **{"FEEDMILL_REDIS_URL": redis.url} | given) as worker:
+    with running(
+        "worker",
+        "--name",
+        name,
+        *flags,
+        cwd=cwd,
+        **{"FEEDMILL_REDIS_URL": redis.url} | given,
+    ) as worker:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")
         yield worker
 
 
 @contextmanager
-def standing_in(redis: RedisServer, cwd: Path, name: str = "standin", **environment: str) -> Iterator[Feedmill]:
+def standing_in(
+    redis: RedisServer, cwd: Path, name: str = "standin", **environment: str
+) -> Iterator[Feedmill]:
     """Run a worker with a stand-in for the model (tests/fakes/standin_worker.py)."""
     command = [sys.executable, "-m", "tests.fakes.standin_worker", name]
-    given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"} | environment
+    given = {
+        "FEEDMILL_REDIS_URL": redis.url,
+        "FEEDMILL_TOKEN_BUDGET": "2048",
+    } | environment
     with executing(command, ROOT, os.environ | given, cwd / f"{name}.log") as worker:
         yield worker
 
@@ -411,21 +565,36 @@ def application(redis: RedisServer, queue: str = "feedmill") -> Celery:
 
 def push(settings: Settings, posts: list[Post]) -> None:
     """Send posts to the queue."""
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(
+        posts
+    )
 
 
 def wait_until_empty(redis: Redis) -> None:
     """Wait until no message waits or is held."""
-    wait_until(lambda: not sum(queue_depth(redis, "feedmill")), "all messages are finished")
+    wait_until(
+        lambda: not sum(queue_depth(redis, "feedmill")), "all messages are finished"
+    )
 
 
-def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def feedmill(
+    *arguments: str, cwd: Path, stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `feedmill` until it exits."""
-    return run([*_program(environment), *arguments], cwd, _environment(cwd, COLUMNS="200", **environment), stdin)
+    return run(
+        [*_program(environment), *arguments],
+        cwd,
+        _environment(cwd, COLUMNS="200", **environment),
+        stdin,
+    )
 
 
 def run(
-    command: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: str = "", seconds: float = 120.0
+    command: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    stdin: str = "",
+    seconds: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command until it exits, at most `seconds`."""
     pipes = [os.pipe() for _ in range(3)]
@@ -442,7 +611,9 @@ def run(
         finally:
             process.kill()
         writing.result()
-        return subprocess.CompletedProcess(command, status, *(each.result() for each in reading))
+        return subprocess.CompletedProcess(
+            command, status, *(each.result() for each in reading)
+        )
 
 
 def _write(pipe: IO[str], text: str) -> None:
@@ -467,7 +638,14 @@ def start(
         descriptors = [each.fileno() for each in (given, output, errors or output)]
         if Forks.take(command, environment):
             return forks().start(command, cwd, environment, *descriptors)
-        return subprocess.Popen(command, stdin=given, stdout=output, stderr=errors or output, cwd=cwd, env=environment)
+        return subprocess.Popen(
+            command,
+            stdin=given,
+            stdout=output,
+            stderr=errors or output,
+            cwd=cwd,
+            env=environment,
+        )
 
 
 @cache
@@ -484,20 +662,33 @@ def forks() -> Forks:
 
 
 def distributions_of(requirements: Sequence[str]) -> set[str]:
-    """Return the names of the distributions, all of them installed here, that pip installs for these requirements."""
+    """Return the names of the distributions, all of them installed here, that pip installs for
+    these requirements.
+    """
     found: set[tuple[str, str]] = set()
     unseen = [Requirement(each) for each in requirements]
     while unseen:
         one = unseen.pop()
-        for extra in {"", *one.extras} - {extra for name, extra in found if name == canonicalize_name(one.name)}:
+        for extra in {"", *one.extras} - {
+            extra for name, extra in found if name == canonicalize_name(one.name)
+        }:
             found.add((canonicalize_name(one.name), extra))
             required = map(Requirement, distribution(one.name).requires or ())
-            unseen += [each for each in required if each.marker is None or each.marker.evaluate({"extra": extra})]
+            unseen += [
+                each
+                for each in required
+                if each.marker is None or each.marker.evaluate({"extra": extra})
+            ]
     return {name for name, _ in found}
 
 
-def fetch(url: str, body: bytes | None = None, /, **headers: str) -> tuple[int, str, Message]:
-    """Return the status, text and headers of a response. With a body, send a POST request. Raises OSError."""
+def fetch(
+    url: str, body: bytes | None = None, /, **headers: str
+) -> tuple[int, str, Message]:
+    """Return the status, text and headers of a response.
+
+    With a body, send a POST request. Raises OSError.
+    """
     request = urllib.request.Request(url, body, headers)  # noqa: S310 - on loopback
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
@@ -512,30 +703,49 @@ def processes_in(folder: Path) -> list[str]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if (entry / "cwd").readlink().is_relative_to(folder) and (line := (entry / "cmdline").read_bytes()):
+            if (entry / "cwd").readlink().is_relative_to(folder) and (
+                line := (entry / "cmdline").read_bytes()
+            ):
                 found.append(line.replace(b"\0", b" ").decode())
     return found
 
 
 def shapes(words: str) -> list[bytes]:
-    """Return the byte strings by which to find the words: as plain text, and as Base64 at each of three alignments."""
-    encoded = (b64encode(b"-" * shift + words.encode())[4 * bool(shift) : -4] for shift in range(3))
+    """Return the byte strings by which to find the words: as plain text, and as Base64 at each of
+    three alignments.
+    """
+    encoded = (
+        b64encode(b"-" * shift + words.encode())[4 * bool(shift) : -4]
+        for shift in range(3)
+    )
     return [words.encode(), *encoded]
 
 
-def make_classification(post_id: str, label: str = "food", **fields: Any) -> Classification:
+def make_classification(
+    post_id: str, label: str | None = "food", **fields: Any
+) -> Classification:
     """Return a classification with these fields, and plain values for the others."""
     plain: dict[str, Any] = {
-        "scores": {label: 0.9}, "model": "m", "revision": None, "weights": "00", "fingerprint": "f",
+        "scores": {label or "food": 0.9}, "model": "m", "revision": None, "weights": "00",
+        "fingerprint": "f",
         "classified_at": 1.0, "worker": "w", "device": "cpu", "queued_seconds": None,
     }  # fmt: skip
     return Classification(id=post_id, label=label, **plain | fields)
 
 
+def long_cases(*values: object) -> list[Any]:
+    """Return these values of a parameter as cases of `make long` alone."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
 def make_posts(count: int) -> list[Post]:
     """Return posts with distinct texts of different lengths."""
     return [
-        Post(id=f"p{number}", title=f"Post number {number} about the weather", body="rain and wind " * (number % 12))
+        Post(
+            id=f"p{number}",
+            title=f"Post number {number} about the weather",
+            body="rain and wind " * (number % 12),
+        )
         for number in range(count)
     ]
 

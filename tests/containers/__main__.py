@@ -3,16 +3,20 @@
 Needs root, Docker and its compose plugin. Phases:
 
 1. Build both images and start the stack: two workers, `feedmill metrics`, Flower, Prometheus.
-2. Six times, send posts and, while they wait: kill a worker, cut one off from Redis' network, pause one, kill Redis,
-   scale to three workers and back to two, stop everything and start it again. After each, all posts must be stored, no
-   dead letter written, all containers and `feedmill health` healthy, and Prometheus' figures right. What ends on
-   SIGTERM must exit with status 0.
+2. Six times, send posts and, while they wait: kill a worker, cut one off from Redis' network,
+   pause one, kill Redis, scale to three workers and back to two, stop everything and start it
+   again. After each, all posts must be stored, no dead letter written, all containers and
+   `feedmill health` healthy, and Prometheus' figures right. What ends on SIGTERM must exit with
+   status 0.
 
-The last line is JSON. Exits 1 if a phase fails. Afterwards, no container, volume or network is left.
+The last line is JSON. Exits 1 if a phase fails. Afterwards, no container, volume or network is
+left.
 
-Without a registry, import a base image and name it with --debian, which takes Redis and Prometheus from Debian, too:
+Without a registry, import a base image and name it with --debian, which takes Redis and Prometheus
+from Debian, too:
 
-    debootstrap --include=ca-certificates,python3,python3-venv,python3-pip,python-is-python3 bookworm root
+    debootstrap --include=ca-certificates,python3,python3-venv,python3-pip,python-is-python3
+    bookworm root
     tar -C root -c . | docker import - feedmill-python
     python -m tests.containers --debian feedmill-python
 """
@@ -29,7 +33,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.containers import stack as docker
-from tests.containers.stack import HEALTHY_S, PROJECT, ContainersError, Stack, inspect, tell, until
+from tests.containers.stack import (
+    HEALTHY_S,
+    PROJECT,
+    ContainersError,
+    Stack,
+    inspect,
+    tell,
+    until,
+)
 
 #: Posts of all phases.
 POSTS = 3000
@@ -56,19 +68,30 @@ class Run:
         self._stack.wait_until_healthy()
         self._check_privileges()
         faults = [
-            self._kill_a_worker, self._cut_a_worker_off, self._pause_a_worker, self._kill_redis, self._scale, self._stop
+            self._kill_a_worker, self._cut_a_worker_off, self._pause_a_worker, self._kill_redis,
+            self._scale, self._stop
         ]  # fmt: skip
         for fault in faults:
             self._phase(fault.__name__.strip("_"), fault, POSTS // len(faults))
         ids = self._stack.result_ids()
-        self._require(sorted(ids) == [post["id"] for post in _posts(0, self._sent)], "one result of each post")
+        self._require(
+            sorted(ids) == [post["id"] for post in _posts(0, self._sent)],
+            "one result of each post",
+        )
         self._end()
         self._stack.compose("down", "--volumes")
         volumes, networks = (
-            docker.run("docker", "volume", "ls", "--quiet", "--filter", f"name={PROJECT}"),
-            docker.run("docker", "network", "ls", "--quiet", "--filter", f"name={PROJECT}"),
+            docker.run(
+                "docker", "volume", "ls", "--quiet", "--filter", f"name={PROJECT}"
+            ),
+            docker.run(
+                "docker", "network", "ls", "--quiet", "--filter", f"name={PROJECT}"
+            ),
         )
-        self._require(not volumes + networks, f"no volume or network left by `down --volumes`: {volumes} {networks}")
+        self._require(
+            not volumes + networks,
+            (f"no volume or network left by `down --volumes`: {volumes} {networks}"),
+        )
         return {
             "sent": self._sent,
             "stored": len(set(ids)),
@@ -83,9 +106,14 @@ class Run:
             raise ContainersError(f"not true: {description}")
 
     def _check_privileges(self) -> None:
-        template = "{{.Config.User}} {{.HostConfig.ReadonlyRootfs}} {{.HostConfig.CapDrop}}"
+        template = (
+            "{{.Config.User}} {{.HostConfig.ReadonlyRootfs}} {{.HostConfig.CapDrop}}"
+        )
         for each in self._stack.ids("worker-cpu", "metrics", "flower"):
-            self._require(inspect(each, template) == "10001 true [ALL]", "unprivileged, read-only containers")
+            self._require(
+                inspect(each, template) == "10001 true [ALL]",
+                ("unprivileged, read-only containers"),
+            )
 
     # Phases.
 
@@ -96,22 +124,37 @@ class Run:
         log = self._folder / f"{name}.log"
         process = self._stack.enqueue(_posts(self._sent, posts), log)
         if process.wait(STORED_S):
-            raise ContainersError(f"enqueue exited with status {process.returncode}: {log.read_text()[-2000:]}")
+            raise ContainersError(
+                f"enqueue exited with status {process.returncode}: {log.read_text()[-2000:]}"
+            )
         self._sent += posts
         waiting = self._sent - self._stack.lengths()[0]
         self._require(waiting > 0, "posts wait when the fault begins")
         fault()
-        until(lambda: self._stack.lengths()[0] == self._sent, f"{self._sent} posts are stored", STORED_S)
+        until(
+            lambda: self._stack.lengths()[0] == self._sent,
+            f"{self._sent} posts are stored",
+            STORED_S,
+        )
         self._check()
         seconds = round(time.monotonic() - began, 1)
         self.phases[name] = {"waiting": waiting, "seconds": seconds}
-        tell(f"{name.replace('_', ' ')}: {waiting} posts waited; all stored and healthy after {seconds:.0f} s")
+        tell(
+            f"{name.replace('_', ' ')}: {waiting} posts waited; all stored and healthy after "
+            f"{seconds:.0f} s"
+        )
 
     def _check(self) -> None:
         """Check health, outcomes and metrics."""
         self._stack.wait_until_healthy()
-        self._require(self._stack.lengths() == (self._sent, 0), "stored = sent, no dead letters")
-        until(lambda: self._stack.feedmill("health"), "`feedmill health` exits with 0", HEALTHY_S)
+        self._require(
+            self._stack.lengths() == (self._sent, 0), "stored = sent, no dead letters"
+        )
+        until(
+            lambda: self._stack.feedmill("health"),
+            "`feedmill health` exits with 0",
+            HEALTHY_S,
+        )
         self._stack.wait_until_reported(
             workers_up=WORKERS,
             workers_without_redis=0,
@@ -126,10 +169,19 @@ class Run:
         return self._stack.ids("worker-cpu")[0]
 
     def _kill(self, container: str) -> None:
-        """Kill the container's process, as a crash does. `docker kill` would keep it from being restarted."""
-        pid, restarts = map(int, inspect(container, "{{.State.Pid}} {{.RestartCount}}").split())
+        """Kill the container's process, as a crash does.
+
+        `docker kill` would keep it from being restarted.
+        """
+        pid, restarts = map(
+            int, inspect(container, "{{.State.Pid}} {{.RestartCount}}").split()
+        )
         os.kill(pid, signal.SIGKILL)
-        until(lambda: int(inspect(container, "{{.RestartCount}}")) == restarts + 1, "it is restarted", HEALTHY_S)
+        until(
+            lambda: int(inspect(container, "{{.RestartCount}}")) == restarts + 1,
+            "it is restarted",
+            HEALTHY_S,
+        )
 
     def _kill_a_worker(self) -> None:
         self._kill(self._worker())
@@ -143,9 +195,14 @@ class Run:
         try:
             time.sleep(AWAY_S)
             self._stack.wait_until_reported(workers_up=WORKERS, workers_without_redis=1)
-            self._require(inspect(worker, "{{.State.Health.Status}}") == "healthy", "healthy without Redis")
+            self._require(
+                inspect(worker, "{{.State.Health.Status}}") == "healthy",
+                "healthy without Redis",
+            )
         finally:
-            docker.run("docker", "network", "connect", "--alias", "worker-cpu", network, worker)
+            docker.run(
+                "docker", "network", "connect", "--alias", "worker-cpu", network, worker
+            )
 
     def _pause_a_worker(self) -> None:
         worker = self._worker()
@@ -169,7 +226,9 @@ class Run:
         status = docker.start("docker", "wait", newest, log=self._folder / "wait.log")
         self._stack.scale(WORKERS)
         status.wait(HEALTHY_S)
-        self.exit_statuses.append({"worker-cpu": [int((self._folder / "wait.log").read_text())]})
+        self.exit_statuses.append(
+            {"worker-cpu": [int((self._folder / "wait.log").read_text())]}
+        )
         self._check_exit_statuses()
 
     def _stop(self) -> None:
@@ -185,14 +244,22 @@ class Run:
     def _check_exit_statuses(self) -> None:
         found = self.exit_statuses[-1]
         self._require(
-            not any(status for statuses in found.values() for status in statuses), f"all exit with status 0: {found}"
+            not any(status for statuses in found.values() for status in statuses),
+            f"all exit with status 0: {found}",
         )
 
 
 def _posts(first: int, count: int) -> list[dict[str, str]]:
-    """Return posts numbered from `first`. Their hundred words keep a worker on few cores busy for a while."""
+    """Return posts numbered from `first`.
+
+    Their hundred words keep a worker on few cores busy for a while.
+    """
     return [
-        {"id": f"c{number:06}", "title": f"Rain on the coast ({number})", "body": "wind and a long way home " * 20}
+        {
+            "id": f"c{number:06}",
+            "title": f"Rain on the coast ({number})",
+            "body": "wind and a long way home " * 20,
+        }
         for number in range(first, first + count)
     ]
 
@@ -201,11 +268,16 @@ def run(base: str | None, folder: Path, found: dict[str, Any]) -> None:
     """Run everything and add the figures to `found`. Raises ContainersError."""
     found["engine"] = docker.run("docker", "version", "--format", "{{.Server.Version}}")
     found["build_s"] = docker.build_images(base)
-    sizes = {name: int(inspect(name, "{{.Size}}")) for name in (docker.PRODUCER, docker.WORKER)}
+    sizes = {
+        name: int(inspect(name, "{{.Size}}"))
+        for name in (docker.PRODUCER, docker.WORKER)
+    }
     found["image_mb"] = {name: round(size / 1e6) for name, size in sizes.items()}
     tell(f"images in MB: {found['image_mb']}")
     if sizes[docker.WORKER] > MAX_WORKER_BYTES:
-        raise ContainersError(f"the worker's image has {sizes[docker.WORKER]} bytes, more than {MAX_WORKER_BYTES}")
+        raise ContainersError(
+            f"the worker's image has {sizes[docker.WORKER]} bytes, more than {MAX_WORKER_BYTES}"
+        )
     stack = Stack(folder, base is not None)
     try:
         found |= Run(folder, stack).go()
@@ -221,8 +293,14 @@ def _exit(number: int, _: object) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.containers", description=__doc__.split("\n")[0])
-    parser.add_argument("--debian", metavar="IMAGE", help="Debian image with Python to build on, without a registry")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.containers", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--debian",
+        metavar="IMAGE",
+        help=("Debian image with Python to build on, without a registry"),
+    )
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _exit)
     found: dict[str, Any] = {}

@@ -21,15 +21,19 @@ PRODUCER, WORKER, DEBIAN = "feedmill-producer", "feedmill-worker:cpu", "feedmill
 COMMAND_S, BUILD_S, POLL_S = 120.0, 1800.0, 1.0
 LOG_LINES = 20
 PROJECT = "feedmill-containers"
-COMPOSE = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+COMPOSE = (
+    ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+)
 #: The GPU's and Reddit's services need what test machines lack.
 SERVICES = ("redis", "worker-cpu", "metrics", "flower", "prometheus")
-#: Seconds for all containers to be healthy; for Prometheus to scrape a change (every 15 s, with names every 30 s).
+#: Seconds for all containers to be healthy; for Prometheus to scrape a change (every 15 s, with
+#: names every 30 s).
 HEALTHY_S, SCRAPED_S = 180.0, 120.0
 #: Code that queries Prometheus from a container on its network.
 QUERY = (
     "import json, sys; from urllib.parse import quote; from urllib.request import urlopen; "
-    "print(json.dumps([json.load(urlopen('http://prometheus:9090/api/v1/query?query=' + quote(each), timeout=10))"
+    "print(json.dumps([json.load(urlopen('http://prometheus:9090/api/v1/query?query=' + "
+    "quote(each), timeout=10))"
     "['data']['result'] for each in sys.argv[1:]]))"
 )
 
@@ -60,19 +64,29 @@ def until(holds: Callable[[], object], description: str, seconds: float) -> None
 def run(*command: str, seconds: float = COMMAND_S) -> str:
     """Run a command and return its output without the last newline. Raises ContainersError."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise ContainersError(f"`{shlex.join(command)}` did not end within {seconds:.0f} s") from None
+        raise ContainersError(
+            f"`{shlex.join(command)}` did not end within {seconds:.0f} s"
+        ) from None
     if done.returncode:
         said = "\n".join((done.stdout + done.stderr).splitlines()[-LOG_LINES:])
-        raise ContainersError(f"`{shlex.join(command)}` exited with status {done.returncode}: {said}")
+        raise ContainersError(
+            f"`{shlex.join(command)}` exited with status {done.returncode}: {said}"
+        )
     return done.stdout.strip()
 
 
-def start(*command: str, log: Path, stdin: Path = Path("/dev/null")) -> "subprocess.Popen[str]":
+def start(
+    *command: str, log: Path, stdin: Path = Path("/dev/null")
+) -> "subprocess.Popen[str]":
     """Start a command in the background."""
     with stdin.open() as given, log.open("w") as said:
-        return subprocess.Popen(command, stdin=given, stdout=said, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, stdin=given, stdout=said, stderr=subprocess.STDOUT, text=True
+        )
 
 
 def inspect(container: str, template: str) -> str:
@@ -82,19 +96,36 @@ def inspect(container: str, template: str) -> str:
 def build_images(base: str | None) -> dict[str, float]:
     """Build the images and return the seconds of each.
 
-    base: the image to build on instead of python:slim; with it, build one of Redis and Prometheus, too.
+    base: the image to build on instead of python:slim; with it, build one of Redis and Prometheus,
+    too.
     """
-    images = {PRODUCER: ("docker/producer.Dockerfile", "."), WORKER: ("docker/worker.Dockerfile", ".")}
+    images = {
+        PRODUCER: ("docker/producer.Dockerfile", "."),
+        WORKER: ("docker/worker.Dockerfile", "."),
+    }
     if base:
         images[DEBIAN] = ("tests/containers/debian.Dockerfile", "tests/containers")
-    return {name: _build(name, base, file, folder) for name, (file, folder) in images.items()}
+    return {
+        name: _build(name, base, file, folder)
+        for name, (file, folder) in images.items()
+    }
 
 
 def _build(name: str, base: str | None, file: str, folder: str) -> float:
     began = time.monotonic()
     tell(f"building {name}")
     argument = ("--build-arg", f"PYTHON={base}") if base else ()
-    command = ["docker", "build", "--network", "host", *argument, "--tag", name, "--file", str(ROOT / file)]
+    command = [
+        "docker",
+        "build",
+        "--network",
+        "host",
+        *argument,
+        "--tag",
+        name,
+        "--file",
+        str(ROOT / file),
+    ]
     run(*command, str(ROOT / folder), seconds=BUILD_S)
     return round(time.monotonic() - began, 1)
 
@@ -109,7 +140,11 @@ class Stack:
         example = (ROOT / "docker" / ".env.example").read_text()
         environment = folder / "environment"
         environment.write_text(
-            re.sub(r"(?m)^(\w+_PASSWORD)=$", lambda found: found[0] + secrets.token_hex(24), example)
+            re.sub(
+                r"(?m)^(\w+_PASSWORD)=$",
+                lambda found: found[0] + secrets.token_hex(24),
+                example,
+            )
         )
         self._command = [
             *COMPOSE, "--project-name", PROJECT, "--env-file", str(environment),
@@ -124,7 +159,15 @@ class Stack:
 
     def scale(self, workers: int) -> None:
         """Start or stop workers, and whatever else is not running."""
-        self.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", f"worker-cpu={workers}", *SERVICES)
+        self.compose(
+            "up",
+            "--detach",
+            "--no-build",
+            "--no-recreate",
+            "--scale",
+            f"worker-cpu={workers}",
+            *SERVICES,
+        )
 
     def ids(self, *services: str) -> list[str]:
         """Return the containers' ids, oldest first. Without services: all of them."""
@@ -132,16 +175,34 @@ class Stack:
         for service in services or SERVICES:
             labels = {"project": PROJECT, "service": service, "oneoff": "False"}
             filters = [
-                word for name in labels for word in ("--filter", f"label=com.docker.compose.{name}={labels[name]}")
+                word
+                for name in labels
+                for word in (
+                    "--filter",
+                    f"label=com.docker.compose.{name}={labels[name]}",
+                )
             ]
-            found += reversed(run("docker", "ps", "--all", "--quiet", "--no-trunc", *filters).split())
+            found += reversed(
+                run("docker", "ps", "--all", "--quiet", "--no-trunc", *filters).split()
+            )
         return found
 
-    def enqueue(self, posts: Iterable[dict[str, str]], log: Path) -> "subprocess.Popen[str]":
+    def enqueue(
+        self, posts: Iterable[dict[str, str]], log: Path
+    ) -> "subprocess.Popen[str]":
         """Send the posts as the documented command does, in the background."""
         file = log.with_suffix(".jsonl")
         file.write_text("".join(json.dumps(post) + "\n" for post in posts))
-        command = [*self._command, "run", "--rm", "--no-deps", "-T", "feedmill", "enqueue", "-"]
+        command = [
+            *self._command,
+            "run",
+            "--rm",
+            "--no-deps",
+            "-T",
+            "feedmill",
+            "enqueue",
+            "-",
+        ]
         return start(*command, stdin=file, log=log)
 
     def feedmill(self, *arguments: str) -> str:
@@ -156,8 +217,13 @@ class Stack:
     def lengths(self) -> tuple[int, int]:
         """Return the numbers of stored results and dead letters. Raises ContainersError."""
         (redis,) = self.ids("redis")
-        script = f"REDISCLI_AUTH=$REDIS_PASSWORD; export REDISCLI_AUTH; for key in {RESULTS_STREAM} {DEAD_LETTERS}; do "
-        lines = run("docker", "exec", redis, "sh", "-c", script + "redis-cli xlen $key; done").split()
+        script = (
+            "REDISCLI_AUTH=$REDIS_PASSWORD; export REDISCLI_AUTH; for key in "
+            f"{RESULTS_STREAM} {DEAD_LETTERS}; do "
+        )
+        lines = run(
+            "docker", "exec", redis, "sh", "-c", script + "redis-cli xlen $key; done"
+        ).split()
         with suppress(ValueError):
             stored, dead = map(int, lines)
             return stored, dead
@@ -165,7 +231,9 @@ class Stack:
 
     def wait_until_healthy(self) -> None:
         def healthy() -> bool:
-            states = run("docker", "inspect", "--format", "{{.State.Health.Status}}", *self.ids()).split()
+            states = run(
+                "docker", "inspect", "--format", "{{.State.Health.Status}}", *self.ids()
+            ).split()
             if set(states) != {"healthy"}:
                 raise ContainersError(" ".join(states))
             return True
@@ -178,7 +246,9 @@ class Stack:
         queries = [QUERIES[name] for name in wanted]
 
         def reported() -> bool:
-            results = json.loads(run("docker", "exec", metrics, "python", "-c", QUERY, *queries))
+            results = json.loads(
+                run("docker", "exec", metrics, "python", "-c", QUERY, *queries)
+            )
             found = dict(zip(wanted, map(_value, results), strict=True))
             if found != wanted:
                 raise ContainersError(f"found {found}")
@@ -188,7 +258,10 @@ class Stack:
 
     def exit_statuses(self) -> dict[str, list[int]]:
         """Return the exit statuses of stopped containers by service."""
-        return {name: [int(inspect(each, "{{.State.ExitCode}}")) for each in self.ids(name)] for name in SERVICES}
+        return {
+            name: [int(inspect(each, "{{.State.ExitCode}}")) for each in self.ids(name)]
+            for name in SERVICES
+        }
 
     def logs(self) -> str:
         with suppress(ContainersError):

@@ -1,4 +1,5 @@
-"""The task without a queue (called directly, `apply`, `task_always_eager`), and sent from another application.
+"""The task without a queue (called directly, `apply`, `task_always_eager`), and sent from another
+application.
 
 The calls run in a separate process, like an application's, and without Redis where none is needed.
 """
@@ -14,10 +15,17 @@ from typing import Any
 
 import pytest
 
-from tests.support import NEW_INTERPRETER, RedisServer, _environment, free_port, run, working
+from tests.support import (
+    NEW_INTERPRETER,
+    RedisServer,
+    _environment,
+    free_port,
+    run,
+    working,
+)
 
-#: Code of the application's process. It runs one program per line of input, and prints the program's variable `said`
-#: or its exception.
+#: Code of the application's process. It runs one program per line of input, and prints the
+#: program's variable `said` or its exception.
 CALLER = """
 import json, sys
 names = {}
@@ -49,7 +57,11 @@ class Caller:
 
     def __init__(self, folder: Path, **environment: str) -> None:
         nowhere = f"redis://127.0.0.1:{free_port()}/0"
-        ours = {"FEEDMILL_DATA_FOLDER": str(folder / "no-stack"), "FEEDMILL_REDIS_URL": nowhere, "BROKER": nowhere}
+        ours = {
+            "FEEDMILL_DATA_FOLDER": str(folder / "no-stack"),
+            "FEEDMILL_REDIS_URL": nowhere,
+            "BROKER": nowhere,
+        }
         self.errors = folder / "caller.log"
         with self.errors.open("w") as errors:
             self._process = subprocess.Popen(
@@ -124,21 +136,47 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
 HEAVY = "huggingface_hub scipy sklearn sympy torch._dynamo transformers"
 
 
-@pytest.mark.parametrize(
-    ("program", "absent"),
-    [
+#: Programs that run one after the other in one interpreter, with what none of them up to there
+#: may have imported: a new interpreter for each would take seconds.
+PROGRAMS: dict[str, list[tuple[str, str]]] = {
+    "commands": [
         ("", "celery pydantic redis torch"),
-        ("feedmill.classify_task", "torch"),
-        ("feedmill.classify(['rain'])", f"celery kombu pandas {HEAVY}"),
+        (
+            "import feedmill.cli.main; feedmill.cli.main.application('--help')",
+            "celery pydantic redis rich torch",
+        ),
         ("import feedmill.cli.offline, feedmill.cli.running", "celery torch"),
-        ("import feedmill.cli.main; feedmill.cli.main.application('--help')", "celery pydantic redis rich torch"),
-        ("import feedmill.workers.run; feedmill.classify(['rain'])", f"flower jinja2 pandas {HEAVY}"),
     ],
-)
-def test_imports_only_what_is_needed(tmp_path: Path, program: str, absent: str) -> None:
-    code = f"import sys, feedmill; {program}\nprint({set(absent.split())} & set(sys.modules))"
+    "functions": [
+        (
+            "feedmill.results, feedmill.dead_letters, feedmill.purge",
+            "pandas pyarrow torch",
+        ),
+        ("feedmill.export, feedmill.train, feedmill.evaluate", "pandas pyarrow torch"),
+        ("feedmill.classify_task", "torch"),
+    ],
+    "models": [
+        ("feedmill.classify(['rain'])", f"celery kombu pandas {HEAVY}"),
+        (
+            "import feedmill.workers.run; feedmill.classify(['rain'])",
+            f"flower jinja2 pandas {HEAVY}",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("programs", PROGRAMS.values(), ids=PROGRAMS)
+def test_imports_only_what_is_needed(
+    tmp_path: Path, programs: list[tuple[str, str]]
+) -> None:
+    lines = ["import sys, feedmill"]
+    for program, absent in programs:
+        lines.append(program)
+        lines.append(f"print({set(absent.split())} & set(sys.modules))")
     environment = _environment(tmp_path) | NEW_INTERPRETER
-    assert run([sys.executable, "-P", "-c", code], tmp_path, environment).stdout == "set()\n"
+    command = [sys.executable, "-P", "-c", "\n".join(lines)]
+    said = run(command, tmp_path, environment)
+    assert said.stdout == "set()\n" * len(programs), said.stderr
 
 
 def test_direct_call_returns_outcomes(here: Caller) -> None:
@@ -146,25 +184,42 @@ def test_direct_call_returns_outcomes(here: Caller) -> None:
     assert here.say("labels(feedmill.classify_task([POSTS[0], {'id': 'x'}, 5]))") == [
         "sports", NO_TEXT, "a post must be a JSON object"
     ]  # fmt: skip
-    assert here.say("labels(feedmill.classify_task(POSTS, 'tea, football', top_k=1))") == ["football", "tea"]
+    assert here.say(
+        "labels(feedmill.classify_task(POSTS, 'tea, football', top_k=1))"
+    ) == [
+        "football",
+        "tea",
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("posts=[{'id': 'x'}]", f"MessageFailed: 1 of 1 posts failed: x: {NO_TEXT}"),
-        ("posts=[*POSTS, {'id': 'x'}], strict=True", f"MessageFailed: 1 of 3 posts failed: x: {NO_TEXT}"),
+        (
+            "posts=[*POSTS, {'id': 'x'}], strict=True",
+            (f"MessageFailed: 1 of 3 posts failed: x: {NO_TEXT}"),
+        ),
         ("", "RequestRefused: posts: expected a list of at least one post"),
         ("posts=POSTS, lables='a'", "RequestRefused: lables: unknown argument"),
-        ("POSTS, None, None, 0, 0, None, 1", "RequestRefused: argument 7: unknown argument"),
+        (
+            "POSTS, None, None, 0, 0, None, None, 1",
+            "RequestRefused: argument 8: unknown argument",
+        ),
         ("posts=POSTS, labels=''", "RequestRefused: labels: name at least one label"),
     ],
 )
-def test_invalid_calls_raise_however_the_task_is_called(here: Caller, arguments: str, words: str) -> None:
+def test_invalid_calls_raise_however_the_task_is_called(
+    here: Caller, arguments: str, words: str
+) -> None:
     """The exception is the same however the task is called, and the next call works."""
     assert here.fail(f"feedmill.classify_task({arguments})").startswith(words)
-    assert here.fail(f"feedmill.classify_task.s({arguments}).apply().get()").startswith(words)
-    assert here.fail(f"feedmill.classify_task.delay({arguments}).get()").startswith(words)
+    assert here.fail(f"feedmill.classify_task.s({arguments}).apply().get()").startswith(
+        words
+    )
+    assert here.fail(f"feedmill.classify_task.delay({arguments}).get()").startswith(
+        words
+    )
     assert here.say("labels(feedmill.classify_task(POSTS[1:]))") == ["food"]
 
 
@@ -172,10 +227,11 @@ def test_threads_share_one_model(here: Caller) -> None:
     here.run("""
 found, loaded = {}, feedmill.classify_task(posts=POSTS[:1])
 def ask(number):
-    posts = [{"id": f"{number}-{at}", "title": POSTS[(number + at) % 2]["title"]} for at in range(7)]
+    titles = [POSTS[(number + at) % 2]["title"] for at in range(7)]
+    posts = [{"id": f"{number}-{at}", "title": title} for at, title in enumerate(titles)]
     for turn in range(5):
         outcomes = feedmill.classify_task(posts=posts, top_k=number + 1)
-        found[number, turn] = [[outcome["id"], outcome["label"], len(outcome["scores"])] for outcome in outcomes]
+        found[number, turn] = [[one["id"], one["label"], len(one["scores"])] for one in outcomes]
 threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
@@ -183,33 +239,54 @@ for thread in threads: thread.join()
     found = here.say("[[*key, value] for key, value in found.items()]")
     assert len(found) == 40
     for number, _, outcomes in found:
-        assert outcomes == [[f"{number}-{at}", ["sports", "food"][(number + at) % 2], number + 1] for at in range(7)]
-    assert here.say("sorted({thread.name for thread in threading.enumerate() if 'writer' in thread.name})") == [
-        "writer"
-    ]
+        assert outcomes == [
+            [f"{number}-{at}", ["sports", "food"][(number + at) % 2], number + 1]
+            for at in range(7)
+        ]
+    assert here.say(
+        "sorted({thread.name for thread in threading.enumerate() if 'writer' in thread.name})"
+    ) == ["writer"]
 
 
 # With a queue.
 
 
 def test_sends_from_another_application(redis: RedisServer, tmp_path: Path) -> None:
-    """Messages go to FEEDMILL_QUEUE, not to the application's default queue, unless `queue` is given."""
+    """Messages go to FEEDMILL_QUEUE, not to the application's default queue, unless `queue` is
+    given.
+    """
     (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden" / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
+    (tmp_path / "hidden" / "torch.py").write_text(
+        "raise ModuleNotFoundError('No module named torch', name='torch')"
+    )
     settings = {"FEEDMILL_QUEUE": "labelled", "FEEDMILL_REDIS_URL": redis.url}
-    with calling(tmp_path, BROKER=redis.url, PYTHONPATH=str(tmp_path / "hidden"), **settings) as caller:
+    with calling(
+        tmp_path, BROKER=redis.url, PYTHONPATH=str(tmp_path / "hidden"), **settings
+    ) as caller:
         caller.run(APPLICATION)
         for call in (
             "feedmill.classify_task(posts=POSTS)",
             "feedmill.classify_task.apply(kwargs={'posts': POSTS}).get()",
         ):
             assert re.match(
-                r"UserError: .*torch.*feedmill\[worker\].*feedmill\.classify_task\.delay", caller.fail(call)
+                r"UserError: .*torch.*feedmill\[worker\].*feedmill\.classify_task\.delay",
+                caller.fail(call),
             )
         caller.run("feedmill.classify_task.apply_async((POSTS,), queue='aside')")
         caller.run("app.send_task('feedmill.classify', (POSTS,))")
         caller.run("sent = feedmill.classify_task.delay(posts=POSTS)")
-        assert [redis.client.llen(queue) for queue in ("labelled", "aside", "of-mine", "feedmill")] == [2, 1, 0, 0]
+        assert [
+            redis.client.llen(queue)
+            for queue in ("labelled", "aside", "of-mine", "feedmill")
+        ] == [2, 1, 0, 0]
         with working(redis, tmp_path, FEEDMILL_QUEUE="labelled"):
-            assert caller.say("[outcome['id'] for outcome in sent.get(timeout=120)]") == ["1", "2"]
-            assert caller.say("len(group(feedmill.classify_task.s(POSTS) for _ in range(3))().get(timeout=120))") == 3
+            assert caller.say(
+                "[outcome['id'] for outcome in sent.get(timeout=120)]"
+            ) == ["1", "2"]
+            assert (
+                caller.say(
+                    "len(group(feedmill.classify_task.s(POSTS) for _ in "
+                    "range(3))().get(timeout=120))"
+                )
+                == 3
+            )

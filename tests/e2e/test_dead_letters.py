@@ -14,32 +14,51 @@ from feedmill.shared.broker import make_app, queue_depth
 from feedmill.shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import PASSWORD, Feedmill, RedisServer, dead_letters, wait_until, wait_until_empty, working
+from tests.support import (
+    PASSWORD,
+    Feedmill,
+    RedisServer,
+    dead_letters,
+    wait_until,
+    wait_until_empty,
+    working,
+)
 
 SECRET = "what somebody wrote"
 POST: dict[str, Any] = {"id": "x", "title": SECRET, "author": "someone"}
 
 
 @pytest.fixture(scope="module")
-def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Feedmill]:
+def worker(
+    redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Feedmill]:
     redis_server.client.flushall()
-    with working(redis_server, tmp_path_factory.mktemp("worker"), FEEDMILL_LOG_FORMAT="json") as it:
+    with working(
+        redis_server, tmp_path_factory.mktemp("worker"), FEEDMILL_LOG_FORMAT="json"
+    ) as it:
         yield it
         assert it.end() == 0, it.text()
         assert "Traceback" not in it.text()
         assert SECRET not in it.text()
         assert PASSWORD not in it.text()
-        lines = [json.loads(line) for line in it.text().splitlines() if line.startswith("{")]
+        lines = [
+            json.loads(line) for line in it.text().splitlines() if line.startswith("{")
+        ]
         assert all(line["level"] for line in lines)
         assert lines[0]["message"].startswith("device cpu in ")
 
 
 @pytest.fixture
 def app(worker: Feedmill, redis_server: RedisServer) -> Iterator[Celery]:
-    """A client of the worker. After each test, the worker must still be running and answer the client's message."""
+    """A client of the worker.
+
+    After each test, the worker must still be running and answer the client's message.
+    """
     app = make_app(Settings.model_validate({"redis_url": redis_server.url}))
     yield app
-    (found,) = app.send_task("feedmill.classify", kwargs={"posts": [{"id": "y", "title": "A goal"}]}).get(timeout=120)
+    (found,) = app.send_task(
+        "feedmill.classify", kwargs={"posts": [{"id": "y", "title": "A goal"}]}
+    ).get(timeout=120)
     assert found["id"] == "y"
     assert worker.process.poll() is None
     wait_until_empty(redis_server.client)
@@ -73,7 +92,9 @@ def letters(redis: RedisServer, count: int = 1) -> list[DeadLetter]:
 
 
 #: Headers of Celery's message protocol 2, which name the task.
-TO_US, TO_NOBODY = ({"task": name, "id": "1"} for name in ("feedmill.classify", "no.such"))
+TO_US, TO_NOBODY = (
+    {"task": name, "id": "1"} for name in ("feedmill.classify", "no.such")
+)
 UNKNOWN = "'no.such'"
 
 
@@ -82,9 +103,11 @@ UNKNOWN = "'no.such'"
     [
         (message(headers=TO_NOBODY), UNKNOWN, ["x"]),
         (message(headers={"task": "no.such"}), UNKNOWN, ["x"]),
-        (message([[], {"posts": [POST, {"id": "z"}]}, {}], headers=TO_NOBODY), UNKNOWN, ["x", "z"]),
+        (message([[], {"posts": [POST, {"id": "z"}]}, {}], headers=TO_NOBODY), UNKNOWN,
+        ["x", "z"]),
         (message([[1, 2], {}, {}], headers=TO_NOBODY), UNKNOWN, [None]),
-        (message({"task": "no.such", "id": "1", "args": [[POST]], "kwargs": {}}, headers={}), UNKNOWN, ["x"]),
+        (message({"task": "no.such", "id": "1", "args": [[POST]], "kwargs": {}}, headers={}),
+        UNKNOWN, ["x"]),
         (message({"no": "task"}, headers={}), "headers", [None]),
         (message(headers={"task": ["list"], "id": "1"}), "task has the wrong type, list", ["x"]),
         (message(headers={"task": "feedmill.classify"}), "KeyError: 'id'", ["x"]),
@@ -97,8 +120,10 @@ UNKNOWN = "'no.such'"
         (message([[[POST] * 1001], {}, {}]), "posts: 1001 in one message; at most 1000", [None]),
     ],
     ids=[
-        "unknown", "no id", "several posts", "no posts", "first protocol", "no task", "odd task", "no id of ours",
-        "odd eta", "eta out of range", "no three parts", "no JSON", "pickle", "no list", "too many posts",
+        "unknown", "no id", "several posts", "no posts", "first protocol", "no task", "odd task",
+        "no id of ours",
+        "odd eta", "eta out of range", "no three parts", "no JSON", "pickle", "no list",
+        "too many posts",
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("app")
@@ -115,20 +140,33 @@ def test_messages_that_match_no_task_become_dead_letters(
         assert "author" not in (letter.post or "")
 
 
-@pytest.mark.parametrize(("posts", "characters"), [(200, 10**6), (50, 25 * 10**6)], ids=["1 MB", "25 MB"])
+@pytest.mark.parametrize(
+    ("posts", "characters"), [(200, 10**6), (50, 25 * 10**6)], ids=["1 MB", "25 MB"]
+)
 def test_long_labels_are_not_copied_for_each_post(
     app: Celery, redis_server: RedisServer, posts: int, characters: int
 ) -> None:
-    """Redis stores at most MAX_DEAD_MESSAGE_BYTES of dead letters, and the sender gets a short error."""
+    """Redis stores at most MAX_DEAD_MESSAGE_BYTES of dead letters, and the sender gets a short
+    error.
+    """
     sent = [{"id": f"p{number}", "title": "t"} for number in range(posts)]
     labels = ["x" * characters] * 2
     before = redis_server.client.info("memory")["used_memory"]
-    answer = app.send_task("feedmill.classify", kwargs={"posts": sent, "labels": labels}, compression="gzip")
+    answer = app.send_task(
+        "feedmill.classify",
+        kwargs={"posts": sent, "labels": labels},
+        compression="gzip",
+    )
     with pytest.raises(Exception, match="labels: ") as raised:
         answer.get(timeout=120)
     assert len(str(raised.value)) < 1000
-    assert all(len(letter.reason) < 200 for letter in letters(redis_server, min(posts, 100)))
-    wait_until(lambda: redis_server.client.xlen("feedmill:dead") == posts, "every post is a dead letter")
+    assert all(
+        len(letter.reason) < 200 for letter in letters(redis_server, min(posts, 100))
+    )
+    wait_until(
+        lambda: redis_server.client.xlen("feedmill:dead") == posts,
+        ("every post is a dead letter"),
+    )
     wait_until_empty(redis_server.client)
     kept: Any = redis_server.client.xrange("feedmill:dead")
     assert sum(len(fields["letter"]) for _, fields in kept) < 100_000
@@ -137,10 +175,14 @@ def test_long_labels_are_not_copied_for_each_post(
 
 
 @pytest.mark.usefixtures("app")
-def test_dead_letter_keeps_the_readable_parts_of_a_message(redis_server: RedisServer) -> None:
+def test_dead_letter_keeps_the_readable_parts_of_a_message(
+    redis_server: RedisServer,
+) -> None:
     sent = message([[[POST]], {"top_k": 1}, {}], headers=TO_US | {"eta": "soon"})
     sent["properties"]["delivery_info"]["delivery_count"] = 2
-    redis_server.client.lpush("feedmill", json.dumps(sent), json.dumps(message(b"\xffwhat")))
+    redis_server.client.lpush(
+        "feedmill", json.dumps(sent), json.dumps(message(b"\xffwhat"))
+    )
     (letter,) = (each for each in letters(redis_server, 2) if each.id)
     (other,) = (each for each in letters(redis_server, 2) if not each.id)
     assert (json.loads(letter.post or ""), json.loads(letter.options or "")) == (
@@ -153,24 +195,35 @@ def test_dead_letter_keeps_the_readable_parts_of_a_message(redis_server: RedisSe
     assert (other.post, other.payload) == (None, "\ufffdwhat")
 
 
-def test_sender_of_an_unknown_task_gets_not_registered(app: Celery, redis_server: RedisServer) -> None:
+def test_sender_of_an_unknown_task_gets_not_registered(
+    app: Celery, redis_server: RedisServer
+) -> None:
     answer = app.send_task("no.such", kwargs={"posts": [POST]})
     assert isinstance(answer.get(timeout=120, propagate=False), NotRegistered)
     assert letters(redis_server)[0].message == answer.id
 
 
-def test_sender_of_an_invalid_message_gets_the_error(app: Celery, redis_server: RedisServer) -> None:
+def test_sender_of_an_invalid_message_gets_the_error(
+    app: Celery, redis_server: RedisServer
+) -> None:
     odd = message(headers=TO_US | {"id": "2", "eta": "9999-12-31T23:59:59-12:00"})
     redis_server.client.lpush("feedmill", json.dumps(odd))
-    assert isinstance(app.AsyncResult("2").get(timeout=120, propagate=False), OverflowError)
+    assert isinstance(
+        app.AsyncResult("2").get(timeout=120, propagate=False), OverflowError
+    )
     assert letters(redis_server)[0].message == "2"
 
 
 @pytest.mark.usefixtures("app")
-def test_worker_keeps_the_message_until_its_letter_is_stored(redis_server: RedisServer, worker: Feedmill) -> None:
+def test_worker_keeps_the_message_until_its_letter_is_stored(
+    redis_server: RedisServer, worker: Feedmill
+) -> None:
     redis_server.client.set("feedmill:dead", "in the way")
     redis_server.client.lpush("feedmill", json.dumps(message(headers=TO_NOBODY)))
-    wait_until(lambda: worker.says("WRONGTYPE"), "the worker has failed to write the dead letter")
+    wait_until(
+        lambda: worker.says("WRONGTYPE"),
+        "the worker has failed to write the dead letter",
+    )
     assert queue_depth(redis_server.client, "feedmill").held == 1
     redis_server.client.delete("feedmill:dead")
     assert letters(redis_server)[0].id == "x"
@@ -182,8 +235,14 @@ def test_worker_keeps_the_message_until_its_letter_is_stored(redis_server: Redis
     ids=["bytes", "no object", "no base64"],
 )
 @pytest.mark.usefixtures("app")
-def test_elements_that_are_no_messages_become_dead_letters(redis_server: RedisServer, element: bytes) -> None:
+def test_elements_that_are_no_messages_become_dead_letters(
+    redis_server: RedisServer, element: bytes
+) -> None:
     redis_server.client.lpush("feedmill", element)
     (letter,) = letters(redis_server)
-    assert (letter.id, letter.payload, letter.queue) == (None, element.decode("utf-8", "replace"), "feedmill")
+    assert (letter.id, letter.payload, letter.queue) == (
+        None,
+        element.decode("utf-8", "replace"),
+        "feedmill",
+    )
     assert letter.reason.startswith("not a Celery message: ")

@@ -1,4 +1,6 @@
-"""A short differential test (tests/differential.py); `make long` runs it with ten thousand messages."""
+"""A short differential test (tests/differential.py); `make long` runs it with ten thousand
+messages.
+"""
 
 from pathlib import Path
 
@@ -26,22 +28,45 @@ def test_seeded_draw_is_repeatable_and_covers_everything() -> None:
     calls = [call for sending in sendings for call in sending.calls]
     assert {call.task for call in calls} >= TASKS.keys()
     assert {call.fate for call in calls} == FATES.keys()
-    assert {sending.kind for sending in sendings} == {"single", "chain", "group", "chord"}
+    shapes = {(sending.kind, sending.protocol) for sending in sendings}
+    assert shapes == {
+        (kind, protocol)
+        for kind in ("single", "chain", "group", "chord")
+        for protocol in (1, 2)
+    }
     assert {name for call in calls for name in call.options} == {
-        "ignore_result", "priority", "time_limit", "soft_time_limit", "countdown", "expires", "shadow", "headers",
+        "ignore_result", "priority", "time_limit", "soft_time_limit", "countdown", "expires",
+        "shadow", "headers",
+        "compression",
     }  # fmt: skip
     assert any(call.stamps for call in calls)
     assert any(call.link for call in calls)
     assert any(call.errbacks for call in calls)
 
 
-def test_a_failing_callback_does_not_stop_the_worker(redis: RedisServer, tmp_path: Path) -> None:
-    """A stock worker logs the failure and continues; an invalid callback must not stop ours either."""
+def test_a_failing_callback_does_not_stop_the_worker(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    """A stock worker logs the failure and continues; an invalid callback must not stop ours
+    either.
+    """
     app = application(redis)
     posts = [{"id": "1", "title": "The keeper saved two penalties in the final"}]
-    with working(redis, tmp_path, FEEDMILL_INCLUDE="tests.fakes.differential_tasks") as worker:
-        takes_no_more_than_an_id = app.signature("differential.failed", kwargs={"more": 1})
-        app.send_task("differential.reject", kwargs={"posts": posts}, link_error=takes_no_more_than_an_id)
-        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=120)
+    with working(
+        redis, tmp_path, FEEDMILL_INCLUDE="tests.fakes.differential_tasks"
+    ) as worker:
+        takes_no_more_than_an_id = app.signature(
+            "differential.failed", kwargs={"more": 1}
+        )
+        app.send_task(
+            "differential.reject",
+            kwargs={"posts": posts},
+            link_error=takes_no_more_than_an_id,
+        )
+        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(
+            timeout=120
+        )
         wait_until(lambda: worker.says("ERROR"), "the worker logs the failure")
-        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=120)
+        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(
+            timeout=120
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from feedmill.shared.linux import process_namespace
 from feedmill.shared.settings import LOCK_FILE
 from tests.support import RedisServer, feedmill, processes_in, running, wait_until
 
@@ -71,7 +72,9 @@ def test_commands_find_an_up_that_still_imports(tmp_path: Path) -> None:
     with running("up", "--data-folder", "data", cwd=tmp_path, **slow) as up:
         wait_until((tmp_path / "importing").exists, "the imports have begun")
         data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
-        said = feedmill("enqueue", "-", cwd=tmp_path, stdin='{"title": "A penalty"}\n', **data)
+        said = feedmill(
+            "enqueue", "-", cwd=tmp_path, stdin='{"title": "A penalty"}\n', **data
+        )
         assert (said.returncode, said.stdout) == (2, "")
         assert "`feedmill up` is starting or stopping" in said.stderr
         assert str(tmp_path / "data") in said.stderr
@@ -89,11 +92,19 @@ def test_ctrl_c_while_up_starts_is_a_clean_stop(tmp_path: Path) -> None:
     wait_until(lambda: processes_in(tmp_path) == [], "no process is left")
 
 
-@pytest.mark.parametrize(("command", "how", "status"), [("up", signal.SIGTERM, 0), ("demo", signal.SIGINT, 130)])
-def test_a_signal_during_a_fork_is_not_lost(tmp_path: Path, command: str, how: signal.Signals, status: int) -> None:
+@pytest.mark.parametrize(
+    ("command", "how", "status"),
+    [("up", signal.SIGTERM, 0), ("demo", signal.SIGINT, 130)],
+)
+def test_a_signal_during_a_fork_is_not_lost(
+    tmp_path: Path, command: str, how: signal.Signals, status: int
+) -> None:
     """Python drops exceptions of signal handlers there."""
     (tmp_path / "imports").mkdir()
-    code = f"import os, signal\nos.register_at_fork(after_in_parent=lambda: signal.raise_signal({how:d}))\n"
+    code = (
+        "import os, signal\nos.register_at_fork(after_in_parent=lambda: "
+        f"signal.raise_signal({how:d}))\n"
+    )
     (tmp_path / "imports" / "sitecustomize.py").write_text(code)
     first = {"PYTHONPATH": str(tmp_path / "imports"), "NEW_INTERPRETER": "1"}
     with running(command, cwd=tmp_path, FEEDMILL_DATA_FOLDER="data", **first) as stack:
@@ -102,18 +113,37 @@ def test_a_signal_during_a_fork_is_not_lost(tmp_path: Path, command: str, how: s
     assert processes_in(tmp_path) == []
 
 
-def test_a_worker_that_loads_its_model_stops_cleanly(redis: RedisServer, tmp_path: Path) -> None:
-    with running("worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_LOG_LEVEL="debug") as worker:
+def test_a_worker_that_loads_its_model_stops_cleanly(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    with running(
+        "worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_LOG_LEVEL="debug"
+    ) as worker:
         wait_until(worker.text, "the worker logs its start")
         assert worker.end() == 0
         assert "Traceback" not in worker.text()
 
 
-@pytest.mark.parametrize("text", ["{", '{"pid": OURS, "namespace": "elsewhere"}', '{"pid": -1, "namespace": ""}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[" * 100_000,
+        '{"pid": OURS, "namespace": "elsewhere"}',
+        '{"pid": -1, "namespace": ""}',
+    ]
+    + [
+        f'{{"pid": {pid}, "namespace": "HERE"}}'
+        for pid in ("1e400", "1" + "0" * 30, "true", "OURS.5", '"1"', "[1]")
+    ],
+)
 def test_ends_no_process_that_it_does_not_know(tmp_path: Path, text: str) -> None:
     """A PID from a container names another process here."""
     with holding(tmp_path) as holder:
-        (tmp_path / LOCK_FILE).write_text(text.replace("OURS", str(os.getpid())))
+        content = text.replace("OURS", str(os.getpid())).replace(
+            "HERE", process_namespace()
+        )
+        (tmp_path / LOCK_FILE).write_text(content)
         said = feedmill("down", "--data-folder", ".", cwd=tmp_path)
         assert said.returncode == 2
         assert "Stop it there" in said.stderr

@@ -18,7 +18,10 @@ from tests.forkserver import ForkedChild
 from tests.support import RedisServer, fetch, forks, free_port, run
 
 EXAMPLES = Path(__file__).parent.parent.parent / "docs" / "examples"
-POSTS = [{"id": "1", "title": "The keeper saved two penalties in the final"}, {"id": "x"}]
+POSTS = [
+    {"id": "1", "title": "The keeper saved two penalties in the final"},
+    {"id": "x"},
+]
 
 
 def environment(redis: RedisServer, **more: str) -> dict[str, str]:
@@ -39,7 +42,11 @@ def answers(url: str) -> bool:
 
 
 def test_plain_python_example(served: RedisServer, tmp_path: Path) -> None:
-    said = run([sys.executable, str(EXAMPLES / "plain_python.py")], tmp_path, environment(served))
+    said = run(
+        [sys.executable, str(EXAMPLES / "plain_python.py")],
+        tmp_path,
+        environment(served),
+    )
     assert said.stdout.splitlines() == [
         "a1: sport",
         "a2: kitchen",
@@ -51,7 +58,16 @@ def test_plain_python_example(served: RedisServer, tmp_path: Path) -> None:
 def web_server(folder: Path, environment: dict[str, str]) -> Iterator[str]:
     """Serve docs/examples/fastapi_endpoint.py."""
     port = free_port()
-    command = [sys.executable, "-m", "uvicorn", "--app-dir", str(EXAMPLES), "--port", str(port), "fastapi_endpoint:app"]
+    command = [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        "--app-dir",
+        str(EXAMPLES),
+        "--port",
+        str(port),
+        "fastapi_endpoint:app",
+    ]
     child = ForkedChild(forks(), "uvicorn", command, folder, environment)
     try:
         child.wait_until(lambda: answers(f"http://127.0.0.1:{port}/openapi.json"))
@@ -61,35 +77,53 @@ def web_server(folder: Path, environment: dict[str, str]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def endpoint(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def endpoint(
+    served: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     with web_server(tmp_path_factory.mktemp("web"), environment(served)) as url:
         yield url
 
 
 def test_endpoint_returns_outcomes(endpoint: str) -> None:
-    status, answer, _ = ask(f"{endpoint}/classify", {"posts": POSTS, "labels": ["tea", "football"]})
+    status, answer, _ = ask(
+        f"{endpoint}/classify", {"posts": POSTS, "labels": ["tea", "football"]}
+    )
     assert status == 200
     good, bad = answer["outcomes"]
-    assert (good["label"], bad["error"]) == ("football", "title or body must contain text")
+    assert (good["label"], bad["error"]) == (
+        "football",
+        "title or body must contain text",
+    )
     assert ask(f"{endpoint}/results/{answer['id']}")[:2] == (200, answer)
 
 
 def test_endpoint_serves_concurrent_requests(endpoint: str) -> None:
     def classify(number: int) -> Any:
-        return ask(f"{endpoint}/classify", {"posts": [{"id": str(number), "title": f"Match number {number}"}]})
+        return ask(
+            f"{endpoint}/classify",
+            {"posts": [{"id": str(number), "title": f"Match number {number}"}]},
+        )
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(classify, range(40)))
-    assert [answer["outcomes"][0]["id"] for _, answer, _ in found] == [str(number) for number in range(40)]
+    assert [answer["outcomes"][0]["id"] for _, answer, _ in found] == [
+        str(number) for number in range(40)
+    ]
 
 
 def test_endpoint_returns_422_with_the_reason(endpoint: str) -> None:
     detail = "MessageFailed: 1 of 2 posts failed: x: title or body must contain text"
-    assert ask(f"{endpoint}/classify", {"posts": POSTS, "strict": True})[:2] == (422, {"detail": detail})
+    assert ask(f"{endpoint}/classify", {"posts": POSTS, "strict": True})[:2] == (
+        422,
+        {"detail": detail},
+    )
 
 
-def test_endpoint_answers_202_when_no_worker_responds(redis: RedisServer, tmp_path: Path) -> None:
-    with web_server(tmp_path, environment(redis, PATIENCE="0.1")) as url:  # no worker serves this queue
+def test_endpoint_answers_202_when_no_worker_responds(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    # no worker serves this queue
+    with web_server(tmp_path, environment(redis, PATIENCE="0.1")) as url:
         status, answer, headers = ask(f"{url}/classify", {"posts": POSTS})
         assert status == 202
         assert headers["location"] == f"/results/{answer['id']}"
@@ -104,7 +138,11 @@ def test_curl_example_with_a_password(served: RedisServer, tmp_path: Path) -> No
         pytest.skip("needs curl: apt install curl")
     password = {"FEEDMILL_FLOWER_PASSWORD": PASSWORD}
     with flower(served, tmp_path, **password) as (_, visitor):
-        said = run([str(EXAMPLES / "flower_curl.sh")], tmp_path, os.environ | {"FLOWER_URL": visitor.url} | password)
+        said = run(
+            [str(EXAMPLES / "flower_curl.sh")],
+            tmp_path,
+            os.environ | {"FLOWER_URL": visitor.url} | password,
+        )
     assert said.returncode == 0, said
     (outcome,) = json.loads(said.stdout)["result"]
     assert (outcome["id"], outcome["label"]) == ("c1", "sport")

@@ -29,11 +29,17 @@ REASON = "no text"
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Settings that all tests share, so that they share the kept model."""
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
-    monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path_factory.getbasetemp() / "no-stack"))
+    monkeypatch.setenv(
+        "FEEDMILL_CACHE_FOLDER", str(tmp_path_factory.getbasetemp() / "cache")
+    )
+    monkeypatch.setenv(
+        "FEEDMILL_DATA_FOLDER", str(tmp_path_factory.getbasetemp() / "no-stack")
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,22 +69,35 @@ def test_list_of_texts_returns_predictions_in_order() -> None:
     assert (best.id, best.error) == (None, None)
 
 
-@pytest.mark.parametrize("item", [TEXTS[0], {"title": TEXTS[0]}, {"Text": TEXTS[0], "title": None, "id": 7}])
+@pytest.mark.parametrize(
+    "item", [TEXTS[0], {"title": TEXTS[0]}, {"Text": TEXTS[0], "title": None, "id": 7}]
+)
 def test_single_item_returns_one_prediction(item: Any) -> None:
     found = api.classify(item, LABELS)
     assert isinstance(found, Prediction)
     assert (found.label, found.text) == ("praise", TEXTS[0])
 
 
-@pytest.mark.parametrize("make", [tuple, iter, numpy.array, pandas.Index, pyarrow.array, dict.fromkeys])
+@pytest.mark.parametrize(
+    "make", [tuple, iter, numpy.array, pandas.Index, pyarrow.array, dict.fromkeys]
+)
 def test_other_iterables_are_lists_of_texts(make: Callable[[Any], Any]) -> None:
     items = make(TEXTS)
-    assert labels(api.classify(items.keys() if isinstance(items, dict) else items, LABELS)) == EXPECTED
+    assert (
+        labels(api.classify(items.keys() if isinstance(items, dict) else items, LABELS))
+        == EXPECTED
+    )
 
 
 def test_dictionaries_are_read_as_files_are() -> None:
     rows = [
-        {"title": "It broke", "selftext": "after a day", "id": "a1", "score": "many", "author": "x"},
+        {
+            "title": "It broke",
+            "selftext": "after a day",
+            "id": "a1",
+            "score": "many",
+            "author": "x",
+        },
         {"headline": "It broke", "description": "after a day"},
         {"text": "It broke\n\nafter a day", "body": float("nan")},
         {"review": "It broke\n\nafter a day"},
@@ -86,18 +105,37 @@ def test_dictionaries_are_read_as_files_are() -> None:
     with pytest.warns(UserWarning, match=naming("1 of 4", "item 3", "review", "body=")):
         found = api.classify(rows, LABELS)
     assert [each.text for each in found[:3]] == ["It broke\n\nafter a day"] * 3
-    assert [each.score for each in found[:3]] == pytest.approx([found[0].score] * 3, abs=1e-3)
+    assert [each.score for each in found[:3]] == pytest.approx(
+        [found[0].score] * 3, abs=1e-3
+    )
     assert [each.id for each in found] == ["a1", None, None, None]
     named = api.classify(rows[3:], LABELS, body="review")
     assert named[0].score == pytest.approx(found[0].score, abs=1e-3)
 
 
 def test_scores_equal_those_of_the_command(tmp_path: Path) -> None:
-    posts = [{"id": str(at), "title": text, "body": "words " * at} for at, text in enumerate(TEXTS * 20)]
-    (tmp_path / "posts.jsonl").write_text("".join(json.dumps(post) + "\n" for post in posts))
-    command = [FEEDMILL, "classify", "posts.jsonl", "--labels", ",".join(LABELS), "--json"]
+    posts = [
+        {"id": str(at), "title": text, "body": "words " * at}
+        for at, text in enumerate(TEXTS * 20)
+    ]
+    (tmp_path / "posts.jsonl").write_text(
+        "".join(json.dumps(post) + "\n" for post in posts)
+    )
+    command = [
+        FEEDMILL,
+        "classify",
+        "posts.jsonl",
+        "--labels",
+        ",".join(LABELS),
+        "--json",
+        "--none",
+        "off",
+    ]
     said = run(command, tmp_path, _environment(tmp_path, FEEDMILL_DTYPE="float32"))
-    expected = {found["id"]: found["scores"] for found in map(json.loads, said.stdout.splitlines())}
+    expected = {
+        found["id"]: found["scores"]
+        for found in map(json.loads, said.stdout.splitlines())
+    }
     with Classifier(dtype="float32") as classifier:
         found = classifier(posts, LABELS)
     assert {each.id: each.scores for each in found} == {
@@ -120,7 +158,9 @@ def test_missing_and_unusable_items_do_not_affect_others() -> None:
         numpy.array(["x", "y"]),
         b"x",
     ]
-    with pytest.warns(UserWarning, match=naming("9 of 12 items", "item 1: no text", "item 3")):
+    with pytest.warns(
+        UserWarning, match=naming("9 of 12 items", "item 1: no text", "item 3")
+    ):
         found = api.classify(items, LABELS)
     assert [each.error for each in found] == [
         None, *[REASON] * 5, REMOVED, None, *["body: input should be a valid string"] * 3, None,
@@ -150,14 +190,26 @@ def test_generator_is_read_as_needed() -> None:
 
 def test_pandas_frame_keeps_order_index_and_columns() -> None:
     frame = pandas.DataFrame(
-        {"Title": [TEXTS[1], None, TEXTS[0]], "body": [float("nan"), None, ""], "n": [1, 2, 3]}, index=["x", "x", 7]
+        {
+            "Title": [TEXTS[1], None, TEXTS[0]],
+            "body": [float("nan"), None, ""],
+            "n": [1, 2, 3],
+        },
+        index=["x", "x", 7],
     )
     before = frame.copy()
     with pytest.warns(UserWarning, match=naming("1 of 3 rows", "row 1: no text")):
         found = api.classify(frame, LABELS)
     assert type(found) is pandas.DataFrame
     assert list(found.index) == ["x", "x", 7]
-    assert list(found.columns) == ["Title", "body", "n", "label", "label_score", "label_error"]
+    assert list(found.columns) == [
+        "Title",
+        "body",
+        "n",
+        "label",
+        "label_score",
+        "label_error",
+    ]
     assert found["label"].isna().tolist() == [False, True, False]
     assert found["label"].tolist()[::2] == ["complaint", "praise"]
     assert found["label_score"].dtype == "float64"
@@ -167,7 +219,11 @@ def test_pandas_frame_keeps_order_index_and_columns() -> None:
 
 @pytest.mark.parametrize(
     "series",
-    [pandas.Series(TEXTS, index=[3, 3]), pandas.Series(TEXTS, name="text", dtype="category"), polars.Series(TEXTS)],
+    [
+        pandas.Series(TEXTS, index=[3, 3]),
+        pandas.Series(TEXTS, name="text", dtype="category"),
+        polars.Series(TEXTS),
+    ],
 )
 def test_series_returns_a_frame_of_its_texts(series: Any) -> None:
     found = api.classify(series, LABELS)
@@ -185,40 +241,71 @@ def arrays(columns: dict[str, list[Any]]) -> dict[str, Any]:
     return {name: numpy.array(values, dtype=object) for name, values in columns.items()}
 
 
-@pytest.mark.parametrize("make", [arrays, pandas.DataFrame, polars.DataFrame, pyarrow.table])
+@pytest.mark.parametrize(
+    "make", [arrays, pandas.DataFrame, polars.DataFrame, pyarrow.table]
+)
 def test_batch_keeps_its_kind_and_warns_once(make: Callable[[Any], Any]) -> None:
-    batch = make({"title": [TEXTS[1], None, "x" * 200_000, "[removed]"], "n": [1, 2, 3, 4]})
+    batch = make(
+        {"title": [TEXTS[1], None, "x" * 200_000, "[removed]"], "n": [1, 2, 3, 4]}
+    )
     with Classifier(device="cpu", labels=LABELS) as classifier:
         with pytest.warns(UserWarning, match=naming("2 of 4 rows", "row 1: no text")):
             classifier(batch)
         found = classifier(batch, scores=True)  # another warning would be an error
     assert type(found) is type(batch)
-    frame = pandas.DataFrame(found) if isinstance(found, dict | pandas.DataFrame) else found.to_pandas()
+    frame = (
+        pandas.DataFrame(found)
+        if isinstance(found, dict | pandas.DataFrame)
+        else found.to_pandas()
+    )
     scores = ["score_praise", "score_complaint"]
-    assert list(frame.columns) == ["title", "n", "label", "label_score", *scores, "label_error"]
+    assert list(frame.columns) == [
+        "title",
+        "n",
+        "label",
+        "label_score",
+        *scores,
+        "label_error",
+    ]
     assert frame["n"].tolist() == [1, 2, 3, 4]
-    assert frame["label"].isna().tolist() == frame["label_score"].isna().tolist() == [False, True, False, True]
+    assert (
+        frame["label"].isna().tolist()
+        == frame["label_score"].isna().tolist()
+        == [False, True, False, True]
+    )
     assert frame["label"][0] == "complaint"
     assert frame["label_error"].tolist() == ["", REASON, "", REMOVED]
 
 
 def test_arrays_of_any_shape_pass_through() -> None:
-    batch = {"text": numpy.array(TEXTS), "image": numpy.zeros((2, 3, 3)), "id": numpy.arange(2)}
+    batch = {
+        "text": numpy.array(TEXTS),
+        "image": numpy.zeros((2, 3, 3)),
+        "id": numpy.arange(2),
+    }
     found = api.classify(batch, LABELS)
     assert found["label"].tolist() == EXPECTED
-    assert (found["label_score"].dtype, found["image"].shape) == (numpy.float64, (2, 3, 3))
-    assert api.classify(pyarrow.record_batch({"text": TEXTS}), LABELS)["label"].to_pylist() == EXPECTED
+    assert (found["label_score"].dtype, found["image"].shape) == (
+        numpy.float64,
+        (2, 3, 3),
+    )
+    assert (
+        api.classify(pyarrow.record_batch({"text": TEXTS}), LABELS)["label"].to_pylist()
+        == EXPECTED
+    )
     empty = api.classify({name: values[:0] for name, values in batch.items()}, LABELS)
     assert [len(values) for values in empty.values()] == [0] * 6
     with pytest.raises(UserError, match=naming("no column review", "body=")):
         api.classify(batch, LABELS, body="review")
 
 
-def test_batch_that_does_not_fit_into_memory_is_halved(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_that_does_not_fit_into_memory_is_halved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sizes = []
     with Classifier(device="cpu", labels=LABELS) as classifier:
         assert classifier._pipeline
-        model = classifier._pipeline._pipeline.classifier
+        model = classifier._pipeline._pipelines[0].classifier
         forward = model.forward
 
         def with_little_memory(rows: Any) -> Any:
@@ -235,12 +322,21 @@ def test_batch_that_does_not_fit_into_memory_is_halved(caplog: pytest.LogCapture
     assert "device out of memory" in caplog.text
 
 
-@pytest.mark.parametrize(("variables", "lanes"), [({}, 1), ({"RAY_RAYLET_PID": "1"}, len(os.sched_getaffinity(0)))])
-def test_actor_of_ray_uses_all_its_cpus(tmp_path: Path, variables: dict[str, str], lanes: int) -> None:
-    """Ray sets OMP_NUM_THREADS=1 for an actor of one CPU. Elsewhere, such as in Spark, the variable counts."""
+@pytest.mark.parametrize(
+    ("variables", "lanes"),
+    [({}, 1), ({"RAY_RAYLET_PID": "1"}, len(os.sched_getaffinity(0)))],
+)
+def test_actor_of_ray_uses_all_its_cpus(
+    tmp_path: Path, variables: dict[str, str], lanes: int
+) -> None:
+    """Ray sets OMP_NUM_THREADS=1 for an actor of one CPU. Elsewhere, such as in Spark, the
+    variable counts.
+    """
     program = (
-        "import feedmill, numpy; found = feedmill.Classifier(device='cpu', labels=['praise', 'complaint'])\n"
-        "print(*found({'text': numpy.array(['It broke'] * 9)})['label'][:1], found._pipeline._pipeline._lanes)"
+        "import feedmill, numpy; found = feedmill.Classifier(device='cpu', labels=['praise', "
+        "'complaint'])\n"
+        "print(*found({'text': numpy.array(['It broke'] * 9)})['label'][:1], "
+        "found._pipeline._pipelines[0]._lanes)"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     said = run([sys.executable, "-P", "-c", program], tmp_path, environment)
@@ -260,13 +356,17 @@ def test_actor_of_ray_uses_all_its_cpus(tmp_path: Path, variables: dict[str, str
         (Path("posts.csv"), {}, ["Path", "feedmill classify"]),
     ],
 )
-def test_invalid_arguments_are_explained(items: Any, arguments: dict[str, Any], words: list[str]) -> None:
+def test_invalid_arguments_are_explained(
+    items: Any, arguments: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(UserError, match=naming(*words)):
         api.classify(items, **arguments)
 
 
 def test_single_label_warns() -> None:
-    with pytest.warns(UserWarning, match=naming("'praise'", "multi_label=True")) as warned:
+    with pytest.warns(
+        UserWarning, match=naming("'praise'", "multi_label=True")
+    ) as warned:
         api.classify(TEXTS, ["praise"])
     assert warned[0].filename == __file__
     found = api.classify(TEXTS, ["praise"], multi_label=True)
@@ -278,7 +378,9 @@ def test_single_label_warns() -> None:
 
 def test_repr_counts_labels_and_shows_texts() -> None:
     with pytest.warns(UserWarning, match="1 of 13"):
-        found = api.classify([*TEXTS, None, *["It broke\n\x1b[31m" + "x" * 99] * 10], LABELS)
+        found = api.classify(
+            [*TEXTS, None, *["It broke\n\x1b[31m" + "x" * 99] * 10], LABELS
+        )
     head, *lines, last = repr(found).splitlines()
     assert head == "13 predictions: complaint 11, praise 1, no label 1"
     assert lines[0].startswith("  praise     0.")
@@ -316,7 +418,8 @@ def test_closed_classifier_is_refused() -> None:
         assert (classifier.device, len(classifier.labels)) == ("cpu", 2)
         assert "MiniLM" in repr(classifier)
         classifier.close()
-        assert [each.label for each in stream] == ["complaint", *EXPECTED]  # a running call ends first
+        # a running call ends first
+        assert [each.label for each in stream] == ["complaint", *EXPECTED]
     with pytest.raises(UserError, match="closed"):
         classifier(TEXTS)
     assert classifier._pipeline is None
@@ -355,7 +458,11 @@ except KeyboardInterrupt:
     print("interrupted", feedmill.classify("I love it", labels=["praise", "complaint"]).label)
 """
     done = run([sys.executable, "-P", "-c", program], tmp_path, os.environ)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted praise\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "interrupted praise\n",
+        "",
+    )
 
 
 # The package.
@@ -364,8 +471,12 @@ except KeyboardInterrupt:
 def test_dir_shows_the_public_names() -> None:
     assert dir(api) == sorted(api.__all__)
     assert [name for name in dir(api) if name != "__version__"] == [
-        "Classifier", "ClassifyTask", "MessageFailed", "Missed", "Prediction", "Predictions", "Result",
-        "SubmittedRun", "UserError", "classify", "classify_task", "results", "submit",
+        "AsyncClient", "Classification", "Classifier", "ClassifyOptions", "ClassifyTask",
+        "Client", "DeadLetterEntry", "DeadLetters", "ExportCounts", "Forgotten", "MessageFailed",
+        "Missed", "Post", "PostError", "PostRefused", "Prediction", "Predictions", "Purged",
+        "RequestRefused", "Result", "ServerError", "StudyResult", "SubmittedRun", "UserError",
+        "classify", "classify_task", "dead_letters", "evaluate", "export", "forget",
+        "parse_outcomes", "purge", "results", "study", "submit", "train", "tune",
     ]  # fmt: skip
     for name in dir(api):
         assert getattr(api, name) is not None

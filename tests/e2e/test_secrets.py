@@ -1,6 +1,8 @@
-"""A complete stack with every secret set: other users can read no secret, and code in messages is never executed.
+"""A complete stack with every secret set: other users can read no secret, and code in messages is
+never executed.
 
-After a purge, the stack's folder contains none of the post's text: not in Redis' files, in logs or in a new export.
+After a purge, the stack's folder contains none of the post's text: not in Redis' files, in logs or
+in a new export.
 """
 
 import json
@@ -27,11 +29,21 @@ from feedmill.shared.settings import STACK_FILE, Settings
 from feedmill.stack.embedded import WORKER_NODE
 from tests.e2e.test_dead_letters import message
 from tests.e2e.test_flower import Visitor
-from tests.support import Feedmill, feedmill, fetch, free_port, running, shapes, wait_until
+from tests.support import (
+    Feedmill,
+    feedmill,
+    fetch,
+    free_port,
+    running,
+    shapes,
+    wait_until,
+)
 
 #: Secret settings of `feedmill up`.
 TOLD = {
     "FEEDMILL_FLOWER_PASSWORD": "flowers-password",
+    "FEEDMILL_WEB_PASSWORD": "password-of-the-pages",
+    "FEEDMILL_WEB_TOKENS": "archive:read:secret-of-the-archive",
     "FEEDMILL_REDDIT_CLIENT_ID": "reddits-client",
     "FEEDMILL_REDDIT_CLIENT_SECRET": "reddits-secret",
 }
@@ -65,9 +77,15 @@ class Up(NamedTuple):
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("up")
     data, port = folder / "data", free_port()
-    environment = TOLD | {"FEEDMILL_LOG_LEVEL": "debug", "FEEDMILL_METRICS_PORT": str(port)}
-    environment["NEW_INTERPRETER"] = "1"  # a forked process would not show its environment in /proc
-    with running("up", "--data-folder", str(data), cwd=folder, **environment) as command:
+    environment = TOLD | {
+        "FEEDMILL_LOG_LEVEL": "debug",
+        "FEEDMILL_METRICS_PORT": str(port),
+    }
+    # a forked process would not show its environment in /proc
+    environment["NEW_INTERPRETER"] = "1"
+    with running(
+        "up", "--data-folder", str(data), cwd=folder, **environment
+    ) as command:
         wait_until(lambda: command.says("Ctrl-C"), "the stack is up", 150)
         settings = Settings(data_folder=data)
         with make_app(settings) as app:
@@ -81,10 +99,14 @@ def processes(up: Up) -> dict[str, Path]:
         with suppress(OSError):
             if (entry / "cwd").readlink() == up.data:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                found[next(name for name in ("-server", "worker", "flower") if name.encode() in b" ".join(words))] = (
-                    entry
-                )
-    assert len(found) == 4
+                found[
+                    next(
+                        name
+                        for name in ("-server", "worker", "flower", "web")
+                        if name.encode() in b" ".join(words)
+                    )
+                ] = entry
+    assert len(found) == 5
     return found
 
 
@@ -96,7 +118,11 @@ def test_no_secret_is_in_a_command_line(up: Up) -> None:
 
 def test_each_process_gets_only_the_secrets_it_needs(up: Up) -> None:
     told = {
-        name: {secret for secret in up.secrets if secret in (process / "environ").read_text()}
+        name: {
+            secret
+            for secret in up.secrets
+            if secret in (process / "environ").read_text()
+        }
         for name, process in processes(up).items()
     }
     assert told == {
@@ -104,10 +130,17 @@ def test_each_process_gets_only_the_secrets_it_needs(up: Up) -> None:
         "-server": set(),
         "worker": {up.redis_password},
         "flower": {up.redis_password, TOLD["FEEDMILL_FLOWER_PASSWORD"]},
+        "web": {
+            up.redis_password,
+            TOLD["FEEDMILL_WEB_PASSWORD"],
+            TOLD["FEEDMILL_WEB_TOKENS"],
+        },
     }
 
 
-@pytest.mark.parametrize("what", ["stats", "report", "conf", "query_task", "active_queues", "registered"])
+@pytest.mark.parametrize(
+    "what", ["stats", "report", "conf", "query_task", "active_queues", "registered"]
+)
 def test_worker_inspect_replies_contain_no_secret(up: Up, what: str) -> None:
     arguments: dict[str, Any] = {"conf": True, "query_task": ["x"]}
     ask = getattr(up.app.control.inspect(destination=[WORKER_NODE], timeout=5), what)
@@ -120,7 +153,14 @@ def test_metrics_and_flower_show_no_secret(up: Up) -> None:
     shown = [fetch(up.metrics)[1]]
     visitor = up.flower()
     assert up.app.control.inspect(timeout=5).ping()
-    for path in ("/", "/broker", f"/worker/{WORKER_NODE}", "/api/workers?refresh=1", "/api/task/types", "/metrics"):
+    for path in (
+        "/",
+        "/broker",
+        f"/worker/{WORKER_NODE}",
+        "/api/workers?refresh=1",
+        "/api/task/types",
+        "/metrics",
+    ):
         status, page = visitor.ask(path)
         assert status == 200, path
         shown.append(page)
@@ -162,7 +202,11 @@ class Evil:
 def is_served(up: Up) -> bool:
     """Check that the worker still answers a message."""
     posts = [{"id": "fine", "title": "The keeper saved two penalties"}]
-    return bool(up.app.send_task(CLASSIFY_TASK, kwargs={"posts": posts}).get(timeout=120)[0]["label"])
+    return bool(
+        up.app.send_task(CLASSIFY_TASK, kwargs={"posts": posts}).get(timeout=120)[0][
+            "label"
+        ]
+    )
 
 
 @pytest.fixture
@@ -187,11 +231,21 @@ def test_code_in_messages_is_not_executed(up: Up, made: Path) -> None:
         (code.encode(), "application/x-yaml"),
         (b"\x93\x90\x80\x80", "application/x-msgpack"),
     ):
-        hostile = message(body, **{"content-type": content_type, "content-encoding": "binary"})
+        hostile = message(
+            body, **{"content-type": content_type, "content-encoding": "binary"}
+        )
         connect(up.settings).lpush("feedmill", json.dumps(hostile))
-    hostile["headers"]["serializer"], hostile["content-type"] = "pickle", "application/x-python-serialize"
-    connect(up.settings).lpush("feedmill", json.dumps(hostile | {"body": b64encode(pickled).decode()}))
-    wait_until(lambda: not queue_depth(connect(up.settings), "feedmill").waiting, "no message is waiting")
+    hostile["headers"]["serializer"], hostile["content-type"] = (
+        "pickle",
+        "application/x-python-serialize",
+    )
+    connect(up.settings).lpush(
+        "feedmill", json.dumps(hostile | {"body": b64encode(pickled).decode()})
+    )
+    wait_until(
+        lambda: not queue_depth(connect(up.settings), "feedmill").waiting,
+        "no message is waiting",
+    )
     assert is_served(up)
 
 
@@ -203,12 +257,20 @@ def test_code_in_commands_and_events_is_not_executed(up: Up, made: Path) -> None
     fields = {"name": CLASSIFY_TASK, "args": "()", "kwargs": "{}", "retries": 0}
     with neighbour.connection() as connection:
         for serializer in ("pickle", "json"):
-            with neighbour.events.Dispatcher(connection, hostname="worker@there", serializer=serializer) as dispatcher:
+            with neighbour.events.Dispatcher(
+                connection, hostname="worker@there", serializer=serializer
+            ) as dispatcher:
                 dispatcher.send(
-                    "task-received", uuid=f"by-{serializer}", **fields, x=Evil(made) if serializer == "pickle" else 0
+                    "task-received",
+                    uuid=f"by-{serializer}",
+                    **fields,
+                    x=Evil(made) if serializer == "pickle" else 0,
                 )
     neighbour.close()
-    wait_until(lambda: "by-json" in {task["uuid"] for task in up.flower().tasks()}, "Flower receives the next event")
+    wait_until(
+        lambda: "by-json" in {task["uuid"] for task in up.flower().tasks()},
+        "Flower receives the next event",
+    )
     assert "by-pickle" not in {task["uuid"] for task in up.flower().tasks()}
     assert up.app.control.inspect(destination=[WORKER_NODE], timeout=5).ping()
     assert is_served(up)
@@ -216,11 +278,19 @@ def test_code_in_commands_and_events_is_not_executed(up: Up, made: Path) -> None
 
 def test_code_in_results_is_not_executed(up: Up, made: Path) -> None:
     redis = connect(up.settings)
-    redis.set("celery-task-meta-pickled", pickle.dumps({"status": "SUCCESS", "result": Evil(made)}), ex=60)
+    redis.set(
+        "celery-task-meta-pickled",
+        pickle.dumps({"status": "SUCCESS", "result": Evil(made)}),
+        ex=60,
+    )
     with pytest.raises(DecodeError):
         up.app.AsyncResult("pickled").get(timeout=5)
     # Celery recreates an exception from its stored class name, but only exception classes.
-    failed = {"exc_type": "system", "exc_module": "os", "exc_message": [f"touch {made}"]}
+    failed = {
+        "exc_type": "system",
+        "exc_module": "os",
+        "exc_message": [f"touch {made}"],
+    }
     told: dict[str, Any] = {
         "status": "FAILURE",
         "result": failed,
@@ -239,32 +309,59 @@ def test_code_in_results_is_not_executed(up: Up, made: Path) -> None:
 def test_purge_leaves_no_text_of_a_post(up: Up, tmp_path: Path) -> None:
     redis: Any = connect(up.settings)
     way = {"FEEDMILL_REDIS_URL": up.settings.broker_url}
-    foreign = Celery(broker=up.settings.broker_url, backend=up.settings.broker_url, set_as_current=False)
+    foreign = Celery(
+        broker=up.settings.broker_url,
+        backend=up.settings.broker_url,
+        set_as_current=False,
+    )
     kept = {"id": "kept", "title": "The keeper saved two penalties"}
     stored = foreign.send_task(CLASSIFY_TASK, [[GONE, kept]], queue="feedmill")
     # Rejected options; posts in place of labels; scheduled for later; an unknown task.
-    refused = foreign.send_task(CLASSIFY_TASK, kwargs={"posts": [GONE], "template": "none"}, queue="feedmill")
+    refused = foreign.send_task(
+        CLASSIFY_TASK, kwargs={"posts": [GONE], "template": "none"}, queue="feedmill"
+    )
     misplaced = foreign.send_task(CLASSIFY_TASK, [[GONE], [GONE]], queue="feedmill")
     unknown = foreign.send_task("nobody.knows", [[GONE]], queue="feedmill")
     foreign.send_task(CLASSIFY_TASK, [[GONE, kept]], queue="feedmill", countdown=3600)
     assert stored.get(timeout=120)[0]["label"]
     for each in (refused, misplaced, unknown):
         assert each.get(timeout=120, propagate=False)
-    wait_until(lambda: queue_depth(redis, "feedmill") == (0, 1), "only the scheduled message is left")
-    assert (redis.xlen(DEAD_LETTERS) >= 3, redis.xlen(RESULTS_STREAM) >= 2) == (True, True)
+    wait_until(
+        lambda: queue_depth(redis, "feedmill") == (0, 0, 1),
+        ("only the scheduled message is left"),
+    )
+    assert (redis.xlen(DEAD_LETTERS) >= 3, redis.xlen(RESULTS_STREAM) >= 2) == (
+        True,
+        True,
+    )
     foreign.close()
-    assert files_with(up.data, WORDS), "the append-only file should contain the text before the purge"
+    assert files_with(up.data, WORDS), (
+        "the append-only file should contain the text before the purge"
+    )
 
     said = feedmill("purge", "gone", "--json", cwd=tmp_path, **way)
     assert said.returncode == 0, said.stderr
     redis.bgrewriteaof()
     found = json.loads(said.stdout)
     assert (found["entries"], found["dead_letters"], found["messages"]) == (1, 3, 1)
-    wait_until(lambda: not redis.info("persistence")["aof_rewrite_in_progress"], "the append-only file is rewritten")
-    exported = feedmill("export", "--format", "jsonl", str(tmp_path / "posts.jsonl"), cwd=tmp_path, **way)
+    wait_until(
+        lambda: not redis.info("persistence")["aof_rewrite_in_progress"],
+        "the append-only file is rewritten",
+    )
+    exported = feedmill(
+        "export",
+        "--format",
+        "jsonl",
+        str(tmp_path / "posts.jsonl"),
+        cwd=tmp_path,
+        **way,
+    )
     assert exported.returncode == 0, exported.stderr
     assert "penalties" in (tmp_path / "posts.jsonl").read_text()
-    shown = [up.flower().ask("/api/tasks?limit=1000")[1], str(up.app.control.inspect(timeout=5).scheduled())]
+    shown = [
+        up.flower().ask("/api/tasks?limit=1000")[1],
+        str(up.app.control.inspect(timeout=5).scheduled()),
+    ]
     assert all("gone" in each and WORDS not in each for each in shown)
     for folder in (up.data, tmp_path, up.command.output.parent):
         assert files_with(folder, WORDS) == []
@@ -276,10 +373,16 @@ def test_no_secret_is_in_logs_or_readable_by_others(up: Up) -> None:
     for secret in up.secrets:
         assert set(files_with(up.data.parent, secret)) <= private
     assert all(path.stat().st_mode & 0o077 == 0 for path in private)
-    assert any("debug" in path.read_text().lower() for path in up.data.glob("worker.log"))
+    assert any(
+        "debug" in path.read_text().lower() for path in up.data.glob("worker.log")
+    )
 
 
 def files_with(folder: Path, words: str) -> list[Path]:
     """Return the files below the folder that contain this text, also in Base64."""
     files = (path for path in folder.rglob("*") if path.is_file())
-    return [path for path in files if any(shape in path.read_bytes() for shape in shapes(words))]
+    return [
+        path
+        for path in files
+        if any(shape in path.read_bytes() for shape in shapes(words))
+    ]

@@ -1,6 +1,9 @@
-"""sentinel:// addresses: connecting to the current master, and failing over without restarting workers."""
+"""sentinel:// addresses: connecting to the current master, and failing over without restarting
+workers.
+"""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -37,30 +40,53 @@ class Watched:
         self._path = path
         self._folder = folder
         self.first = self._redis("first", stack)
-        self.second = self._redis("second", stack, f"replicaof 127.0.0.1 {self.first.port}\n")
+        self.second = self._redis(
+            "second", stack, f"replicaof 127.0.0.1 {self.first.port}\n"
+        )
         wait_until(
-            lambda: self.second.client.info("replication")["master_link_status"] == "up", "the replica is in sync"
+            lambda: (
+                self.second.client.info("replication")["master_link_status"] == "up"
+            ),
+            "the replica is in sync",
         )
         self.sentinels = [self._sentinel(number, stack) for number in range(3)]
-        wait_until(lambda: all(map(self._knows_all, self.sentinels)), "the Sentinels know each other", 90)
-        self.url = ";".join(f"sentinel://:{support.PASSWORD}@127.0.0.1:{port}/0" for port in self.sentinels)
+        wait_until(
+            lambda: all(map(self._knows_all, self.sentinels)),
+            ("the Sentinels know each other"),
+            90,
+        )
+        self.url = ";".join(
+            f"sentinel://:{support.PASSWORD}@127.0.0.1:{port}/0"
+            for port in self.sentinels
+        )
 
     @property
     def flags(self) -> dict[str, str]:
-        return {"redis_url": self.url, "redis_master": MASTER, "redis_sentinel_password": SENTINELS_PASSWORD}
+        return {
+            "redis_url": self.url,
+            "redis_master": MASTER,
+            "redis_sentinel_password": SENTINELS_PASSWORD,
+        }
 
     def settings(self) -> Settings:
         return load(**self.flags)
 
     def masters(self) -> set[int]:
-        """Return the ports of all masters named by a Sentinel. Once the Sentinels agree, there is only one."""
+        """Return the ports of all masters named by a Sentinel.
+
+        Once the Sentinels agree, there is only one.
+        """
         found: list[Any] = []
         for port in self.sentinels:
-            with Redis(port=port, password=SENTINELS_PASSWORD, decode_responses=True) as client:
+            with Redis(
+                port=port, password=SENTINELS_PASSWORD, decode_responses=True
+            ) as client:
                 found.append(client.sentinel_get_master_addr_by_name(MASTER))
         return {int(address[1]) for address in found}
 
-    def _redis(self, name: str, stack: ExitStack, configuration: str = "") -> RedisServer:
+    def _redis(
+        self, name: str, stack: ExitStack, configuration: str = ""
+    ) -> RedisServer:
         folder = self._folder / name
         folder.mkdir()
         more = f"masterauth {support.PASSWORD}\nrepl-diskless-sync-delay 0\n"
@@ -74,27 +100,43 @@ class Watched:
         configuration = folder / "sentinel.conf"
         configuration.write_text(
             f"port {port}\nbind 127.0.0.1\nrequirepass {SENTINELS_PASSWORD}\n"
-            f"sentinel monitor {MASTER} 127.0.0.1 {self.first.port} 2\nsentinel auth-pass {MASTER} {support.PASSWORD}\n"
-            f"sentinel down-after-milliseconds {MASTER} {DOWN_AFTER_MS}\nsentinel failover-timeout {MASTER} 5000\n"
+            f"sentinel monitor {MASTER} 127.0.0.1 {self.first.port} 2\nsentinel auth-pass "
+            f"{MASTER} {support.PASSWORD}\n"
+            f"sentinel down-after-milliseconds {MASTER} {DOWN_AFTER_MS}\nsentinel "
+            f"failover-timeout {MASTER} 5000\n"
         )
-        child = Child("sentinel", [self._path, str(configuration), "--sentinel"], folder, dict(os.environ))
+        child = Child(
+            "sentinel",
+            [self._path, str(configuration), "--sentinel"],
+            folder,
+            dict(os.environ),
+        )
         stack.callback(child.stop, 10)
         return port
 
     def _knows_all(self, port: int) -> bool:
-        with suppress(RedisError), Redis(port=port, password=SENTINELS_PASSWORD, decode_responses=True) as client:
+        with (
+            suppress(RedisError),
+            Redis(
+                port=port, password=SENTINELS_PASSWORD, decode_responses=True
+            ) as client,
+        ):
             found: Any = client.sentinel_master(MASTER)
             return bool(found["num-other-sentinels"] == 2 and found["num-slaves"] == 1)
         return False
 
 
 @pytest.fixture(scope="module")
-def watched(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(
+    redis_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Watched]:
     with ExitStack() as stack:
         yield Watched(redis_path, tmp_path_factory.mktemp("watched"), stack)
 
 
-def test_failover_under_load_loses_only_unreplicated_posts(watched: Watched, tmp_path: Path) -> None:
+def test_failover_under_load_loses_only_unreplicated_posts(
+    watched: Watched, tmp_path: Path
+) -> None:
     """One worker continues with the new master; every post known to it is stored exactly once."""
     settings = watched.settings()
     posts = make_posts(300)
@@ -102,7 +144,9 @@ def test_failover_under_load_loses_only_unreplicated_posts(watched: Watched, tmp
     old, new = watched.first.client, watched.second.client
     way = {f"FEEDMILL_{name.upper()}": value for name, value in watched.flags.items()}
     with working(watched.first, tmp_path, **way) as worker:
-        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=support.as_jsonl(posts[:40]), **way)
+        sent = feedmill(
+            "enqueue", "-", cwd=tmp_path, stdin=support.as_jsonl(posts[:40]), **way
+        )
         assert sent.returncode == 0, sent.stderr
         wait_until(lambda: old.xlen(RESULTS_STREAM) == 40, "the first posts are stored")
         found = feedmill("results", "--limit", "100", cwd=tmp_path, **way)
@@ -110,20 +154,33 @@ def test_failover_under_load_loses_only_unreplicated_posts(watched: Watched, tmp
         assert feedmill("health", cwd=tmp_path, **way).returncode == 0
         told = str(make_app(settings).control.inspect(timeout=30, limit=1).stats())
         assert "broker" in told
-        assert not any(secret in told for secret in (support.PASSWORD, SENTINELS_PASSWORD))
+        assert not any(
+            secret in told for secret in (support.PASSWORD, SENTINELS_PASSWORD)
+        )
 
         pusher.push(posts[40:220])
         wait_until(lambda: old.xlen(RESULTS_STREAM) > 60, "the worker is busy")
         watched.first.kill()
-        wait_until(lambda: watched.masters() == {watched.second.port}, "the Sentinels agree on the new master", 60)
+        wait_until(
+            lambda: watched.masters() == {watched.second.port},
+            ("the Sentinels agree on the new master"),
+            60,
+        )
         known = known_posts(new)
         pusher.push(posts[220:])  # the existing producer must find the new master
         known |= {post.id for post in posts[220:]}
-        wait_until(lambda: not sum(queue_depth(new, settings.queue)), "the queue is empty", 120)
-        wait_until(lambda: stored(new) >= known, "every post known to the new master is stored")
+        wait_until(
+            lambda: not sum(queue_depth(new, settings.queue)), "the queue is empty", 120
+        )
+        wait_until(
+            lambda: stored(new) >= known, "every post known to the new master is stored"
+        )
         assert worker.process.poll() is None
         assert worker.end() == 0
-    ids = [result.post.id for result in support.latest(ResultsStore(new, settings), len(posts) + 1)]
+    ids = [
+        result.post.id
+        for result in support.latest(ResultsStore(new, settings), len(posts) + 1)
+    ]
     assert len(ids) == len(set(ids))
     # Posts acknowledged by the old master but not yet replicated are lost, and only those.
     lost = {post.id for post in posts} - set(ids)
@@ -139,7 +196,9 @@ def known_posts(redis: Redis) -> set[str]:
     pipe.hvals(TRANSPORT_KEYS["reserved_key"])
     entries, waiting, held = pipe.execute()
     bodies = map(support.body_of, waiting + held)
-    return {entry["id"] for _, entry in entries} | {post["id"] for _, kwargs, _ in bodies for post in kwargs["posts"]}
+    return {entry["id"] for _, entry in entries} | {
+        post["id"] for _, kwargs, _ in bodies for post in kwargs["posts"]
+    }
 
 
 def stored(redis: Any) -> set[str]:
@@ -150,11 +209,30 @@ def test_one_reachable_sentinel_is_enough(watched: Watched) -> None:
     """Sentinels that do not answer are skipped."""
     settings = watched.settings()
     gone = f"sentinel://:{support.PASSWORD}@127.0.0.1:{support.free_port()}/0"
-    settings = load(**watched.flags | {"redis_url": f"{gone};{watched.url.split(';')[0]}"})
+    settings = load(
+        **watched.flags | {"redis_url": f"{gone};{watched.url.split(';')[0]}"}
+    )
     assert connect(settings).ping()
     make_app(settings).connection_for_write().connect()
     app: Any = make_app(settings)
     assert app.backend.client.ping()
+
+
+#: Sends a message with the application that `feedmill url --celery` printed.
+SENDS = """
+app.backend.client.ping()
+app.send_task("feedmill.classify", kwargs={"posts": []}, queue="printed")
+"""
+
+
+def test_printed_application_finds_the_master(watched: Watched, tmp_path: Path) -> None:
+    way = {f"FEEDMILL_{name.upper()}": value for name, value in watched.flags.items()}
+    printed = feedmill("url", "--celery", cwd=tmp_path, **way)
+    assert printed.returncode == 0, printed.stderr
+    program = [sys.executable, "-c", printed.stdout + SENDS]
+    sent = support.run(program, tmp_path, os.environ | way)
+    assert sent.returncode == 0, sent.stderr
+    assert connect(watched.settings()).llen("printed") == 1
 
 
 @pytest.mark.parametrize(
@@ -166,7 +244,9 @@ def test_one_reachable_sentinel_is_enough(watched: Watched) -> None:
     ],
     ids=str,
 )
-def test_errors_name_the_setting(watched: Watched, changed: dict[str, str], words: str) -> None:
+def test_errors_name_the_setting(
+    watched: Watched, changed: dict[str, str], words: str
+) -> None:
     settings = load(**watched.flags | changed)
     with pytest.raises(RedisUnavailable, match=words) as told, user_errors(settings):
         connect(settings).ping()

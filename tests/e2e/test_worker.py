@@ -1,5 +1,8 @@
-"""A real worker process on a real Redis, used by other applications through plain Celery, by task name."""
+"""A real worker process on a real Redis, used by other applications through plain Celery, by task
+name.
+"""
 
+import json
 import re
 import sys
 import threading
@@ -13,6 +16,7 @@ from celery import Celery
 from feedmill.shared.broker import queue_depth
 from feedmill.shared.settings import Settings
 from tests import support
+from tests.fakes import constants
 from tests.support import RedisServer, feedmill, make_posts, working
 from tests.unit.test_canary import overflowing
 
@@ -35,9 +39,14 @@ def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
             told.append(event["result"])
             receiver.should_stop = True
 
-    def send() -> None:  # while the receiver listens: a warm worker answers before it has subscribed
+    # while the receiver listens: a warm worker answers before it has subscribed
+    def send() -> None:
         while not told:
-            sent.add(client.send_task("feedmill.classify", (support.POSTS,), ignore_result=True).id)
+            sent.add(
+                client.send_task(
+                    "feedmill.classify", (support.POSTS,), ignore_result=True
+                ).id
+            )
             time.sleep(0.5)
 
     with client.connection() as connection:
@@ -47,7 +56,9 @@ def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
     assert told[0] == "'2 of 2 posts classified'"
 
 
-def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer) -> None:
+def test_every_key_is_registered_and_bounded(
+    client: Celery, served: RedisServer
+) -> None:
     settings = Settings.model_validate({"redis_url": served.url})
     ask(client, support.POSTS)
     support.push(settings, make_posts(5))
@@ -59,9 +70,12 @@ def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer
         both.type(name)
         both.ttl(name)
         kind, ttl = both.execute()
-        assert kind in (key.type, "none") or key.type == "any", f"{name!r} is a {kind!r}"
+        assert kind in (key.type, "none") or key.type == "any", (
+            f"{name!r} is a {kind!r}"
+        )
         if "ttl" in key.bound:
-            assert ttl > 0 or kind == "none", f"{name!r} never expires"  # "none": it has expired meanwhile
+            # "none": it has expired meanwhile
+            assert ttl > 0 or kind == "none", f"{name!r} never expires"
 
 
 BROKEN_WORKER = """
@@ -107,22 +121,33 @@ def test_a_dead_or_hung_thread_stops_the_worker(
     redis: RedisServer, settings: Settings, tmp_path: Path, what: str, words: str
 ) -> None:
     support.push(settings, make_posts(100))
-    given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_FORWARD_TIMEOUT": "2" if what == "hangs" else "60"}
+    given = {
+        "FEEDMILL_REDIS_URL": redis.url,
+        "FEEDMILL_FORWARD_TIMEOUT": "2" if what == "hangs" else "60",
+    }
     ended = support.run(
-        [sys.executable, "-P", "-c", BROKEN_WORKER, what], tmp_path, support._environment(tmp_path, **given)
+        [sys.executable, "-P", "-c", BROKEN_WORKER, what],
+        tmp_path,
+        support._environment(tmp_path, **given),
     )
     assert ended.returncode == 1, ended.stderr
     assert re.search(f"CRITICAL.*{words}", ended.stderr), ended.stderr
-    assert queue_depth(redis.client, "feedmill") == (4, 0)
+    assert queue_depth(redis.client, "feedmill") == (4, 0, 0)
 
 
-def test_first_start_measures_and_stores_the_token_budget(redis: RedisServer, tmp_path: Path) -> None:
-    # An empty variable counts as unset.
-    with working(redis, tmp_path, "first", FEEDMILL_TOKEN_BUDGET="") as worker:
+def test_first_start_measures_and_stores_the_token_budget(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    short_trials = {"feedmill.workers.pipeline.calibration.MIN_TRIAL_S": 0.05}
+    environment = {
+        constants.VARIABLE: json.dumps(short_trials),
+        "FEEDMILL_TOKEN_BUDGET": "",  # an empty variable counts as unset
+    }
+    with working(redis, tmp_path, "first", **environment) as worker:
         assert "measuring the token budget" in worker.text()
         measured = re.search(r"token budget (\d+).* at 512, ", worker.text())
         assert measured, worker.text()
-    with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:
+    with working(redis, tmp_path, "second", **environment) as worker:
         assert f"token budget {measured[1]}\n" in worker.text()
         assert "measuring the token budget" not in worker.text()
 
@@ -133,7 +158,11 @@ def test_first_start_measures_and_stores_the_token_budget(redis: RedisServer, tm
         ({"FEEDMILL_MODEL": "/no/such/model"}, "'/no/such/model'"),
         ({"FEEDMILL_DEVICE": "cuda:99"}, "FEEDMILL_DEVICE: cuda:99"),
         (
-            {"FEEDMILL_MODEL": "overflowing", "FEEDMILL_DEVICE": "cpu", "FEEDMILL_DTYPE": "float16"},
+            {
+                "FEEDMILL_MODEL": "overflowing",
+                "FEEDMILL_DEVICE": "cpu",
+                "FEEDMILL_DTYPE": "float16",
+            },
             "CRITICAL.*float16.*FEEDMILL_DTYPE=(bfloat16|float32)",
         ),
     ],
@@ -143,7 +172,9 @@ def test_a_worker_that_cannot_start_takes_no_message(
 ) -> None:
     redis.client.lpush("feedmill", "untouched")
     overflowing(tmp_path / "overflowing")
-    ended = feedmill("worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, **environment)
+    ended = feedmill(
+        "worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, **environment
+    )
     assert ended.returncode != 0
     assert re.search(words, ended.stderr)
     assert "Traceback" not in ended.stderr

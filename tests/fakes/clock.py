@@ -4,9 +4,13 @@ from feedmill.producers.live.source import Clock, Stopped
 
 
 class SimulatedClock(Clock):
-    """A clock that advances only in `wait`. start: seconds since 1970; after `ends` seconds, `wait` raises Stopped."""
+    """A clock that advances only in `wait`. start: seconds since 1970; after `ends` seconds,
+    `wait` raises Stopped.
+    """
 
-    def __init__(self, start: float = 1_800_000_000.0, ends: float = float("inf")) -> None:
+    def __init__(
+        self, start: float = 1_800_000_000.0, ends: float = float("inf")
+    ) -> None:
         super().__init__()
         self._start = start
         self._ends = ends

@@ -1,8 +1,9 @@
 """Random messages for the differential test (tests/differential.py).
 
-They are drawn from a seed as plain data, so that both workers get the same messages with the same ids. No outcome
-depends on timing: messages are revoked before they can start, expired messages expire before they arrive or before
-their ETA, and time limits are never reached. Other tests cover timeouts.
+They are drawn from a seed as plain data, so that both workers get the same messages with the same
+ids. No outcome depends on timing: messages are revoked before they can start, expired messages
+expire before they arrive or before their ETA, and time limits are never reached. Other tests cover
+timeouts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,11 @@ TASKS = {
     "differential.sends": 4,
     "differential.handlers": 6,
 }
-#: Fates of a message before it starts; "" means that it starts. The last two occur while it waits for its ETA.
-Fate = Literal["", "expired", "revoked", "revoked by stamp", "expired waiting", "revoked waiting"]
+#: Fates of a message before it starts; "" means that it starts. The last two occur while it waits
+#: for its ETA.
+Fate = Literal[
+    "", "expired", "revoked", "revoked by stamp", "expired waiting", "revoked waiting"
+]
 FATES: dict[Fate, int] = {
     "": 180,
     "expired": 5,
@@ -86,7 +90,9 @@ BAD_POSTS: tuple[object, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One task to send. link, errbacks: calls that Celery makes when the task succeeds and when it fails."""
+    """One task to send. link, errbacks: calls that Celery makes when the task succeeds and when it
+    fails.
+    """
 
     id: str
     task: str
@@ -99,7 +105,9 @@ class Call:
     fate: Fate = ""
 
     def signature(self, app: Celery, eta: datetime) -> Signature[Any]:
-        """Return the Celery signature. eta: the ETA of messages that expire or are revoked while they wait."""
+        """Return the Celery signature. eta: the ETA of messages that expire or are revoked while
+        they wait.
+        """
         options: dict[str, Any] = dict(self.options)
         if self.fate in WAITING:
             options.pop("countdown", None)
@@ -108,7 +116,9 @@ class Call:
             options["expires"] = (datetime.now(UTC) - timedelta(minutes=1)).isoformat()
         if self.fate == "expired waiting":
             options["expires"] = (eta - timedelta(seconds=1)).isoformat()
-        made: Signature[Any] = app.signature(self.task, args=self.args, kwargs=self.kwargs, app=app)
+        made: Signature[Any] = app.signature(
+            self.task, args=self.args, kwargs=self.kwargs, app=app
+        )
         made = made.set(task_id=self.id, **options)
         for callback in self.link:
             made.link(callback.signature(app, eta))
@@ -121,12 +131,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Tasks that are sent together. In a chord, `calls` is the header, and `body` runs after it."""
+    """Tasks that are sent together.
+
+    In a chord, `calls` is the header, and `body` runs after it.
+    """
 
     id: str
     kind: Literal["single", "chain", "group", "chord"]
     calls: tuple[Call, ...]
     body: Call | None = None
+    #: Celery's message protocol. 1 is what gocelery, celery.node and `task_protocol=1` send.
+    protocol: Literal[1, 2] = 2
 
     def waits(self) -> bool:
         return any(call.fate in WAITING for call in self.calls)
@@ -145,7 +160,9 @@ class Sending:
 
 
 class Draw:
-    """A seeded random source of sendings with `messages` messages in total, of 1 to `largest` posts each."""
+    """A seeded random source of sendings with `messages` messages in total, of 1 to `largest`
+    posts each.
+    """
 
     def __init__(self, seed: int, messages: int, largest: int) -> None:
         self._random = Random(seed)
@@ -162,21 +179,31 @@ class Draw:
         while left:
             number += 1
             drawn = self._sending(f"s{number}", left)
+            if self._chance(0.2):
+                drawn = replace(drawn, protocol=1)
             left -= sum(is_message(call) for call in drawn.calls)
             yield drawn
 
     def _sending(self, name: str, left: int) -> Sending:
-        kind = self._random.choices(("single", "chain", "group", "chord"), (70, 14, 6, 10))[0]
+        kind = self._random.choices(
+            ("single", "chain", "group", "chord"), (70, 14, 6, 10)
+        )[0]
         several = min(left, self._random.randint(2, 5))
         if kind == "chain":
             return Sending(name, "chain", self._chain(left))
         if kind == "group":
-            return Sending(name, "group", tuple(self._message() for _ in range(several)))
+            return Sending(
+                name, "group", tuple(self._message() for _ in range(several))
+            )
         if kind == "chord":
             body = self._callback(f"{name}-body")
             if self._chance(0.5):
-                body = replace(body, errbacks=(Call(f"{name}-body-error", "differential.failed"),))
-            return Sending(name, "chord", tuple(self._message() for _ in range(several)), body)
+                body = replace(
+                    body, errbacks=(Call(f"{name}-body-error", "differential.failed"),)
+                )
+            return Sending(
+                name, "chord", tuple(self._message() for _ in range(several)), body
+            )
         return Sending(name, "single", (self._message(),))
 
     def _chain(self, left: int) -> tuple[Call, ...]:
@@ -184,18 +211,36 @@ class Draw:
         after = self._callback(f"{first.id}-after")
         match self._random.randrange(4):
             case 0:  # the previous task supplies the posts
-                first = replace(first, args=(), kwargs={n: v for n, v in first.kwargs.items() if n != "posts"}, fate="")
-                before = Call(f"{first.id}-before", "differential.posts", (self._random.randrange(500), 3))
+                first = replace(
+                    first,
+                    args=(),
+                    kwargs={n: v for n, v in first.kwargs.items() if n != "posts"},
+                    fate="",
+                )
+                before = Call(
+                    f"{first.id}-before",
+                    "differential.posts",
+                    (self._random.randrange(500), 3),
+                )
                 return before, first, after
-            case 1 if left > 1:  # the second message gets outcomes as posts, which have no text
-                second = Call(f"{first.id}-then", CLASSIFY_TASK, (), {"labels": self._random.choice(LABELS)})
+            case 1 if (
+                left > 1
+            ):  # the second message gets outcomes as posts, which have no text
+                second = Call(
+                    f"{first.id}-then",
+                    CLASSIFY_TASK,
+                    (),
+                    {"labels": self._random.choice(LABELS)},
+                )
                 return first, second, after
             case 2:
                 return first, after, self._callback(f"{first.id}-last")
         return first, after
 
     def _callback(self, name: str) -> Call:
-        return Call(name, "differential.breaks" if self._chance(0.05) else "differential.record")
+        return Call(
+            name, "differential.breaks" if self._chance(0.05) else "differential.record"
+        )
 
     def _message(self) -> Call:
         random = self._random
@@ -215,15 +260,26 @@ class Draw:
             stamps = {"tenant": random.choice("abc"), "tier": "gold"}
         if fate == "revoked by stamp":
             stamps = dict([REVOKED_STAMP])
-        return Call(name, task, args, kwargs, self._options(task), stamps, links, errbacks, fate)
+        return Call(
+            name, task, args, kwargs, self._options(task), stamps, links, errbacks, fate
+        )
 
     def _callbacks(self, name: str) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-        links = tuple(self._callback(f"{name}-link{n}") for n in range(self._random.choice((0, 0, 0, 1, 2))))
+        links = tuple(
+            self._callback(f"{name}-link{n}")
+            for n in range(self._random.choice((0, 0, 0, 1, 2)))
+        )
         errbacks: list[Call] = []
         if self._chance(0.3):
             errbacks.append(Call(f"{name}-error", "differential.failed"))
         if self._chance(0.2):
-            errbacks.append(Call(f"{name}-error-here", "differential.failed_here", kwargs={"about": f"{name}-error"}))
+            errbacks.append(
+                Call(
+                    f"{name}-error-here",
+                    "differential.failed_here",
+                    kwargs={"about": f"{name}-error"},
+                )
+            )
         return links, tuple(errbacks)
 
     def _options(self, task: str) -> dict[str, Any]:
@@ -235,26 +291,35 @@ class Draw:
         if self._chance(0.3):
             options["priority"] = random.randrange(10)
         if self._chance(0.15):
-            options |= random.choice(({"time_limit": 3000}, {"soft_time_limit": 2000, "time_limit": 3000}))
+            options |= random.choice(
+                ({"time_limit": 3000}, {"soft_time_limit": 2000, "time_limit": 3000})
+            )
         if self._chance(0.06):
             options["countdown"] = random.choice((0, 0.5, 1, 2))
         if self._chance(0.1):
             options["expires"] = 7200
         if self._chance(0.05):
             options["shadow"] = "in-disguise"
+        if self._chance(0.1):
+            options["compression"] = random.choice(("gzip", "application/x-gzip"))
         if self._chance(0.5):
             headers[SENT_AT] = 1_700_000_000.5
         if self._chance(0.2):
             headers["campaign"] = {"name": random.choice(WORDS), "tries": [1, None]}
         if task == "differential.retry":
-            headers |= {"wanted_retries": random.choice((0, 1, 1, 2, 3, 4)), "pause": random.choice((0, 0, 0, 0.3))}
+            headers |= {
+                "wanted_retries": random.choice((0, 1, 1, 2, 3, 4)),
+                "pause": random.choice((0, 0, 0, 0.3)),
+            }
         return options | ({"headers": headers} if headers else {})
 
     def _arguments(self) -> dict[str, Any]:
         random = self._random
         kwargs: dict[str, Any] = {"posts": self._posts()}
         if self._chance(0.03):
-            kwargs["posts"] = random.choice(([], None, "posts", {"id": "1", "title": "no list"}))
+            kwargs["posts"] = random.choice(
+                ([], None, "posts", {"id": "1", "title": "no list"})
+            )
         if self._chance(0.3):
             kwargs["labels"] = random.choice(LABELS)
         if self._chance(0.15):
@@ -272,25 +337,40 @@ class Draw:
         return kwargs
 
     def _posts(self) -> list[object]:
-        """Draw mostly valid posts. A few messages have only invalid ones; some posts repeat earlier ones."""
+        """Draw mostly valid posts.
+
+        A few messages have only invalid ones; some posts repeat earlier ones.
+        """
         random = self._random
         count = random.randint(1, self._largest)
         self.posts += count
         if self._chance(0.06):
             return [random.choice(BAD_POSTS) for _ in range(count)]
         bad = random.choice((0, 0, 0, 0.02, 0.2))
-        return [random.choice(BAD_POSTS) if self._chance(bad) else self._post() for _ in range(count)]
+        return [
+            random.choice(BAD_POSTS) if self._chance(bad) else self._post()
+            for _ in range(count)
+        ]
 
     def _post(self) -> dict[str, Any]:
         random = self._random
         if self._sent_posts and self._chance(0.1):
-            return random.choice(self._sent_posts[-1000:] if self._chance(0.5) else self._sent_posts)
+            return random.choice(
+                self._sent_posts[-1000:] if self._chance(0.5) else self._sent_posts
+            )
         words = " ".join(random.choices(WORDS, k=random.choice((2, 4, 8, 12, 30))))
-        post: dict[str, Any] = {"id": f"p{self.posts}-{len(self._sent_posts)}", "title": words}
+        post: dict[str, Any] = {
+            "id": f"p{self.posts}-{len(self._sent_posts)}",
+            "title": words,
+        }
         if self._chance(0.2):
             post["body"] = " ".join(random.choices(WORDS, k=random.choice((3, 20, 80))))
         if self._chance(0.1):
-            post |= {"topic": "sports", "score": random.choice((3, "4")), "extra": {"row": len(words)}}
+            post |= {
+                "topic": "sports",
+                "score": random.choice((3, "4")),
+                "extra": {"row": len(words)},
+            }
         self._sent_posts.append(post)
         return post
 

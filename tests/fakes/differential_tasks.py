@@ -1,8 +1,11 @@
-"""Tasks for the differential test (tests/differential.py). Both workers load them with FEEDMILL_INCLUDE.
+"""Tasks for the differential test (tests/differential.py).
 
-The ClassifyTasks cover every way in which a Celery task can end. Each requests its outcomes first: Feedmill's pool
-classifies posts before the body runs, but a stock worker classifies only on request. The plain tasks are callbacks that
-return their arguments, so that the stored result shows them.
+Both workers load them with FEEDMILL_INCLUDE.
+
+The ClassifyTasks cover every way in which a Celery task can end. Each requests its outcomes first:
+Feedmill's pool classifies posts before the body runs, but a stock worker classifies only on
+request. The plain tasks are callbacks that return their arguments, so that the stored result shows
+them.
 """
 
 import json
@@ -18,12 +21,15 @@ from feedmill.shared.errors import MessageFailed
 from feedmill.shared.settings import load
 from feedmill.workers.runtime.task import ClassifyTask
 
-#: Prefix of the Redis lists that record the arguments of callbacks and handlers, which have no stored result.
+#: Prefix of the Redis lists that record the arguments of callbacks and handlers, which have no
+#: stored result.
 TOLD = "differential:told:"
 #: Attributes of `self.request` that tasks may rely on and that do not depend on the worker.
 REQUEST = (
-    "id", "root_id", "parent_id", "retries", "group", "group_index", "headers", "stamps", "stamped_headers",
-    "timelimit", "time_limit", "soft_time_limit", "ignore_result", "correlation_id", "shadow", "called_directly",
+    "id", "root_id", "parent_id", "retries", "group", "group_index", "headers", "stamps",
+    "stamped_headers",
+    "timelimit", "time_limit", "soft_time_limit", "ignore_result", "correlation_id", "shadow",
+    "called_directly",
     "is_eager", "argsrepr", "kwargsrepr", "replaced_task_nesting",
 )  # fmt: skip
 
@@ -51,7 +57,12 @@ def early(self: ClassifyTask, *_: Any, **__: Any) -> object:
     return self.outcomes()
 
 
-@shared_task(bind=True, base=ClassifyTask, name="differential.unacked", acks_on_failure_or_timeout=False)
+@shared_task(
+    bind=True,
+    base=ClassifyTask,
+    name="differential.unacked",
+    acks_on_failure_or_timeout=False,
+)
 def unacked(self: ClassifyTask, *_: Any, **__: Any) -> object:
     return self.outcomes()
 
@@ -70,7 +81,10 @@ def autoretry(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.retry", max_retries=3)
 def retry(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Retry as often as the header `wanted_retries` says. A fourth retry exceeds the limit and fails."""
+    """Retry as often as the header `wanted_retries` says.
+
+    A fourth retry exceeds the limit and fails.
+    """
     outcomes = self.outcomes()
     if self.request.retries < self.request.get("wanted_retries", 1):
         raise self.retry(countdown=self.request.get("pause", 0))
@@ -83,7 +97,9 @@ def reject(self: ClassifyTask, *_: Any, **__: Any) -> object:
     raise Reject("rejected on purpose", requeue=False)
 
 
-@shared_task(bind=True, base=ClassifyTask, name="differential.early_reject", acks_late=False)
+@shared_task(
+    bind=True, base=ClassifyTask, name="differential.early_reject", acks_late=False
+)
 def early_reject(self: ClassifyTask, *_: Any, **__: Any) -> object:
     self.outcomes()
     raise Reject("rejected after the acknowledgement", requeue=False)
@@ -153,17 +169,40 @@ class Handlers(ClassifyTask):
     def on_success(self, retval: Any, task_id: str, _args: Any, _kwargs: Any) -> None:
         _tell(task_id, "on_success", retval)
 
-    def on_retry(self, exc: Exception, task_id: str, _args: Any, _kwargs: Any, einfo: Any) -> None:
+    def on_retry(
+        self, exc: Exception, task_id: str, _args: Any, _kwargs: Any, einfo: Any
+    ) -> None:
         _tell(task_id, "on_retry", repr(exc), str(einfo))
 
-    def on_failure(self, exc: Exception, task_id: str, _args: Any, _kwargs: Any, einfo: Any) -> None:
+    def on_failure(
+        self, exc: Exception, task_id: str, _args: Any, _kwargs: Any, einfo: Any
+    ) -> None:
         _tell(task_id, "on_failure", repr(exc), str(einfo))
 
-    def after_return(self, status: str, retval: Any, task_id: str, _args: Any, _kwargs: Any, _einfo: Any) -> None:
-        _tell(task_id, "after_return", status, repr(retval) if isinstance(retval, Exception) else retval)
+    def after_return(
+        self,
+        status: str,
+        retval: Any,
+        task_id: str,
+        _args: Any,
+        _kwargs: Any,
+        _einfo: Any,
+    ) -> None:
+        _tell(
+            task_id,
+            "after_return",
+            status,
+            repr(retval) if isinstance(retval, Exception) else retval,
+        )
 
 
-@shared_task(bind=True, base=Handlers, name="differential.handlers", autoretry_for=(MessageFailed,), max_retries=1)
+@shared_task(
+    bind=True,
+    base=Handlers,
+    name="differential.handlers",
+    autoretry_for=(MessageFailed,),
+    max_retries=1,
+)
 def handlers(self: ClassifyTask, *_: Any, **__: Any) -> object:
     return self.outcomes()
 
@@ -184,14 +223,17 @@ def failed(task_id: str) -> object:
 
 @shared_task(name="differential.failed_here")
 def failed_here(request: Any, exc: object, traceback: object, about: str) -> None:
-    """An errback that Celery calls directly, because it is not bound and takes more than one argument."""
+    """An errback that Celery calls directly, because it is not bound and takes more than one
+    argument.
+    """
     _tell(about, request.id, repr(exc), bool(traceback))
 
 
 @shared_task(name="differential.posts")
 def posts(first: int, count: int) -> object:
     return [
-        {"id": f"made{number}", "title": f"The match number {number} ended"} for number in range(first, first + count)
+        {"id": f"made{number}", "title": f"The match number {number} ended"}
+        for number in range(first, first + count)
     ]
 
 

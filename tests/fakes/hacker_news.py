@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tests.fakes.loopback import Handler, Loopback
+from feedmill.testing.loopback import Handler, Loopback
 
 
 class HackerNews(Loopback):
@@ -32,6 +32,8 @@ class Items(Handler):
     def respond(self) -> None:
         self.server.asked.append(self.path)
         status = self.server.faults.pop(0) if self.server.faults else 200
-        body = json.dumps(self.server.answer(self.path)).encode() if status == 200 else b""
+        body = (
+            json.dumps(self.server.answer(self.path)).encode() if status == 200 else b""
+        )
         self.send(status, {}, len(body))
         self.wfile.write(body)

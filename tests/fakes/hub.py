@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from tests.fakes.loopback import Handler, Loopback
+from feedmill.testing.loopback import Handler, Loopback
 
-API = re.compile(r"/api/models/(?P<name>[^/]+(?:/[^/]+)?)(?:/(?P<what>revision|tree)/(?P<revision>[^/]+))?")
-RESOLVE = re.compile(r"/(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+API = re.compile(
+    r"/api/models/(?P<name>[^/]+(?:/[^/]+)?)(?:/(?P<what>revision|tree)/(?P<revision>[^/]+))?"
+)
+RESOLVE = re.compile(
+    r"/(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)"
+)
 #: Suffixes of files that the hub stores outside git and identifies by SHA-256.
 LARGE = (".safetensors", ".bin", ".onnx", ".h5")
 
@@ -30,7 +34,9 @@ class Request(NamedTuple):
 
 
 class Hub(Loopback):
-    """A fake model hub. repositories: name -> folder of the revision `main`, or name -> {revision: folder}."""
+    """A fake model hub. repositories: name -> folder of the revision `main`, or name -> {revision:
+    folder}.
+    """
 
     def __init__(self, repositories: Mapping[str, Path | Mapping[str, Path]]) -> None:
         super().__init__(_Answers)
@@ -56,7 +62,9 @@ class Hub(Loopback):
     def folder(self, name: str, revision: str) -> Path | None:
         """Return the folder of a revision or commit."""
         folders = self.folders[name]
-        return folders.get(revision) or {_commit(folder): folder for folder in folders.values()}.get(revision)
+        return folders.get(revision) or {
+            _commit(folder): folder for folder in folders.values()
+        }.get(revision)
 
 
 class _Answers(Handler):
@@ -64,11 +72,15 @@ class _Answers(Handler):
 
     def respond(self) -> None:
         path = self.path.partition("?")[0]
-        self.server.requests.append(Request(self.command, path, self.headers["Authorization"]))
+        self.server.requests.append(
+            Request(self.command, path, self.headers["Authorization"])
+        )
         api, file = API.fullmatch(path), RESOLVE.fullmatch(path)
         match = api or file
         if match is None or match["name"] not in self.server.folders:
-            return self._refuse(404 if self.headers["Authorization"] else 401, "RepoNotFound")
+            return self._refuse(
+                404 if self.headers["Authorization"] else 401, "RepoNotFound"
+            )
         name, revision = match["name"], unquote(match["revision"] or "main")
         folder = self.server.folder(name, revision)
         if folder is None:
@@ -77,28 +89,46 @@ class _Answers(Handler):
             return self._file(folder, unquote(file["file"]))
         if match["what"] == "tree":
             return self._json([_entry(path, folder) for path in _files(folder)])
-        return self._json({"id": name, "sha": _commit(folder), "private": False, "tags": [], "siblings": []})
+        return self._json(
+            {
+                "id": name,
+                "sha": _commit(folder),
+                "private": False,
+                "tags": [],
+                "siblings": [],
+            }
+        )
 
     def _file(self, folder: Path, file: str) -> None:
         if not (folder / file).is_file():
             return self._refuse(404, "EntryNotFound")
         content = (folder / file).read_bytes()
-        headers = {"X-Repo-Commit": _commit(folder), "ETag": f'"{_digest(folder / file)}"', "Accept-Ranges": "bytes"}
+        headers = {
+            "X-Repo-Commit": _commit(folder),
+            "ETag": f'"{_digest(folder / file)}"',
+            "Accept-Ranges": "bytes",
+        }
         if self.command == "GET" and file in self.server.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or ""):
             start = int(wanted[1])
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            headers["Content-Range"] = (
+                f"bytes {start}-{len(content) - 1}/{len(content)}"
+            )
             return self._send(206, content[start:], headers, file)
         return self._send(200, content, headers, file)
 
     def _json(self, answer: object) -> None:
-        self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+        self._send(
+            200, json.dumps(answer).encode(), {"Content-Type": "application/json"}
+        )
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
 
-    def _send(self, status: int, body: bytes, headers: Mapping[str, str], file: str = "") -> None:
+    def _send(
+        self, status: int, body: bytes, headers: Mapping[str, str], file: str = ""
+    ) -> None:
         self.send(status, headers, len(body))
         if self.command == "HEAD":
             return
@@ -122,13 +152,20 @@ def _digest(path: Path) -> str:
     content = path.read_bytes()
     if path.name.endswith(LARGE):
         return hashlib.sha256(content).hexdigest()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    return hashlib.sha1(
+        b"blob %d\0" % len(content) + content, usedforsecurity=False
+    ).hexdigest()
 
 
 def _entry(path: Path, folder: Path) -> dict[str, Any]:
     """Return a file's entry in the hub's listing."""
     size = path.stat().st_size
-    entry = {"type": "file", "path": path.relative_to(folder).as_posix(), "size": size, "oid": _digest(path)[:40]}
+    entry = {
+        "type": "file",
+        "path": path.relative_to(folder).as_posix(),
+        "size": size,
+        "oid": _digest(path)[:40],
+    }
     if path.name.endswith(LARGE):
         entry["lfs"] = {"oid": _digest(path), "size": size, "pointerSize": 134}
     return entry

@@ -1,4 +1,6 @@
-"""A module for FEEDMILL_INCLUDE: a second SIGTERM interrupts Celery's handler of the first while it holds a lock."""
+"""A module for FEEDMILL_INCLUDE: a second SIGTERM interrupts Celery's handler of the first while
+it holds a lock.
+"""
 
 import os
 import signal
@@ -12,7 +14,9 @@ clear = shutting_down._clear_dead_receivers
 
 
 def interrupt() -> None:
-    """Send the second SIGTERM. `send` calls this with the signal's lock held, and so does `connect`."""
+    """Send the second SIGTERM. `send` calls this with the signal's lock held, and so does
+    `connect`.
+    """
     if sys._getframe(1).f_code.co_name == "_live_receivers":
         shutting_down._clear_dead_receivers = clear
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,14 +1,19 @@
-"""A fake Jetstream on loopback: the path /subscribe of a server of version 1, with posts that tests write.
+"""A fake Jetstream on loopback: the path /subscribe of a server of version 1, with posts that
+tests write.
 
     with Jetstream() as jetstream:
         post_id = jetstream.post("a text")
         jetstream.delete(post_id)
         connect(f"{jetstream.url}/subscribe?wantedCollections=app.bsky.feed.post&cursor=0")
 
-Events have strictly increasing times. `forget` drops old events, as if the time for which the server keeps them had
-passed; a connection that asks for them silently begins with the oldest one left. Faults strike at random or as
-planned: a closed connection, with or without a refused handshake, a cut one, a truncated event, repeated events.
-Sources: bluesky-social/jetstream, section 5.1 of its design document, internal/subscribe, issue 343 (`early`).
+Events have strictly increasing times, unless the server's clock goes back by more than a second. A
+connection first gets the stored events from its position on, in the order of their times; none if
+the position is in the future of the server's clock. Then it gets new ones in the order of their
+arrival. `forget` drops old events, as if the time for which the server keeps them had passed; a
+connection that asks for them silently begins with the oldest one left. Faults strike at random or
+as planned: a closed connection, with or without a refused handshake, a cut one, a truncated event,
+repeated events. Sources: bluesky-social/jetstream, section 5.1 of its design document,
+internal/subscribe, issue 343 (`early`).
 """
 
 import json
@@ -31,6 +36,8 @@ from websockets.sync.server import ServerConnection, serve
 COLLECTION = "app.bsky.feed.post"
 #: Faults of a connection; see `_disturb`.
 FAULTS = ("handshake", "close", "cut", "truncate", "repeat")
+#: Microseconds by which the clock may go back without the times of events doing so.
+SMALL_STEP = 1_000_000
 #: Events that a repetition sends again.
 REPEATED = 20
 
@@ -38,11 +45,16 @@ REPEATED = 20
 class Jetstream:
     """The server. early: events before the requested position with which a connection begins."""
 
-    def __init__(self, early: int = 0, seed: int = 0, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, early: int = 0, seed: int = 0, clock: Callable[[], float] = time.time
+    ) -> None:
         self._early, self._clock = early, clock
         self._random = random.Random(seed)
         self._changed = Condition()
+        #: Time and text of the events, in the order of their arrival, and the number of older
+        #: ones.
         self._events: list[tuple[int, str]] = []
+        self._dropped = 0
         self._closing = False
         self._written = 0
         self._rate = 0.0
@@ -55,7 +67,9 @@ class Jetstream:
         #: Queries of all connections so far, and the number of events sent over them.
         self.queries: list[dict[str, str]] = []
         self.sent = 0
-        self._server = serve(self._serve, "127.0.0.1", 0, process_request=self._refuse, close_timeout=0.2)
+        self._server = serve(
+            self._serve, "127.0.0.1", 0, process_request=self._refuse, close_timeout=0.2
+        )
         self.url = f"ws://127.0.0.1:{self._server.socket.getsockname()[1]}"
         self._thread = Thread(target=self._server.serve_forever, name="jetstream")
 
@@ -76,26 +90,46 @@ class Jetstream:
         """Publish a post and return its id. record: further fields of its record."""
         self._written += 1
         post_id = f"at://{author}/{COLLECTION}/{self._written:013}"
-        self._commit("create", post_id, {"text": text, "createdAt": "2026-11-01T10:00:00.000Z", **record})
+        self._commit(
+            "create",
+            post_id,
+            {"text": text, "createdAt": "2026-11-01T10:00:00.000Z", **record},
+        )
         return post_id
 
     def edit(self, post_id: str, text: str) -> None:
-        self._commit("update", post_id, {"text": text, "createdAt": "2026-11-01T10:00:00.000Z"})
+        self._commit(
+            "update", post_id, {"text": text, "createdAt": "2026-11-01T10:00:00.000Z"}
+        )
 
     def delete(self, post_id: str) -> None:
         self._commit("delete", post_id, None)
 
     def account(self, author: str, status: str | None) -> None:
-        """Report an account's state: deleted, takendown, suspended, deactivated; None if it is active."""
+        """Report an account's state: deleted, takendown, suspended, deactivated; None if it is
+        active.
+        """
         state = {"active": status is None} | ({"status": status} if status else {})
-        self.raw({"did": author, "kind": "account", "account": {**state, "did": author, "seq": 1}})
+        self.raw(
+            {
+                "did": author,
+                "kind": "account",
+                "account": {**state, "did": author, "seq": 1},
+            }
+        )
 
     def raw(self, event: dict[str, Any] | str) -> int:
         """Publish any event, or any text; return its time in microseconds."""
         with self._changed:
             last = self._events[-1][0] if self._events else 0
-            at = max(last + 1, round(self._clock() * 1_000_000))
-            text = event if isinstance(event, str) else json.dumps({**event, "time_us": at})
+            at = round(self._clock() * 1_000_000)
+            if last - SMALL_STEP < at <= last:
+                at = last + 1
+            text = (
+                event
+                if isinstance(event, str)
+                else json.dumps({**event, "time_us": at})
+            )
             self._events.append((at, text))
             self._changed.notify_all()
         return at
@@ -103,11 +137,20 @@ class Jetstream:
     def forget(self, keep: int) -> None:
         """Keep only this many events."""
         with self._changed:
-            del self._events[: len(self._events) - keep]
+            dropped = max(0, len(self._events) - keep)
+            del self._events[:dropped]
+            self._dropped += dropped
 
-    def _commit(self, operation: str, post_id: str, record: dict[str, Any] | None) -> None:
+    def _commit(
+        self, operation: str, post_id: str, record: dict[str, Any] | None
+    ) -> None:
         author, collection, rkey = post_id.removeprefix("at://").split("/")
-        commit = {"rev": "3l", "operation": operation, "collection": collection, "rkey": rkey}
+        commit = {
+            "rev": "3l",
+            "operation": operation,
+            "collection": collection,
+            "rkey": rkey,
+        }
         if record is not None:
             commit |= {"record": {"$type": COLLECTION, **record}, "cid": "bafy"}  # type: ignore[dict-item]
         self.raw({"did": author, "kind": "commit", "commit": commit})
@@ -119,14 +162,19 @@ class Jetstream:
         self._rate, self._among = rate, tuple(among)
 
     def faults_at(self, planned: Mapping[int, str]) -> None:
-        """Let faults strike once this many events have been sent. A handshake is refused after a closed connection."""
+        """Let faults strike once this many events have been sent.
+
+        A handshake is refused after a closed connection.
+        """
         self._planned = {self.sent + count: fault for count, fault in planned.items()}
 
     def _fault(self) -> str | None:
         """Return the fault that strikes before the next event."""
         if self._planned and self.sent >= min(self._planned):
             return self._planned.pop(min(self._planned))
-        return next((fault for fault in self._among if self._random.random() < self._rate), None)
+        return next(
+            (fault for fault in self._among if self._random.random() < self._rate), None
+        )
 
     def _refuse(self, connection: ServerConnection, _: Request) -> Response | None:
         return connection.respond(self.refusals.pop(0), "no") if self.refusals else None
@@ -136,27 +184,44 @@ class Jetstream:
         query = parse_qs(urlsplit(connection.request.path).query)
         cursor = int(query["cursor"][0]) if "cursor" in query else None
         with self._changed:
-            begins = len(self._events) if cursor is None else bisect_left(self._events, (cursor, ""))
-            begins = max(0, begins - (self._early if cursor is not None else 0))
-            last = self._events[begins - 1][0] if begins else -1
+            arrived = self._dropped + len(self._events)
+            backlog: list[tuple[int, str]] = []
+            if cursor is not None and cursor <= self._clock() * 1_000_000:
+                ordered = sorted(self._events)
+                backlog = ordered[
+                    max(0, bisect_left(ordered, (cursor, "")) - self._early) :
+                ]
         self.queries.append({name: values[-1] for name, values in query.items()})
         with suppress(ConnectionClosed, OSError):
-            self._send_all(connection, last)
+            if self._send_all(connection, backlog):
+                self._follow(connection, arrived)
 
-    def _send_all(self, connection: ServerConnection, last: int) -> None:
-        """Send all events after this time."""
-        while events := self._after(last, connection):
-            for at, text in events:
-                if self._disturb(connection, text):
-                    return
-                connection.send(text)
-                self.sent += 1
-                last = at
+    def _follow(self, connection: ServerConnection, arrived: int) -> None:
+        """Send all events after the first `arrived`."""
+        while events := self._after(arrived, connection):
+            if not self._send_all(connection, events):
+                return
+            arrived += len(events)
 
-    def _after(self, last: int, connection: ServerConnection) -> list[tuple[int, str]]:
-        """Return the events after this time as soon as there are some; none if the connection is to be closed."""
+    def _send_all(
+        self, connection: ServerConnection, events: Sequence[tuple[int, str]]
+    ) -> bool:
+        """Send events. Returns false if the connection has ended."""
+        for _, text in events:
+            if self._disturb(connection, text):
+                return False
+            connection.send(text)
+            self.sent += 1
+        return True
+
+    def _after(
+        self, arrived: int, connection: ServerConnection
+    ) -> list[tuple[int, str]]:
+        """Return later events as soon as there are some; none if the connection is to be
+        closed.
+        """
         with self._changed:
-            while not (found := self._events[bisect_left(self._events, (last + 1, "")) :][:500]):
+            while not (found := self._events[max(0, arrived - self._dropped) :][:500]):
                 self._changed.wait(0.1)
                 if self._closing or connection.protocol.state is not State.OPEN:
                     return []

@@ -2,8 +2,9 @@
 
     python -m tests.fakes.launcher FOLDER WORKERS
 
-It imports their code once and forks them: a fork takes no time, an import most of a second. The workers never outlive
-the launcher: when it ends, the kernel kills them, as it does those of `feedmill up`.
+It imports their code once and forks them: a fork takes no time, an import most of a second. The
+workers never outlive the launcher: when it ends, the kernel kills them, as it does those of
+`feedmill up`.
 """
 
 import os
@@ -43,19 +44,24 @@ def run(name: str, folder: Path, launcher: int) -> NoReturn:
 
 
 def main(folder: Path, workers: int) -> None:
-    # Workers inherit this. Otherwise, a signal sent before a worker has installed its handlers would kill it.
+    # Workers inherit this. Otherwise, a signal sent before a worker has installed its handlers
+    # would kill it.
     for number in (HANG, FULL, CLOCK):
         signal.signal(number, signal.SIG_IGN)
     standin_worker.import_worker()
     launcher = os.getpid()
     with note_signals() as received:
-        running = {start(name, folder, launcher): name for name in (f"worker-{number}" for number in range(workers))}
+        running = {
+            start(name, folder, launcher): name
+            for name in (f"worker-{number}" for number in range(workers))
+        }
         while not received:
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 name = running.pop(pid)
                 running[start(name, folder, launcher)] = name
             time.sleep(0.05)
-        for pid in running:  # SIGTERM only once: a second one would make the worker exit without draining
+        # SIGTERM only once: a second one would make the worker exit without draining
+        for pid in running:
             os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + PATIENCE
         while running and time.monotonic() < deadline:

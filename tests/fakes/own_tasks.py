@@ -1,20 +1,23 @@
 """An application's micro-batched and plain tasks, which a worker loads with `--include`.
 
-The module records in Redis each task's Celery signals and, in the list "ran", runs of tasks and the posts of passes.
-A test can keep the device busy until it deletes a Redis key: with the task `own.hold`, or with a post whose title is
-"slow " followed by the key.
+The module records in Redis each task's Celery signals and, in the list "ran", runs of tasks and
+the posts of passes. A test can keep the device busy until it deletes a Redis key: with the task
+`own.hold`, or with a post whose title is "slow " followed by the key.
 
-Arithmetic tasks encode a number as the id of a post: they classify their posts, add `top_k` to each id and return
-posts, so that tasks can be chained.
+Arithmetic tasks encode a number as the id of a post: they classify their posts, add `top_k` to
+each id and return posts, so that tasks can be chained.
 """
 
+import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from celery import Task, chain, current_app, group, shared_task, signals
+from kombu import Queue
 from redis import Redis
 
 import feedmill
@@ -28,6 +31,10 @@ redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
 current_app.conf.task_track_started = True
 if "FAKE_TIME_LIMIT" in os.environ:
     current_app.conf.task_time_limit = int(os.environ["FAKE_TIME_LIMIT"])
+
+
+#: Process ids with which worker_process_init was received.
+PREPARED: list[int] = []
 
 
 def wait_while(key: str) -> None:
@@ -52,8 +59,14 @@ BatchLoop._forward = compute_slowly  # type: ignore[method-assign]
 
 
 def write_down(name: str) -> Any:
-    def receiver(sender: Any = None, request: Any = None, task_id: str | None = None, **_: Any) -> None:
-        found = task_id or (request.id if request is not None else None) or sender.request.id
+    def receiver(
+        sender: Any = None, request: Any = None, task_id: str | None = None, **_: Any
+    ) -> None:
+        found = (
+            task_id
+            or (request.id if request is not None else None)
+            or sender.request.id
+        )
         redis.rpush(f"signals:{found}", name)
 
     return receiver
@@ -82,7 +95,8 @@ def early(self: ClassifyTask, /, **_: Any) -> Any:
 
 
 @shared_task(
-    bind=True, base=ClassifyTask, name="own.autoretries", autoretry_for=(MessageFailed,), max_retries=1,
+    bind=True, base=ClassifyTask, name="own.autoretries", autoretry_for=(MessageFailed,),
+    max_retries=1,
     default_retry_delay=0,
 )  # fmt: skip
 def autoretries(self: ClassifyTask, /, **_: Any) -> Any:
@@ -94,7 +108,11 @@ def autoretries(self: ClassifyTask, /, **_: Any) -> Any:
 
 def flat(found: Any) -> Posts:
     """Return the posts in a group's results at any depth."""
-    return [found] if isinstance(found, dict) else [post for each in found for post in flat(each)]
+    return (
+        [found]
+        if isinstance(found, dict)
+        else [post for each in found for post in flat(each)]
+    )
 
 
 def amount(options: dict[str, Any]) -> int:
@@ -107,7 +125,11 @@ def numbered(number: int) -> dict[str, Any]:
 
 def increased(task: ClassifyTask, amount: int) -> Posts:
     """Return the task's classified posts with their numbers increased by `amount`."""
-    return [numbered(int(str(outcome["id"])) + amount) for outcome in task.outcomes() if isinstance(outcome, dict)]
+    return [
+        numbered(int(str(outcome["id"])) + amount)
+        for outcome in task.outcomes()
+        if isinstance(outcome, dict)
+    ]
 
 
 @shared_task(bind=True, base=ClassifyTask, name="own.add")
@@ -123,7 +145,10 @@ def total(found: Any) -> Posts:
 
 @shared_task(bind=True, base=ClassifyTask, name="own.replaced_by_chain")
 def replaced_by_chain(self: ClassifyTask, *_: Any, **options: Any) -> None:
-    """Replace the task with a chain that has a callback and an errback. If `top_k` is 13, the chain fails."""
+    """Replace the task with a chain that has a callback and an errback.
+
+    If `top_k` is 13, the chain fails.
+    """
     last = add.s(labels="") if amount(options) == 13 else add.s(top_k=amount(options))
     other = chain(add.s(increased(self, 0), top_k=amount(options)), last)
     other.link(called.s(key="inner"))
@@ -186,3 +211,94 @@ def classifies(posts: list[dict[str, Any]]) -> list[str]:
 def sends(posts: list[dict[str, Any]]) -> str:
     """Send Feedmill's task to the queue."""
     return str(feedmill.classify_task.delay(posts).id)
+
+
+@signals.worker_process_init.connect(weak=False)
+def prepare_process(**_: Any) -> None:
+    PREPARED.append(os.getpid())
+
+
+@signals.worker_process_shutdown.connect(weak=False)
+def clean_process(pid: int, **_: Any) -> None:
+    redis.rpush("cleaned", pid)
+
+
+@shared_task(name="own.preparations")
+def preparations() -> list[int]:
+    """Return the processes for which receivers of worker_process_init prepared something."""
+    return PREPARED
+
+
+@shared_task(name="own.ends_child")
+def ends_child(number: int) -> int | None:
+    """Send a signal to a child process and return its exit code; None if it goes on."""
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=signal.pause)
+    child.start()
+    assert child.pid
+    os.kill(child.pid, number)
+    child.join(10)
+    code = child.exitcode
+    child.kill()
+    child.join()
+    return code
+
+
+# Uses of kombu in plain tasks.
+
+
+def got(queue: Any) -> list[Any]:
+    """Return the bodies of a queue's messages, and acknowledge them."""
+    bodies = []
+    while (message := queue.get()) is not None:
+        bodies.append(message.payload)
+        message.ack()
+    return bodies
+
+
+def with_queue_get(connection: Any) -> Any:
+    queue = Queue("own-queue", channel=connection.default_channel)
+    queue.declare()
+    with connection.Producer() as producer:
+        for number in range(3):
+            producer.publish({"number": number}, routing_key=queue.name)
+    return got(queue)
+
+
+def with_simple_queue(connection: Any) -> Any:
+    with connection.SimpleQueue("own-simple-queue") as queue:
+        queue.put("first")
+        queue.put("second")
+        queue.get(timeout=10).requeue()
+        bodies = []
+        for _ in range(2):
+            message = queue.get(timeout=10)
+            bodies.append(message.payload)
+            message.ack()
+        return sorted(bodies)
+
+
+def with_consumer(connection: Any) -> Any:
+    bodies: list[Any] = []
+
+    def take(body: Any, message: Any) -> None:
+        bodies.append(body)
+        message.ack()
+
+    queue = Queue("own-consumed-queue")
+    with connection.Producer() as producer:
+        producer.publish("one", routing_key=queue.name, declare=[queue])
+    with connection.Consumer([queue], callbacks=[take]):
+        connection.drain_events(timeout=10)
+    return bodies
+
+
+def with_another_broker(_: Any) -> Any:
+    with current_app.connection_for_write("memory://") as other:
+        return with_queue_get(other)
+
+
+@shared_task(name="own.uses_kombu")
+def uses_kombu(use: str) -> Any:
+    with current_app.connection_for_read() as connection:
+        return globals()[f"with_{use}"](connection)

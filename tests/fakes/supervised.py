@@ -1,4 +1,5 @@
-"""Supervise two processes that stand in for workers, with short delays before restarting and killing.
+"""Supervise two processes that stand in for workers, with short delays before restarting and
+killing.
 
     python -m tests.fakes.supervised COMMAND...
 
@@ -14,9 +15,12 @@ from feedmill.stack.supervisor import shares
 
 
 def main(command: list[str]) -> int:
-    processes.RESTART_DELAY_S, supervisor.KILL_GRACE_S = 0.05, 0.1
+    processes.RESTARTS.first_s = 0.05
+    supervisor.KILL_GRACE_S = 0.1
     try:
-        return supervisor.Supervisor(settings_of(), shares("cpu:2"), None, command).run()
+        return supervisor.Supervisor(
+            settings_of(), shares("cpu:2"), None, command
+        ).run()
     except UserError as error:  # reported as in feedmill/cli/main.py
         sys.stderr.write(f"feedmill: {error}\n")
         return processes.USER_ERROR_STATUS

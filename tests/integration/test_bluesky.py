@@ -13,8 +13,15 @@ from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Clock
 from feedmill.producers.live.state import LiveState
 from feedmill.producers.push import Pusher
+from feedmill.shared.backoff import Backoff
 from feedmill.shared.broker import connect, make_app
-from feedmill.shared.keys import DEAD_LETTERS, LIVE_AUTHORS, LIVE_DELETED, RESULTS_STREAM, TOMBSTONE
+from feedmill.shared.keys import (
+    DEAD_LETTERS,
+    LIVE_AUTHORS,
+    LIVE_DELETED,
+    RESULTS_STREAM,
+    TOMBSTONE,
+)
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.purge import tombstones
 from feedmill.shared.results import ResultsStore, stored_ids
@@ -33,8 +40,12 @@ def jetstream() -> Iterator[Jetstream]:
 
 
 @pytest.fixture
-def make(redis: RedisServer, jetstream: Jetstream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Make daemons, each of which stands for a restarted process; with short batches, pauses and intervals."""
+def make(
+    redis: RedisServer, jetstream: Jetstream, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
+    """Make daemons, each of which stands for a restarted process; with short batches, pauses and
+    intervals.
+    """
     monkeypatch.setattr(daemon, "MAX_BATCH_S", 0.05)
     monkeypatch.setattr("feedmill.producers.bluesky.IDLE_S", 0.02)
     monkeypatch.setattr("feedmill.producers.bluesky.CLOSE_TIMEOUT_S", 0.1)
@@ -42,15 +53,27 @@ def make(redis: RedisServer, jetstream: Jetstream, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rechecks, "AUTHORS_INTERVAL_S", 0.0)
     monkeypatch.setattr(rechecks, "MAX_SHARE", 1e9)
     for name in ("SOURCE_BACKOFF", "REDIS_BACKOFF"):
-        monkeypatch.setattr(daemon, name, type("NoBackoff", (), {"compute": lambda *_: 0.0})())
+        monkeypatch.setattr(daemon, name, Backoff(first_s=0.0, max_s=0.0))
     made: list[LiveDaemon] = []
 
-    def make(url: str = jetstream.url, options: ClassifyOptions | None = None, **chosen: Any) -> LiveDaemon:
-        settings = Settings.model_validate({"redis_url": redis.url, "bluesky_url": url, **chosen})
+    def make(
+        url: str = jetstream.url, options: ClassifyOptions | None = None, **chosen: Any
+    ) -> LiveDaemon:
+        settings = Settings.model_validate(
+            {"redis_url": redis.url, "bluesky_url": url, **chosen}
+        )
         clock = Clock()
         client = connect(settings)
-        pusher = Pusher(make_app(settings), client, settings, options or ClassifyOptions(), wait=clock.wait)
-        made.append(LiveDaemon(BlueskySource(settings, clock), client, pusher, settings, clock))
+        pusher = Pusher(
+            make_app(settings),
+            client,
+            settings,
+            options or ClassifyOptions(),
+            wait=clock.wait,
+        )
+        made.append(
+            LiveDaemon(BlueskySource(settings, clock), client, pusher, settings, clock)
+        )
         return made[-1]
 
     yield make
@@ -75,11 +98,15 @@ def run(daemon: LiveDaemon, holds: Callable[[], object], description: str) -> No
 
 
 def ids(redis: RedisServer) -> list[str]:
-    """Return the ids of the posts in the queue, without purged ones, which are reduced to their id."""
+    """Return the ids of the posts in the queue, without purged ones, which are reduced to their
+    id.
+    """
     return [post["id"] for post in queued(redis) if "body" in post]
 
 
-def test_sends_new_posts_with_their_fields(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+def test_sends_new_posts_with_their_fields(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
     jetstream.post("written before the first start")
     daemon = make()
     start(daemon, jetstream)
@@ -91,7 +118,8 @@ def test_sends_new_posts_with_their_fields(redis: RedisServer, jetstream: Jetstr
     run(daemon, lambda: queued(redis), "the post is sent")
     (post,) = queued(redis)
     assert post == {
-        "id": post_id, "body": "a text about kettles", "url": "https://example.org/kettle", "nsfw": True,
+        "id": post_id, "body": "a text about kettles", "url": "https://example.org/kettle",
+        "nsfw": True,
         "permalink": f"https://bsky.app/profile/did:plc:bob/post/{post_id.rpartition('/')[2]}",
         "created_utc": 1793527200.0,
     }  # fmt: skip
@@ -99,10 +127,15 @@ def test_sends_new_posts_with_their_fields(redis: RedisServer, jetstream: Jetstr
     assert "cursor" not in jetstream.queries[0]
 
 
-def test_filters_by_language_and_length(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+def test_filters_by_language_and_length(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
     daemon = make(bluesky_languages="en, PT", bluesky_min_characters=5)
     start(daemon, jetstream)
-    wanted = [jetstream.post("long enough", langs=["en"]), jetstream.post("uma frase", langs=["de", "pt-BR"])]
+    wanted = [
+        jetstream.post("long enough", langs=["en"]),
+        jetstream.post("uma frase", langs=["de", "pt-BR"]),
+    ]
     jetstream.post("kurz und gut", langs=["de"])
     jetstream.post("no language")
     jetstream.post("    ab    ", langs=["en"])
@@ -112,7 +145,24 @@ def test_filters_by_language_and_length(redis: RedisServer, jetstream: Jetstream
     assert daemon.status()["filtered"] == 4
 
 
-def test_restart_resumes_without_loss_or_repetition(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+def test_filters_by_the_language_of_the_text(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
+    """Declared languages are often wrong or missing."""
+    daemon = make(languages="en")
+    start(daemon, jetstream)
+    wanted = [
+        jetstream.post("The kettle boils much faster since I cleaned it", langs=["de"]),
+        jetstream.post("ok", langs=["ja"]),
+    ]
+    jetstream.post("Der Kessel kocht viel schneller, seit er sauber ist", langs=["en"])
+    run(daemon, lambda: daemon.filtered == 1, "the German post is filtered")
+    assert ids(redis) == wanted
+
+
+def test_restart_resumes_without_loss_or_repetition(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
     first = make()
     start(first, jetstream)
     sent = [jetstream.post(f"post {number}") for number in range(20)]
@@ -122,14 +172,22 @@ def test_restart_resumes_without_loss_or_repetition(redis: RedisServer, jetstrea
     position = LiveState(redis.client, "bluesky").position()
     assert position
     second = make()
-    run(second, lambda: second.status()["sent"] == 20, "the posts written meanwhile are sent")
-    assert int(jetstream.queries[-1]["cursor"]) == position.cursor - OVERLAP_S * 1_000_000
+    run(
+        second,
+        lambda: second.status()["sent"] == 20,
+        "the posts written meanwhile are sent",
+    )
+    assert (
+        int(jetstream.queries[-1]["cursor"]) == position.cursor - OVERLAP_S * 1_000_000
+    )
     assert ids(redis) == sent
     assert second.status()["skipped"] == 20, "the overlap is read again"
     assert second.gaps == 0
 
 
-def test_deleted_posts_are_purged_and_stay_away(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+def test_deleted_posts_are_purged_and_stay_away(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
     daemon = make()
     start(daemon, jetstream)
     gone, stays = jetstream.post("to be deleted"), jetstream.post("to stay")
@@ -139,7 +197,9 @@ def test_deleted_posts_are_purged_and_stay_away(redis: RedisServer, jetstream: J
     run(daemon, lambda: daemon.status()["purged"], "the post is purged")
     assert ids(redis) == [stays]
     assert set(tombstones(redis.client, [gone])) == {gone}
-    assert list(redis.client.scan_iter(TOMBSTONE + "*")) == [TOMBSTONE + gone], "only posts that were sent"
+    assert list(redis.client.scan_iter(TOMBSTONE + "*")) == [TOMBSTONE + gone], (
+        "only posts that were sent"
+    )
     daemon.close()
     again = make()  # reads the post once more
     run(again, lambda: again.read >= 4, "the overlap is read again")
@@ -147,15 +207,27 @@ def test_deleted_posts_are_purged_and_stay_away(redis: RedisServer, jetstream: J
     assert again.status()["sent"] == 0
 
 
-def test_posts_of_deleted_accounts_are_purged(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+def test_posts_of_deleted_accounts_are_purged(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
     daemon = make()
     start(daemon, jetstream)
-    authors = {name: f"did:plc:{name}" for name in ("deleted", "takendown", "suspended", "deactivated")}
-    posts = {name: [jetstream.post(f"{name} {number}", did) for number in (1, 2)] for name, did in authors.items()}
+    authors = {
+        name: f"did:plc:{name}"
+        for name in ("deleted", "takendown", "suspended", "deactivated")
+    }
+    posts = {
+        name: [jetstream.post(f"{name} {number}", did) for number in (1, 2)]
+        for name, did in authors.items()
+    }
     run(daemon, lambda: len(queued(redis)) == 8, "all posts are sent")
     for status, author in authors.items():
         jetstream.account(author, status)
-    run(daemon, lambda: daemon.status()["purged"] == 4, "posts of two accounts are purged")
+    run(
+        daemon,
+        lambda: daemon.status()["purged"] == 4,
+        "posts of two accounts are purged",
+    )
     assert ids(redis) == posts["suspended"] + posts["deactivated"]
 
 
@@ -164,14 +236,23 @@ def test_a_deleted_accounts_posts_are_found_wherever_they_are(
 ) -> None:
     daemon = make()
     start(daemon, jetstream)
-    waiting, others = jetstream.post("waiting"), jetstream.post("another author's", "did:plc:bob")
+    waiting, others = (
+        jetstream.post("waiting"),
+        jetstream.post("another author's", "did:plc:bob"),
+    )
     run(daemon, lambda: len(queued(redis)) == 2, "both posts are sent")
     store = ResultsStore(redis.client, Settings(redis_url=redis.url))
     author = "at://did:plc:alice/app.bsky.feed.post/"
-    stored, in_flight = [result(f"{author}{number}") for number in range(50)], result(f"{author}in flight")
+    stored, in_flight = (
+        [result(f"{author}{number}") for number in range(50)],
+        result(f"{author}in flight"),
+    )
     stored.append(result("at://did:plc:bob/app.bsky.feed.post/0"))
     store.write(stored, [letter(f"{author}dead")])
-    redis.client.xadd(RESULTS_STREAM, {"id": f"{author}only in the stream", "classification": "{}", "post": "{}"})
+    redis.client.xadd(
+        RESULTS_STREAM,
+        {"id": f"{author}only in the stream", "classification": "{}", "post": "{}"},
+    )
     jetstream.account("did:plc:alice", "deleted")
     run(daemon, lambda: daemon.status()["purged"], "the posts are purged")
     assert daemon.status()["purged"] == 53
@@ -183,27 +264,46 @@ def test_a_deleted_accounts_posts_are_found_wherever_they_are(
     assert [entry["id"] for _, entry in entries] == list(stored_ids(redis.client))
     assert redis.client.xlen(DEAD_LETTERS) == 0
     store.write([in_flight])
-    run(daemon, lambda: daemon.status()["purged"] == 54, "a post that was missed is purged by a later search")
+    run(
+        daemon,
+        lambda: daemon.status()["purged"] == 54,
+        ("a post that was missed is purged by a later search"),
+    )
     assert [name for name in redis.client.scan_iter() if not find(name)] == []
 
 
-def test_a_deleted_accounts_posts_are_searched_for_a_day(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+def test_a_deleted_accounts_posts_are_searched_for_a_day(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
     daemon = make()
     start(daemon, jetstream)
     key = LIVE_AUTHORS + "bluesky"
-    redis.client.zadd(key, {"at://did:plc:long ago/": time.time() - rechecks.AUTHOR_KEPT_S - 1})
+    redis.client.zadd(
+        key, {"at://did:plc:long ago/": time.time() - rechecks.AUTHOR_KEPT_S - 1}
+    )
     jetstream.account("did:plc:alice", "deleted")
     author = "at://did:plc:alice/app.bsky.feed.post/"
-    run(daemon, lambda: redis.client.zrange(key, 0, -1) == [author], "the account is remembered")
+    run(
+        daemon,
+        lambda: redis.client.zrange(key, 0, -1) == [author],
+        "the account is remembered",
+    )
     back = jetstream.post("back again")
     run(daemon, lambda: queued(redis), "the post is sent")
-    run(daemon, lambda: not redis.client.exists(key), "an account that writes again is forgotten")
+    run(
+        daemon,
+        lambda: not redis.client.exists(key),
+        "an account that writes again is forgotten",
+    )
     daemon.step()
     assert ids(redis) == [back]
 
 
 def test_a_killed_daemons_deletions_are_purged_by_the_next(
-    redis: RedisServer, jetstream: Jetstream, make: Make, monkeypatch: pytest.MonkeyPatch
+    redis: RedisServer,
+    jetstream: Jetstream,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rechecks.Purges, "run_if_due", lambda _: None)
     first = make()
@@ -211,7 +311,11 @@ def test_a_killed_daemons_deletions_are_purged_by_the_next(
     gone = jetstream.post("to be deleted")
     run(first, lambda: queued(redis), "the post is sent")
     jetstream.delete(gone)
-    run(first, lambda: redis.client.exists(LIVE_DELETED + "bluesky"), "the deletion is stored")
+    run(
+        first,
+        lambda: redis.client.exists(LIVE_DELETED + "bluesky"),
+        "the deletion is stored",
+    )
     first.close()
     monkeypatch.undo()
     second = make()
@@ -220,7 +324,9 @@ def test_a_killed_daemons_deletions_are_purged_by_the_next(
     assert ids(redis) == []
 
 
-def test_full_queue_stops_reading(redis: RedisServer, jetstream: Jetstream, make: Make) -> None:
+def test_full_queue_stops_reading(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
     daemon = make(queue_limit=4, posts_per_message=1)
     start(daemon, jetstream)
     sent = [jetstream.post(f"post {number}") for number in range(30)]
@@ -241,10 +347,14 @@ def test_full_queue_stops_reading(redis: RedisServer, jetstream: Jetstream, make
     assert daemon.connections == 1, "the connection stays open meanwhile"
 
 
-def test_server_that_begins_too_early_repeats_nothing(redis: RedisServer, make: Make) -> None:
+def test_server_that_begins_too_early_repeats_nothing(
+    redis: RedisServer, make: Make
+) -> None:
     with Jetstream(early=100) as jetstream:
         for number in range(100):
-            jetstream.raw({"did": "did:plc:x", "kind": "identity", "identity": {"number": number}})
+            jetstream.raw(
+                {"did": "did:plc:x", "kind": "identity", "identity": {"number": number}}
+            )
         first = make(jetstream.url)
         start(first, jetstream)
         sent = [jetstream.post(f"post {number}") for number in range(5)]
@@ -269,13 +379,19 @@ def test_unreadable_event_is_skipped_after_a_second_attempt(
     jetstream.post("after a frame that is too large")
     run(daemon, lambda: len(ids(redis)) == 2, "the next posts are sent")
     assert daemon.connections == 1, "others do not wait"
-    run(daemon, lambda: daemon.unreadable == 4, "they are set aside after a second attempt")
+    run(
+        daemon,
+        lambda: daemon.unreadable == 4,
+        "they are set aside after a second attempt",
+    )
     assert daemon.connections == 2
     assert daemon.gaps == 0
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_lose_and_repeat_nothing(redis: RedisServer, jetstream: Jetstream, make: Make, fault: str) -> None:
+def test_faults_lose_and_repeat_nothing(
+    redis: RedisServer, jetstream: Jetstream, make: Make, fault: str
+) -> None:
     daemon = make()
     start(daemon, jetstream)
     jetstream.faults_at({40: fault, 90: fault, 220: fault})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from feedmill.cli import main
-from feedmill.cli.deletions import DeadLetters, _named
+from feedmill.outcomes.dead_letters import DeadLetterStream
 from feedmill.report import gather
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import DEAD_LETTERS
@@ -17,7 +17,8 @@ from feedmill.shared.settings import Settings
 from tests.support import RedisServer, dead_letters
 
 COUNT, BYTES = 400, 100_000
-#: Maximum memory in bytes: a few pages of dead letters, as text and as objects. All dead letters take 40 MB.
+#: Maximum memory in bytes: a few pages of dead letters, as text and as objects. All dead letters
+#: take 40 MB.
 MEMORY = 12_000_000
 
 
@@ -28,7 +29,8 @@ def redis(redis: RedisServer) -> RedisServer:
     for number in range(COUNT):
         failed_at = now if number >= COUNT // 2 else 0.0
         letter = DeadLetter(
-            id="same", reason=f"reason {number % 2}", post="x" * BYTES, options="{}", message=str(number), worker="w",
+            id="same", reason=f"reason {number % 2}", post="x" * BYTES, options="{}",
+            message=str(number), worker="w",
             failed_at=failed_at,
         )  # fmt: skip
         name = "*" if failed_at else f"1-{number + 1}"
@@ -48,27 +50,33 @@ def peak(read: Callable[[], object]) -> int:
 
 def test_report_pages_through_dead_letters(redis: RedisServer) -> None:
     report = []
-    assert peak(lambda: report.append(gather(redis.client, Settings(), hours=2))) < MEMORY
+    assert (
+        peak(lambda: report.append(gather(redis.client, Settings(), hours=2))) < MEMORY
+    )
     assert report[0].reasons == {"reason 0": COUNT // 4, "reason 1": COUNT // 4}
 
 
 def test_finds_dead_letters_by_name_in_bounded_memory(redis: RedisServer) -> None:
     found: dict[str, list[str]] = {}
-    dead = DeadLetters(redis.client)
+    dead = DeadLetterStream(redis.client)
     assert peak(lambda: found.update(dead.find(["same", "1-7", "other"]))) < MEMORY
     assert (len(found["same"]), found["1-7"], found["other"]) == (COUNT, ["1-7"], [])
     with pytest.raises(UserError, match=r"\b400\b.*\bsame\b"):
-        _named(dead, ["same"])
+        dead.named(["same"])
     with pytest.raises(UserError, match=r"\bother\b"):
-        _named(dead, ["1-7", "other"])
-    assert [letter.name for letter in _named(dead, ["1-7", "1-7"])] == ["1-7"]
+        dead.named(["1-7", "other"])
+    assert [letter.name for letter in dead.named(["1-7", "1-7"])] == ["1-7"]
 
 
 def test_lists_dead_letters_in_bounded_memory(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    redis: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("FEEDMILL_REDIS_URL", redis.url)
-    monkeypatch.setattr("sys.argv", ["feedmill", "dead", "list", "--count", str(COUNT - 1)])
+    monkeypatch.setattr(
+        "sys.argv", ["feedmill", "dead", "list", "--count", str(COUNT - 1)]
+    )
 
     def run() -> None:
         with pytest.raises(SystemExit):
@@ -81,9 +89,11 @@ def test_lists_dead_letters_in_bounded_memory(
 
 
 def test_newest_returns_at_most_count_in_order(redis: RedisServer) -> None:
-    names = [each.name for each in DeadLetters(redis.client).all()]
+    names = [each.name for each in DeadLetterStream(redis.client).all()]
     for count in (1, 20, 21, 45, COUNT + 1):
-        newest = [each.name for each in DeadLetters(redis.client).newest(count)]
+        newest = [each.name for each in DeadLetterStream(redis.client).newest(count)]
         assert newest == names[max(0, COUNT - count) :]
     letters = dead_letters(ResultsStore(redis.client, Settings()), 45)
-    assert [letter.message for letter in letters] == [str(number) for number in range(COUNT - 45, COUNT)]
+    assert [letter.message for letter in letters] == [
+        str(number) for number in range(COUNT - 45, COUNT)
+    ]

@@ -1,18 +1,27 @@
-"""feedmill/reading.py and feedmill/export/files.py on a real Redis: rows, formats, resuming and purging."""
+"""The rows of the stream, and exports to files, on a real Redis: formats, resuming, purging."""
 
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from feedmill.export import files
-from feedmill.export.columns import COLUMNS, ExportFilter
-from feedmill.export.files import STATE_FILE, batch_of, opened, parts, post_ids, purge, schema_of
-from feedmill.producers.files import Source
-from feedmill.reading import Chunk, Place, RowReader, id_before, seconds_of
+from feedmill.exporting import files
+from feedmill.exporting.columns import COLUMNS, ExportFilter
+from feedmill.exporting.files import (
+    STATE_FILE,
+    batch_of,
+    opened,
+    parts,
+    post_ids,
+    purge,
+    schema_of,
+)
+from feedmill.outcomes.rows import Chunk, Place, RowReader, id_before, seconds_of
+from feedmill.producers.files import FileSource
 from feedmill.shared.errors import UserError
 from feedmill.shared.keys import COUNTERS, RESULTS_STREAM, TOMBSTONE
 from feedmill.shared.messages import Post
@@ -50,7 +59,11 @@ def add(server: RedisServer, at: float, *post_ids: str, label: str = "food") -> 
     """Add stream entries as if they had been written at the given time."""
     for number, post_id in enumerate(post_ids):
         post, found = result(post_id, label)
-        fields = {"id": post_id, "classification": found.model_dump_json(), "post": post.model_dump_json()}
+        fields = {
+            "id": post_id,
+            "classification": found.model_dump_json(),
+            "post": post.model_dump_json(),
+        }
         server.client.xadd(RESULTS_STREAM, fields, id=f"{int(at * 1000)}-{number}")  # type: ignore[arg-type]
         server.client.hincrby(COUNTERS, "stored", 1)
 
@@ -65,14 +78,27 @@ def layout(form: str, columns: Sequence[str] = COLUMNS) -> tuple[str, Any]:
 
 
 def run(
-    out: Path, reader: RowReader, name: str, selection: ExportFilter | None = None, in_parts: bool | None = None
+    out: Path,
+    reader: RowReader,
+    name: str,
+    selection: ExportFilter | None = None,
+    in_parts: bool | None = None,
 ) -> Any:
     in_parts = (name == "parquet" and not out.suffix) if in_parts is None else in_parts
-    with opened(out, *layout(name.partition(".")[0]), selection or ExportFilter(), reader, in_parts) as target:
+    with opened(
+        out,
+        *layout(name.partition(".")[0]),
+        selection or ExportFilter(),
+        reader,
+        in_parts,
+    ) as target:
         place = target.place
         for chunk in reader.chunks(place):
             place = chunk.place
-            target.add(batch_of((selection or ExportFilter()).of(chunk.rows), target.schema), place)
+            target.add(
+                batch_of((selection or ExportFilter()).of(chunk.rows), target.schema),
+                place,
+            )
         target.close(place)
     return target
 
@@ -80,12 +106,16 @@ def run(
 def exported(out: Path) -> list[str]:
     """Return the ids in an export, in order."""
     paths = [path for path, _ in parts(out)] if out.is_dir() else [out]
-    return [post_id for path in paths for post_id in post_ids(path, str(format_of(path.name)))]
+    return [
+        post_id
+        for path in paths
+        for post_id in post_ids(path, str(format_of(path.name)))
+    ]
 
 
 @pytest.fixture
 def small_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("feedmill.reading.FETCH_BYTES", 1)
+    monkeypatch.setattr("feedmill.outcomes.rows.FETCH_BYTES", 1)
 
 
 # Rows.
@@ -97,7 +127,12 @@ def test_reads_every_row_once_in_order(store: ResultsStore, reader: RowReader) -
     store.write([result(post_id) for post_id in wanted])
     assert ids(reader) == wanted
     chunk = reader.fetch(BEGINNING)
-    assert (len(chunk.rows), chunk.ended, chunk.missed, chunk.left) == (50, False, None, 180)
+    assert (len(chunk.rows), chunk.ended, chunk.missed, chunk.left) == (
+        50,
+        False,
+        None,
+        180,
+    )
     assert ids(reader, chunk.place) == wanted[50:]
 
 
@@ -112,7 +147,10 @@ def test_reads_every_row_once_in_order(store: ResultsStore, reader: RowReader) -
     ],
 )
 def test_skips_unreadable_entries(
-    server: RedisServer, reader: RowReader, caplog: pytest.LogCaptureFixture, damaged: dict[str, str]
+    server: RedisServer,
+    reader: RowReader,
+    caplog: pytest.LogCaptureFixture,
+    damaged: dict[str, str],
 ) -> None:
     add(server, NOON, "a")
     server.client.xadd(RESULTS_STREAM, damaged, id=f"{NOON + 1}000-0")  # type: ignore[arg-type]
@@ -121,20 +159,30 @@ def test_skips_unreadable_entries(
     assert f"{NOON + 1}000-0" in caplog.text
 
 
-def test_reads_rows_between_since_and_until(server: RedisServer, reader: RowReader) -> None:
+def test_reads_rows_between_since_and_until(
+    server: RedisServer, reader: RowReader
+) -> None:
     for number in range(5):
         add(server, NOON + number, str(number))
     assert ids(reader, Place(id_before(NOON + 2))) == ["2", "3", "4"]
     assert ids(RowReader(server.client, until=NOON + 2)) == ["0", "1"]
 
 
-def test_rows_carry_the_latest_known_scores(store: ResultsStore, reader: RowReader) -> None:
+def test_rows_carry_the_latest_known_scores(
+    store: ResultsStore, reader: RowReader
+) -> None:
     store.write([result("1", score=5), result("2", score=6), result("3")])
     store.refresh_scores({"1": 50, "3": -7}, at=1.0)
-    assert [row.post.get("score") for row in reader.fetch(BEGINNING).rows] == [50, 6, -7]
+    assert [row.post.get("score") for row in reader.fetch(BEGINNING).rows] == [
+        50,
+        6,
+        -7,
+    ]
 
 
-def test_skips_rows_of_purged_posts(server: RedisServer, store: ResultsStore, reader: RowReader) -> None:
+def test_skips_rows_of_purged_posts(
+    server: RedisServer, store: ResultsStore, reader: RowReader
+) -> None:
     store.write([result(str(number)) for number in range(5)])
     server.client.set(TOMBSTONE + "1", 1)  # a purge begins with a tombstone
     server.client.set(TOMBSTONE + "4", 1)
@@ -145,7 +193,9 @@ def test_skips_rows_of_purged_posts(server: RedisServer, store: ResultsStore, re
 
 
 def test_reports_trimmed_rows_as_missed(server: RedisServer) -> None:
-    store = ResultsStore(server.client, Settings.model_validate({"results_stream_length": 100}))
+    store = ResultsStore(
+        server.client, Settings.model_validate({"results_stream_length": 100})
+    )
     reader = RowReader(server.client)
     store.write([result(str(number)) for number in range(10)])
     place = reader.fetch(BEGINNING).place
@@ -155,32 +205,44 @@ def test_reports_trimmed_rows_as_missed(server: RedisServer) -> None:
     assert chunk.missed
     assert chunk.missed.count == int(chunk.rows[0].post["id"]) - 10
     assert reader.fetch(chunk.place).missed is None
-    until = RowReader(server.client, until=seconds_of(chunk.rows[0].entry))  # all before it is trimmed
+    # all before it is trimmed
+    until = RowReader(server.client, until=seconds_of(chunk.rows[0].entry))
     assert until.fetch(place)[:4] == ([], chunk.place, chunk.ended, chunk.missed)
     assert until.fetch(chunk.place) == Chunk([], chunk.place, ended=True)
     unknown = reader.fetch(Place("1-0")).missed  # the place may predate the first entry
     assert unknown
     assert unknown.count is None
-    assert reader.fetch(BEGINNING).missed is None  # from the beginning, nothing can have been missed
+    # from the beginning, nothing can have been missed
+    assert reader.fetch(BEGINNING).missed is None
 
 
 # Files.
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_interrupted_file_starts_over(tmp_path: Path, store: ResultsStore, reader: RowReader, name: str) -> None:
+def test_interrupted_file_starts_over(
+    tmp_path: Path, store: ResultsStore, reader: RowReader, name: str
+) -> None:
     out, form = tmp_path / f"out.{name}", name.partition(".")[0]
     store.write([result(str(number)) for number in range(230)])
     run(out, reader, name)
     earlier = out.read_bytes()
     (tmp_path / f".out.{name}.partial").write_bytes(b"half")  # left by kill -9
     store.write([result("230")])
-    with pytest.raises(KeyError), opened(out, *layout(form), ExportFilter(), reader) as target:  # noqa: PT012
-        target.add(batch_of(reader.fetch(target.place).rows, target.schema), target.place)
+    with (  # noqa: PT012
+        pytest.raises(KeyError),
+        opened(out, *layout(form), ExportFilter(), reader) as target,
+    ):
+        target.add(
+            batch_of(reader.fetch(target.place).rows, target.schema), target.place
+        )
         raise KeyError
     assert out.read_bytes() == earlier
     assert (run(out, reader, name).written, len(exported(out))) == (231, 231)
-    assert {path.name for path in tmp_path.iterdir()} <= {f"out.{name}", f".out.{name}.partial"}
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        f"out.{name}",
+        f".out.{name}.partial",
+    }
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -203,24 +265,41 @@ def test_writes_one_part_per_day_and_appends_new_rows(
     assert run(out, reader, name, in_parts=True).written == 0
     add(server, NOON + 3 * DAY + 1, "5")
     target = run(out, reader, name, in_parts=True)
-    assert (target.resumed, target.written, exported(out)) == (True, 1, ["1", "2", "3", "4", "5"])
+    assert (target.resumed, target.written, exported(out)) == (
+        True,
+        1,
+        ["1", "2", "3", "4", "5"],
+    )
 
 
-def test_documented_snippet_turns_parquet_into_jsonl(tmp_path: Path, store: ResultsStore, reader: RowReader) -> None:
-    posts = [result("1", body="a\r\nb", score=3, created_utc=5.5, extra={"a": 1}, permalink="p"), result("2")]
+def test_documented_snippet_turns_parquet_into_jsonl(
+    tmp_path: Path, store: ResultsStore, reader: RowReader
+) -> None:
+    posts = [
+        result(
+            "1", body="a\r\nb", score=3, created_utc=5.5, extra={"a": 1}, permalink="p"
+        ),
+        result("2"),
+    ]
     store.write(posts)
     run(tmp_path / "results", reader, "parquet")
     page = (Path(__file__).parent.parent.parent / "docs" / "export.md").read_text()
     (snippet,) = [block for block in page.split("```python\n") if "to_batches" in block]
-    script = snippet.partition("```")[0].replace('"results"', repr(str(tmp_path / "results")))
+    script = snippet.partition("```")[0].replace(
+        '"results"', repr(str(tmp_path / "results"))
+    )
     lines: list[str] = []
     exec(script, {"print": lines.append})  # noqa: S102 - a snippet from our own documentation
     (tmp_path / "out.jsonl").write_text("\n".join(lines))
-    assert list(Source(str(tmp_path / "out.jsonl")).items()) == [each.post for each in posts]
+    assert list(FileSource(str(tmp_path / "out.jsonl")).items()) == [
+        each.post for each in posts
+    ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_parts_appear_only_when_complete(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+def test_parts_appear_only_when_complete(
+    tmp_path: Path, server: RedisServer, reader: RowReader, name: str
+) -> None:
     out = tmp_path / "out"
     add(server, NOON, "1", "2")
     add(server, NOON + DAY, "3")
@@ -236,30 +315,45 @@ def test_parts_appear_only_when_complete(tmp_path: Path, server: RedisServer, re
     assert not list(out.rglob("*.tmp"))
 
 
-def test_resumes_after_a_crash_between_part_and_state(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
+def test_resumes_after_a_crash_between_part_and_state(
+    tmp_path: Path, server: RedisServer, reader: RowReader
+) -> None:
     out = tmp_path / "out"
     add(server, NOON, "1", "2")
     run(out, reader, "jsonl", in_parts=True)
     before = (out / STATE_FILE).read_bytes()
     add(server, NOON + 1, "3")
     run(out, reader, "jsonl", in_parts=True)
-    (out / STATE_FILE).write_bytes(before)  # killed between writing the part and the state
+    (out / STATE_FILE).write_bytes(
+        before
+    )  # killed between writing the part and the state
     add(server, NOON + 2, "4")
     run(out, reader, "jsonl", in_parts=True)
     assert exported(out) == ["1", "2", "3", "4"]
 
 
 def test_parts_sort_in_stream_order(
-    tmp_path: Path, server: RedisServer, reader: RowReader, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    server: RedisServer,
+    reader: RowReader,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     add(server, NOON, *map(str, range(11)))
     for part_rows, until in ((9, 9), (2, 11)):
         monkeypatch.setattr(files, "PART_ROWS", part_rows)
-        with opened(tmp_path / "out", *layout("csv"), ExportFilter(), reader, in_parts=True) as target:
+        with opened(
+            tmp_path / "out", *layout("csv"), ExportFilter(), reader, in_parts=True
+        ) as target:
             (chunk,) = reader.chunks(target.place)
             rows = chunk.rows[: until - int(chunk.rows[0].post["id"])]
-            target.add(batch_of(rows, target.schema), chunk.place._replace(cursor=rows[-1].entry))
-    assert [match[1] for _, match in parts(tmp_path / "out")] == [f"{NOON}000-0", f"{NOON}000-9"]
+            target.add(
+                batch_of(rows, target.schema),
+                chunk.place._replace(cursor=rows[-1].entry),
+            )
+    assert [match[1] for _, match in parts(tmp_path / "out")] == [
+        f"{NOON}000-0",
+        f"{NOON}000-9",
+    ]
     assert exported(tmp_path / "out") == [str(number) for number in range(11)]
 
 
@@ -289,7 +383,9 @@ def test_post_purged_before_it_is_published_is_left_out(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_next_run_removes_posts_purged_since(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+def test_next_run_removes_posts_purged_since(
+    tmp_path: Path, server: RedisServer, reader: RowReader, name: str
+) -> None:
     out = tmp_path / "out"
     add(server, NOON, "1", "2", "3")
     add(server, NOON + DAY, "4")
@@ -308,7 +404,9 @@ def test_next_run_removes_posts_purged_since(tmp_path: Path, server: RedisServer
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_purges_a_single_file_export(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+def test_purges_a_single_file_export(
+    tmp_path: Path, server: RedisServer, reader: RowReader, name: str
+) -> None:
     out = tmp_path / f"out.{name}"
     add(server, NOON, "1", "2")
     run(out, reader, name)
@@ -330,16 +428,26 @@ def places(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("out", ["file", "folder"])
-def test_rejects_unsuitable_output_paths(tmp_path: Path, places: Path, reader: RowReader, out: str) -> None:
+def test_rejects_unsuitable_output_paths(
+    tmp_path: Path, places: Path, reader: RowReader, out: str
+) -> None:
     with pytest.raises((UserError, OSError), match=f"/{out}"):
         run(places / out, reader, "parquet")
     assert (tmp_path / "file").read_text() == "x"
 
 
 @pytest.mark.parametrize("name", ["parquet", "csv"])
-def test_rejects_a_second_export_to_the_same_path(tmp_path: Path, reader: RowReader, name: str) -> None:
+def test_rejects_a_second_export_to_the_same_path(
+    tmp_path: Path, reader: RowReader, name: str
+) -> None:
     with (
-        opened(tmp_path / "out", *layout(name), ExportFilter(), reader, in_parts=name == "parquet"),
+        opened(
+            tmp_path / "out",
+            *layout(name),
+            ExportFilter(),
+            reader,
+            in_parts=name == "parquet",
+        ),
         pytest.raises(UserError, match=re.escape(str(tmp_path / "out"))),
     ):
         run(tmp_path / "out", reader, name)
@@ -362,21 +470,59 @@ def test_rejects_a_folder_of_an_export_with_other_options(
 ) -> None:
     add(server, NOON, "1")
     run(tmp_path / "out", reader, "parquet")
-    for name, wanted, flag in (("csv", ExportFilter(), "format"), ("parquet", ExportFilter(since=1.0), "since")):
+    for name, wanted, flag in (
+        ("csv", ExportFilter(), "format"),
+        ("parquet", ExportFilter(since=1.0), "since"),
+    ):
         with pytest.raises(UserError, match=f"--{flag}"):
             run(tmp_path / "out", reader, name, wanted, in_parts=True)
     with (
         pytest.raises(UserError, match="--columns"),
-        opened(tmp_path / "out", *layout("parquet", ["id", "label"]), ExportFilter(), reader, in_parts=True),
+        opened(
+            tmp_path / "out",
+            *layout("parquet", ["id", "label"]),
+            ExportFilter(),
+            reader,
+            in_parts=True,
+        ),
     ):
         pass
-    (tmp_path / "out" / STATE_FILE).write_text("{}")
-    with pytest.raises(UserError, match=re.escape(STATE_FILE)):
-        run(tmp_path / "out", reader, "parquet")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"place": None}, {"place": []}, {"place": {}}, {"place": {"cursor": 5}},
+        {"place": {"cursor": "x"}},
+        {"place": {"cursor": "5-0", "number": "x"}}, {"place": {"cursor": "5-0", "odd": 1}},
+        {"format": "exe"},
+        {"place": {"cursor": "18446744073709551615-18446744073709551615"}},
+        {"format": []}, {"columns": 5}, {"columns": [5]}, "{}", "[]", "5", "null", "{", "",
+    ],
+    ids=json.dumps,
+)  # fmt: skip
+def test_damaged_state_of_a_folder_is_reported(
+    tmp_path: Path, server: RedisServer, reader: RowReader, damage: dict[str, Any] | str
+) -> None:
+    add(server, NOON, "1")
+    out = tmp_path / "out"
+    run(out, reader, "parquet")
+    state = json.loads((out / STATE_FILE).read_text())
+    (out / STATE_FILE).write_text(
+        damage if isinstance(damage, str) else json.dumps(state | damage)
+    )
+    for use in (
+        partial(run, out, reader, "parquet"),
+        partial(purge, out, "parquet", reader),
+    ):
+        with pytest.raises(UserError, match=re.escape(STATE_FILE)):
+            use()
 
 
 @pytest.mark.parametrize("out", ["file", "folder", "none"])
-def test_purge_rejects_paths_that_are_no_export(places: Path, reader: RowReader, out: str) -> None:
+def test_purge_rejects_paths_that_are_no_export(
+    places: Path, reader: RowReader, out: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(str(places / out))):
         purge(places / out, "csv", reader)
 
@@ -385,7 +531,8 @@ def test_purge_rejects_paths_that_are_no_export(places: Path, reader: RowReader,
     ("text", "form"),
     [
         ("id,title\n1,a\n\n2,b\n", "csv"), ('id,title\n1,"a\n', "csv"), ("title\na\n", "csv"),
-        ('{"id":"1"}\n{"x":1}\n', "jsonl"), ('{"id":"1"}\n[]\n', "jsonl"), ("no Parquet", "parquet"),
+        ('{"id":"1"}\n{"x":1}\n', "jsonl"), ('{"id":"1"}\n[]\n', "jsonl"),
+        ("no Parquet", "parquet"),
     ],
 )  # fmt: skip
 def test_purging_a_file_with_a_row_without_an_id_is_a_mistake(
@@ -397,11 +544,17 @@ def test_purging_a_file_with_a_row_without_an_id_is_a_mistake(
     assert (tmp_path / "own").read_text() == text
 
 
-def test_purging_a_folder_with_a_damaged_part_is_a_mistake(tmp_path: Path, reader: RowReader) -> None:
+def test_purging_a_folder_with_a_damaged_part_is_a_mistake(
+    tmp_path: Path, reader: RowReader
+) -> None:
     part = tmp_path / "own" / "day=2026-11-20" / "part-1-0_2-0.parquet"
     part.parent.mkdir(parents=True)
     part.write_text("no Parquet")
-    state = {"format": "parquet", "columns": ["id"], "place": {"cursor": "2-0", "number": None}}
+    state = {
+        "format": "parquet",
+        "columns": ["id"],
+        "place": {"cursor": "2-0", "number": None},
+    }
     (tmp_path / "own" / STATE_FILE).write_text(json.dumps(state))
     with pytest.raises(UserError, match="own is damaged"):
         purge(tmp_path / "own", "parquet", reader)

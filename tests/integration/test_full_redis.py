@@ -1,4 +1,6 @@
-"""Operator commands on a Redis that rejects writes: at its memory limit, and as a read-only replica."""
+"""Operator commands on a Redis that rejects writes: at its memory limit, and as a read-only
+replica.
+"""
 
 import json
 import re
@@ -25,7 +27,9 @@ from tests.support import RedisServer, feedmill
 @pytest.fixture
 def filled(server: RedisServer, settings: Settings) -> RedisServer:
     """A Redis that holds a result, dead letters, a waiting message, a model and a Reddit gap."""
-    ResultsStore(server.client, settings).write([result("1")], [letter("2"), letter("3")])
+    ResultsStore(server.client, settings).write(
+        [result("1")], [letter("2"), letter("3")]
+    )
     with make_app(settings) as app:
         publish(app, [[Post(id="4", title="waits")]], ClassifyOptions())
     announce(server.client, "feedmill", "m")
@@ -74,17 +78,26 @@ def test_status_reads_a_full_redis(full: RedisServer, settings: Settings) -> Non
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_commands_work_at_the_memory_limit(
-    full: RedisServer, settings: Settings, tmp_path: Path, command: list[str], status: int, said: str
+    full: RedisServer,
+    settings: Settings,
+    tmp_path: Path,
+    command: list[str],
+    status: int,
+    said: str,
 ) -> None:
     ended = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=full.url)
     assert ended.returncode == status, ended.stderr
     assert said.format(address=settings.redis_address) in ended.stdout + ended.stderr
 
 
-def test_a_failed_retry_keeps_the_dead_letter(full: RedisServer, tmp_path: Path) -> None:
+def test_a_failed_retry_keeps_the_dead_letter(
+    full: RedisServer, tmp_path: Path
+) -> None:
     post = json.dumps({"id": "2", "title": "a title"})
     full.client.config_set("maxmemory", 0)
-    ResultsStore(full.client, Settings()).write([], [letter("5").model_copy(update={"post": post})])
+    ResultsStore(full.client, Settings()).write(
+        [], [letter("5").model_copy(update={"post": post})]
+    )
     full.client.config_set("maxmemory", 1)
     ended = feedmill("dead", "retry", "5", cwd=tmp_path, FEEDMILL_REDIS_URL=full.url)
     assert ended.returncode == 2
@@ -92,8 +105,13 @@ def test_a_failed_retry_keeps_the_dead_letter(full: RedisServer, tmp_path: Path)
     assert full.client.xlen(DEAD_LETTERS) == 3
 
 
-def test_health_reports_a_read_only_replica(replica: RedisServer, settings: Settings) -> None:
-    found = {finding.part: finding for finding in watch.check_health(settings, tuple(HealthPart))}
+def test_health_reports_a_read_only_replica(
+    replica: RedisServer, settings: Settings
+) -> None:
+    found = {
+        finding.part: finding
+        for finding in watch.check_health(settings, tuple(HealthPart))
+    }
     assert not found[HealthPart.REDIS].well
     assert "replica" in found[HealthPart.REDIS].said
     assert not found[HealthPart.WORKERS].well
@@ -101,7 +119,9 @@ def test_health_reports_a_read_only_replica(replica: RedisServer, settings: Sett
     assert replica.client.hget(COUNTERS, "stored") == "1"
 
 
-def test_healths_test_write_changes_nothing(server: RedisServer, settings: Settings) -> None:
+def test_healths_test_write_changes_nothing(
+    server: RedisServer, settings: Settings
+) -> None:
     (found,) = watch.check_health(settings, (HealthPart.REDIS,))
     assert found.well
     assert server.client.dbsize() == 0
@@ -118,7 +138,10 @@ def test_health_queries_registered_workers_by_name(
         return {}
 
     monkeypatch.setattr(watch, "worker_statistics", answers)
-    assert "`feedmill worker`" in watch.check_health(settings, (HealthPart.WORKERS,))[0].said
+    assert (
+        "`feedmill worker`"
+        in watch.check_health(settings, (HealthPart.WORKERS,))[0].said
+    )
     register(server.client, "b@host")
     register(server.client, "a@host")
     said = watch.check_health(settings, (HealthPart.WORKERS,))[0].said
@@ -126,6 +149,9 @@ def test_health_queries_registered_workers_by_name(
     assert re.match(r"a@host .* \d+ s ago.*b@host .* \d+ s ago", said)
     deregister(server.client, "a@host")
     server.client.hset(WORKERS, "b@host", time.time() - EXPECTED_S - 60)
-    assert "`feedmill worker`" in watch.check_health(settings, (HealthPart.WORKERS,))[0].said
+    assert (
+        "`feedmill worker`"
+        in watch.check_health(settings, (HealthPart.WORKERS,))[0].said
+    )
     register(server.client, "c@host")
     assert server.client.hkeys(WORKERS) == ["c@host"]

@@ -14,8 +14,19 @@ from rich.console import Console
 
 from feedmill.cli import main, status
 from feedmill.monitoring import watch
-from feedmill.shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable, printable_lines
-from feedmill.shared.keys import LIVE_GAPS, LIVE_STATUS, MODELS, REQUESTED_MODELS, WORKERS
+from feedmill.shared.errors import (
+    UNPRINTABLE_CHARACTERS,
+    json_line,
+    printable,
+    printable_lines,
+)
+from feedmill.shared.keys import (
+    LIVE_GAPS,
+    LIVE_STATUS,
+    MODELS,
+    REQUESTED_MODELS,
+    WORKERS,
+)
 from feedmill.shared.logs import JsonFormatter, TextFormatter
 from feedmill.shared.messages import DeadLetter, Post
 from feedmill.shared.metrics import connect_for_monitoring
@@ -24,7 +35,8 @@ from feedmill.shared.settings import Settings
 from tests.integration.test_metrics import POOL
 from tests.support import RedisServer, make_classification
 
-#: Characters that move the cursor, set the terminal's title, end a line, or reverse the text direction.
+#: Characters that move the cursor, set the terminal's title, end a line, reverse the text
+#: direction, or are invisible.
 HOSTILE = {
     "escape": "\x1b[2J",
     "title": "\x1b]0;mine\x07",
@@ -35,6 +47,9 @@ HOSTILE = {
     "override": "\u202egnp.exe\u202c",
     "isolate": "\u2066\u2067\u2068\u2069",
     "mark": "\u200e\u200f\u061c",
+    "tag": "\U000e0041\U000e007f",
+    "zero width": "\u200b\u200c\u200d\u2060\ufeff\xad",
+    "filler": "\u3164\u115f\ufe0f\U000e0100",
 }
 #: Control characters that our own output may contain: line ends.
 ALLOWED = re.compile(r"\n")
@@ -88,36 +103,65 @@ def filled(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, words: str) -> N
         worker=words,
         device=words,
     )
-    post = Post(id=f"x{words}x", title=f"x{words}x", subreddit=words, url=words, topic=words)
+    post = Post(
+        id=f"x{words}x", title=f"x{words}x", subreddit=words, url=words, topic=words
+    )
     letter = DeadLetter(
-        id=f"x{words}x", reason=words, post=json.dumps({"id": "1", "title": "t", "url": words}), message=words,
-        options=json.dumps({words: words}), worker=words, failed_at=1.0, traceback=words.replace("\n", ""),
+        id=f"x{words}x", reason=words, post=json.dumps({"id": "1", "title": "t", "url": words}),
+        message=words,
+        options=json.dumps({words: words}), worker=words, failed_at=1.0,
+        traceback=words.replace("\n", ""),
         queue="feedmill", payload=words,
     )  # fmt: skip
-    twice = [letter.model_copy(update={"id": "twice", "message": name, "post": None}) for name in ("a", words)]
-    ResultsStore(redis.client, Settings()).write([Result(post, found)], [letter, *twice])
+    twice = [
+        letter.model_copy(update={"id": "twice", "message": name, "post": None})
+        for name in ("a", words)
+    ]
+    ResultsStore(redis.client, Settings()).write(
+        [Result(post, found)], [letter, *twice]
+    )
     redis.client.hset(MODELS, words, json.dumps({"model": words, "seen": 2e9}))
-    redis.client.hset(REQUESTED_MODELS, words, json.dumps({"model": words, "weights": words, "at": 1.0}))
+    redis.client.hset(
+        REQUESTED_MODELS,
+        words,
+        json.dumps({"model": words, "weights": words, "at": 1.0}),
+    )
     redis.client.hset(WORKERS, words, 2_000_000_000)
     redis.client.hset(LIVE_GAPS, words, json.dumps(["reddit", words, 1.0, 2.0, 3.0]))
     told = {
-        "subreddits": 1, "topics": 1, "sent": 1, "paused": False, "delay": None, "failing": [words], "gaps": 1,
-        "budget": 1.0, "hindrance": words, "purged": 1, "requests": 1, "read": 1, "at": time.time(),
+        "subreddits": 1, "topics": 1, "sent": 1, "paused": False, "delay": None,
+        "failing": [words], "gaps": 1,
+        "budget": 1.0, "hindrance": words, "purged": 1, "requests": 1, "read": 1,
+        "at": time.time(),
     }  # fmt: skip
     redis.client.hset(LIVE_STATUS, words, json.dumps(told))
     deployed = {"at": 1.0, "stage": words, "said": words}
-    pool = POOL | {"device": words, "model": words, "weights": words, "queues": [words], "deploy": deployed}
+    pool = POOL | {
+        "device": words,
+        "model": words,
+        "weights": words,
+        "queues": [words],
+        "deploy": deployed,
+    }
     monkeypatch.setattr(watch, "worker_statistics", lambda *_: {words: pool})
 
 
 @pytest.fixture
-def hostile(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str) -> str:
+def hostile(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
+) -> str:
     filled(redis, monkeypatch, words)
     monkeypatch.setenv("FEEDMILL_REDIS_URL", redis.url)
     monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.chdir(tmp_path)
-    bad: list[Any] = [{"id": words}, {"id": "2", "title": "t", "extra": {words: float("nan")}}, {words: words}]
-    Path("posts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in bad) + f'{{"{words}\n')
+    bad: list[Any] = [
+        {"id": words},
+        {"id": "2", "title": "t", "extra": {words: float("nan")}},
+        {words: words},
+    ]
+    Path("posts.jsonl").write_text(
+        "".join(f"{json.dumps(each)}\n" for each in bad) + f'{{"{words}\n'
+    )
     with Path("posts.csv").open("w", newline="") as file:
         file.write(f'"{words}",title\n"{words}",t\n')
     return words
@@ -126,9 +170,15 @@ def hostile(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("words", ["".join(HOSTILE.values())], ids=["all"])
 def test_commands_print_no_control_characters(
-    hostile: str, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hostile: str,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = [each.replace("HOSTILE", hostile).replace("ID", f"x{hostile}x") for each in command]
+    arguments = [
+        each.replace("HOSTILE", hostile).replace("ID", f"x{hostile}x")
+        for each in command
+    ]
     monkeypatch.setattr(sys, "argv", ["feedmill", *arguments])
     with pytest.raises(SystemExit) as ended:
         main.run()
@@ -138,9 +188,15 @@ def test_commands_print_no_control_characters(
     assert not UNPRINTABLE_CHARACTERS.search(ALLOWED.sub("", said)), said
     assert "a\nb" not in said
     if command[-1] == "--json":
-        assert all(isinstance(json.loads(line), dict) for line in said.splitlines() if line.startswith("{"))
+        assert all(
+            isinstance(json.loads(line), dict)
+            for line in said.splitlines()
+            if line.startswith("{")
+        )
     if command[0] == "report":
-        assert not UNPRINTABLE_CHARACTERS.search(ALLOWED.sub("", Path("report.html").read_text()))
+        assert not UNPRINTABLE_CHARACTERS.search(
+            ALLOWED.sub("", Path("report.html").read_text())
+        )
 
 
 @pytest.mark.parametrize("words", ["".join(HOSTILE.values())], ids=["all"])
@@ -157,11 +213,15 @@ def test_log_records_contain_no_control_characters(words: str) -> None:
     try:
         raise ValueError(words)
     except ValueError:
-        record = logging.LogRecord(words, logging.ERROR, "f", 1, "post %s", (words,), sys.exc_info())
+        record = logging.LogRecord(
+            words, logging.ERROR, "f", 1, "post %s", (words,), sys.exc_info()
+        )
     text = TextFormatter("%(name)s: %(message)s").format(record)
     assert not UNPRINTABLE_CHARACTERS.search(ALLOWED.sub("", text))
     _, *others = text.split("\n")
-    assert all(line.startswith("    ") for line in others), "no line looks like another log record"
+    assert all(line.startswith("    ") for line in others), (
+        "no line looks like another log record"
+    )
     assert "    Traceback (most recent call last):" in others
     found = JsonFormatter().format(record)
     assert not UNPRINTABLE_CHARACTERS.search(found)

@@ -2,9 +2,7 @@
 
 import json
 import logging
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,14 +10,24 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from feedmill.cli.deletions import DeadLetters
+from feedmill.outcomes.dead_letters import DeadLetterStream
+from feedmill.producers import hacker_news
 from feedmill.producers.bluesky import BlueskySource
 from feedmill.producers.live import daemon as live_daemon
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.rechecks import PURGE_INTERVAL_S
 from feedmill.producers.live.source import Event, Source, SourceFailed
-from feedmill.producers.live.state import EXPECTED_S, STATUS_TTL, Gap, Gaps, LiveState, Position, statuses
+from feedmill.producers.live.state import (
+    EXPECTED_S,
+    STATUS_TTL,
+    Gap,
+    Gaps,
+    LiveState,
+    Position,
+    statuses,
+)
 from feedmill.producers.push import Pusher
+from feedmill.shared.backoff import Backoff
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.keys import LIVE_STATUS, TOMBSTONE
 from feedmill.shared.messages import ClassifyOptions
@@ -29,7 +37,10 @@ from tests.support import RedisServer, queued
 
 
 class Script(Source):
-    """A source that yields given events, one list per call of `events`. An exception in a list is raised."""
+    """A source that yields given events, one list per call of `events`.
+
+    An exception in a list is raised.
+    """
 
     name = "scripted"
     overlap = 2
@@ -54,7 +65,9 @@ class Script(Source):
 
 
 def post(cursor: int, text: str = "a text") -> Event:
-    return Event(cursor, 1_800_000_000.0 + cursor, post={"id": f"s-{cursor}", "body": text})
+    return Event(
+        cursor, 1_800_000_000.0 + cursor, post={"id": f"s-{cursor}", "body": text}
+    )
 
 
 @pytest.fixture
@@ -65,7 +78,9 @@ def clock() -> SimulatedClock:
 
 def make(source: Source, settings: Settings, clock: SimulatedClock) -> LiveDaemon:
     client = connect(settings)
-    pusher = Pusher(make_app(settings), client, settings, ClassifyOptions(), wait=clock.wait)
+    pusher = Pusher(
+        make_app(settings), client, settings, ClassifyOptions(), wait=clock.wait
+    )
     return LiveDaemon(source, client, pusher, settings, clock)
 
 
@@ -82,26 +97,37 @@ def ids(redis: RedisServer) -> list[str]:
 def test_failure_sends_what_was_read_and_resumes_before_it(
     redis: RedisServer, settings: Settings, clock: SimulatedClock
 ) -> None:
-    source = Script([post(1), post(2), post(3), SourceFailed("cut")], [post(1), post(2), post(3), post(4)])
+    source = Script(
+        [post(1), post(2), post(3), SourceFailed("cut")],
+        [post(1), post(2), post(3), post(4)],
+    )
     daemon = make(source, settings, clock)
     daemon.step()
     assert ids(redis) == ["s-1", "s-2", "s-3"]
-    assert LiveState(redis.client, "scripted").position() == Position(3, 1_800_000_003.0)
+    assert LiveState(redis.client, "scripted").position() == Position(
+        3, 1_800_000_003.0
+    )
     run(daemon, clock, 10.0)
     assert source.asked == [None, 1]
     assert ids(redis) == ["s-1", "s-2", "s-3", "s-4"]
     assert (daemon.faults, daemon.hindrance, daemon.gaps) == ({"source": 1}, "", 0)
 
 
-def test_pauses_grow_and_honour_the_sources_wish(settings: Settings, clock: SimulatedClock) -> None:
-    source = Script(*[[SourceFailed("down")]] * 6, [SourceFailed("too many", retry_after=900.0)])
+def test_pauses_grow_and_honour_the_sources_wish(
+    settings: Settings, clock: SimulatedClock
+) -> None:
+    source = Script(
+        *[[SourceFailed("down")]] * 6, [SourceFailed("too many", retry_after=900.0)]
+    )
     daemon = make(source, settings, clock)
     pauses = []
     for _ in range(7):
         pauses.append(daemon.step())
         assert "scripted" in daemon.hindrance
         clock.wait(pauses[-1] / 2)
-        assert daemon.step() == pytest.approx(pauses[-1] / 2), "no attempt before its time"
+        assert daemon.step() == pytest.approx(pauses[-1] / 2), (
+            "no attempt before its time"
+        )
         clock.wait(pauses[-1] / 2 + 0.001)
     assert pauses[0] <= 2 < pauses[4]
     assert pauses[-1] == 900.0
@@ -109,13 +135,21 @@ def test_pauses_grow_and_honour_the_sources_wish(settings: Settings, clock: Simu
 
 
 def test_unreachable_redis_closes_the_source_and_loses_nothing(
-    redis: RedisServer, settings: Settings, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+    redis: RedisServer,
+    settings: Settings,
+    clock: SimulatedClock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = Script([post(1), None, post(2)], [post(1), post(2)])
     daemon = make(source, settings, clock)
     daemon.step()
     with monkeypatch.context() as patched:
-        patched.setattr(daemon._state, "advance", lambda _: redis.client.incr("feedmill:live:status"))  # a hash
+        # a hash
+        patched.setattr(
+            daemon._state,
+            "advance",
+            lambda *_: redis.client.incr("feedmill:live:status"),
+        )
         assert daemon.step() > 0
     assert (source.closed, daemon.faults) == (1, {"redis": 1})
     assert settings.redis_address in daemon.hindrance
@@ -124,14 +158,20 @@ def test_unreachable_redis_closes_the_source_and_loses_nothing(
     assert ids(redis) == ["s-1", "s-2"]
 
 
-def test_position_never_moves_back(redis: RedisServer, settings: Settings, clock: SimulatedClock) -> None:
+def test_position_never_moves_back(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock
+) -> None:
     daemon = make(Script([post(5), None, post(4), None]), settings, clock)
     run(daemon, clock, 3.0)
     assert ids(redis) == ["s-5", "s-4"], "an event out of order is sent"
-    assert LiveState(redis.client, "scripted").position() == Position(5, 1_800_000_005.0)
+    assert LiveState(redis.client, "scripted").position() == Position(
+        5, 1_800_000_005.0
+    )
 
 
-def test_missing_event_at_the_position_is_a_gap(redis: RedisServer, settings: Settings, clock: SimulatedClock) -> None:
+def test_missing_event_at_the_position_is_a_gap(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock
+) -> None:
     LiveState(redis.client, "scripted").advance(Position(10, 1_800_000_010.0))
     first = make(Script([post(15)]), settings, clock)
     first.step()
@@ -143,15 +183,22 @@ def test_missing_event_at_the_position_is_a_gap(redis: RedisServer, settings: Se
     assert gap == Gap("scripted", "", 1_800_000_010.0, 1_800_000_020.0, clock.time())
 
 
-def test_status_expires(redis: RedisServer, settings: Settings, clock: SimulatedClock) -> None:
+def test_status_expires(
+    redis: RedisServer, settings: Settings, clock: SimulatedClock
+) -> None:
     daemon = make(Script([post(1)]), settings, clock)
     run(daemon, clock, 15.0)
     found = statuses(redis.client)["scripted"]
     assert found.running
     assert (found.report["sent"], found.report["read"]) == (1, 1)
     now = int(redis.client.time()[0])
-    for age, expected, running in ((STATUS_TTL + 5, True, False), (EXPECTED_S + 5, False, False)):
-        redis.client.hset(LIVE_STATUS, "scripted", json.dumps(found.report | {"at": now - age}))
+    for age, expected, running in (
+        (STATUS_TTL + 5, True, False),
+        (EXPECTED_S + 5, False, False),
+    ):
+        redis.client.hset(
+            LIVE_STATUS, "scripted", json.dumps(found.report | {"at": now - age})
+        )
         known = statuses(redis.client)
         assert ("scripted" in known) == expected
         assert [status.running for status in known.values()] == [running] * expected
@@ -165,22 +212,29 @@ FUTURE = Event(10**9, 1_830_000_000.0, post={"id": "future", "body": "a text"})
 
 def letters(redis: RedisServer) -> list[tuple[str, str | None]]:
     """Return the reason and payload of each dead letter."""
-    found = list(DeadLetters(redis.client).all())
+    found = list(DeadLetterStream(redis.client).all())
     return [(each.letter.reason, each.letter.payload) for each in found]
 
 
 def test_event_from_the_future_is_sent_and_is_no_position(
     redis: RedisServer, settings: Settings, clock: SimulatedClock
 ) -> None:
-    source = Script([post(1), FUTURE, post(2), SourceFailed("cut")], [post(1), FUTURE, post(2), post(3)])
+    source = Script(
+        [post(1), FUTURE, post(2), SourceFailed("cut")],
+        [post(1), FUTURE, post(2), post(3)],
+    )
     daemon = make(source, settings, clock)
     run(daemon, clock, 10.0)
     assert ids(redis) == ["s-1", "future", "s-2", "s-3"]
-    assert LiveState(redis.client, "scripted").position() == Position(3, 1_800_000_003.0)
+    assert LiveState(redis.client, "scripted").position() == Position(
+        3, 1_800_000_003.0
+    )
     assert (daemon.status()["ahead"], daemon.gaps) == (2, 0)
 
 
-def test_position_ahead_of_the_clock_waits_and_stays(redis: RedisServer, settings: Settings) -> None:
+def test_position_ahead_of_the_clock_waits_and_stays(
+    redis: RedisServer, settings: Settings
+) -> None:
     state = LiveState(redis.client, "scripted")
     state.advance(Position(4, 1_800_000_004.0))
     daemon = make(source := Script([post(5)]), settings, SimulatedClock(0.0))
@@ -225,7 +279,10 @@ def test_event_that_fails_twice_is_a_dead_letter(
 
 
 def test_event_that_cannot_be_sent_is_a_dead_letter_and_others_are_sent(
-    redis: RedisServer, settings: Settings, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+    redis: RedisServer,
+    settings: Settings,
+    clock: SimulatedClock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events = [post(number) for number in range(1, 6)]
     daemon = make(Script(events, events), settings, clock)
@@ -247,8 +304,15 @@ def test_event_that_cannot_be_sent_is_a_dead_letter_and_others_are_sent(
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=())),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -259,7 +323,11 @@ def changed(draw: st.DrawFn, value: Any) -> Any:
     if draw(st.integers(0, 9)) == 0:
         return draw(JSON)
     if isinstance(value, dict):
-        return {key: draw(changed(each)) for key, each in value.items() if draw(st.integers(0, 19))}
+        return {
+            key: draw(changed(each))
+            for key, each in value.items()
+            if draw(st.integers(0, 19))
+        }
     return value
 
 
@@ -270,19 +338,38 @@ def bluesky_event(number: int, operation: str = "create") -> dict[str, Any]:
         "createdAt": "2026-11-01T10:00:00Z",
         "embed": {"external": {"uri": "u"}},
     }
-    commit = {"operation": operation, "collection": "app.bsky.feed.post", "rkey": str(number), "record": record}
-    return {"time_us": 1_800_000_000_000_000 + number, "did": "did:plc:a", "kind": "commit", "commit": commit}
+    commit = {
+        "operation": operation,
+        "collection": "app.bsky.feed.post",
+        "rkey": str(number),
+        "record": record,
+    }
+    return {
+        "time_us": 1_800_000_000_000_000 + number,
+        "did": "did:plc:a",
+        "kind": "commit",
+        "commit": commit,
+    }
 
 
 DELETED_ACCOUNT = {
     "time_us": 1_800_000_000_000_002, "did": "did:plc:b", "kind": "account",
     "account": {"active": False, "status": "deleted"},
 }  # fmt: skip
-STORY = {"type": "story", "time": 1_800_000_000, "title": "a title", "text": "a text", "url": "u", "score": 3}
+STORY = {
+    "type": "story",
+    "time": 1_800_000_000,
+    "title": "a title",
+    "text": "a text",
+    "url": "u",
+    "score": 3,
+}
 
 
 class Stranger(NamedTuple):
-    """A source with hostile events, which resemble `alike`. before, after: good events around them, with their ids."""
+    """A source with hostile events, which resemble `alike`. before, after: good events around
+    them, with their ids.
+    """
 
     before: Any
     after: Any
@@ -297,7 +384,12 @@ STRANGERS = {
         [f"at://did:plc:a/app.bsky.feed.post/{number}" for number in (1, 3)],
         [bluesky_event(2), bluesky_event(2, "delete"), DELETED_ACCOUNT],
     ),
-    "hacker_news": Stranger((1, STORY), (3, STORY), ["hn-1", "hn-3"], [[2, STORY], [2, STORY | {"deleted": True}]]),
+    "hacker_news": Stranger(
+        (1, STORY),
+        (3, STORY),
+        ["hn-1", "hn-3"],
+        [[2, STORY], [2, STORY | {"deleted": True}]],
+    ),
 }
 
 
@@ -310,31 +402,49 @@ class Repeated(Script):
         self.parse = source.parse  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("examples", [25, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", STRANGERS)
 def test_no_event_stops_a_source(
     name: str,
+    examples: int,
     redis: RedisServer,
     settings: Settings,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(live_daemon, "SOURCE_BACKOFF", type("NoBackoff", (), {"compute": lambda *_: 0.0})())
-    monkeypatch.syspath_prepend(str(Path("docs/examples/extending").absolute()))
-    monkeypatch.delitem(sys.modules, "hacker_news", raising=False)
+    monkeypatch.setattr(
+        live_daemon,
+        "SOURCE_BACKOFF",
+        Backoff(first_s=0.0, max_s=0.0),
+    )
     caplog.set_level(logging.CRITICAL, "feedmill.producers.live")
-    import hacker_news  # type: ignore[import-not-found]  # noqa: PLC0415 - on the path set above
-
     stranger = STRANGERS[name]
-    make_source = {"bluesky": BlueskySource, "hacker_news": hacker_news.HackerNews}[name]
+    make_source = {"bluesky": BlueskySource, "hacker_news": hacker_news.HackerNews}[
+        name
+    ]
 
-    @hypothesis_settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.lists(st.sampled_from(stranger.alike).flatmap(changed), min_size=1, max_size=3))
+    @hypothesis_settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(
+        st.lists(
+            st.sampled_from(stranger.alike).flatmap(changed), min_size=1, max_size=3
+        )
+    )
     @example([["", None]])
     def send(hostile: list[Any]) -> None:
         redis.client.flushall()
         clock = SimulatedClock(1_800_001_000.0)
         raws = map(json.dumps, hostile) if name == "bluesky" else hostile
-        daemon = make(Repeated(make_source(settings, clock), [stranger.before, *raws, stranger.after]), settings, clock)
+        daemon = make(
+            Repeated(
+                make_source(settings, clock), [stranger.before, *raws, stranger.after]
+            ),
+            settings,
+            clock,
+        )
         run(daemon, clock, 10.0)
         assert [each for each in ids(redis) if each in stranger.ids] == stranger.ids
         assert daemon.hindrance == ""
@@ -348,7 +458,9 @@ class Edited(Script):
     recheck_delays = (60.0,)
 
     def look_up(self, ids: Sequence[str]) -> dict[str, Event]:
-        return {post_id: post(int(post_id.removeprefix("s-")), "edited") for post_id in ids}
+        return {
+            post_id: post(int(post_id.removeprefix("s-")), "edited") for post_id in ids
+        }
 
 
 def test_rechecks_resend_an_edited_post_given_by_its_fields(

@@ -44,7 +44,10 @@ class Losing(Restartable):
         self.start()
 
     def _log(self) -> Path:
-        (log,) = [*self.folder.glob("appendonlydir/*.incr.aof"), *self.folder.glob("appendonly.aof")]
+        (log,) = [
+            *self.folder.glob("appendonlydir/*.incr.aof"),
+            *self.folder.glob("appendonly.aof"),
+        ]
         return log
 
 
@@ -78,38 +81,57 @@ def give(owner: Owner, turns: int) -> None:
     owner.classifier.turns.release(turns)  # type: ignore[attr-defined]
 
 
-def test_lost_results_are_rewritten_before_acknowledgement(owner: Owner, redis: Losing) -> None:
+def test_lost_results_are_rewritten_before_acknowledgement(
+    owner: Owner, redis: Losing
+) -> None:
     there: list[bool] = []
     owner.finishing = lambda _: there.append(stored(redis, "0", "1")())
     redis.mark()
     message = owner.send("first", "second")
     give(owner, 1)
-    wait_until(lambda: stored(redis, "0")() or stored(redis, "1")(), "one result is stored")
+    wait_until(
+        lambda: stored(redis, "0")() or stored(redis, "1")(), "one result is stored"
+    )
     redis.lose()
     give(owner, 1)
     wait_until(lambda: message in owner.finished, "the message is finished")
     assert there == [True]
 
 
-def test_lost_results_of_acknowledged_messages_are_rewritten(owner: Owner, redis: Losing) -> None:
+def test_lost_results_of_acknowledged_messages_are_rewritten(
+    owner: Owner, redis: Losing
+) -> None:
     redis.mark()
     message = owner.send("only", "")
     give(owner, 1)
     wait_until(lambda: message in owner.finished, "the message is finished")
     redis.lose()
     wait_until(stored(redis, "0"), "the result is stored again")
-    wait_until(lambda: redis.client.xlen("feedmill:dead"), "the dead letter is stored again")
-    assert redis.client.xlen("feedmill:results") == redis.client.xlen("feedmill:dead") == 1
+    wait_until(
+        lambda: redis.client.xlen("feedmill:dead"), "the dead letter is stored again"
+    )
+    assert (
+        redis.client.xlen("feedmill:results") == redis.client.xlen("feedmill:dead") == 1
+    )
 
 
-def test_lost_results_that_answered_a_message_are_rewritten(owner: Owner, redis: Losing, store: ResultsStore) -> None:
-    """The worker that computed the results is gone, so the worker that answered from them must rewrite them."""
+def test_lost_results_that_answered_a_message_are_rewritten(
+    owner: Owner, redis: Losing, store: ResultsStore
+) -> None:
+    """The worker that computed the results is gone, so the worker that answered from them must
+    rewrite them.
+    """
     redis.mark()
-    other = Owner(StandIn(), store=ResultsStore(connect(store._settings), store._settings))
+    other = Owner(
+        StandIn(), store=ResultsStore(connect(store._settings), store._settings)
+    )
     other.results("the same")
     other.pipeline.stop()
     answered = owner.send("the same", "another")
-    wait_until(lambda: owner.pipeline.statistics.totals.answered == 1, "one post is answered from the store")
+    wait_until(
+        lambda: owner.pipeline.statistics.totals.answered == 1,
+        ("one post is answered from the store"),
+    )
     redis.lose()
     give(owner, 1)
     wait_until(lambda: answered in owner.finished, "the message is finished")
@@ -121,7 +143,9 @@ def test_results_lost_after_their_lookup_are_rewritten(
     owner: Owner, redis: Losing, store: ResultsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redis.mark()
-    other = Owner(StandIn(), store=ResultsStore(connect(store._settings), store._settings))
+    other = Owner(
+        StandIn(), store=ResultsStore(connect(store._settings), store._settings)
+    )
     other.results("the same")
     other.pipeline.stop()
 
@@ -139,11 +163,16 @@ def test_results_lost_after_their_lookup_are_rewritten(
     assert redis.client.xlen("feedmill:dead") == 0
 
 
-def test_a_reset_connection_rewrites_nothing(owner: Owner, redis: Losing, store: ResultsStore) -> None:
+def test_a_reset_connection_rewrites_nothing(
+    owner: Owner, redis: Losing, store: ResultsStore
+) -> None:
     give(owner, 4)
     owner.results("one", "two", "three")
     before = store.counters().repeated
     redis.client.client_kill_filter(_type="normal", skipme=True)
     owner.results("four")
     counters = store.counters()
-    assert (counters.stored, counters.repeated) == (redis.client.xlen("feedmill:results"), before)
+    assert (counters.stored, counters.repeated) == (
+        redis.client.xlen("feedmill:results"),
+        before,
+    )

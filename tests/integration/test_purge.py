@@ -1,4 +1,6 @@
-"""shared/purge.py on every redis-server of this machine: a purge removes a post completely and permanently."""
+"""shared/purge.py on every redis-server of this machine: a purge removes a post completely and
+permanently.
+"""
 
 import json
 from base64 import b64decode
@@ -19,7 +21,7 @@ from feedmill.shared.purge import (
     BEGINNING,
     TOMBSTONE_TTL_S,
     Counts,
-    Purges,
+    PurgePage,
     lift_tombstones,
     newest_purge,
     purge,
@@ -27,7 +29,15 @@ from feedmill.shared.purge import (
 )
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
-from tests.support import RedisServer, dead_letters, has_results, latest, make_classification, mark_sent, sent_marks
+from tests.support import (
+    RedisServer,
+    dead_letters,
+    has_results,
+    latest,
+    make_classification,
+    mark_sent,
+    sent_marks,
+)
 
 pytestmark = pytest.mark.each_redis
 
@@ -56,26 +66,49 @@ def classification(post_id: str, fingerprint: str = "f") -> Classification:
 
 
 def result(post_id: str, fingerprint: str = "f") -> Result:
-    return Result(Post(id=post_id, title=f"{WORDS} {post_id}"), classification(post_id, fingerprint))
+    return Result(
+        Post(id=post_id, title=f"{WORDS} {post_id}"),
+        classification(post_id, fingerprint),
+    )
 
 
 def letter(post_id: str | None) -> DeadLetter:
     post = json.dumps({"id": post_id, "title": WORDS})
-    return DeadLetter(id=post_id, reason=WORDS, post=post, options=None, message="m", worker="w", failed_at=1.0)
+    return DeadLetter(
+        id=post_id,
+        reason=WORDS,
+        post=post,
+        options=None,
+        message="m",
+        worker="w",
+        failed_at=1.0,
+    )
 
 
 def everything(client: Redis) -> str:
-    """Return everything in Redis except the tombstones and the log of purges, which contain only ids."""
+    """Return everything in Redis except the tombstones and the log of purges, which contain only
+    ids.
+    """
 
     untyped: Any = client
 
     read = {
-        "string": ("GET",), "hash": ("HGETALL",), "stream": ("XRANGE", "-", "+"), "list": ("LRANGE", 0, -1),
+        "string": ("GET",), "hash": ("HGETALL",), "stream": ("XRANGE", "-",
+        "+"), "list": ("LRANGE", 0, -1),
         "zset": ("ZRANGE", 0, -1),
     }  # fmt: skip
-    names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith((TOMBSTONE, PURGES)))
+    names = sorted(
+        str(name)
+        for name in client.scan_iter()
+        if not str(name).startswith((TOMBSTONE, PURGES))
+    )
     commands = [(name, *read[str(client.type(name))]) for name in names]
-    return str([untyped.execute_command(which, name, *end, **{NEVER_DECODE: True}) for name, which, *end in commands])
+    return str(
+        [
+            untyped.execute_command(which, name, *end, **{NEVER_DECODE: True})
+            for name, which, *end in commands
+        ]
+    )
 
 
 def test_removes_everything_about_a_post_and_keeps_the_others(
@@ -88,7 +121,9 @@ def test_removes_everything_about_a_post_and_keeps_the_others(
     store.write([], [letter(None)])
     store.refresh_scores(dict.fromkeys(posts, 7), 1.0)
     client.hset("another:key", "f", "v")
-    assert purge(client, settings, [posts[0], posts[2]]) == Counts(sent=2, results=2, entries=4, dead_letters=2)
+    assert purge(client, settings, [posts[0], posts[2]]) == Counts(
+        sent=2, results=4, entries=4, dead_letters=2
+    )
     assert [found.post.id for found in latest(store, 10)] == ["kept"] * 2
     assert [found.id for found in dead_letters(store, 10)] == ["kept", None]
     assert len(store.get("kept")) == 2
@@ -102,7 +137,9 @@ def test_removes_everything_about_a_post_and_keeps_the_others(
     assert purge(client, settings, [posts[0], posts[2]]) == Counts()
 
 
-def test_purges_at_redis_memory_limit(client: Redis, settings: Settings, store: ResultsStore, app: Any) -> None:
+def test_purges_at_redis_memory_limit(
+    client: Redis, settings: Settings, store: ResultsStore, app: Any
+) -> None:
     store.write([result("gone"), result("kept")], [letter("gone")])
     mark_sent(client, "gone")
     pushed = [Post(id="gone", title=WORDS), Post(id="kept", title="another")]
@@ -118,7 +155,10 @@ def test_purges_at_redis_memory_limit(client: Redis, settings: Settings, store: 
         client.config_set("maxmemory", 0)
     assert found == Counts(sent=1, results=1, entries=1, dead_letters=1, messages=2)
     assert client.exists(TOMBSTONE + "gone", TOMBSTONE + "never there") == 2
-    waiting, taken = client.lindex("feedmill", 0), client.hget("feedmill:reserved", "tag feedmill")
+    waiting, taken = (
+        client.lindex("feedmill", 0),
+        client.hget("feedmill:reserved", "tag feedmill"),
+    )
     assert [arguments(str(message)) for message in (waiting, taken)] == 2 * [
         [{"id": "gone"}, {"id": "kept", "title": "another"}]
     ]
@@ -131,7 +171,11 @@ def arguments(message: str) -> Any:
 
 @pytest.mark.parametrize("step", ["_sweep", "call"])
 def test_an_interrupted_purge_can_be_repeated(
-    client: Redis, settings: Settings, store: ResultsStore, monkeypatch: pytest.MonkeyPatch, step: str
+    client: Redis,
+    settings: Settings,
+    store: ResultsStore,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
 ) -> None:
     store.write([result("gone")], [letter("gone")])
 
@@ -151,43 +195,66 @@ def test_an_interrupted_purge_can_be_repeated(
 
 @pytest.mark.parametrize("size", [1, 4000, 2**19])
 def test_sweeps_streams_in_bounded_parts(
-    client: Redis, settings: Settings, store: ResultsStore, monkeypatch: pytest.MonkeyPatch, size: int
+    client: Redis,
+    settings: Settings,
+    store: ResultsStore,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
 ) -> None:
     monkeypatch.setattr(purging, "SWEEP_BYTES", size)
     monkeypatch.setattr(purging, "IDS_AT_ONCE", 7)
     store.write([result(str(number)) for number in range(100)])
     gone = [0, 8, 9, 10, 11, 19, 20, *range(40, 60), 99]
     assert purge(client, settings, map(str, gone))["entries"] == len(gone)
-    assert [found.post.id for found in latest(store, 100)] == [str(n) for n in range(100) if n not in gone]
+    assert [found.post.id for found in latest(store, 100)] == [
+        str(n) for n in range(100) if n not in gone
+    ]
 
 
 @pytest.mark.parametrize("post_id", ["", " ", "x" * 129])
-def test_rejects_invalid_post_ids(client: Redis, settings: Settings, post_id: str) -> None:
-    for refused in (lambda: purge(client, settings, ["fine", post_id]), lambda: lift_tombstones(client, [post_id])):
+def test_rejects_invalid_post_ids(
+    client: Redis, settings: Settings, post_id: str
+) -> None:
+    for refused in (
+        lambda: purge(client, settings, ["fine", post_id]),
+        lambda: lift_tombstones(client, [post_id]),
+    ):
         with pytest.raises(UserError, match=rf"\b{len(post_id.strip())}\b.*\b128\b"):
             refused()
     assert client.exists(TOMBSTONE + "fine") == 0
 
 
-def test_normalizes_ids_as_posts_do(client: Redis, settings: Settings, store: ResultsStore) -> None:
+def test_normalizes_ids_as_posts_do(
+    client: Redis, settings: Settings, store: ResultsStore
+) -> None:
     odd = Post(id=" a\ud800 ", title="t")
     store.write([Result(odd, classification(odd.id))])
-    assert purge(client, settings, [" a\ud800 ", odd.id]) == Counts(results=1, entries=1)
+    assert purge(client, settings, [" a\ud800 ", odd.id]) == Counts(
+        results=1, entries=1
+    )
     assert purge(client, settings, []) == Counts()
 
 
-def test_log_of_purges_is_read_in_order(client: Redis, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_of_purges_is_read_in_order(
+    client: Redis, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("feedmill.shared.purge.PURGES_PER_READ", 2)
     monkeypatch.setattr("feedmill.shared.purge.MAX_PURGES", 4)
-    assert read_purges(client, BEGINNING) == Purges([], BEGINNING)
+    assert read_purges(client, BEGINNING) == PurgePage([], BEGINNING)
     for post_id in ("a", "b", "c"):
         purge(client, settings, [post_id])
     first = read_purges(client, BEGINNING)
     assert [each.ids for each in first.purges] == [["a"], ["b"]]
     second = read_purges(client, first.position)
-    assert ([each.ids for each in second.purges], second.position) == ([["c"]], newest_purge(client))
-    assert read_purges(client, second.position) == Purges([], second.position)
+    assert ([each.ids for each in second.purges], second.position) == (
+        [["c"]],
+        newest_purge(client),
+    )
+    assert read_purges(client, second.position) == PurgePage([], second.position)
     purge(client, settings, ["d"])
-    assert read_purges(client, BEGINNING) == Purges([], newest_purge(client), missed=True)  # the log may be longer
+    # the log may be longer
+    assert read_purges(client, BEGINNING) == PurgePage(
+        [], newest_purge(client), missed=True
+    )
     client.xdel(PURGES, second.position)
     assert read_purges(client, second.position).missed

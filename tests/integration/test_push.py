@@ -1,4 +1,6 @@
-"""producers/push.py on a real Redis: what is sent, what is skipped, and waiting for a full queue."""
+"""producers/push.py on a real Redis: what is sent, what is skipped, and waiting for a full
+queue.
+"""
 
 import json
 import random
@@ -29,7 +31,13 @@ pytestmark = pytest.mark.each_redis
 
 
 def pusher(settings: Settings, again: bool = False, **options: Any) -> Pusher:
-    return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions.parse(options), again)
+    return Pusher(
+        make_app(settings),
+        connect(settings),
+        settings,
+        ClassifyOptions.parse(options),
+        again,
+    )
 
 
 def ids(redis: RedisServer) -> list[str]:
@@ -42,7 +50,9 @@ def messages(redis: RedisServer) -> list[dict[str, Any]]:
 
 
 def test_skips_a_duplicate_of_a_message_just_sent(settings: Settings) -> None:
-    """Redis does not know the posts of a message that is still being filled; the pusher must remember them."""
+    """Redis does not know the posts of a message that is still being filled; the pusher must
+    remember them.
+    """
     small = settings.model_copy(update={"posts_per_message": 4})
     pusher(small).push(make_posts(1))
     pushing = pusher(small)
@@ -52,28 +62,51 @@ def test_skips_a_duplicate_of_a_message_just_sent(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("what", ["text", "labels", "again"])
-def test_sends_again_after_changed_text_or_labels_or_with_again(settings: Settings, what: str) -> None:
+def test_sends_again_after_changed_text_or_labels_or_with_again(
+    settings: Settings, what: str
+) -> None:
     post = Post(id="1", title="one")
     pusher(settings).push([post])
-    second = pusher(settings, again=what == "again", **({"labels": "a,b"} if what == "labels" else {}))
+    second = pusher(
+        settings,
+        again=what == "again",
+        **({"labels": "a,b"} if what == "labels" else {}),
+    )
     second.push([Post(id="1", title="two") if what == "text" else post])
     assert second.sent == 1
 
 
-def test_each_queue_has_its_own_gate_and_marks(settings: Settings, redis: RedisServer) -> None:
+def test_each_queue_has_its_own_gate_and_marks(
+    settings: Settings, redis: RedisServer
+) -> None:
     other = settings.model_copy(update={"queue": "feedmill-other", "queue_limit": 3})
     for each, sent in ((settings, 40), (other, 40), (settings, 0), (other, 0)):
         pushing = pusher(each)
         pushing.push(make_posts(40))
         assert pushing.sent == sent
-    assert [queue_depth(redis.client, name).waiting for name in ("feedmill", "feedmill-other")] == [2, 2]
+    assert [
+        queue_depth(redis.client, name).waiting
+        for name in ("feedmill", "feedmill-other")
+    ] == [2, 2]
     assert pusher(other).room() == 1
-    assert all(find(str(key)) for key in redis.client.scan_iter()), "all keys are in docs/reference/keys.md"
+    assert all(find(str(key)) for key in redis.client.scan_iter()), (
+        "all keys are in docs/reference/keys.md"
+    )
 
 
-def test_a_newly_deployed_model_gets_posts_that_were_sent_before(settings: Settings, redis: RedisServer) -> None:
+def test_a_newly_deployed_model_gets_posts_that_were_sent_before(
+    settings: Settings, redis: RedisServer
+) -> None:
     pushing = pusher(settings)
-    for weights, sent in ((None, 40), (None, 40), ("00", 80), ("00", 80), ("11", 120), (None, 120), ("00", 120)):
+    for weights, sent in (
+        (None, 40),
+        (None, 40),
+        ("00", 80),
+        ("00", 80),
+        ("11", 120),
+        (None, 120),
+        ("00", 120),
+    ):
         asked = RequestedModel("/models/a", weights, 1.0) if weights else None
         request_model(redis.client, settings.queue, asked)
         pushing.push(make_posts(40))
@@ -83,15 +116,22 @@ def test_a_newly_deployed_model_gets_posts_that_were_sent_before(settings: Setti
     assert pushing.sent == 120
 
 
-@pytest.mark.parametrize(("priority", "name"), [(0, "feedmill"), (4, "feedmill\x06\x163"), (9, "feedmill\x06\x169")])
-def test_each_priority_has_its_own_list(settings: Settings, redis: RedisServer, priority: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("priority", "name"),
+    [(0, "feedmill"), (4, "feedmill\x06\x163"), (9, "feedmill\x06\x169")],
+)
+def test_each_priority_has_its_own_list(
+    settings: Settings, redis: RedisServer, priority: int, name: str
+) -> None:
     pusher(settings.model_copy(update={"priority": priority})).push(make_posts(1))
     assert redis.client.llen(name) == 1
     (message,) = map(json.loads, redis.client.lrange(name, 0, -1))
     assert message["properties"]["priority"] == priority
 
 
-def test_message_headers_follow_the_protocol_and_hide_posts(settings: Settings, redis: RedisServer) -> None:
+def test_message_headers_follow_the_protocol_and_hide_posts(
+    settings: Settings, redis: RedisServer
+) -> None:
     pusher(settings, labels="a,b").push([Post(id="1", title="secret words")])
     (message,) = messages(redis)
     headers = message["headers"]
@@ -102,8 +142,12 @@ def test_message_headers_follow_the_protocol_and_hide_posts(settings: Settings, 
     assert message["content-type"] == "application/json"
 
 
-def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[Pusher, Callable[[int], int]]:
-    """Return a pusher, and a function that sets the number of waiting messages and returns the pusher's room."""
+def gate(
+    redis: RedisServer, settings: Settings, **limits: int
+) -> tuple[Pusher, Callable[[int], int]]:
+    """Return a pusher, and a function that sets the number of waiting messages and returns the
+    pusher's room.
+    """
     made = pusher(settings.model_copy(update=limits))
 
     def room(waiting: int) -> int:
@@ -115,14 +159,19 @@ def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[Pusher,
     return made, room
 
 
-def test_gate_closes_at_the_limit_and_reopens_below_resume(settings: Settings, redis: RedisServer) -> None:
+def test_gate_closes_at_the_limit_and_reopens_below_resume(
+    settings: Settings, redis: RedisServer
+) -> None:
     made, room = gate(redis, settings, queue_limit=10)
     assert not made.is_closed
     assert [room(0), room(9)] == [10, 1]
     for waiting in (10, 9, 11, 5):
         assert (room(waiting), made.is_closed) == (0, True)
     assert (room(4), made.is_closed) == (6, False)
-    assert (room(9), made.is_closed) == (1, False)  # while filling, the lower mark has no effect
+    assert (room(9), made.is_closed) == (
+        1,
+        False,
+    )  # while filling, the lower mark has no effect
     _, room = gate(redis, settings, queue_limit=1)
     assert [room(1), room(0)] == [0, 1]
 
@@ -138,7 +187,9 @@ class Ended(Exception):  # noqa: N818 - named after what happened
     """Raised by a test's `wait`."""
 
 
-def test_an_interrupted_wait_keeps_what_was_sent(settings: Settings, redis: RedisServer) -> None:
+def test_an_interrupted_wait_keeps_what_was_sent(
+    settings: Settings, redis: RedisServer
+) -> None:
     """Posts pushed before the interruption are queued; pushing again sends the remaining posts."""
     small = settings.model_copy(update={"queue_limit": 4, "posts_per_message": 10})
     waits: list[float] = []
@@ -151,7 +202,9 @@ def test_an_interrupted_wait_keeps_what_was_sent(settings: Settings, redis: Redi
             raise Ended
         redis.client.rpop("feedmill")  # not yet below the lower mark
 
-    pushing = Pusher(make_app(small), connect(small), small, ClassifyOptions(), wait=wait)
+    pushing = Pusher(
+        make_app(small), connect(small), small, ClassifyOptions(), wait=wait
+    )
     with pytest.raises(Ended):
         pushing.push(make_posts(60))
     assert waits == [push.FULL_QUEUE_POLL_S] * 2
@@ -193,13 +246,24 @@ def test_a_post_purged_while_being_sent_is_not_marked(
 def consistent(pushing: Pusher, redis: RedisServer) -> None:
     """Assert that every marked or counted post is in the queue."""
     there = ids(redis)
-    assert sent_count(redis.client) == sum(sent_marks(redis.client, post_id) for post_id in set(there))
+    assert sent_count(redis.client) == sum(
+        sent_marks(redis.client, post_id) for post_id in set(there)
+    )
     assert pushing.sent <= len(there)
     assert pushing.messages <= len(messages(redis))
 
 
-def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int, fault: BaseException) -> None:
-    """Make call number `at` of the step raise the fault. Steps in the past tense raise it after their work."""
+def raising(
+    step: str,
+    pushing: Pusher,
+    monkeypatch: pytest.MonkeyPatch,
+    at: int,
+    fault: BaseException,
+) -> None:
+    """Make call number `at` of the step raise the fault.
+
+    Steps in the past tense raise it after their work.
+    """
     where: tuple[Any, str] = {
         "look": (push, "lookup"),
         "room": (pushing, "room"),
@@ -226,9 +290,16 @@ def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int
 
 @pytest.mark.parametrize("fault", [ConnectionFault("cut"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("step", ["look", "room", "publish", "published", "remember", "remembered"])
+@pytest.mark.parametrize(
+    "step", ["look", "room", "publish", "published", "remember", "remembered"]
+)
 def test_push_can_be_repeated_after_any_failure(
-    settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, step: str, at: int, fault: BaseException
+    settings: Settings,
+    redis: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    at: int,
+    fault: BaseException,
 ) -> None:
     small = settings.model_copy(update={"posts_per_message": 10, "queue_limit": 1000})
     monkeypatch.setattr(push, "POSTS_PER_ROUND_TRIP", 20)
@@ -270,10 +341,11 @@ def test_push_can_be_repeated_after_its_source_failed(
     assert sorted(ids(redis)) == sorted(post.id for post in posts)
 
 
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.long)])
 def test_push_can_be_repeated_after_a_signal_at_any_line(
-    settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Signal handlers may raise between any two lines: raise at each line in turn."""
+    """Signal handlers may raise between any two lines: raise at each `step`-th line in turn."""
     small = settings.model_copy(update={"posts_per_message": 2, "queue_limit": 1})
     monkeypatch.setattr(push, "POSTS_PER_ROUND_TRIP", 2)
     posts = make_posts(3)
@@ -322,13 +394,17 @@ def test_push_can_be_repeated_after_a_signal_at_any_line(
 
     line = 1
     while interrupted_at(line):
-        line += 1
+        line += step
     assert line > 100
 
 
-def test_push_fails_at_the_memory_limit_and_can_be_repeated(settings: Settings, redis: RedisServer) -> None:
+def test_push_fails_at_the_memory_limit_and_can_be_repeated(
+    settings: Settings, redis: RedisServer
+) -> None:
     bodies = [random.Random(number).randbytes(15_000).hex() for number in range(200)]
-    posts = [Post(id=str(number), title="t", body=body) for number, body in enumerate(bodies)]
+    posts = [
+        Post(id=str(number), title="t", body=body) for number, body in enumerate(bodies)
+    ]
     pushing = pusher(settings)
     pushing.push(posts[:10])
     redis.client.config_set("maxmemory", "3mb")
@@ -348,7 +424,9 @@ def test_waits_for_redis_memory_if_configured(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Redis rejects first a message, then the marks of sent posts; all posts end up queued and marked."""
+    """Redis rejects first a message, then the marks of sent posts; all posts end up queued and
+    marked.
+    """
     waits: list[str] = []
 
     def full() -> None:
@@ -359,12 +437,19 @@ def test_waits_for_redis_memory_if_configured(
         redis.client.config_set("maxmemory", 0)
 
     pushing = Pusher(
-        make_app(settings), connect(settings), settings, ClassifyOptions(), wait=wait, wait_for_memory=True
+        make_app(settings),
+        connect(settings),
+        settings,
+        ClassifyOptions(),
+        wait=wait,
+        wait_for_memory=True,
     )
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
     load_functions(redis.client)  # a full Redis takes no functions
     full()
     pushing.push(make_posts(40))
+    assert "Redis is at its memory limit: waiting for room." in caplog.text
+    assert "raise its maxmemory" in caplog.text
     mark = push.mark_sent
 
     def marked(*arguments: Any) -> None:
@@ -382,6 +467,32 @@ def test_waits_for_redis_memory_if_configured(
     again.push(make_posts(80))
     assert again.skipped == 80
     assert "memory" in caplog.text
+
+
+def test_waits_for_memory_for_the_functions(
+    settings: Settings, redis: RedisServer, request: pytest.FixtureRequest
+) -> None:
+    """A Redis that is full and has no functions yet refuses to load them until it has room."""
+    waits: list[str] = []
+
+    def wait(_: float) -> None:
+        waits.append(pushing.waiting)
+        redis.client.config_set("maxmemory", 0)
+
+    pushing = Pusher(
+        make_app(settings),
+        connect(settings),
+        settings,
+        ClassifyOptions(),
+        wait=wait,
+        wait_for_memory=True,
+    )
+    request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
+    redis.client.function_flush()
+    redis.client.config_set("maxmemory", 1)
+    pushing.push(make_posts(3))
+    assert waits == ["Redis is at its memory limit"]
+    assert set(ids(redis)) == {post.id for post in make_posts(3)}
 
 
 @pytest.mark.parametrize("cuts", [1, 10])
@@ -403,3 +514,20 @@ def test_resends_a_batch_after_a_lost_connection(
         pusher(settings).push(make_posts(1))
     assert len(tries) == min(cuts, 4)
     assert len(ids(redis)) == (cuts == 1)
+
+
+def test_publishes_no_messages_and_never_loses_one(
+    redis: RedisServer, settings: Settings
+) -> None:
+    """One task id too few would lose a message; too many are a mistake as well."""
+    first, second = make_posts(2)
+    with make_app(settings) as app:
+        broker.publish(app, [], ClassifyOptions())
+        for replies in ([], ["a"], ["a", "b", "c"]):
+            with pytest.raises(ValueError, match="zip"):
+                broker.publish(
+                    app, [[first], [second]], ClassifyOptions(), replies=replies
+                )
+        assert messages(redis) == []
+        broker.publish(app, [[first], [second]], ClassifyOptions(), replies=["a", "b"])
+    assert {message["headers"]["id"] for message in messages(redis)} == {"a", "b"}

@@ -2,7 +2,15 @@
 
 import pytest
 
-from feedmill.producers.push import IDS_PER_CALL, PURGED, SENT, Mark, known_ids, lookup, mark_sent
+from feedmill.producers.push import (
+    IDS_PER_CALL,
+    PURGED,
+    SENT,
+    Mark,
+    known_ids,
+    lookup,
+    mark_sent,
+)
 from feedmill.shared.keys import MARKS, RUN, RUNS, TOMBSTONE
 from feedmill.shared.messages import digest
 from feedmill.shared.purge import forget
@@ -17,10 +25,19 @@ DAY_S = 86400
 
 
 def marks_of(count: int, start: int = 0, what: str = "text") -> list[Mark]:
-    return [Mark.of(f"t3_{number:x}", digest(what, str(number))) for number in range(start, start + count)]
+    return [
+        Mark.of(f"t3_{number:x}", digest(what, str(number)))
+        for number in range(start, start + count)
+    ]
 
 
-def write(server: RedisServer, marks: list[Mark], ago: int = 0, ttl: int = 30 * DAY_S, run: str = "") -> None:
+def write(
+    server: RedisServer,
+    marks: list[Mark],
+    ago: int = 0,
+    ttl: int = 30 * DAY_S,
+    run: str = "",
+) -> None:
     mark_sent(server.client, marks, ttl, 10**9, run)
     age(server.client, MARKS, ago)
 
@@ -31,7 +48,9 @@ def test_marks_and_finds_more_posts_than_lua_unpacks(server: RedisServer) -> Non
     assert lookup(server.client, marks) == [0] * 9_999 + [PURGED]
     write(server, marks)
     assert lookup(server.client, marks) == [SENT] * 9_999 + [PURGED]
-    assert lookup(server.client, marks_of(10_000, what="another text")) == [0] * 9_999 + [PURGED]
+    assert lookup(server.client, marks_of(10_000, what="another text")) == [
+        0
+    ] * 9_999 + [PURGED]
     assert sent_count(server.client) == 9_999
 
 
@@ -45,7 +64,9 @@ def test_marking_again_renews_a_mark(server: RedisServer) -> None:
     assert server.client.zcard(RUNS) == 1
 
 
-def test_expired_marks_are_unknown_and_leave_with_a_later_write_of_results(server: RedisServer) -> None:
+def test_expired_marks_are_unknown_and_leave_with_a_later_write_of_results(
+    server: RedisServer,
+) -> None:
     old = marks_of(5, what="old")
     write(server, old, ago=2 * DAY_S, ttl=DAY_S)
     assert lookup(server.client, old) == [0] * 5

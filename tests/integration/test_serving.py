@@ -18,7 +18,9 @@ BART = "facebook/bart-large-mnli"
 
 def said(redis: RedisServer, queue: str, model: str, ago: float) -> None:
     """Record that a worker of the queue announced the model `ago` seconds ago."""
-    redis.client.hset(MODELS, queue, json.dumps({"model": model, "seen": time.time() - ago}))
+    redis.client.hset(
+        MODELS, queue, json.dumps({"model": model, "seen": time.time() - ago})
+    )
 
 
 def test_rejects_queues_never_served_except_the_default(redis: RedisServer) -> None:
@@ -27,7 +29,8 @@ def test_rejects_queues_never_served_except_the_default(redis: RedisServer) -> N
     model_routing.announce(redis.client, "odd", "\x1b[2J")
     model_routing.check_queue(redis.client, "feedmill-bart")
     with pytest.raises(
-        UserError, match=r"'feedmill-brat'.* FEEDMILL_QUEUE .*feedmill-bart .*odd \(model \\x1b"
+        UserError,
+        match=r"'feedmill-brat'.* FEEDMILL_QUEUE .*feedmill-bart .*odd \(model \\x1b",
     ) as refused:
         model_routing.check_queue(redis.client, "feedmill-brat")
     assert "\x1b" not in str(refused.value)
@@ -49,16 +52,21 @@ def test_announce_detects_another_model_on_the_same_queue(redis: RedisServer) ->
     assert model_routing.announce(redis.client, "feedmill", "second") == "first"
     assert model_routing.announce(redis.client, "feedmill", "second") is None
     said(redis, "feedmill", "first", 3 * model_routing.ANNOUNCE_INTERVAL_S)
-    assert model_routing.announce(redis.client, "feedmill", "second") is None, "the second model has replaced the first"
+    assert model_routing.announce(redis.client, "feedmill", "second") is None, (
+        "the second model has replaced the first"
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["notjson", "nan", "[" * 100_000, "1" * 400, '"text"', "null", "[]", "{}", '{"model": 1, "seen": 1}',
+    "text", ["notjson", "nan", "[" * 100_000, "1" * 400, '"text"', "null", "[]", "{}",
+    '{"model": 1, "seen": 1}',
              '{"model": "m", "seen": "soon"}', '{"model": "m"}', "", b"\xff",
              '{"seen": 1}'],
     ids=range(14),
 )  # fmt: skip
-def test_skips_invalid_announcements_and_registrations(redis: RedisServer, text: str | bytes) -> None:
+def test_skips_invalid_announcements_and_registrations(
+    redis: RedisServer, text: str | bytes
+) -> None:
     for key in (MODELS, WORKERS):
         redis.client.hset(key, "odd", text)
         redis.client.hset(key, b"\xff", "1")
@@ -70,10 +78,18 @@ def test_skips_invalid_announcements_and_registrations(redis: RedisServer, text:
 
 
 @pytest.mark.parametrize("ahead", [7200, -7200])
-def test_registers_by_the_time_of_redis(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+def test_registers_by_the_time_of_redis(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
     model_routing.register(redis.client, "one@here")
     now = time.time()
     monkeypatch.setattr("feedmill.shared.model_routing.time.time", lambda: now + ahead)
     model_routing.register(redis.client, "two@there")
-    assert list(model_routing.expected_workers(redis.client)) == ["one@here", "two@there"]
-    assert all(age < model_routing.EXPECTED_S / 2 for age in model_routing.expected_workers(redis.client).values())
+    assert list(model_routing.expected_workers(redis.client)) == [
+        "one@here",
+        "two@there",
+    ]
+    assert all(
+        age < model_routing.EXPECTED_S / 2
+        for age in model_routing.expected_workers(redis.client).values()
+    )

@@ -15,7 +15,14 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from tests.support import Feedmill, RedisServer, Restartable, executing, wait_for_replies, wait_until
+from tests.support import (
+    Feedmill,
+    RedisServer,
+    Restartable,
+    executing,
+    wait_for_replies,
+    wait_until,
+)
 
 pytestmark = pytest.mark.each_redis
 
@@ -37,10 +44,12 @@ class Consumer(StockConsumer):
 app = Celery("counting", broker=os.environ["BROKER"], backend=os.environ["BROKER"])
 app.conf.update(
     broker_transport=os.environ["TRANSPORT"],
-    broker_transport_options={"visibility_timeout": 1.5, "unacked_restore_interval": 0.3, "socket_timeout": 1}
+    broker_transport_options={
+        "visibility_timeout": 1.5, "unacked_restore_interval": 0.3, "socket_timeout": 1}
     if "redis_transport" in os.environ["TRANSPORT"] else {},
     broker_connection_retry_on_startup=True, broker_connection_max_retries=None,
-    worker_enable_prefetch_count_reduction=False, worker_prefetch_multiplier=16, task_acks_late=True,
+    worker_enable_prefetch_count_reduction=False, worker_prefetch_multiplier=16,
+    task_acks_late=True,
     worker_consumer="counting:Consumer",
 )
 redis = Redis.from_url(os.environ["BROKER"], socket_timeout=None)
@@ -83,12 +92,34 @@ STOCK = "redis"
 
 @contextmanager
 def working(
-    url: str, folder: Path, name: str = "ours", through: str = OURS, mingle: bool = False
+    url: str,
+    folder: Path,
+    name: str = "ours",
+    through: str = OURS,
+    mingle: bool = False,
 ) -> Iterator[Feedmill]:
     """Run a `celery worker`, which must survive the test."""
     (folder / "counting.py").write_text(APPLICATION)
-    command = [sys.executable, "-m", "celery", "-A", "counting", "worker", "-n", name, "-P", "threads", "-c", "4"]
-    command += ["-l", "INFO", "-E", *([] if mingle else ["--without-mingle", "--without-gossip"])]
+    command = [
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        "counting",
+        "worker",
+        "-n",
+        name,
+        "-P",
+        "threads",
+        "-c",
+        "4",
+    ]
+    command += [
+        "-l",
+        "INFO",
+        "-E",
+        *([] if mingle else ["--without-mingle", "--without-gossip"]),
+    ]
     environment = os.environ | {"BROKER": url, "TRANSPORT": through}
     with executing(command, folder, environment, folder / f"{name}.log") as worker:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")
@@ -109,7 +140,9 @@ def ran(client: Redis, *names: str) -> list[tuple[int, int]]:
 
 
 def idle(client: Redis) -> bool:
-    held = [client.hlen(key) for key in ("reserved", "unacked")] + [client.zcard("reserved_index")]
+    held = [client.hlen(key) for key in ("reserved", "unacked")] + [
+        client.zcard("reserved_index")
+    ]
     return not client.llen("celery") and not any(held)
 
 
@@ -121,7 +154,9 @@ def send(app: Any, names: list[str], seconds: float = 0.0) -> None:
 # Interoperation with stock clients and workers.
 
 
-def test_stock_clients_and_workers_interoperate(redis: RedisServer, tmp_path: Path) -> None:
+def test_stock_clients_and_workers_interoperate(
+    redis: RedisServer, tmp_path: Path
+) -> None:
     app, through_ours = application(redis.url), application(redis.url, OURS)
     events: list[dict[str, Any]] = []
     with (
@@ -129,26 +164,40 @@ def test_stock_clients_and_workers_interoperate(redis: RedisServer, tmp_path: Pa
         working(redis.url, tmp_path, "ours", mingle=True) as ours,
         app.connection() as connection,
     ):
-        assert re.search("sync with 1 nodes|all alone", ours.text())  # the stock worker has one second to answer
-        receiver = app.events.Receiver(connection, handlers={"task-succeeded": events.append})
+        # the stock worker has one second to answer
+        assert re.search("sync with 1 nodes|all alone", ours.text())
+        receiver = app.events.Receiver(
+            connection, handlers={"task-succeeded": events.append}
+        )
         listener = Thread(target=receiver.capture)
         listener.start()
         wait_for_replies(app, workers=2)
         assert len(through_ours.control.inspect(timeout=5, limit=2).stats()) == 2
         assert len(app.control.inspect(timeout=5, limit=2).active_queues()) == 2
-        for sender in (app, through_ours):  # in one batch: sent one by one, the stock worker would take every task
+        # in one batch: sent one by one, the stock worker would take every task
+        for sender in (app, through_ours):
             with sender.producer_or_acquire() as producer, producer.batch():
-                results = [sender.send_task("count", (str(n), 0.05), producer=producer) for n in range(40)]
-            assert [result.get(timeout=120) for result in results] == [str(n) for n in range(40)]
+                results = [
+                    sender.send_task("count", (str(n), 0.05), producer=producer)
+                    for n in range(40)
+                ]
+            assert [result.get(timeout=120) for result in results] == [
+                str(n) for n in range(40)
+            ]
         wait_until(lambda: idle(redis.client), "all tasks are done")
         assert ran(redis.client, *map(str, range(40))) == [(2, 2)] * 40
         assert "count[" in stock.text()
         assert "count[" in ours.text()
         assert app.send_task("again", ("thrice",)).get(timeout=120) == 2
-        assert app.send_task("count", ("later",), countdown=2).get(timeout=120) == "later"
+        assert (
+            app.send_task("count", ("later",), countdown=2).get(timeout=120) == "later"
+        )
         app.control.revoke("never", reply=True, timeout=5, limit=2)
         app.send_task("count", ("never",), task_id="never")
-        wait_until(lambda: "Discarding revoked task" in stock.text() + ours.text(), "the revoked task is discarded")
+        wait_until(
+            lambda: "Discarding revoked task" in stock.text() + ours.text(),
+            "the revoked task is discarded",
+        )
         wait_until(lambda: idle(redis.client), "all tasks are done")
         assert ran(redis.client, "never") == [(0, 0)]
         wait_until(lambda: len(events) == 82, "all events are received")
@@ -156,7 +205,8 @@ def test_stock_clients_and_workers_interoperate(redis: RedisServer, tmp_path: Pa
         listener.join()
 
 
-# Redis failures. On kombu's own transport, the first ends the worker, and the second runs each task in flight twice.
+# Redis failures. On kombu's own transport, the first ends the worker, and the second runs each
+# task in flight twice.
 
 
 @pytest.fixture
@@ -166,12 +216,17 @@ def durable(redis_path: str, tmp_path: Path) -> Iterator[Restartable]:
     server.stop()
 
 
-def test_cut_connections_do_not_rerun_tasks_in_flight(durable: Restartable, tmp_path: Path) -> None:
+def test_cut_connections_do_not_rerun_tasks_in_flight(
+    durable: Restartable, tmp_path: Path
+) -> None:
     names = [str(number) for number in range(12)]
     with working(durable.url, tmp_path):
         durable.client.set("hold", 1)
         send(application(durable.url), names, 0.5)
-        wait_until(lambda: durable.client.hlen("reserved") == 12, "the worker has reserved all tasks")
+        wait_until(
+            lambda: durable.client.hlen("reserved") == 12,
+            ("the worker has reserved all tasks"),
+        )
         durable.client.delete("hold")
         for kind in ("normal", "pubsub"):
             durable.client.client_kill_filter(_type=kind, skipme=True)
@@ -179,12 +234,17 @@ def test_cut_connections_do_not_rerun_tasks_in_flight(durable: Restartable, tmp_
     assert ran(durable.client, *names) == [(1, 1)] * 12
 
 
-def test_redis_frozen_past_the_leases_does_not_rerun_tasks(durable: Restartable, tmp_path: Path) -> None:
+def test_redis_frozen_past_the_leases_does_not_rerun_tasks(
+    durable: Restartable, tmp_path: Path
+) -> None:
     names = [str(number) for number in range(12)]
     with working(durable.url, tmp_path), working(durable.url, tmp_path, "beside"):
         durable.client.set("hold", 1)
         send(application(durable.url), names, 0.7)
-        wait_until(lambda: durable.client.hlen("reserved") == 12, "the workers have reserved all tasks")
+        wait_until(
+            lambda: durable.client.hlen("reserved") == 12,
+            ("the workers have reserved all tasks"),
+        )
         durable.client.delete("hold")
         durable.signal(signal.SIGSTOP)
         until = time.monotonic() + 3
@@ -194,13 +254,21 @@ def test_redis_frozen_past_the_leases_does_not_rerun_tasks(durable: Restartable,
     assert ran(durable.client, *names) == [(1, 1)] * 12
 
 
-def test_worker_survives_redis_becoming_a_replica(durable: Restartable, tmp_path: Path) -> None:
+def test_worker_survives_redis_becoming_a_replica(
+    durable: Restartable, tmp_path: Path
+) -> None:
     with working(durable.url, tmp_path) as worker:
         durable.client.config_set("replica-serve-stale-data", "yes")
         durable.client.replicaof("127.0.0.1", 1)
         durable.client.client_kill_filter(_type="normal", skipme=True)
-        wait_until(lambda: worker.says("Cannot connect") and worker.says("read only replica"), "Redis rejects writes")
+        wait_until(
+            lambda: worker.says("Cannot connect") and worker.says("read only replica"),
+            "Redis rejects writes",
+        )
         assert "Frequent restarts" not in worker.text()
         durable.client.replicaof("NO", "ONE")
         send(application(durable.url), ["after"])
-        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "the worker runs new tasks")
+        wait_until(
+            lambda: ran(durable.client, "after") == [(1, 1)],
+            "the worker runs new tasks",
+        )

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from feedmill.outcomes.followers import Follower, batches
 from feedmill.producers import files
 from feedmill.producers.push import Pusher
-from feedmill.reading import Follower, batches
 from feedmill.shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.results import Result, ResultsStore
@@ -28,15 +28,20 @@ from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.pipeline import Pipeline
 from feedmill.workers.pipeline.window import Window
 from feedmill.workers.runtime.task import arguments_by_name
-from feedmill.workers.transport.redis_transport import use_leases
+from feedmill.workers.transport.redis_transport import lease_options
 from tests.support import RedisServer, latest, wait_until
 
-LINE = '{"id": "t3_kettle", "title": "Which kettle for tea &amp; coffee?", "selftext": "Mine leaks.", "author": "x"}\n'
+LINE = (
+    '{"id": "t3_kettle", "title": "Which kettle for tea &amp; coffee?", "selftext": "Mine '
+    'leaks.", "author": "x"}\n'
+)
 
 
 @pytest.fixture
 def post() -> Post:
-    return Post(id="t3_kettle", title="Which kettle for tea &amp; coffee?", body="Mine leaks.")
+    return Post(
+        id="t3_kettle", title="Which kettle for tea &amp; coffee?", body="Mine leaks."
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +53,15 @@ def classifier() -> Similarity:
 @contextmanager
 def sent_and_reserved(post: Post, settings: Settings) -> Iterator[Any]:
     """Send the post and reserve its message like a worker."""
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push([post])
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(
+        [post]
+    )
     app = make_app(settings)
-    use_leases(app)
     received: list[Any] = []
-    with app.connection_for_read() as connection:
-        with app.amqp.TaskConsumer(connection.default_channel, on_message=received.append):
+    with app.connection_for_read(**lease_options(settings)) as connection:
+        with app.amqp.TaskConsumer(
+            connection.default_channel, on_message=received.append
+        ):
             while not received:
                 connection.drain_events(timeout=60)
         yield received[0]
@@ -75,7 +83,9 @@ class Owner(context.Owner):
 
 
 @contextmanager
-def pipeline(classifier: Similarity, settings: Settings) -> Iterator[tuple[Pipeline, Owner]]:
+def pipeline(
+    classifier: Similarity, settings: Settings
+) -> Iterator[tuple[Pipeline, Owner]]:
     store = ResultsStore(connect(settings), settings)
     owner = Owner(store)
     running = Pipeline(classifier, store, settings, 2048, "tour", owner)
@@ -87,7 +97,7 @@ def pipeline(classifier: Similarity, settings: Settings) -> Iterator[tuple[Pipel
 def test_1_a_source_yields_a_post(tmp_path: Path, post: Post) -> None:
     path = tmp_path / "posts.jsonl"
     path.write_text(LINE)
-    (found,) = files.Source(str(path)).items()
+    (found,) = files.FileSource(str(path)).items()
     assert found == post
     assert post.text == "Which kettle for tea & coffee?\n\nMine leaks."
 
@@ -98,16 +108,24 @@ def test_2_the_producer_pushes_new_posts(settings: Settings, post: Post) -> None
     assert (pusher.sent, pusher.skipped) == (1, 1)
 
 
-def test_3_the_message_waits_in_redis(settings: Settings, redis: RedisServer, post: Post) -> None:
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push([post])
-    assert queue_depth(redis.client, settings.queue) == (1, 0)
+def test_3_the_message_waits_in_redis(
+    settings: Settings, redis: RedisServer, post: Post
+) -> None:
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(
+        [post]
+    )
+    assert queue_depth(redis.client, settings.queue) == (1, 0, 0)
     waiting: Any = redis.client.lindex(settings.queue, 0)
     assert json.loads(waiting)["headers"]["task"] == CLASSIFY_TASK
 
 
-def test_4_a_worker_reserves_the_message(settings: Settings, redis: RedisServer, post: Post) -> None:
+def test_4_a_worker_reserves_the_message(
+    settings: Settings, redis: RedisServer, post: Post
+) -> None:
     with sent_and_reserved(post, settings) as message:
-        assert queue_depth(redis.client, settings.queue) == (0, 1), "no message waits, and one is leased"
+        assert queue_depth(redis.client, settings.queue) == (0, 1, 0), (
+            "no message waits, and one is leased"
+        )
         assert message.payload[1]["posts"][0]["id"] == post.id
 
 
@@ -118,32 +136,46 @@ def test_5_the_pool_reads_the_posts(settings: Settings, post: Post) -> None:
     assert message.read() == [post]
 
 
-def test_6_preparation_turns_the_post_into_rows(classifier: Similarity, post: Post) -> None:
+def test_6_preparation_turns_the_post_into_rows(
+    classifier: Similarity, post: Post
+) -> None:
     (rows,) = classifier.prepare([post.text], classifier.label_set(ClassifyOptions()))
-    assert [row.length for row in rows] == [12], "tokens, including the model's special tokens"
+    assert [row.length for row in rows] == [12], (
+        "tokens, including the model's special tokens"
+    )
 
 
 def test_7_the_window_forms_a_micro_batch(classifier: Similarity, post: Post) -> None:
     window: Window[Row] = Window(time.monotonic)
-    for text in (post.text, "A short one", "word " * 200, "Which teapot for green tea? Mine drips."):
+    for text in (
+        post.text,
+        "A short one",
+        "word " * 200,
+        ("Which teapot for green tea? Mine drips."),
+    ):
         for rows in classifier.prepare([text], classifier.label_set(ClassifyOptions())):
             for row in rows:
                 window.add(row)
     batch = window.take(token_budget=100, row_limit=8)
-    assert len(batch) == 3  # the long row waits: in the same batch, all other rows would need padding
+    # the long row waits: in the same batch, all other rows would need padding
+    assert len(batch) == 3
     assert len(window) == 1
 
 
 def test_8_the_classifier_computes_scores(classifier: Similarity, post: Post) -> None:
     """The device thread runs the forward pass; the writer thread turns the outputs into scores."""
-    label_set = classifier.label_set(ClassifyOptions.parse({"labels": "kitchen,football"}))
+    label_set = classifier.label_set(
+        ClassifyOptions.parse({"labels": "kitchen,football"})
+    )
     rows = classifier.prepare([post.text], label_set)[0]
     ((row, scores),) = classifier.finish(rows, classifier.forward(rows))
     assert row is rows[0]
     assert scores["kitchen"] > scores["football"]
 
 
-def test_9_the_result_is_stored_before_the_message_ends(classifier: Similarity, settings: Settings, post: Post) -> None:
+def test_9_the_result_is_stored_before_the_message_ends(
+    classifier: Similarity, settings: Settings, post: Post
+) -> None:
     with pipeline(classifier, settings) as (running, owner):
         running.submit(Message({"posts": [post.model_dump()]}, sent_at=None))
         wait_until(lambda: owner.stored_when_finished, "the message is finished")
@@ -153,23 +185,39 @@ def test_9_the_result_is_stored_before_the_message_ends(classifier: Similarity, 
 def test_10_the_message_is_acknowledged_last(
     classifier: Similarity, settings: Settings, redis: RedisServer, post: Post
 ) -> None:
-    with sent_and_reserved(post, settings) as reserved, pipeline(classifier, settings) as (running, owner):
+    with (
+        sent_and_reserved(post, settings) as reserved,
+        pipeline(classifier, settings) as (running, owner),
+    ):
         running.submit(Message(arguments_by_name(*reserved.payload[:2]), sent_at=None))
-        wait_until(lambda: owner.recorded_messages, "outcomes and dead letters are stored")
-        assert queue_depth(redis.client, settings.queue) == (0, 1), "the message is still leased"
+        wait_until(
+            lambda: owner.recorded_messages, "outcomes and dead letters are stored"
+        )
+        assert queue_depth(redis.client, settings.queue) == (0, 1, 0), (
+            "the message is still leased"
+        )
         reserved.ack()
-        assert queue_depth(redis.client, settings.queue) == (0, 0)
+        assert queue_depth(redis.client, settings.queue) == (0, 0, 0)
 
 
-def test_11_a_reader_finds_the_result(classifier: Similarity, settings: Settings, post: Post) -> None:
+def test_11_a_reader_finds_the_result(
+    classifier: Similarity, settings: Settings, post: Post
+) -> None:
     with pipeline(classifier, settings) as (running, owner):
-        running.submit(Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None))
+        running.submit(
+            Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None)
+        )
         reading = batches(Follower(connect(settings), history=1))
         found = next(read.item for batch in reading for read in batch)
         wait_until(lambda: owner.recorded_messages, "the message is finished")
     assert isinstance(found, Result)
     assert found.classification.label == "tea"
     (stored,) = ResultsStore(connect(settings), settings).get(post.id)
-    assert stored.scores == pytest.approx(found.classification.scores, abs=1e-5), "stored in 16 bits"
-    assert stored.model_copy(update={"scores": found.classification.scores}) == found.classification
+    assert stored.scores == pytest.approx(found.classification.scores, abs=1e-5), (
+        "stored in 16 bits"
+    )
+    assert (
+        stored.model_copy(update={"scores": found.classification.scores})
+        == found.classification
+    )
     assert owner.recorded_messages[0].result() == [found.classification.model_dump()]

@@ -2,12 +2,20 @@
 
 import pytest
 
-from feedmill.producers.live.source import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
+from feedmill.producers.live.source import (
+    BURST_REQUESTS,
+    RESERVED_REQUESTS,
+    RequestBudget,
+)
 from tests.fakes.clock import SimulatedClock
 
 
 def headers(remaining: object, reset: object) -> dict[str, str]:
-    return {"x-ratelimit-remaining": str(remaining), "x-ratelimit-reset": str(reset), "x-ratelimit-used": "3"}
+    return {
+        "x-ratelimit-remaining": str(remaining),
+        "x-ratelimit-reset": str(reset),
+        "x-ratelimit-used": "3",
+    }
 
 
 def spend(budget: RequestBudget, clock: SimulatedClock, seconds: float) -> int:

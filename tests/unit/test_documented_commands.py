@@ -18,7 +18,15 @@ from tests.unit.test_deployment import accept
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "benchmarks/README.md",
+        )
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FEEDMILL: Any = get_command(application())
@@ -29,7 +37,10 @@ INCOMPLETE_ERRORS = ("MissingParameter", "BadOptionUsage", "NoArgsIsHelpError")
 
 
 class Shown(NamedTuple):
-    """A command on a page, split into words. `whole` is false for inline code, which may omit arguments."""
+    """A command on a page, split into words.
+
+    `whole` is false for inline code, which may omit arguments.
+    """
 
     page: str
     words: tuple[str, ...]
@@ -46,8 +57,12 @@ def test_documented_commands_parse() -> None:
 
 def test_command_blocks_are_marked_sh() -> None:
     for page in PAGES:
-        for marked, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-            assert marked == "sh" or not re.search(r"^(\$ )?(feedmill|make) [a-z]", block, re.MULTILINE), page
+        for marked, block in re.findall(
+            r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            assert marked == "sh" or not re.search(
+                r"^(\$ )?(feedmill|make) [a-z]", block, re.MULTILINE
+            ), page
 
 
 def test_documented_make_targets_exist() -> None:
@@ -64,13 +79,17 @@ def test_documented_make_targets_exist() -> None:
 def test_documented_python_modules_have_the_flags() -> None:
     """The test covers only modules of this repository."""
     found = [
-        one for one in shown("python") if one.words[1:2] == ("-m",) and (ROOT / one.words[2].split(".")[0]).is_dir()
+        one
+        for one in shown("python")
+        if one.words[1:2] == ("-m",) and (ROOT / one.words[2].split(".")[0]).is_dir()
     ]
     assert found
     for page, (_, _, module, *words), _ in found:
         source = source_of(module)
         for flag in words:
-            assert not flag.startswith("--") or flag == "--help" or f'"{flag}"' in source, f"{page}: {module} {flag}"
+            assert (
+                not flag.startswith("--") or flag == "--help" or f'"{flag}"' in source
+            ), f"{page}: {module} {flag}"
 
 
 def test_documented_extras_and_pins_exist() -> None:
@@ -80,7 +99,9 @@ def test_documented_extras_and_pins_exist() -> None:
     for page in PAGES:
         for line in re.findall(r"pip install .*", page.read_text()):
             for extras in re.findall(r"(?:feedmill|\.|\.whl)\[([\w,]+)\]", line):
-                assert set(extras.split(",")) <= set(project["optional-dependencies"]), f"{page}: {line}"
+                assert set(extras.split(",")) <= set(
+                    project["optional-dependencies"]
+                ), f"{page}: {line}"
                 installed += 1
             for pin in re.findall(r"\b[a-z]\S*==[\d.]+", line):
                 assert pin in pins, f"{page}: {line}"
@@ -88,7 +109,10 @@ def test_documented_extras_and_pins_exist() -> None:
 
 
 def parse_error(words: tuple[str, ...]) -> str | None:
-    """Return the class name of the parser's error, or None. `Exit` means that help was requested."""
+    """Return the class name of the parser's error, or None.
+
+    `Exit` means that help was requested.
+    """
     try:
         accept(FEEDMILL, list(words))
     except Exception as error:
@@ -102,20 +126,31 @@ def shown(program: str) -> Iterator[Shown]:
         name, text = str(page.relative_to(ROOT)), page.read_text()
         for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
-                yield from (Shown(name, words, True) for words in commands_in(line, program))
+                yield from (
+                    Shown(name, words, True) for words in commands_in(line, program)
+                )
         prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
         for code in re.findall(r"`([^`]+)`", prose):
             for line in alternatives(code):
-                yield from (Shown(name, words, False) for words in commands_in(line, program))
+                yield from (
+                    Shown(name, words, False) for words in commands_in(line, program)
+                )
 
 
 def alternatives(code: str) -> Iterator[str]:
     """Expand `dead list|show` into two commands."""
-    return map(" ".join, product(*(word.split("|") if word.strip("|") else [word] for word in code.split())))
+    return map(
+        " ".join,
+        product(
+            *(word.split("|") if word.strip("|") else [word] for word in code.split())
+        ),
+    )
 
 
 def commands_in(line: str, program: str) -> Iterator[tuple[str, ...]]:
-    """Yield the commands of a shell line that start the program, directly or by a launcher, without variables."""
+    """Yield the commands of a shell line that start the program, directly or by a launcher,
+    without variables.
+    """
     reader = shlex.shlex(line, posix=True, punctuation_chars=True)
     reader.whitespace_split = True
     try:
@@ -136,7 +171,13 @@ def commands_in(line: str, program: str) -> Iterator[tuple[str, ...]]:
 
 
 def source_of(module: str) -> str:
-    """Return a module's source, followed by the source of the modules that it imports `main` from."""
+    """Return a module's source, followed by the source of the modules that it imports
+    `main` from.
+    """
     path = ROOT / module.replace(".", "/")
-    source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    return source + "".join(source_of(other) for other in re.findall(r"from (\S+) import main\b", source))
+    source = (
+        path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    ).read_text()
+    return source + "".join(
+        source_of(other) for other in re.findall(r"from (\S+) import main\b", source)
+    )

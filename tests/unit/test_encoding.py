@@ -1,4 +1,6 @@
-"""shared/encoding.py: JSON that any Celery client reads, and bounded decompression of message bodies."""
+"""shared/encoding.py: JSON that any Celery client reads, and bounded decompression of message
+bodies.
+"""
 
 import json
 import random
@@ -62,21 +64,40 @@ def test_serializes_posts_as_plain_json(limited: bool) -> None:
         encoding.limit_bodies()
     body = [
         [],
-        {"posts": [Post(id="1", title="ä 🙂", extra={"x": [1.5, None]}, score=3)], "version": 1},
+        {
+            "posts": [Post(id="1", title="ä 🙂", extra={"x": [1.5, None]}, score=3)],
+            "version": 1,
+        },
         {"chain": None},
     ]
     data = encoding.write(body)
     plain = [
         [],
-        {"posts": [{"id": "1", "title": "ä 🙂", "score": 3, "extra": {"x": [1.5, None]}}], "version": 1},
+        {
+            "posts": [
+                {"id": "1", "title": "ä 🙂", "score": 3, "extra": {"x": [1.5, None]}}
+            ],
+            "version": 1,
+        },
         {"chain": None},
     ]
-    assert json.loads(data) == kombu_json.loads(data) == serialization.loads(data, *encoding.JSON) == plain
+    assert (
+        json.loads(data)
+        == kombu_json.loads(data)
+        == serialization.loads(data, *encoding.JSON)
+        == plain
+    )
     assert kombu.decompress(encoding.pack(data), encoding.GZIP) == data
 
 
 @pytest.mark.parametrize(
-    "kind", [str, str.encode, lambda text: bytearray(text.encode()), lambda text: memoryview(text.encode())]
+    "kind",
+    [
+        str,
+        str.encode,
+        lambda text: bytearray(text.encode()),
+        lambda text: memoryview(text.encode()),
+    ],
 )
 def test_reads_kombus_json_types(kind: Callable[[str], Any]) -> None:
     value = {"at": datetime(2026, 1, 1, tzinfo=UTC), "x": [1, "ä"]}
@@ -96,4 +117,6 @@ def test_refuses_json_with_too_many_values() -> None:
 def test_refuses_bodies_decoded_by_arbitrary_codecs(kind: str) -> None:
     encoding.limit_bodies(LIMIT)
     with pytest.raises(Exception, match="JSON"):
-        serialization.loads(zlib.compress(b"x" * 10**6), kind, "zlib_codec", accept=["json"])
+        serialization.loads(
+            zlib.compress(b"x" * 10**6), kind, "zlib_codec", accept=["json"]
+        )

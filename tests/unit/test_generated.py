@@ -5,7 +5,11 @@ from tests.generated import END, FOLDERS, PARTS, ROOT, commented, files, first_s
 
 
 def test_pages_equal_the_code() -> None:
-    assert [str(path.relative_to(ROOT)) for path, text in files() if path.read_text() != text] == [], "run `make docs`"
+    assert [
+        str(path.relative_to(ROOT))
+        for path, text in files()
+        if path.read_text() != text
+    ] == [], "run `make docs`"
 
 
 def test_each_page_has_one_generated_part() -> None:
@@ -14,8 +18,14 @@ def test_each_page_has_one_generated_part() -> None:
 
 
 def test_tree_has_every_folder() -> None:
-    ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    ignored = {
+        line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()
+    }
+    folders = {
+        path.name
+        for path in ROOT.iterdir()
+        if path.is_dir() and not path.name.startswith(".")
+    }
     assert folders - ignored == set(FOLDERS)
 
 

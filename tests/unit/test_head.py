@@ -15,14 +15,25 @@ from feedmill.console import Report
 from feedmill.producers.records import Labelled
 from feedmill.shared import logs
 from feedmill.shared.errors import ModelError
-from feedmill.shared.messages import Post
+from feedmill.shared.messages import Classification, ClassifyOptions, Post
 from feedmill.shared.settings import Settings
-from feedmill.training.data import Dataset, TrainOptions
+from feedmill.training.data import Dataset
 from feedmill.training.head import ADAPTED, NOTHING, Fit, HeadModel, fit, train_head
+from feedmill.training.options import TrainOptions
 from feedmill.workers.models.classifiers import Classifier
-from feedmill.workers.models.classifiers.fixed_labels import read_head, write_head
-from feedmill.workers.models.classifiers.registry import classifier_kind, load_classifier
-from feedmill.workers.models.weights import HEAD_FILE, locate
+from feedmill.workers.models.classifiers.fixed_labels import (
+    read_head,
+    read_none_class,
+    write_head,
+)
+from feedmill.workers.models.classifiers.registry import (
+    classifier_kind,
+    load_classifier,
+)
+from feedmill.workers.models.files import HEAD_FILE
+from feedmill.workers.models.weights import locate
+from feedmill.workers.pipeline import offline
+from feedmill.workers.pipeline.backlog import Loaded
 from tests.fakes.models import FP32, make_sentence_model, scores_of
 from tests.support import naming
 
@@ -37,21 +48,35 @@ def examples(count: int) -> list[Labelled]:
         label = LABELS[number % 2]
         words = WORDS[label].split()
         found.append(
-            Labelled(Post(id=f"p{number}", title=f"{words[number % 4]} the {words[number % 3]} {number}"), label)
+            Labelled(
+                Post(
+                    id=f"p{number}",
+                    title=(f"{words[number % 4]} the {words[number % 3]} {number}"),
+                ),
+                label,
+            )
         )
     return found
 
 
 def trained(base: Path, settings: Settings | None = None) -> HeadModel:
     dataset = Dataset(LABELS, examples(40), [], {})
-    options = TrainOptions(source="x", out="y", base=str(base), head=True, max_tokens=16)
-    return train_head(dataset, options, settings or Settings(device="cpu", dtype="float32"), Report())
+    options = TrainOptions(
+        source="x", out="y", base=str(base), head=True, max_tokens=16
+    )
+    return train_head(
+        dataset, options, settings or Settings(device="cpu", dtype="float32"), Report()
+    )
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_sentence_model(tmp_path_factory.mktemp("base"))
-    prompts = {"prompts": {"topic": "climate: "}, "default_prompt_name": None, "truncate_dim": 24}
+    prompts = {
+        "prompts": {"topic": "climate: "},
+        "default_prompt_name": None,
+        "truncate_dim": 24,
+    }
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     return folder
 
@@ -66,26 +91,88 @@ def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scores(classifier: Classifier, texts: list[str]) -> torch.Tensor:
     """Return the scores: [texts, labels]."""
-    return torch.tensor([[each[label] for label in LABELS] for each in scores_of(classifier, texts)])
+    return torch.tensor(
+        [[each[label] for label in LABELS] for each in scores_of(classifier, texts)]
+    )
 
 
-def test_scores_equal_those_of_the_saved_model_in_sentence_transformers(model: Path) -> None:
-    """The folder holds all that determines the embeddings: the token limit, the prompt and the dimensions."""
+def test_scores_equal_those_of_the_saved_model_in_sentence_transformers(
+    model: Path,
+) -> None:
+    """The folder holds all that determines the embeddings: the token limit, the prompt and the
+    dimensions.
+    """
     classifier = load_classifier(Settings(model=str(model)), FP32)
     assert classifier.kind == "head"
     labels, weight, bias = read_head(locate(str(model)))
     assert (labels, [*weight.shape]) == (LABELS, [2, 24])
-    assert (model / HEAD_FILE).stat().st_mode == (model / "config.json").stat().st_mode, "other users serve models"
-    features = torch.tensor(SentenceTransformer(str(model), device="cpu").encode(TEXTS, normalize_embeddings=True))
+    assert (model / HEAD_FILE).stat().st_mode == (
+        model / "config.json"
+    ).stat().st_mode, "other users serve models"
+    features = torch.tensor(
+        SentenceTransformer(str(model), device="cpu").encode(
+            TEXTS, normalize_embeddings=True
+        )
+    )
     expected = (features @ weight.T + bias).softmax(-1)
     assert torch.allclose(scores(classifier, TEXTS), expected, atol=1e-5)
-    assert float(expected[:, 0].max() - expected[:, 0].min()) > 0.01, "scores differ enough to compare"
+    assert float(expected[:, 0].max() - expected[:, 0].min()) > 0.01, (
+        "scores differ enough to compare"
+    )
 
 
 def test_learns_the_examples(model: Path) -> None:
-    found = scores(load_classifier(Settings(model=str(model)), FP32), [each.post.text for each in examples(40)])
-    right = sum(LABELS[int(best)] == each.label for best, each in zip(found.argmax(1), examples(40), strict=True))
+    found = scores(
+        load_classifier(Settings(model=str(model)), FP32),
+        [each.post.text for each in examples(40)],
+    )
+    right = sum(
+        LABELS[int(best)] == each.label
+        for best, each in zip(found.argmax(1), examples(40), strict=True)
+    )
     assert right >= 38
+
+
+@pytest.mark.parametrize(
+    ("labels", "example_count", "has_none"),
+    [
+        ({"food": ("bread and baking",), "sports": ("matches", "penalties")}, 0, True),
+        ({"food": ("bread and baking",), "sports": ("sports",)}, 0, False),
+        ({"food": ("food",), "sports": ("sports",)}, 0, False),
+        ({"food": ("bread and baking",), "sports": ("matches", "penalties")}, 8, False),
+    ],
+)
+def test_described_labels_compete_with_subjects_if_there_are_no_answers(
+    base: Path,
+    tmp_path: Path,
+    labels: dict[str, tuple[str, ...]],
+    example_count: int,
+    has_none: bool,
+) -> None:
+    """Then the posts, most of which may fit no label, do not move the labels."""
+    dataset = Dataset(LABELS, examples(example_count), [], {}, unlabelled=examples(40))
+    options = TrainOptions(
+        source="x", out="y", base=str(base), head=True, max_tokens=16
+    )
+    settings = Settings(device="cpu", dtype="float32", labels=labels)
+    head_model = train_head(dataset, options, settings, Report())
+    head_model.save(tmp_path)
+    none_class = read_none_class(locate(str(tmp_path)))
+    assert (none_class is not None) == has_none
+    assert ("none" in head_model.record["plan"]) == has_none
+    if none_class is None:
+        return
+    assert head_model.record["plan"]["none"]["threshold"] == none_class.threshold
+
+    classifier = load_classifier(Settings(model=str(tmp_path)), FP32)
+    posts = [example.post for example in examples(40)]
+    model = Loaded(classifier, 2048)
+    settings = Settings(model=str(tmp_path))
+    classified = offline.classify(posts, [model], settings, ClassifyOptions(none=True))
+    for _, outcome in classified:
+        assert isinstance(outcome, Classification)
+        fits = outcome.label_score >= none_class.threshold
+        assert (outcome.label is not None) == fits
 
 
 def test_another_head_is_another_model(model: Path, tmp_path: Path) -> None:
@@ -109,9 +196,11 @@ def test_scales_logits_by_cross_validation() -> None:
     clear = targets @ torch.randn(3, 16, generator=source) + noise / 100
     certain = []
     for features in (noise, clear):
-        (weight, bias), choice, right = fit(features, targets, None, 7)
+        fitted = fit(features, targets, None, 7)
+        weight, bias = fitted.head
         logits = features @ weight.T + bias
-        assert choice["accuracies"] == {NOTHING: pytest.approx(float(right.mean()))}
+        accuracy = float(fitted.right.mean())
+        assert fitted.choice["accuracies"] == {NOTHING: pytest.approx(accuracy)}
         certain.append(float(logits.softmax(1).amax(1).mean()))
     assert certain[0] < 0.7
     assert certain[1] > 0.95
@@ -122,27 +211,41 @@ def test_scales_logits_by_cross_validation() -> None:
 
 
 def stream(distance: float = 0.4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return posts around four centres, their labels, and label sentences at a distance from the centres."""
+    """Return posts around four centres, their labels, and label sentences at a distance from the
+    centres.
+    """
     source = torch.Generator().manual_seed(5)
     centres = normalize(torch.randn(4, 32, generator=source), dim=1)
     truth = torch.arange(600) % 4
-    posts = normalize(centres[truth] + 0.25 * torch.randn(600, 32, generator=source), dim=1)
-    return posts, truth, normalize(centres + distance * torch.randn(4, 32, generator=source), dim=1)
+    posts = normalize(
+        centres[truth] + 0.25 * torch.randn(600, 32, generator=source), dim=1
+    )
+    return (
+        posts,
+        truth,
+        normalize(centres + distance * torch.randn(4, 32, generator=source), dim=1),
+    )
 
 
 def accuracy(fitted: Fit, posts: torch.Tensor, truth: torch.Tensor) -> float:
-    return float(((posts @ fitted.head[0].T + fitted.head[1]).argmax(1) == truth).double().mean())
+    return float(
+        ((posts @ fitted.head[0].T + fitted.head[1]).argmax(1) == truth).double().mean()
+    )
 
 
 def test_posts_without_a_label_adapt_zero_shot_classification() -> None:
     posts, truth, sentences = stream()
-    zero_shot = float(((posts[300:] @ sentences.T).argmax(1) == truth[300:]).double().mean())
+    zero_shot = float(
+        ((posts[300:] @ sentences.T).argmax(1) == truth[300:]).double().mean()
+    )
     adapted = fit(posts[:300], torch.zeros(0, 4), sentences, 7)
     assert adapted.choice == {"start": ADAPTED, "sharpness": 1.0, "accuracies": {}}
     assert accuracy(adapted, posts[300:], truth[300:]) > zero_shot + 0.1
     answered = fit(posts[:300], torch.eye(4)[truth[:24]], sentences, 7)
     assert answered.choice["start"] == ADAPTED
-    assert accuracy(answered, posts[300:], truth[300:]) > accuracy(adapted, posts[300:], truth[300:])
+    assert accuracy(answered, posts[300:], truth[300:]) > accuracy(
+        adapted, posts[300:], truth[300:]
+    )
 
 
 def test_labels_with_misleading_sentences_are_learnt_from_examples_alone() -> None:
@@ -172,11 +275,15 @@ def test_rejects_a_broken_head(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["model_head.pkl", "config_setfit.json"])
-def test_rejects_setfit_models_but_takes_them_as_a_base(tmp_path: Path, file: str) -> None:
+def test_rejects_setfit_models_but_takes_them_as_a_base(
+    tmp_path: Path, file: str
+) -> None:
     folder = tmp_path / "setfit"
     make_sentence_model(folder)
     (folder / file).write_bytes(b"{}")
-    with pytest.raises(ModelError, match=naming(folder, "model_head.pkl", "feedmill train --head")):
+    with pytest.raises(
+        ModelError, match=naming(folder, "model_head.pkl", "feedmill train --head")
+    ):
         load_classifier(Settings(model=str(folder)), FP32)
     out = tmp_path / "out"
     out.mkdir()
@@ -184,15 +291,37 @@ def test_rejects_setfit_models_but_takes_them_as_a_base(tmp_path: Path, file: st
     assert classifier_kind(locate(str(out))) == "head"
 
 
-def test_command_writes_a_tested_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_writes_a_tested_model(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")  # measuring it takes most of a minute
+    monkeypatch.setenv(
+        "FEEDMILL_TOKEN_BUDGET", "2048"
+    )  # measuring it takes most of a minute
     posts = tmp_path / "posts.jsonl"
-    rows = [each.post.model_dump(exclude_defaults=True) | {"topic": each.label} for each in examples(100)]
-    rows += [{"id": f"u{number}", "title": f"bread {number}", "topic": ""} for number in range(3)]
+    rows = [
+        each.post.model_dump(exclude_defaults=True) | {"topic": each.label}
+        for each in examples(100)
+    ]
+    rows += [
+        {"id": f"u{number}", "title": f"bread {number}", "topic": ""}
+        for number in range(3)
+    ]
     posts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--head", "--from", str(posts), "--base", str(base), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    found = CliRunner().invoke(application(), ["train", *flags, "--json"], catch_exceptions=False)
+    flags = [
+        "--head",
+        "--from",
+        str(posts),
+        "--base",
+        str(base),
+        "--out",
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+    ]
+    found = CliRunner().invoke(
+        application(), ["train", *flags, "--json"], catch_exceptions=False
+    )
     assert found.exit_code == 0, found.output
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert (record["plan"]["start"], record["plan"]["unlabelled"]) == (ADAPTED, 3)
@@ -209,26 +338,78 @@ def test_command_adapts_a_model_to_posts_without_a_label(
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     posts, out = tmp_path / "posts.csv", tmp_path / "out"
-    posts.write_text("title\n" + "".join(f"{each.post.title}\n" for each in examples(40)))
-    given = ["train", "--head", "--from", str(posts), "--base", str(base), "--out", str(out), "--device", "cpu"]
+    posts.write_text(
+        "title\n" + "".join(f"{each.post.title}\n" for each in examples(40))
+    )
+    given = [
+        "train",
+        "--head",
+        "--from",
+        str(posts),
+        "--base",
+        str(base),
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+    ]
     assert "has a label" in str(CliRunner().invoke(application(), given).exception)
-    found = CliRunner().invoke(application(), [*given, "--labels", ",".join(LABELS)], catch_exceptions=False)
+    found = CliRunner().invoke(
+        application(), [*given, "--labels", ",".join(LABELS)], catch_exceptions=False
+    )
     assert found.exit_code == 0, found.output
     record = json.loads((out / "training.json").read_text())
-    assert (record["train"], record["metrics"], record["plan"]["unlabelled"]) == (0, None, 40)
+    assert (record["train"], record["metrics"], record["plan"]["unlabelled"]) == (
+        0,
+        None,
+        40,
+    )
     assert read_head(locate(str(out)))[0] == LABELS
 
 
-@pytest.mark.parametrize(("zero_shot", "advised"), [(0.412, False), (0.685, False), (0.3, True), (None, True)])
+def test_command_adapts_described_labels_beside_subjects(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model card and what is printed say so, and how to use it."""
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    posts, out = tmp_path / "posts.csv", tmp_path / "out"
+    titles = [example.post.title for example in examples(40)]
+    posts.write_text("\n".join(["title", *titles]))
+    labels = tmp_path / "labels.json"
+    labels.write_text(json.dumps(WORDS))
+    flags = ["--from", str(posts), "--labels", str(labels), "--base", str(base)]
+    result = CliRunner().invoke(
+        application(),
+        ["train", "--head", *flags, "--out", str(out), "--device", "cpu"],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0, result.output
+    record = json.loads((out / "training.json").read_text())
+    none_class = record["plan"]["none"]
+    threshold = none_class["threshold"]
+    assert f"--none {threshold:.2f}" in result.output
+    card = (out / "README.md").read_text()
+    assert "Everyday subjects compete with its labels." in card
+    assert f"score below {threshold:.3f} get no label" in card
+
+
+@pytest.mark.parametrize(
+    ("zero_shot", "advised"),
+    [(0.412, False), (0.685, False), (0.3, True), (None, True)],
+)
 def test_a_model_no_better_than_its_base_is_not_to_be_deployed(
     capsys: pytest.CaptureFixture[str], zero_shot: float | None, advised: bool
 ) -> None:
     usual = {"macro_f1": 0.5, "calibration_error": 0.1, "posts_per_s": 9.0, "posts": 40}
     record = {
         "seconds": 1.0, "samples_per_s": 2.0, "curve": [], "options": {"head": True},
-        "metrics": usual | {"accuracy": 0.412}, "zero_shot": zero_shot and usual | {"accuracy": zero_shot},
+        "plan": {},
+        "metrics": usual | {"accuracy": 0.412},
+        "zero_shot": zero_shot and usual | {"accuracy": zero_shot},
     }  # fmt: skip
     show_trained(record, "model")
     printed = capsys.readouterr().out
     assert ("feedmill deploy model" in printed) == advised
-    assert (f"no more accurate (0.412) than its base zero-shot ({zero_shot})" in printed) == (not advised)
+    assert (
+        f"no more accurate (0.412) than its base zero-shot ({zero_shot})" in printed
+    ) == (not advised)

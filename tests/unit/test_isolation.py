@@ -1,4 +1,6 @@
-"""A message that workers died with: its posts are computed in isolation, and a poison post becomes a dead letter."""
+"""A message that workers died with: its posts are computed in isolation, and a poison post becomes
+a dead letter.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -59,7 +61,9 @@ def test_isolates_suspects_and_dead_letters_the_poison_post(owner: Owner) -> Non
 def test_names_the_posts_on_the_device_until_the_pass_ends(owner: Owner) -> None:
     message = submit(owner, posts=5, deaths={3: 1})
     wait_until(lambda: len(owner.computed) == 4, "two passes have ended")
-    assert owner.computed == [(message, posts) for posts in ((3,), (), (0, 1, 2, 4), ())]
+    assert owner.computed == [
+        (message, posts) for posts in ((3,), (), (0, 1, 2, 4), ())
+    ]
 
 
 def test_does_not_name_posts_of_other_messages(owner: Owner) -> None:
@@ -74,11 +78,18 @@ def test_no_post_is_to_blame_while_results_wait_for_redis(owner: Owner) -> None:
     wait_until(lambda: owner.store.refusals < 999_998, "the first result waits")
     assert owner.computed == [(message, (0,)), (message, ())]
     owner.store.refusals = 0
-    wait_until(lambda: message in owner.finished and len(owner.computed) == 6, "the message and three passes ended")
+    wait_until(
+        lambda: message in owner.finished and len(owner.computed) == 6,
+        "the message and three passes ended",
+    )
 
 
 def test_a_withdrawn_message_ends_its_isolation(owner: Owner) -> None:
-    message = Message({"posts": [{"id": "0", "title": "x"}, {"id": "1", "title": "y"}]}, None, deaths={0: 1})
+    message = Message(
+        {"posts": [{"id": "0", "title": "x"}, {"id": "1", "title": "y"}]},
+        None,
+        deaths={0: 1},
+    )
     owner.unwanted.append(message)
     owner.pipeline.submit(message)
     submit(owner, posts=1, deaths=None)

@@ -21,7 +21,11 @@ def test_measures_this_process() -> None:
     assert linux.allowed_cpus() == os.sched_getaffinity(0)
     assert linux.process_namespace()
     assert linux.processor()
-    assert 0 < linux.available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert (
+        0
+        < linux.available_memory()
+        <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
 
 
 @pytest.mark.usefixtures("hidden")
@@ -29,7 +33,9 @@ def test_falls_back_elsewhere() -> None:
     assert linux.allowed_cpus() == set(range(os.cpu_count() or 1))
     assert linux.process_namespace() == ""
     assert linux.processor() is None
-    assert linux.available_memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert linux.available_memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
     linux.run_on({0})
     linux.set_malloc_options({-1: 1})
     linux.return_freed_memory()

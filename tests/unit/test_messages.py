@@ -2,14 +2,25 @@
 
 import json
 import re
+from datetime import UTC, date, datetime, time
 from decimal import Decimal
+from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from feedmill.producers.records import removal_of
 from feedmill.shared.errors import PostRefused, RequestRefused
-from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post, clean, digest, fingerprint
+from feedmill.shared.messages import (
+    MESSAGE_VERSION,
+    ClassifyOptions,
+    Post,
+    clean,
+    digest,
+    fingerprint,
+    parse_id,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +33,49 @@ from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post, cle
         ("", "A body", "A body"),
         ("Fish &amp; chips &gt; all", "&quot;yes&quot;", 'Fish & chips > all\n\n"yes"'),
         ("  spaced ", "\nlines\n", "spaced\n\nlines"),
-        ("[removed]", "", "[removed]"),
+        (
+            "https://example.org/?id=1&region=eu&copy=2",
+            "f(&not_null)",
+            "https://example.org/?id=1&region=eu&copy=2\n\nf(&not_null)",
+        ),
+        ("&amp;amp;copy; &#169; &#xA9;", "&unknown; R&D;", "© © ©\n\n&unknown; R&D;"),
+        ("[removed]", "A body", "A body"),
+        (
+            "[removed] from the menu",
+            "[Removed by the cook]",
+            "[removed] from the menu\n\n[Removed by the cook]",
+        ),
     ],
 )
 def test_text_joins_cleaned_title_and_body(title: str, body: str, text: str) -> None:
     assert clean(title, body) == text
     assert Post(id="1", title=title, body=body).text == text
+
+
+#: What Reddit and its archives show in place of removed and deleted texts.
+PLACEHOLDERS = [
+    "[removed]",
+    "[deleted]",
+    " [Removed]\n",
+    "[deleted by user]",
+    "[Removed by moderator]",
+    "[ Removed by moderator ]",
+    "[ Removed by Reddit ]",
+    "[ Removed by Reddit in response to a copyright notice. ]",
+    "[ Removed by Reddit on account of violating the "
+    "[content policy](/help/contentpolicy). ]",
+]
+
+
+@pytest.mark.parametrize("placeholder", PLACEHOLDERS)
+def test_placeholder_is_no_text(placeholder: str) -> None:
+    assert clean("A title", placeholder) == "A title"
+    assert clean(placeholder, "A body") == "A body"
+    assert removal_of({"title": "A title", "selftext": placeholder})
+    assert removal_of({"title": placeholder, "selftext": ""})
+    for fields in ({"title": placeholder}, {"title": placeholder, "body": "[removed]"}):
+        with pytest.raises(PostRefused, match="must contain text"):
+            Post.parse({"id": "x", **fields})
 
 
 @pytest.mark.parametrize(
@@ -47,7 +95,14 @@ def test_text_joins_cleaned_title_and_body(title: str, body: str, text: str) -> 
         ({"id": "x", "title": "t", "created_utc": -1}, "created_utc"),
         ({"id": "x", "title": "t", "extra": {"note": "n" * 5000}}, "extra"),
         ({"id": "x", "title": "t", "extra": {"half": "\ud83d"}}, "extra"),
-        ({"id": "x", "title": "t", "extra": {"deep": json.loads("[" * 254 + "]" * 254)}}, "extra"),
+        (
+            {
+                "id": "x",
+                "title": "t",
+                "extra": {"deep": json.loads("[" * 254 + "]" * 254)},
+            },
+            "extra",
+        ),
         ("a post", ""),
         (None, ""),
     ],
@@ -60,27 +115,89 @@ def test_rejected_post_names_the_field(raw: object, field: str) -> None:
 
 
 def test_authors_are_never_stored() -> None:
-    post = Post.parse({"id": "1", "title": "x", "author": "jane", "author_fullname": "t2_x"})
+    post = Post.parse(
+        {"id": "1", "title": "x", "author": "jane", "author_fullname": "t2_x"}
+    )
     assert "jane" not in post.model_dump_json()
     assert "t2_x" not in post.model_dump_json()
 
 
-#: Missing values as pandas, Celery and JSON hold them. NaT and NA stand for pandas' classes of these names.
-MISSING = [None, float("nan"), Decimal("NaN"), Decimal("sNaN"), type("NaTType", (), {})(), type("NAType", (), {})()]
+#: Missing values as pandas, Celery and JSON hold them. NaT and NA stand for pandas' classes of
+#: these names.
+MISSING = [
+    None,
+    float("nan"),
+    Decimal("NaN"),
+    Decimal("sNaN"),
+    type("NaTType", (), {})(),
+    type("NAType", (), {})(),
+]
 
 
 @pytest.mark.parametrize("missing", MISSING, ids=lambda value: type(value).__name__)
 def test_missing_values_are_not_text(missing: object) -> None:
     names = [name for name in Post.model_fields if name not in ("id", "title")]
-    assert Post.parse({"id": "1", "title": "good work"} | dict.fromkeys(names, missing)) == Post(
-        id="1", title="good work"
+    assert Post.parse(
+        {"id": "1", "title": "good work"} | dict.fromkeys(names, missing)
+    ) == Post(id="1", title="good work")
+    assert (
+        Post.parse({"id": "1", "title": missing, "body": "good work"}).text
+        == "good work"
     )
-    assert Post.parse({"id": "1", "title": missing, "body": "good work"}).text == "good work"
-    for raw in ({"id": missing, "title": "x"}, {"id": "1", "title": missing, "body": missing}):
+    for raw in (
+        {"id": missing, "title": "x"},
+        {"id": "1", "title": missing, "body": missing},
+    ):
         with pytest.raises(PostRefused) as refused:
             Post.parse(raw)
         assert refused.value.field == ("" if raw["id"] == "1" else "id")
         assert refused.value.post_id == (None if raw["id"] is missing else "1")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (UUID(int=7), "00000000-0000-0000-0000-000000000007"),
+        (datetime(2026, 1, 2, 3, tzinfo=UTC), "2026-01-02T03:00:00+00:00"),
+        (date(2026, 1, 2), "2026-01-02"),
+        (time(3, 4), "03:04:00"),
+        (Decimal("1.50"), "1.50"),
+        (b"bytes", "bytes"),
+    ],
+    ids=str,
+)
+def test_accepts_all_types_of_celerys_json(value: object, text: str) -> None:
+    post = Post.parse(
+        {
+            "id": value,
+            "title": value,
+            "topic": value,
+            "run": value,
+            "extra": {"x": [value, {"y": value}]},
+        }
+    )
+    assert (post.id, post.title, post.topic, post.run) == (text, text, text, text)
+    assert post.extra == {"x": [text, {"y": text}]}
+    assert parse_id(value) == text
+    assert Post.parse(json.loads(post.model_dump_json())) == post
+
+
+def test_accepts_dates_as_times() -> None:
+    for value in (
+        date(2026, 1, 2),
+        datetime(2026, 1, 2),
+        datetime(2026, 1, 2, tzinfo=UTC),
+    ):
+        assert (
+            Post.parse({"id": 1, "title": "x", "created_utc": value}).created_utc
+            == 1767312000.0
+        )
+
+
+def test_rejects_other_types_in_extra() -> None:
+    for value in (object(), {1}, UUID):
+        with pytest.raises(PostRefused, match="extra"):
+            Post.parse({"id": 1, "title": "x", "extra": {"x": value, "y": UUID(int=7)}})
 
 
 def test_replaces_lone_surrogates() -> None:
@@ -102,7 +219,11 @@ def test_any_valid_text_survives_serialization(title: str, body: str) -> None:
 
 @pytest.mark.parametrize("given_labels", ["a, b,c,", ["a", "b", "c"], ("a", "b", "c")])
 def test_reads_labels_from_text_or_list(given_labels: object) -> None:
-    assert ClassifyOptions.parse({"labels": given_labels}).labels == {"a": ("a",), "b": ("b",), "c": ("c",)}
+    assert ClassifyOptions.parse({"labels": given_labels}).labels == {
+        "a": ("a",),
+        "b": ("b",),
+        "c": ("c",),
+    }
 
 
 @pytest.mark.parametrize(
@@ -125,7 +246,9 @@ def test_reads_labels_from_text_or_list(given_labels: object) -> None:
         ({"lables": "a"}, "lables", ""),
     ],
 )
-def test_rejected_options_name_the_field(options: dict[str, object], field: str, named: str) -> None:
+def test_rejected_options_name_the_field(
+    options: dict[str, object], field: str, named: str
+) -> None:
     with pytest.raises(RequestRefused, match=f"^{re.escape(field)}: .*{named}"):
         ClassifyOptions.parse(options)
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from io import BufferedReader, BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,18 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-import feedmill.export
-from feedmill.cli import main, measuring, offline, options
+import feedmill.exporting
+from feedmill.cli import deletions, main, offline, options
 from feedmill.cli.main import application
+from feedmill.evaluation import measure
 from feedmill.shared import logs
-from feedmill.shared.errors import DeviceLost, FeedmillError, RequestRefused, UserError, explain_refusals
+from feedmill.shared.errors import (
+    DeviceLost,
+    FeedmillError,
+    RequestRefused,
+    UserError,
+    explain_refusals,
+)
 from feedmill.shared.messages import Classification, Post, PostError
 from feedmill.shared.settings import STACK_FILE
 from tests.support import naming
@@ -27,12 +35,21 @@ POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
 def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files in the working folder, and a stand-in for the model of `feedmill evaluate`."""
     label_set = SimpleNamespace(labels=["tea", "coffee"])
-    monkeypatch.setattr(measuring, "load_model", lambda _: Mock(label_set=lambda _: label_set))
+    monkeypatch.setattr(
+        measure, "load_model", lambda _: Mock(label_set=lambda _: label_set)
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
-    for name, text in (("posts.jsonl", POST), ("bad.jsonl", '{"id": 1}\n'), ("full/thesis.txt", "a text\n")):
+    for name, text in (
+        ("posts.jsonl", POST),
+        ("bad.jsonl", '{"id": 1}\n'),
+        ("full/thesis.txt", "a text\n"),
+    ):
         (tmp_path / name).write_text(text)
-    (tmp_path / "full" / STACK_FILE).write_text('{"redis_url": "redis://127.0.0.1:1/0"}')  # of a killed `up`
+    # of a killed `up`
+    (tmp_path / "full" / STACK_FILE).write_text(
+        '{"redis_url": "redis://127.0.0.1:1/0"}'
+    )
 
 
 @pytest.fixture
@@ -43,7 +60,10 @@ def quiet(files: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("enqueue posts.csv --limti 3", ["Try 'feedmill enqueue --help'", "--limti", "--limit"]),
+        (
+            "enqueue posts.csv --limti 3",
+            ["Try 'feedmill enqueue --help'", "--limti", "--limit"],
+        ),
         ("classify", ["TEXT|FILE"]),
         ("results --limit x", ["--limit", "integer"]),
         ("classify x --limit 0", ["--limit"]),
@@ -57,11 +77,24 @@ def quiet(files: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
         ('enqueue - --labels {"a":"b"', ["--labels: ", "JSON", "column 9"]),
         ("url --data-folder full", ["full", "FEEDMILL_REDIS_URL is not set"]),
         ("enqueue - --since yesterday", ["--since", "'yesterday'"]),
-        ("enqueue - --since 2024-02-01 --until 2024-01-01", ["--since", "2024-02-01", "2024-01-01"]),
+        (
+            "enqueue - --since 2024-02-01 --until 2024-01-01",
+            ["--since", "2024-02-01", "2024-01-01"],
+        ),
         ("results --from-start", ["--from-start needs --group."]),
+        # Defaults that are typed.
+        ("ingest reddit --listing hot", ["--listing needs --once."]),
+        ("ingest reddit --period all", ["--period needs --once."]),
+        (
+            "ingest reddit --once --source reddit",
+            ["--once cannot be combined with --source."],
+        ),
         ("export x --purge --follow", ["--purge cannot be combined with --follow."]),
         ("export postgresql://host/database --columns id,label", ["--columns"]),
-        ("export labels.csv --table labels", ["--table", "postgresql://user@host/database"]),
+        (
+            "export labels.csv --table labels",
+            ["--table", "postgresql://user@host/database"],
+        ),
         ("enqueue x --no-run --wait", ["--no-run cannot be combined with --wait."]),
         ("purge --run x a", ["--run cannot be combined with ID."]),
         ("purge", ["ids", "--run"]),
@@ -71,6 +104,12 @@ def quiet(files: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
         ("train --from x --out y --batch-size 0", ["--batch-size"]),
         ("train --from posts.jsonl --out full", ["/full is not empty"]),
         ("train --from no.csv --out y", ["no.csv"]),
+        (f"train --from {'x' * 300}.csv --out y", ["File name too long"]),
+        ("classify missing --out out.csv", ["There is no file missing"]),
+        (
+            "report no/report.html",
+            ["Cannot write no/report.html: there is no folder no"],
+        ),
         ("train --from no.csv --out y --head", ["no.csv"]),
         ("tune bad.jsonl", ["bad.jsonl"]),
         ("evaluate /no/such/file", ["/no/such/file"]),
@@ -93,7 +132,10 @@ def quiet(files: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
 )
 @pytest.mark.usefixtures("files")
 def test_wrong_arguments_end_with_status_2_and_name_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, words: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    words: list[str],
 ) -> None:
     command, before = arguments.split(), set(Path.cwd().rglob("*"))
     if "=" in command[0]:
@@ -120,13 +162,31 @@ def test_help_lists_every_command_and_fits_80_columns(
         said = capsys.readouterr().out
         assert max(map(len, said.splitlines())) <= 80
         assert arguments or all(f"│ {name} " in said for name in root.commands)
-        assert arguments or "─ Commands ─" not in said, "every command belongs to a panel"
+        assert arguments or "─ Commands ─" not in said, (
+            "every command belongs to a panel"
+        )
 
 
 @pytest.mark.usefixtures("quiet")
 def test_url_is_that_of_the_setting() -> None:
-    done = CliRunner().invoke(application(), ["url"], env={"FEEDMILL_REDIS_URL": "redis://there/0"})
+    done = CliRunner().invoke(
+        application(), ["url"], env={"FEEDMILL_REDIS_URL": "redis://there/0"}
+    )
     assert (done.exit_code, done.stdout) == (0, "redis://there/0\n")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le-mark", "utf-16"])
+def test_ids_are_read_in_the_encodings_of_windows(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    ids = "a1\r\n\r\n é2 \r\na3"
+    data = (
+        b"\xff\xfe" + ids.encode("utf-16-le")
+        if encoding == "utf-16-le-mark"
+        else ids.encode(encoding)
+    )
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BufferedReader(BytesIO(data))))
+    assert list(deletions._stdin_lines()) == ["a1", "é2", "a3"]
 
 
 @pytest.mark.usefixtures("quiet")
@@ -134,17 +194,25 @@ def test_url_is_that_of_the_setting() -> None:
     ("module", "arguments", "words"),
     [
         ("feedmill.monitoring.dashboard", "flower", ["Flower", "feedmill[monitor]"]),
-        ("psycopg", "export postgresql://host/database", ["psycopg", "feedmill[postgres]"]),
-        ("feedmill.workers.models", "classify word", ["workers", "feedmill[worker]"]),
-        ("accelerate", "train --from x --out out", ["accelerate", "`pip install 'feedmill[worker,train]'`"]),
+        (
+            "psycopg",
+            "export postgresql://host/database",
+            ["psycopg", "feedmill[postgres]"],
+        ),
+        ("feedmill.workers.pipeline", "classify word", ["workers", "feedmill[worker]"]),
+        (
+            "accelerate",
+            "train --from x --out out",
+            ["accelerate", "`pip install 'feedmill[worker,train]'`"],
+        ),
     ],
 )
 def test_missing_packages_name_their_extra(
     monkeypatch: pytest.MonkeyPatch, module: str, arguments: str, words: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, "feedmill.export.postgres", raising=False)
-    monkeypatch.delattr(feedmill.export, "postgres", raising=False)
+    monkeypatch.delitem(sys.modules, "feedmill.exporting.postgres", raising=False)
+    monkeypatch.delattr(feedmill.exporting, "postgres", raising=False)
     said = CliRunner().invoke(application(), arguments.split()).exception
     assert isinstance(said, UserError)
     assert re.search(naming(*words), str(said))
@@ -156,9 +224,13 @@ def test_missing_packages_name_their_extra(
     [("foo,bar\n1,2\n", "foo, bar", None), ("nope\n{}\n", "posts.jsonl:1: ", 1)],
 )
 def test_rejects_a_file_without_posts_before_loading_a_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: str, named: str, status: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    data: str,
+    named: str,
+    status: int | None,
 ) -> None:
-    monkeypatch.setattr(offline, "load_calibrated", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(offline, "load_offline", Mock(side_effect=AssertionError))
     (tmp_path / "posts.jsonl").write_text(data)
     done = CliRunner().invoke(application(), ["classify", "posts.jsonl"])
     assert named in f"{done.stderr}{done.exception}"
@@ -171,7 +243,8 @@ def test_classify_prints_complete_ids(capsys: pytest.CaptureFixture[str]) -> Non
     ids = ["1", f"text-{'a' * 32}", "2", "b" * 128]
     posts = [Post(id=post_id, title="Bread") for post_id in ids]
     outcomes: list[Any] = [best, best, PostError(id="2", error="why"), best]
-    assert offline._show_posts(zip(posts, outcomes, strict=True), as_json=False) == 1
+    numbers = offline._show_posts(zip(posts, outcomes, strict=True), as_json=False)
+    assert numbers == offline.Shown(posts=4, failures=1)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[0] for line in lines] == ids
     shown = [line.partition(" ")[2].lstrip() for line in lines]
@@ -179,9 +252,15 @@ def test_classify_prints_complete_ids(capsys: pytest.CaptureFixture[str]) -> Non
     assert shown[2].endswith("why")
 
 
-@pytest.mark.parametrize(("labels", "warned"), [("praise", True), ('["praise"]', True), ("a,b", False), (None, False)])
+@pytest.mark.parametrize(
+    ("labels", "warned"),
+    [("praise", True), ('["praise"]', True), ("a,b", False), (None, False)],
+)
 def test_warns_about_a_single_label(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], labels: str | None, warned: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    labels: str | None,
+    warned: bool,
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     options.settings_of(labels=labels)
@@ -190,7 +269,10 @@ def test_warns_about_a_single_label(
 
 @pytest.mark.parametrize(
     ("fault", "named"),
-    [(RequestRefused("labels: too many"), "labels: too many"), (DeviceLost("CUDA error"), "CUDA error")],
+    [
+        (RequestRefused("labels: too many"), "labels: too many"),
+        (DeviceLost("CUDA error"), "CUDA error"),
+    ],
 )
 def test_model_failures_are_user_errors(fault: FeedmillError, named: str) -> None:
     with pytest.raises(UserError, match=named), explain_refusals("some/model"):

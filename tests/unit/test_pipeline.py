@@ -1,4 +1,6 @@
-"""The pipeline on a stand-in classifier and store: order, isolation, retries and failing threads."""
+"""The pipeline on a stand-in classifier and store: order, isolation, retries and failing
+threads.
+"""
 
 import json
 import math
@@ -13,8 +15,19 @@ import torch
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import NoPermissionError, ResponseError
 
-from feedmill.shared.errors import DeviceFull, DeviceLost, ForwardTimeout, MessageFailed, RequestRefused
-from feedmill.shared.messages import Classification, ClassifyOptions, DeadLetter, PostError
+from feedmill.shared.errors import (
+    DeviceFull,
+    DeviceLost,
+    ForwardTimeout,
+    MessageFailed,
+    RequestRefused,
+)
+from feedmill.shared.messages import (
+    Classification,
+    ClassifyOptions,
+    DeadLetter,
+    PostError,
+)
 from feedmill.shared.results import Result, ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import LabelSet, Row, Scores
@@ -26,6 +39,7 @@ from feedmill.workers.pipeline import context
 from feedmill.workers.pipeline.message import Message, State
 from feedmill.workers.pipeline.offline import NullStore, pipeline_error
 from feedmill.workers.pipeline.pipeline import Pipeline
+from feedmill.workers.pipeline.preparation import POSTS_TOGETHER, POSTS_TOGETHER_AHEAD
 from tests.support import wait_until
 
 LABELS = LabelSet(("good", "bad"), False, "recipe")
@@ -41,7 +55,10 @@ class Done:
 
 
 class StandIn:
-    """A stand-in classifier: one row per post, one token per word. Posts that contain "poison" fail a forward pass."""
+    """A stand-in classifier: one row per post, one token per word.
+
+    Posts that contain "poison" fail a forward pass.
+    """
 
     kind = "stand-in"
     packed = False
@@ -66,7 +83,9 @@ class StandIn:
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         if any("explode" in text for text in texts):
             raise RuntimeError("the tokenizer is broken")
-        return [[Row(Tokens(list(range(len(text.split())))), label_set)] for text in texts]
+        return [
+            [Row(Tokens(list(range(len(text.split())))), label_set)] for text in texts
+        ]
 
     def forward(self, rows: Sequence[Row]) -> Any:
         self.gate.wait()
@@ -77,12 +96,20 @@ class StandIn:
             raise DeviceLost("the device is gone")
         if any("poison" in row.owner.post.text for row in rows):
             raise ValueError("cannot read this")
-        return Done([float("nan") if "overflow" in row.owner.post.text else 0.75 for row in rows])
+        return Done(
+            [
+                float("nan") if "overflow" in row.owner.post.text else 0.75
+                for row in rows
+            ]
+        )
 
     def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
         if any("kill the writer" in row.owner.post.text for row in rows):
             raise AssertionError("a bug")
-        return [(row, {"good": output, "bad": 0.25}) for row, output in zip(rows, outputs.values, strict=True)]
+        return [
+            (row, {"good": output, "bad": 0.25})
+            for row, output in zip(rows, outputs.values, strict=True)
+        ]
 
 
 class Store(NullStore):
@@ -96,7 +123,10 @@ class Store(NullStore):
     def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
         if self.refusals:
             raise ConnectionFault("Redis is away")
-        there = {(result.post.id, result.classification.fingerprint): result.classification for result in self.written}
+        there = {
+            (result.post.id, result.classification.fingerprint): result.classification
+            for result in self.written
+        }
         return [there.get(each) for each in wanted]
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
@@ -136,7 +166,12 @@ class Calls(context.Owner):
 class Owner:
     """A pipeline and the calls that it made."""
 
-    def __init__(self, classifier: StandIn | None = None, store: ResultsStore | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        classifier: StandIn | None = None,
+        store: ResultsStore | None = None,
+        **settings: Any,
+    ) -> None:
         self.classifier, self.store = classifier or StandIn(), Store()
         self.started: list[Message] = []
         self.finished: list[Message] = []
@@ -161,7 +196,9 @@ class Owner:
         return len(self.pipeline.backlog)
 
     def send(self, *titles: str, **options: Any) -> Message:
-        posts = [{"id": str(number), "title": title} for number, title in enumerate(titles)]
+        posts = [
+            {"id": str(number), "title": title} for number, title in enumerate(titles)
+        ]
         message = Message({"posts": posts, **options}, None)
         self.pipeline.submit(message)
         return message
@@ -222,12 +259,40 @@ def test_looks_up_waiting_messages_together(slow: Any) -> None:
     slow.store.finding.set()
     wait_until(lambda: len(slow.finished) == 10, "all are finished", 10)
     assert slow.store.finds[-1] == 65
-    assert [[type(outcome) for outcome in message.outcomes] for message in messages] == [
-        [Classification, PostError]
-    ] * 6
+    assert [
+        [type(outcome) for outcome in message.outcomes] for message in messages
+    ] == [[Classification, PostError]] * 6
     assert "cannot serve" in str(refused.refused)
     assert "a bug" in str(broken.refused)
     assert large.missing_outcomes == 0
+
+
+@pytest.mark.parametrize(
+    ("device_waits", "posts"), [(True, POSTS_TOGETHER), (False, POSTS_TOGETHER_AHEAD)]
+)
+def test_prepares_more_together_while_the_device_has_rows(
+    slow: Any, device_waits: bool, posts: int
+) -> None:
+    """A device without rows gets some soon; otherwise fewer look-ups cost less."""
+    slow.store.writing.set()
+    if not device_waits:
+        slow.classifier.gate.clear()
+        slow.store.finding.set()
+        slow.send("computed", "waits")
+        wait_until(lambda: slow.waiting() == 1, "a row waits for the device")
+        slow.store.finding.clear()
+    first = slow.send("")  # has no row
+    wait_until(lambda: 0 in slow.store.finds, "a look-up waits")
+    messages = [slow.send(*["short"] * 16) for _ in range(40)]
+    slow.store.finding.set()
+    wait_until(lambda: slow.store.finds[-1] > 0, "the messages are looked up")
+    slow.classifier.gate.set()
+    wait_until(
+        lambda: {*messages, first} <= {*slow.finished}, "all are finished", seconds=60
+    )
+    _, *finds = slow.store.finds[slow.store.finds.index(0) :]
+    assert finds[0] == posts
+    assert sum(finds) == 16 * len(messages)
 
 
 def test_stores_waiting_micro_batches_together(slow: Any) -> None:
@@ -236,7 +301,10 @@ def test_stores_waiting_micro_batches_together(slow: Any) -> None:
     wait_until(lambda: slow.store.writes == [1], "the writer waits for Redis")
     for _ in range(6):
         slow.send("short")
-    wait_until(lambda: slow.pipeline.recording._finished._waiting.qsize() == 6, "six micro-batches wait")
+    wait_until(
+        lambda: slow.pipeline.recording._finished._waiting.qsize() == 6,
+        "six micro-batches wait",
+    )
     slow.store.writing.set()
     wait_until(lambda: len(slow.finished) == 7, "all are finished", 10)
     assert slow.store.writes == [1, 6]
@@ -248,7 +316,10 @@ def test_the_device_waits_when_too_much_is_unwritten(slow: Any) -> None:
     slow.send("the first")
     wait_until(lambda: slow.store.writes == [1], "the writer waits for Redis")
     slow.send(*["short"] * 30)
-    wait_until(lambda: len(slow.classifier.batches) == 18, "sixteen wait, and the device holds one")
+    wait_until(
+        lambda: len(slow.classifier.batches) == 18,
+        ("sixteen wait, and the device holds one"),
+    )
     assert slow.waiting() == 13
     slow.store.writing.set()
     wait_until(lambda: slow.finished, "the message is finished", 10)
@@ -267,7 +338,10 @@ def test_messages_share_a_forward_pass(owner: Owner) -> None:
 
 
 class TwoCores(StandIn):
-    """A stand-in with two lanes. It records each pass's share of the device; passes of several rows run in parallel."""
+    """A stand-in with two lanes.
+
+    It records each pass's share of the device; passes of several rows run in parallel.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +385,10 @@ class ThreeRows(StandIn):
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         self.missing: dict[int, int] = {}
-        return [[Row(tokens, label_set) for tokens in [Tokens([0] * len(text.split()))] * 3] for text in texts]
+        return [
+            [Row(tokens, label_set) for tokens in [Tokens([0] * len(text.split()))] * 3]
+            for text in texts
+        ]
 
     def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:  # noqa: ARG002
         finished = []
@@ -324,12 +401,21 @@ class ThreeRows(StandIn):
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 256])
 def test_post_of_many_rows_has_one_outcome(batch_rows: int) -> None:
-    """A post has one outcome however its rows are batched, even the poison post, whose rows all fail."""
+    """A post has one outcome however its rows are batched, even the poison post, whose rows all
+    fail.
+    """
     owner = Owner(ThreeRows(), batch_rows=batch_rows)
     try:
         found = owner.results("a good one", "poison", "another good one of some length")
-        assert [outcome.get("label", "failed") for outcome in found] == ["good", "failed", "good"]
-        wait_until(lambda: owner.pipeline.statistics.totals.failed == 1, "the failure is counted")
+        assert [outcome.get("label", "failed") for outcome in found] == [
+            "good",
+            "failed",
+            "good",
+        ]
+        wait_until(
+            lambda: owner.pipeline.statistics.totals.failed == 1,
+            "the failure is counted",
+        )
         assert len(owner.finished) == 1
         assert [result.post.id for result in owner.store.written] == ["0", "2"]
         assert [letter.id for letter in owner.store.dead] == ["1"]
@@ -338,7 +424,9 @@ def test_post_of_many_rows_has_one_outcome(batch_rows: int) -> None:
         owner.pipeline.stop()
 
 
-def test_error_text_is_in_the_reply_but_not_in_the_log(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_text_is_in_the_reply_but_not_in_the_log(
+    owner: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
     def quote(rows: Sequence[Row]) -> Any:
         raise ValueError(f"cannot read {rows[0].owner.post.text}")
 
@@ -373,9 +461,15 @@ def test_poison_among_256_posts_is_the_only_dead_letter(owner: Owner) -> None:
     titles.insert(100, "poison")
     found = owner.results(*titles, labels=["good", "bad"])
     assert [outcome["id"] for outcome in found if "error" in outcome] == ["100"]
-    assert sorted(int(result.post.id) for result in owner.store.written) == [n for n in range(256) if n != 100]
+    assert sorted(int(result.post.id) for result in owner.store.written) == [
+        n for n in range(256) if n != 100
+    ]
     (letter,) = owner.store.dead
-    assert (letter.id, letter.reason, letter.worker) == ("100", "ValueError: cannot read this", "worker")
+    assert (letter.id, letter.reason, letter.worker) == (
+        "100",
+        "ValueError: cannot read this",
+        "worker",
+    )
     assert json.loads(letter.post or "") == {"id": "100", "title": "poison"}
     assert json.loads(letter.options or "") == {"labels": ["good", "bad"]}
 
@@ -398,19 +492,32 @@ def test_no_memory_for_a_single_row_ends_the_worker(owner: Owner) -> None:
     assert isinstance(owner.pipeline.failure, DeviceLost)
     assert message not in owner.finished
     assert owner.store.dead == []
-    assert owner.pipeline.backlog.loaded.budget == 2048, "the failure does not show what would fit"
-    assert str(owner.pipeline.failure) in str(pipeline_error(owner.pipeline))
+    assert owner.pipeline.backlog.loaded.budget == 2048, (
+        "the failure does not show what would fit"
+    )
+    assert str(owner.pipeline.failure) in str(pipeline_error(owner.pipeline.failure))
 
 
 @pytest.mark.parametrize(
-    ("step", "named"), [("label_set", "label"), ("prepare", "post"), ("forward", "pass"), ("finish", "scor")]
+    ("step", "named"),
+    [
+        ("label_set", "label"),
+        ("prepare", "post"),
+        ("forward", "pass"),
+        ("finish", "scor"),
+    ],
 )
 def test_hung_classifier_call_ends_the_worker(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str, named: str
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    step: str,
+    named: str,
 ) -> None:
     owner, gate = Owner(forward_timeout=0.2), threading.Event()
     called = getattr(owner.classifier, step)
-    monkeypatch.setattr(owner.classifier, step, lambda *arguments: gate.wait() and called(*arguments))
+    monkeypatch.setattr(
+        owner.classifier, step, lambda *arguments: gate.wait() and called(*arguments)
+    )
     message = owner.send("it hangs")
     wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert isinstance(owner.pipeline.failure, ForwardTimeout)
@@ -453,11 +560,19 @@ def test_strict_message_fails_but_stores_good_posts(owner: Owner) -> None:
     [
         ({}, "^posts: "),
         ({"posts": [{"id": "1", "title": "x"}] * 1001}, "^posts: .*1,?001"),
-        ({"posts": [{"id": "1", "title": "x"}], "labels": ["unservable"]}, "^labels: this model"),
-        ({"posts": [{"id": "1", "title": "x"}], "labels": ["unreadable"]}, "RuntimeError.*a bug"),
+        (
+            {"posts": [{"id": "1", "title": "x"}], "labels": ["unservable"]},
+            "^labels: this model",
+        ),
+        (
+            {"posts": [{"id": "1", "title": "x"}], "labels": ["unreadable"]},
+            "RuntimeError.*a bug",
+        ),
     ],
 )
-def test_rejected_message_names_the_field(owner: Owner, arguments: dict[str, Any], named: str) -> None:
+def test_rejected_message_names_the_field(
+    owner: Owner, arguments: dict[str, Any], named: str
+) -> None:
     message = Message(arguments, "no number")
     owner.pipeline.submit(message)
     wait_until(lambda: message in owner.finished, "the message is finished")
@@ -469,7 +584,10 @@ def test_rejected_message_names_the_field(owner: Owner, arguments: dict[str, Any
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        (NoPermissionError("no permissions to access a key"), "no permissions to access a key"),
+        (
+            NoPermissionError("no permissions to access a key"),
+            "no permissions to access a key",
+        ),
         (ResponseError("-WRONGTYPE Operation against a key script: f_x"), r"\bkeys?\b"),
     ],
 )
@@ -490,11 +608,16 @@ def test_drops_revoked_messages(owner: Owner) -> None:
     first = owner.send("it keeps the device busy")
     wait_until(lambda: first.state is State.STARTED, "the device is busy")
     revoked, wanted = owner.send("revoked meanwhile"), owner.send("wanted")
-    answered = Message({"posts": [{"id": "0", "title": ""}]}, None)  # needs no forward pass
+    answered = Message(
+        {"posts": [{"id": "0", "title": ""}]}, None
+    )  # needs no forward pass
     owner.unwanted += [revoked, answered]
     owner.pipeline.submit(answered)
     owner.classifier.gate.set()
-    wait_until(lambda: wanted in owner.finished and answered.state is State.ENDED, "the other messages are done")
+    wait_until(
+        lambda: wanted in owner.finished and answered.state is State.ENDED,
+        "the other messages are done",
+    )
     assert revoked.state is State.ENDED
     assert owner.started == [first, wanted]
     assert owner.classifier.batches == [1, 1]
@@ -506,8 +629,12 @@ def test_timed_out_message_on_the_device_is_not_stored(owner: Owner) -> None:
     owner.classifier.gate.clear()
     slow = owner.send("in a long forward pass")
     wait_until(lambda: slow.state is State.STARTED, "the device has it")
-    assert owner.pipeline.recording.give_up(slow, TimeoutError("too slow"), "took too long")
-    assert not owner.pipeline.recording.give_up(slow, TimeoutError("too slow"), "once more")
+    assert owner.pipeline.recording.give_up(
+        slow, TimeoutError("too slow"), "took too long"
+    )
+    assert not owner.pipeline.recording.give_up(
+        slow, TimeoutError("too slow"), "once more"
+    )
     wait_until(lambda: slow in owner.finished, "the message is finished")
     with pytest.raises(TimeoutError, match="too slow"):
         slow.result()
@@ -536,7 +663,8 @@ def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:
     first = owner.results("one", "two")
     computed = owner.pipeline.statistics.totals.rows
     again = owner.send("one", "another", "two")
-    # In this test, a post's id is its index in the message, so only the first post is the same in all messages.
+    # In this test, a post's id is its index in the message, so only the first post is the same in
+    # all messages.
     wait_until(lambda: again in owner.finished, "the second message is finished")
     assert again.result()[0] == first[0]
     assert owner.pipeline.statistics.totals.rows - computed == 2
@@ -548,8 +676,12 @@ def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:
     assert len(owner.store.written) == 4
 
 
-@pytest.mark.parametrize(("rows_per_second", "most"), [(None, 64), (math.inf, 1000), (100, 200), (0.2, 1)])
-def test_prefetch_is_bounded_by_the_device_speed(rows_per_second: float | None, most: int) -> None:
+@pytest.mark.parametrize(
+    ("rows_per_second", "most"), [(None, 64), (math.inf, 1000), (100, 200), (0.2, 1)]
+)
+def test_prefetch_is_bounded_by_the_device_speed(
+    rows_per_second: float | None, most: int
+) -> None:
     owner = Owner(window_rows=1000)
     owner.pipeline.statistics.speed.rows_per_second = rows_per_second
     assert owner.pipeline.max_waiting() == most

@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from feedmill.workers.runtime.consumer import Consumer
 from feedmill.workers.runtime.in_flight import InFlight, PendingTask
 from feedmill.workers.runtime.pool import DevicePool
+from feedmill.workers.runtime.task import ClassifyTask
 
 
 def test_new_connection_first_rewrites_results() -> None:
@@ -46,3 +47,25 @@ def test_an_error_of_one_callback_leaves_later_ones_scheduled() -> None:
     later.assert_called_once_with()
     in_flight._deliver(later)
     assert in_flight.hub.call_soon.call_count == 3
+
+
+@pytest.mark.parametrize("field", ["time_limits", "delivery_info", "args"])
+def test_a_request_that_cannot_start_is_not_in_flight(field: str) -> None:
+    """The consumer disposes of its message, so a drain must not wait for it."""
+    in_flight = InFlight(Celery(), (None, None))  # type: ignore[arg-type]
+    request: Any = SimpleNamespace(
+        id="task",
+        task=ClassifyTask(),
+        expires=None,
+        stamped_headers=None,
+        time_limits=(None, None),
+        delivery_info={"priority": 0},
+        args=[],
+        kwargs={},
+        request_dict={},
+        message=Mock(),
+    )
+    delattr(request, field)
+    with pytest.raises(AttributeError, match=field):
+        in_flight.run(request)
+    assert len(in_flight) == 0

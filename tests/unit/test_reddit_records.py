@@ -31,6 +31,11 @@ from tests.integration.test_live import JSON, changed
         ({"selftext": "[removed]"}, "removed"),
         ({"selftext": " [deleted]"}, "deleted"),
         ({"title": "[deleted by user]"}, "deleted"),
+        ({"selftext": "[ Removed by moderator ]"}, "removed"),
+        (
+            {"selftext": "[ Removed by Reddit in response to a copyright notice. ]"},
+            "deleted",
+        ),
         ({"title": "[ Removed by Reddit ]"}, "deleted"),
         ({"title": "[ Removed by moderator ]"}, "removed"),
         ({"_meta": {"was_deleted_later": True}}, "deleted"),
@@ -38,7 +43,9 @@ from tests.integration.test_live import JSON, changed
         ({"_meta": None, "title": "[removed] from the menu"}, ""),
     ],
 )
-def test_distinguishes_removals_from_deletions(record: dict[str, Any], removal: str) -> None:
+def test_distinguishes_removals_from_deletions(
+    record: dict[str, Any], removal: str
+) -> None:
     assert removal_of(record) == removal
 
 
@@ -46,13 +53,44 @@ def test_distinguishes_removals_from_deletions(record: dict[str, Any], removal: 
     ("record", "body"),
     [
         ({"selftext": "own"}, "own"),
-        ({"selftext": "[removed]", "poll_data": {"options": [{"text": "a"}]}}, "[removed]"),
+        (
+            {"selftext": "[removed]", "poll_data": {"options": [{"text": "a"}]}},
+            "[removed]",
+        ),
         ({"selftext": "", "crosspost_parent_list": [{"selftext": "theirs"}]}, "theirs"),
         ({"selftext": "", "crosspost_parent_list": [{"selftext": "[deleted]"}]}, ""),
-        ({"selftext": "", "crosspost_parent_list": [{"gallery_data": {"items": [{"caption": "c"}]}}]}, "c"),
-        ({"selftext": "own", "poll_data": {"options": [{"text": "a"}, {"text": "b"}]}}, "own\n\na\n\nb"),
-        ({"selftext": 5, "poll_data": 5, "gallery_data": {"items": 5}, "crosspost_parent_list": 5}, ""),
-        ({"poll_data": {"options": [5, {}, {"text": None}]}, "crosspost_parent_list": [None]}, ""),
+        (
+            {
+                "selftext": "",
+                "crosspost_parent_list": [
+                    {"gallery_data": {"items": [{"caption": "c"}]}}
+                ],
+            },
+            "c",
+        ),
+        (
+            {
+                "selftext": "own",
+                "poll_data": {"options": [{"text": "a"}, {"text": "b"}]},
+            },
+            "own\n\na\n\nb",
+        ),
+        (
+            {
+                "selftext": 5,
+                "poll_data": 5,
+                "gallery_data": {"items": 5},
+                "crosspost_parent_list": 5,
+            },
+            "",
+        ),
+        (
+            {
+                "poll_data": {"options": [5, {}, {"text": None}]},
+                "crosspost_parent_list": [None],
+            },
+            "",
+        ),
     ],
 )
 def test_collects_the_texts_of_a_post(record: dict[str, Any], body: str) -> None:
@@ -60,7 +98,10 @@ def test_collects_the_texts_of_a_post(record: dict[str, Any], body: str) -> None
 
 
 def test_leaves_out_texts_that_would_make_a_post_too_long() -> None:
-    record = {"selftext": "x" * 99_999, "poll_data": {"options": [{"text": "a long option"}]}}
+    record = {
+        "selftext": "x" * 99_999,
+        "poll_data": {"options": [{"text": "a long option"}]},
+    }
     assert reddit_body(record) == "x" * 99_999
 
 
@@ -83,13 +124,17 @@ def test_a_rate_limits_reset_may_be_a_time(reset: str) -> None:
 
 
 def test_the_extra_requires_a_urllib3_that_reads_what_has_arrived() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert "urllib3>=2" in project["optional-dependencies"]["reddit"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
+        "project"
+    ]
+    assert "urllib3>=2.2" in project["optional-dependencies"]["reddit"]
 
 
 ITEM = {
-    "name": "t3_abc", "id": "abc", "title": "a title", "selftext": "a text", "subreddit": "birds", "score": 7,
-    "created_utc": 1_800_000_000.0, "edited": False, "permalink": "/r/birds/comments/abc/", "url": "https://a.example",
+    "name": "t3_abc", "id": "abc", "title": "a title", "selftext": "a text",
+    "subreddit": "birds", "score": 7,
+    "created_utc": 1_800_000_000.0, "edited": False, "permalink": "/r/birds/comments/abc/",
+    "url": "https://a.example",
     "crosspost_parent_list": [{"selftext": "x"}], "poll_data": {"options": [{"text": "y"}]},
     "gallery_data": {"items": [{"caption": "z"}]}, "removed_by_category": None, "over_18": False,
 }  # fmt: skip

@@ -26,6 +26,13 @@ def test_reads_common_spellings_of_subreddits(tmp_path: Path) -> None:
     assert read.topic_of == {"one": "a b", "two": "a b"}
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_reads_files_with_a_byte_order_mark(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "topics.toml"
+    path.write_bytes('[topics]\r\n"café" = ["One"]\r\n'.encode(encoding))
+    assert topics.read(path).topics == {"café": ("One",)}
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

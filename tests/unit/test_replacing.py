@@ -41,7 +41,8 @@ class Model(StandIn):
     def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
         assert all(row.label_set is self.labels for row in rows)
         return [
-            (row, dict.fromkeys(self.labels.labels, output)) for row, output in zip(rows, outputs.values, strict=True)
+            (row, dict.fromkeys(self.labels.labels, output))
+            for row, output in zip(rows, outputs.values, strict=True)
         ]
 
 
@@ -64,10 +65,16 @@ def owning(model: StandIn, **settings: Any) -> Iterator[Owner]:
 
 
 def models_of(message: Message) -> set[str]:
-    return {outcome.model for outcome in message.outcomes if outcome and not isinstance(outcome, PostError)}
+    return {
+        outcome.model
+        for outcome in message.outcomes
+        if outcome and not isinstance(outcome, PostError)
+    }
 
 
-def replace(owner: Owner, model: StandIn, then: Callable[[], None] = lambda: None) -> threading.Event:
+def replace(
+    owner: Owner, model: StandIn, then: Callable[[], None] = lambda: None
+) -> threading.Event:
     """Replace the model and return an event that is set when the old model is released."""
     replaced = threading.Event()
 
@@ -80,20 +87,26 @@ def replace(owner: Owner, model: StandIn, then: Callable[[], None] = lambda: Non
 
 
 @pytest.mark.parametrize("kind", [Model, TwoLanes])
-def test_each_model_computes_the_messages_of_its_time(kind: Callable[[str], Model]) -> None:
+def test_each_model_computes_the_messages_of_its_time(
+    kind: Callable[[str], Model],
+) -> None:
     old, new = kind("old"), kind("new")
     with owning(old, batch_rows=4) as owner:
         old.gate.clear()
         before = [owner.send(*["some words"] * 3) for _ in range(10)]
         stored_by_then: list[int] = []
-        replaced = replace(owner, new, lambda: stored_by_then.append(len(owner.store.written)))
+        replaced = replace(
+            owner, new, lambda: stored_by_then.append(len(owner.store.written))
+        )
         after = [owner.send(*["some words"] * 3) for _ in range(10)]
         wait_until(lambda: owner.waiting() >= 20, "rows of the old model wait")
         assert not new.batches
         assert owner.pipeline.classifier is old
         old.gate.set()
         wait_until(lambda: len(owner.finished) == 20, "all are finished")
-        assert [models_of(message) for message in (*before, *after)] == [{"old"}] * 10 + [{"new"}] * 10
+        assert [models_of(message) for message in (*before, *after)] == [
+            {"old"}
+        ] * 10 + [{"new"}] * 10
         assert len(owner.store.written) == 60
         assert sum(old.batches) == sum(new.batches) == 30
         assert replaced.is_set()
@@ -112,8 +125,17 @@ def test_pending_replacements_apply_in_order() -> None:
             events.append(replace(owner, Model(name)))
             messages.append(owner.send("one two"))
         old.gate.set()
-        wait_until(lambda: len(owner.finished) == 3 and all(event.is_set() for event in events), "all is done")
-        assert [models_of(message) for message in messages] == [{"old"}, {"second"}, {"third"}]
+        wait_until(
+            lambda: (
+                len(owner.finished) == 3 and all(event.is_set() for event in events)
+            ),
+            "all is done",
+        )
+        assert [models_of(message) for message in messages] == [
+            {"old"},
+            {"second"},
+            {"third"},
+        ]
 
 
 def test_releases_the_old_model_while_idle() -> None:
@@ -140,7 +162,10 @@ def test_isolated_message_is_computed_by_its_own_model() -> None:
         old.gate.clear()
         owner.send("it keeps the device busy")
         wait_until(lambda: owner.started, "the device is busy")
-        sent = [Message({"posts": [{"id": "s", "title": "two words"}]}, None, deaths={0: 1}) for _ in range(2)]
+        sent = [
+            Message({"posts": [{"id": "s", "title": "two words"}]}, None, deaths={0: 1})
+            for _ in range(2)
+        ]
         owner.pipeline.submit(sent[0])
         replaced = replace(owner, new)
         owner.pipeline.submit(sent[1])

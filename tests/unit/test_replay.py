@@ -84,9 +84,24 @@ def test_forgets_nothing_while_redis_is_unreachable(server: Server) -> None:
     assert server.repeated() == ["a"]
 
 
-def test_keeps_a_bounded_number_of_bytes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeps_a_bounded_number_of_bytes(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(results, "MAX_KEPT_BYTES", 10)
     server.write("1234", "5678", "90")
     assert server.repeated() == ["1234", "5678", "90"]
     server.write("x")
     assert server.repeated() == ["5678", "90", "x"]
+
+
+def test_keeps_writes_whose_repetition_took_long(server: Server) -> None:
+    """Each counts from when it was repeated: the server can lose the last second of them."""
+    server.write("a", "b")
+
+    def slow() -> None:
+        server.now += LOSABLE_S
+
+    server.before = slow
+    assert server.repeated() == ["a", "b"]
+    server.before = lambda: None
+    assert server.repeated() == ["a", "b"]

@@ -1,4 +1,6 @@
-"""workers/runtime/request.py and `format_arguments` of shared/broker.py: requests never show a post's text."""
+"""workers/runtime/request.py and `format_arguments` of shared/broker.py: requests never show a
+post's text.
+"""
 
 import json
 from types import SimpleNamespace
@@ -20,13 +22,17 @@ BODY = "private text"
 @pytest.mark.parametrize(
     ("kwargs", "shown"),
     [
-        ({"posts": [{"id": f"t{name}", "body": BODY} for name in "abcd"]}, "{'posts': <4 posts: ta, tb, tc>}"),
+        ({"posts": [{"id": f"t{name}", "body": BODY} for name in "abcd"]}, ("{'posts': <4 posts: "
+                                                                           "ta, tb, tc>}")),
         ({"posts": [{"id": 7}, {"id": [BODY]}, BODY]}, "{'posts': <3 posts: 7>}"),
         ({"posts": [{"id": "x" * 1000}]}, "{'posts': <1 post: " + "x" * 40 + ">}"),
         ({"posts": [{"id": "a\x1b[31m\ud800"}]}, "{'posts': <1 post: a\\x1b[31m\\ud800>}"),
-        ({"posts": BODY, "text": BODY, "more": {"x": BODY}}, "{'posts': <str>, 'text': <str>, 'more': <dict>}"),
-        ({"multi_label": True, "top_k": 3, "labels": ["a"]}, "{'multi_label': True, 'top_k': 3, 'labels': <list>}"),
-        ({f"name{number}": 0 for number in range(9)}, "{" + ", ".join(f"'name{n}': 0" for n in range(8)) + "}"),
+        ({"posts": BODY, "text": BODY, "more": {"x": BODY}}, ("{'posts': <str>, 'text': <str>, "
+                                                             "'more': <dict>}")),
+        ({"multi_label": True, "top_k": 3, "labels": ["a"]}, ("{'multi_label': True, 'top_k': 3, "
+                                                             "'labels': <list>}")),
+        ({f"name{number}": 0 for number in range(9)},
+        "{" + ", ".join(f"'name{n}': 0" for n in range(8)) + "}"),
     ],
 )  # fmt: skip
 def test_shows_ids_and_sizes_of_arguments(kwargs: dict[str, Any], shown: str) -> None:
@@ -46,7 +52,9 @@ def test_rejects_a_time_that_celery_cannot_convert(start: Any) -> None:
         check(message)
 
 
-@pytest.mark.parametrize("wrong", [{"shadow": {}}, {"stamped_headers": [[]]}, {"timelimit": [1]}])
+@pytest.mark.parametrize(
+    "wrong", [{"shadow": {}}, {"stamped_headers": [[]]}, {"timelimit": [1]}]
+)
 @pytest.mark.parametrize("start", [good, protocol_1])
 def test_rejects_what_would_end_the_worker(start: Any, wrong: dict[str, Any]) -> None:
     whole = start()
@@ -58,7 +66,8 @@ def test_rejects_what_would_end_the_worker(start: Any, wrong: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "links",
     [
-        {"errbacks": [1]}, {"errbacks": "9" * 100}, {"callbacks": [1]}, {"chain": "x"}, {"chord": 5},
+        {"errbacks": [1]}, {"errbacks": "9" * 100}, {"callbacks": [1]}, {"chain": "x"},
+        {"chord": 5},
         {"callbacks": [{"task": "x", "options": {"queue": "feedmill:result:a"}}]},
     ],
 )  # fmt: skip
@@ -70,12 +79,23 @@ def test_rejects_invalid_links(links: dict[str, Any]) -> None:
 
 
 def request(
-    args: object, kwargs: object, events: list[tuple[str, dict[str, Any]]] | None = None, **headers: Any
+    args: object,
+    kwargs: object,
+    events: list[tuple[str, dict[str, Any]]] | None = None,
+    **headers: Any,
 ) -> ClassifyRequest:
-    """Return a request like Celery's, with the descriptions of the arguments that the sender would add."""
+    """Return a request like Celery's, with the descriptions of the arguments that the sender would
+    add.
+    """
     app = make_worker_app(Settings(redis_url="redis://127.0.0.1:1/0"))
     message = SimpleNamespace(
-        headers={"id": "m1", "task": CLASSIFY_TASK, "argsrepr": repr(args), "kwargsrepr": repr(kwargs), **headers},
+        headers={
+            "id": "m1",
+            "task": CLASSIFY_TASK,
+            "argsrepr": repr(args),
+            "kwargsrepr": repr(kwargs),
+            **headers,
+        },
         body=json.dumps([args, kwargs, {}]),
         payload=[args, kwargs, {}],
         content_type="application/json",
@@ -84,10 +104,15 @@ def request(
         properties={},
     )
     sent = [] if events is None else events
-    eventer = SimpleNamespace(enabled=True, send=lambda type, **fields: sent.append((type, fields)))  # noqa: A006
+    eventer = SimpleNamespace(
+        enabled=True,
+        send=lambda type, **fields: sent.append((type, fields)),  # noqa: A006 - Celery's name
+    )
     task = app.tasks[CLASSIFY_TASK]
     assert task.Request == "feedmill.workers.runtime.request:ClassifyRequest"
-    return ClassifyRequest(message, app=app, task=task, eventer=eventer, hostname="worker@here")
+    return ClassifyRequest(
+        message, app=app, task=task, eventer=eventer, hostname="worker@here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,8 +126,16 @@ def request(
 def test_requests_never_show_posts(args: object, kwargs: object, shown: str) -> None:
     made = request(args, kwargs)
     assert (made.argsrepr, made.kwargsrepr) == ("()", shown)
-    assert (made.request_dict["argsrepr"], made.request_dict["kwargsrepr"]) == ("()", shown)
-    for shown_text in (repr(made), str(made), str(made.info()), str(made.info(safe=True))):
+    assert (made.request_dict["argsrepr"], made.request_dict["kwargsrepr"]) == (
+        "()",
+        shown,
+    )
+    for shown_text in (
+        repr(made),
+        str(made),
+        str(made.info()),
+        str(made.info(safe=True)),
+    ):
         assert BODY not in shown_text
     # The arguments themselves are unchanged.
     assert (made.args, made.kwargs) == (args, kwargs)

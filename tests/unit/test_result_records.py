@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from feedmill.shared.messages import Classification
-from feedmill.shared.results import JSON, PACKED, fingerprint_key, pack, parse_context, split, unpack
+from feedmill.shared.results import (
+    JSON,
+    PACKED,
+    fingerprint_key,
+    pack,
+    parse_context,
+    split,
+    unpack,
+)
 from tests.support import make_classification
 
 FINGERPRINT = "f0443d56baefed70ea7db12a3a34028e"
@@ -32,7 +40,11 @@ def test_unpacks_what_was_packed() -> None:
     found = classification()
     record, context = pack(found)
     (read,) = split(record)
-    assert (read.kind, read.key.hex(), len(record)) == (PACKED, FINGERPRINT, 21 + 26 + 6)
+    assert (read.kind, read.key.hex(), len(record)) == (
+        PACKED,
+        FINGERPRINT,
+        21 + 26 + 6,
+    )
     unpacked = unpacked_from(found)
     assert unpacked
     assert list(unpacked.scores) == ["food", "travel", "art"]
@@ -42,7 +54,10 @@ def test_unpacks_what_was_packed() -> None:
     assert context
     (stored,) = split(context.record)
     parsed = parse_context(stored.content)
-    assert (parsed.labels, parsed.others) == (("art", "food", "travel"), ("m", None, "00", "w", "cpu"))
+    assert (parsed.labels, parsed.origin) == (
+        ("art", "food", "travel"),
+        ("m", None, "00", "w", "cpu"),
+    )
     assert parsed == context
     assert unpack("t3_x", read, lambda _: None) is None
 
@@ -52,10 +67,18 @@ def test_packs_negative_cosines_and_writes_few_digits() -> None:
     unpacked = unpacked_from(classification(scores=scores))
     assert unpacked
     assert unpacked.scores == pytest.approx(scores, abs=1e-5)
-    assert [str(score) for score in unpacked.scores.values()] == ["1.0", "0.0", "-0.05124", "-0.3106"]
+    assert [str(score) for score in unpacked.scores.values()] == [
+        "1.0",
+        "0.0",
+        "-0.05124",
+        "-0.3106",
+    ]
 
 
-@pytest.mark.parametrize("scores", [{"food": 0.5, "art": 0.5}, {"food": 1.0, "art": 1.0}, {"food": 0.0, "art": 0.0}])
+@pytest.mark.parametrize(
+    "scores",
+    [{"food": 0.5, "art": 0.5}, {"food": 1.0, "art": 1.0}, {"food": 0.0, "art": 0.0}],
+)
 def test_the_label_is_first_among_equals(scores: dict[str, float]) -> None:
     unpacked = unpacked_from(classification(scores=scores))
     assert unpacked
@@ -77,7 +100,11 @@ def test_results_of_another_form_are_stored_as_json(changed: dict[str, object]) 
     found = classification(**changed)
     record, context = pack(found)
     (read,) = split(record)
-    assert (read.kind, read.key, context) == (JSON, fingerprint_key(found.fingerprint), None)
+    assert (read.kind, read.key, context) == (
+        JSON,
+        fingerprint_key(found.fingerprint),
+        None,
+    )
     unpacked = unpack("t3_x", read, lambda _: None)
     assert unpacked
     assert unpacked.model_dump_json() == found.model_dump_json()

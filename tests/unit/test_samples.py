@@ -24,7 +24,12 @@ def test_sample_posts_cover_topics_and_lengths() -> None:
 
 def labelled(post: Post, label: str) -> Result:
     found = make_classification(
-        post.id, label=label, scores={label: 1.0}, weights="0" * 64, fingerprint="f" * 32, classified_at=0.0
+        post.id,
+        label=label,
+        scores={label: 1.0},
+        weights="0" * 64,
+        fingerprint="f" * 32,
+        classified_at=0.0,
     )
     return Result(post, found)
 
@@ -39,9 +44,18 @@ def test_draws_the_same_posts_whatever_their_labels() -> None:
 
 
 def test_readme_shows_the_sample() -> None:
-    """The README quotes a part of a run: whole titles of posts, and marks that agree with their topics."""
-    (block,) = re.findall(r"^ +label +score  post$.*?^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    titles = {" ".join(html.unescape(post.title).split()): post.topic for post in sample_posts()}
+    """The README quotes a part of a run: whole titles of posts, and marks that agree with their
+    topics.
+    """
+    (block,) = re.findall(
+        r"^ +label +score  post$.*?^```$", README.read_text(), re.MULTILINE | re.DOTALL
+    )
+    titles = {
+        " ".join(html.unescape(post.title).split()): post.topic
+        for post in sample_posts()
+    }
     lines = re.findall(r"^([✓✗])  (\S+) +0\.\d\d   (.*)$", block, re.MULTILINE)
     assert len(lines) >= 3
-    assert all((mark == "✓") == (titles[title] == label) for mark, label, title in lines)
+    assert all(
+        (mark == "✓") == (titles[title] == label) for mark, label, title in lines
+    )

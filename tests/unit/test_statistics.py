@@ -10,7 +10,9 @@ from feedmill.workers.pipeline.statistics import Speed, Statistics, Totals, rate
 
 
 def test_rates_between_two_totals() -> None:
-    earlier = Totals(posts=10, batches=1, rows=10, tokens=100, padded_tokens=200, device_seconds=1.0)
+    earlier = Totals(
+        posts=10, batches=1, rows=10, tokens=100, padded_tokens=200, device_seconds=1.0
+    )
     later = Totals(
         posts=70,
         messages=4,
@@ -22,9 +24,20 @@ def test_rates_between_two_totals() -> None:
         device_seconds=10.0,
     )
     found = rates(earlier, later, seconds=10.0)
-    assert (found.posts_per_second, found.rows_per_batch, found.tokens_per_batch) == (6.0, 30.0, 450.0)
-    assert (found.padding_efficiency, found.device_busy, found.queue_wait) == (0.9, 0.9, 1.5)
-    assert all(figure in str(found) for figure in ("6.0 posts/s", "30.0 rows", "450 tokens", "0.900", "0.90"))
+    assert (found.posts_per_second, found.rows_per_batch, found.tokens_per_batch) == (
+        6.0,
+        30.0,
+        450.0,
+    )
+    assert (found.padding_efficiency, found.device_busy, found.queue_wait) == (
+        0.9,
+        0.9,
+        1.5,
+    )
+    assert all(
+        figure in str(found)
+        for figure in ("6.0 posts/s", "30.0 rows", "450 tokens", "0.900", "0.90")
+    )
 
 
 def test_recent_rates_are_of_the_last_ten_seconds() -> None:

@@ -12,7 +12,9 @@ LONG = Post(id="a", title="The keeper saved " * 20)
 
 
 @pytest.mark.parametrize("title", [LONG.title, "守门员扑出了两个点球" * 20])
-def test_a_terminal_gets_titles_cut_to_its_width(monkeypatch: pytest.MonkeyPatch, title: str) -> None:
+def test_a_terminal_gets_titles_cut_to_its_width(
+    monkeypatch: pytest.MonkeyPatch, title: str
+) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     for columns in (80, 200):
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -5,13 +5,24 @@ from collections.abc import Iterable
 import pytest
 
 from feedmill.producers.live.source import RequestFailed
-from feedmill.producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, Track, walk
+from feedmill.producers.reddit.listing import (
+    PAGE_SIZE,
+    ListingItem,
+    ListingPage,
+    Track,
+    walk,
+)
 from feedmill.shared.messages import Post
 
 OVERLAP = 0.0
 
 
-def item(number: int, subreddit: str = "a", created: float | None = None, stickied: bool = False) -> ListingItem:
+def item(
+    number: int,
+    subreddit: str = "a",
+    created: float | None = None,
+    stickied: bool = False,
+) -> ListingItem:
     post = Post(id=f"t3_{number}", title=f"number {number}")
     when = float(number) if created is None else created
     return ListingItem(post.id, subreddit, when, stickied, gone="", post=post)
@@ -20,7 +31,9 @@ def item(number: int, subreddit: str = "a", created: float | None = None, sticki
 class Listing:
     """Pages of items, newest first and at most `cap`. The page after a `dead` anchor is empty."""
 
-    def __init__(self, items: Iterable[ListingItem], cap: int = 1000, dead: Iterable[str] = ()) -> None:
+    def __init__(
+        self, items: Iterable[ListingItem], cap: int = 1000, dead: Iterable[str] = ()
+    ) -> None:
         self._items = list(items)[:cap]
         self._dead = set(dead)
         #: The `after` anchor of each request.
@@ -30,9 +43,15 @@ class Listing:
         self.requests.append(after)
         if after in self._dead:
             return ListingPage([], None)
-        start = 0 if after is None else 1 + [each.fullname for each in self._items].index(after)
+        start = (
+            0
+            if after is None
+            else 1 + [each.fullname for each in self._items].index(after)
+        )
         items = self._items[start : start + PAGE_SIZE]
-        return ListingPage(items, items[-1].fullname if start + PAGE_SIZE < len(self._items) else None)
+        return ListingPage(
+            items, items[-1].fullname if start + PAGE_SIZE < len(self._items) else None
+        )
 
 
 def newest_first(first: int, last: int, subreddit: str = "a") -> list[ListingItem]:
@@ -52,7 +71,9 @@ def names(tracks: Iterable[Track]) -> list[str]:
 
 
 def test_reports_a_gap_if_the_pages_run_out() -> None:
-    found = walk(Listing(newest_first(1, 900)), [known(1, 100)], OVERLAP, depth=100, pages=3)
+    found = walk(
+        Listing(newest_first(1, 900)), [known(1, 100)], OVERLAP, depth=100, pages=3
+    )
     assert names(found.missed) == ["a"]
     assert found.oldest == 601.0
 
@@ -102,13 +123,22 @@ def test_skips_dead_anchors() -> None:
 
 
 def test_dead_anchors_do_not_lose_the_listings_end() -> None:
-    """The next new post pushes the last item out of a full listing, so the walk must reach that item now."""
+    """The next new post pushes the last item out of a full listing, so the walk must reach that
+    item now.
+    """
     dead = ["t3_2901", "t3_2502", "t3_2201"]
-    found = walk(Listing(newest_first(1, 3000), dead=dead), [known(1, 1500)], OVERLAP, depth=100)
+    found = walk(
+        Listing(newest_first(1, 3000), dead=dead), [known(1, 1500)], OVERLAP, depth=100
+    )
     assert fullnames(found.items) == [f"t3_{number}" for number in range(2001, 3001)]
 
 
 def test_many_dead_anchors_are_a_fault() -> None:
     dead = [f"t3_{number}" for number in range(401, 411)]
     with pytest.raises(RequestFailed):
-        walk(Listing(newest_first(1, 500), dead=dead), [known(1, 250)], OVERLAP, depth=100)
+        walk(
+            Listing(newest_first(1, 500), dead=dead),
+            [known(1, 250)],
+            OVERLAP,
+            depth=100,
+        )

@@ -1,4 +1,6 @@
-"""workers/pipeline/window.py: each row is taken once, no row starves, the token budget holds, and padding is low."""
+"""workers/pipeline/window.py: each row is taken once, no row starves, the token budget holds, and
+padding is low.
+"""
 
 import random
 from dataclasses import dataclass
@@ -43,7 +45,9 @@ def test_takes_every_row_once(lengths: list[int], budget: int, limit: int) -> No
 
 @pytest.mark.parametrize("shapes", [EXACT, FEW])
 @given(lengths, budgets, limits)
-def test_keeps_the_budget_with_all_padding(shapes: Shapes, lengths: list[int], budget: int, limit: int) -> None:
+def test_keeps_the_budget_with_all_padding(
+    shapes: Shapes, lengths: list[int], budget: int, limit: int
+) -> None:
     window: Window[Row] = Window(SimulatedClock().monotonic, shapes)
     for length in lengths:
         window.add(Row(length))
@@ -54,7 +58,9 @@ def test_keeps_the_budget_with_all_padding(shapes: Shapes, lengths: list[int], b
 
 
 @given(lengths, budgets, limits)
-def test_batch_has_neighbouring_lengths(lengths: list[int], budget: int, limit: int) -> None:
+def test_batch_has_neighbouring_lengths(
+    lengths: list[int], budget: int, limit: int
+) -> None:
     window, rows = filled(lengths)
     batch = window.take(budget, limit)
     if batch:
@@ -64,9 +70,16 @@ def test_batch_has_neighbouring_lengths(lengths: list[int], budget: int, limit: 
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**32), bodies=st.floats(0.0, 0.5), spread=st.floats(0.3, 0.6))
-def test_full_window_of_typical_lengths_pads_little(seed: int, bodies: float, spread: float) -> None:
-    """Titles are log-normal with a median of 16 tokens. A share `bodies` of the posts has a body, median 98 tokens."""
+@given(
+    seed=st.integers(0, 2**32), bodies=st.floats(0.0, 0.5), spread=st.floats(0.3, 0.6)
+)
+def test_full_window_of_typical_lengths_pads_little(
+    seed: int, bodies: float, spread: float
+) -> None:
+    """Titles are log-normal with a median of 16 tokens.
+
+    A share `bodies` of the posts has a body, median 98 tokens.
+    """
     source = random.Random(seed)
     window: Window[Row] = Window(SimulatedClock().monotonic)
 
@@ -76,8 +89,8 @@ def test_full_window_of_typical_lengths_pads_little(seed: int, bodies: float, sp
         return min(256, title + body)
 
     tokens = padded = 0
-    # With half as many rows, efficiency drops below the limit if long posts are rare (0.924 if one post in 200 has a
-    # body).
+    # With half as many rows, efficiency drops below the limit if long posts are rare (0.924 if one
+    # post in 200 has a body).
     for _ in range(1024):
         window.add(Row(length()))
     for _ in range(200):
@@ -90,9 +103,17 @@ def test_full_window_of_typical_lengths_pads_little(seed: int, bodies: float, sp
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0, 3, 6, 9])), min_size=1, max_size=60), budgets, limits
+    st.lists(
+        st.tuples(st.integers(1, 300), st.sampled_from([0, 3, 6, 9])),
+        min_size=1,
+        max_size=60,
+    ),
+    budgets,
+    limits,
 )
-def test_next_batch_has_the_oldest_most_urgent_row(arriving: list[tuple[int, int]], budget: int, limit: int) -> None:
+def test_next_batch_has_the_oldest_most_urgent_row(
+    arriving: list[tuple[int, int]], budget: int, limit: int
+) -> None:
     clock = SimulatedClock()
     window: Window[Row] = Window(clock.monotonic)
     waiting = []
@@ -106,7 +127,9 @@ def test_next_batch_has_the_oldest_most_urgent_row(arriving: list[tuple[int, int
 
     arrive(len(arriving) // 2 + 1)
     while waiting:
-        assert window.oldest_age() == clock.monotonic() - min(arrived for _, arrived, _ in waiting)
+        assert window.oldest_age() == clock.monotonic() - min(
+            arrived for _, arrived, _ in waiting
+        )
         batch = window.take(budget, limit)
         assert min(waiting, key=lambda each: each[:2])[2] in batch
         waiting[:] = [each for each in waiting if each[2] not in batch]
@@ -124,6 +147,11 @@ def test_other_rows_fill_batches_of_urgent_ones() -> None:
         window.add(row)
     assert [row in urgent for row in window.take(44, 100)] == [True] * 4
     second = window.take(44, 100)
-    assert [row.length for row in second] == [10, 10, 11, 11]  # no row longer than the urgent ones
+    assert [row.length for row in second] == [
+        10,
+        10,
+        11,
+        11,
+    ]  # no row longer than the urgent ones
     assert [row.length for row in window.take(44, 100)] == [10] * 4
     assert len(window) == 14

@@ -1,1 +1,3 @@
-"""producers/reddit on a real Redis, with real PRAW, against the loopback Reddit; only time is simulated."""
+"""producers/reddit on a real Redis, with real PRAW, against the loopback Reddit; only time is
+simulated.
+"""

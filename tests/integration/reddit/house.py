@@ -1,4 +1,6 @@
-"""A daemon's environment: a real Redis, real PRAW and the loopback Reddit; only time is simulated."""
+"""A daemon's environment: a real Redis, real PRAW and the loopback Reddit; only time is
+simulated.
+"""
 
 from typing import Any
 
@@ -16,23 +18,33 @@ from feedmill.shared.broker import connect, make_app
 from feedmill.shared.messages import ClassifyOptions, Post, fingerprint
 from feedmill.shared.results import Result
 from feedmill.shared.settings import Settings
+from feedmill.testing.fake_reddit import Reddit as LoopbackReddit
 from tests.fakes import constants
 from tests.fakes.clock import SimulatedClock
-from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.support import RedisServer, make_classification, queued
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
-TOPICS = {"food": ("cooking", "baking", "recipes"), "sport": ("tennis", "chess", "golf")}
+TOPICS = {
+    "food": ("cooking", "baking", "recipes"),
+    "sport": ("tennis", "chess", "golf"),
+}
 
-#: Limits listings to 200 items instead of 1,000, so that tests that fill them take a fifth of the time.
-short_listings = pytest.mark.parametrize("loopback", [200], indirect=True, ids=["short"])
+#: Limits listings to 200 items instead of 1,000, so that tests that fill them take a fifth of the
+#: time.
+short_listings = pytest.mark.parametrize(
+    "loopback", [200], indirect=True, ids=["short"]
+)
 
 
 class House:
     """A daemon's environment. Each new daemon stands for a restarted process."""
 
     def __init__(
-        self, redis: RedisServer, clock: SimulatedClock, loopback: LoopbackReddit, patch: pytest.MonkeyPatch
+        self,
+        redis: RedisServer,
+        clock: SimulatedClock,
+        loopback: LoopbackReddit,
+        patch: pytest.MonkeyPatch,
     ) -> None:
         credentials = {
             "reddit_client_id": "id",
@@ -54,7 +66,9 @@ class House:
             self.patch.setattr(name, url)
 
     def reddit(self) -> RedditClient:
-        reddit = RedditClient(self.settings, RequestBudget(self.clock, 90), self.topics.topic_of)
+        reddit = RedditClient(
+            self.settings, RequestBudget(self.clock, 90), self.topics.topic_of
+        )
         self._open.append(reddit)
         return reddit
 
@@ -62,31 +76,59 @@ class House:
     def gaps(self) -> Gaps:
         return Gaps(self.redis.client)
 
-    def source(self, settings: Settings, depth: int = 1000, archive: ArcticShiftClient | None = None) -> RedditSource:
-        reddit = RedditClient(settings, RequestBudget(self.clock, 90), self.topics.topic_of)
+    def source(
+        self,
+        settings: Settings,
+        depth: int = 1000,
+        archive: ArcticShiftClient | None = None,
+    ) -> RedditSource:
+        reddit = RedditClient(
+            settings, RequestBudget(self.clock, 90), self.topics.topic_of
+        )
         self._open.append(reddit)
-        return RedditSource(reddit, connect(settings), self.topics, settings, self.clock, depth, archive)
+        return RedditSource(
+            reddit, connect(settings), self.topics, settings, self.clock, depth, archive
+        )
 
-    def daemon(self, depth: int = 1000, archive: ArcticShiftClient | None = None, **settings: Any) -> LiveDaemon:
+    def daemon(
+        self,
+        depth: int = 1000,
+        archive: ArcticShiftClient | None = None,
+        **settings: Any,
+    ) -> LiveDaemon:
         chosen = self.settings.model_copy(update=settings)
         client = connect(chosen)
-        pusher = Pusher(make_app(chosen), client, chosen, ClassifyOptions(), wait=self.clock.wait)
-        return LiveDaemon(self.source(chosen, depth, archive), client, pusher, chosen, self.clock)
+        pusher = Pusher(
+            make_app(chosen), client, chosen, ClassifyOptions(), wait=self.clock.wait
+        )
+        return LiveDaemon(
+            self.source(chosen, depth, archive), client, pusher, chosen, self.clock
+        )
 
     def run(self, daemon: LiveDaemon, seconds: float) -> None:
-        """Run the daemon for this much simulated time. In days, a step may be late by 1/500 of the time."""
-        late = seconds / 500 if seconds > HOUR else 0.0
+        """Run the daemon for this much simulated time.
+
+        In days, a step may be late by 1/200 of the time.
+        """
+        late = seconds / 200 if seconds > HOUR else 0.0
         until = self.clock.monotonic() + seconds
         while (left := until - self.clock.monotonic()) > 0:
             self.clock.wait(min(max(min(daemon.step(), 300.0), late), left))
 
     def replaced(self) -> dict[str, ReplacedSubreddit]:
         """Return the subreddits that are not read, by name."""
-        return {entry.subreddit: entry for entries in replaced(self.redis.client).values() for entry in entries}
+        return {
+            entry.subreddit: entry
+            for entries in replaced(self.redis.client).values()
+            for entry in entries
+        }
 
     def publish(self, name: str, count: int = 1, **fields: Any) -> list[str]:
         number = len(self.loopback.ledger.published)
-        return [self.loopback.publish(name, title=f"post {number + each}", **fields) for each in range(count)]
+        return [
+            self.loopback.publish(name, title=f"post {number + each}", **fields)
+            for each in range(count)
+        ]
 
     def queued(self) -> list[dict[str, Any]]:
         return queued(self.redis)
@@ -101,6 +143,10 @@ class House:
 
 def result(post: Post, label: str = "x") -> Result:
     found = make_classification(
-        post.id, label=label, scores={label: 1.0}, weights="w", fingerprint=fingerprint(post, "r")
+        post.id,
+        label=label,
+        scores={label: 1.0},
+        weights="w",
+        fingerprint=fingerprint(post, "r"),
     )
     return Result(post, found)

@@ -14,18 +14,23 @@ from feedmill.producers.reddit.source import ArchiveSource
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.keys import TOMBSTONE
 from feedmill.shared.messages import ClassifyOptions
+from feedmill.testing.fake_arctic_shift import ArcticShift
+from feedmill.testing.fake_reddit import Reddit as LoopbackReddit
 from tests.fakes import constants
-from tests.fakes.arctic_shift import ArcticShift
 from tests.fakes.clock import SimulatedClock
-from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
+from tests.support import long_cases
 
 #: Both readings of the archive's bounds, because its documentation does not tell.
-both_bounds = pytest.mark.parametrize("archive", [False, True], ids=["exclusive", "inclusive"], indirect=True)
+both_bounds = pytest.mark.parametrize(
+    "archive", [False, True], ids=["exclusive", "inclusive"], indirect=True
+)
 
 
 @pytest.fixture
-def archive(request: pytest.FixtureRequest, loopback: LoopbackReddit) -> Iterator[ArcticShift]:
+def archive(
+    request: pytest.FixtureRequest, loopback: LoopbackReddit
+) -> Iterator[ArcticShift]:
     with ArcticShift(loopback, inclusive=getattr(request, "param", True)) as archive:
         yield archive
 
@@ -47,8 +52,16 @@ class Archived:
     def daemon(self, depth: int = 1000, **settings: Any) -> LiveDaemon:
         chosen = self.settings.model_copy(update=settings)
         redis = connect(chosen)
-        pusher = Pusher(make_app(chosen), redis, chosen, ClassifyOptions(), wait=self.house.clock.wait)
-        source = ArchiveSource(self.client(), redis, self.house.topics, chosen, self.house.clock, depth)
+        pusher = Pusher(
+            make_app(chosen),
+            redis,
+            chosen,
+            ClassifyOptions(),
+            wait=self.house.clock.wait,
+        )
+        source = ArchiveSource(
+            self.client(), redis, self.house.topics, chosen, self.house.clock, depth
+        )
         return LiveDaemon(source, redis, pusher, chosen, self.house.clock)
 
 
@@ -66,12 +79,15 @@ def fresh(house: House, name: str, count: int, seconds: float = 1.0) -> list[str
     return found
 
 
-@both_bounds
+@pytest.mark.parametrize("archive", [True, *long_cases(False)], indirect=True)
 def test_catches_up_without_gaps(house: House, archived: Archived) -> None:
     house.run(archived.daemon(), 2 * MINUTE)
     house.clock.wait(HOUR)
     now = house.clock.time()
-    posts = [house.publish("cooking", 1, created_utc=now + number // 3)[0] for number in range(1300)]
+    posts = [
+        house.publish("cooking", 1, created_utc=now + number // 3)[0]
+        for number in range(1300)
+    ]
     house.clock.wait(HOUR)
     house.run(archived.daemon(), 10 * MINUTE)
     assert set(posts) <= set(house.ids())
@@ -87,7 +103,9 @@ def test_first_read_takes_the_newest_posts(house: House, archived: Archived) -> 
 
 
 @both_bounds
-def test_a_second_with_more_posts_than_a_page_is_a_gap(house: House, archived: Archived) -> None:
+def test_a_second_with_more_posts_than_a_page_is_a_gap(
+    house: House, archived: Archived
+) -> None:
     house.run(archived.daemon(), 2 * MINUTE)
     house.clock.wait(HOUR)
     at = float(int(house.clock.time()))
@@ -95,11 +113,17 @@ def test_a_second_with_more_posts_than_a_page_is_a_gap(house: House, archived: A
     later = fresh(house, "cooking", 2)
     house.run(archived.daemon(), 10 * MINUTE)
     assert set(later) <= set(house.ids())
-    assert [(gap.subreddit, gap.since, gap.until) for gap in house.gaps.all()] == [("cooking", at, at + 1)]
+    assert [(gap.subreddit, gap.since, gap.until) for gap in house.gaps.all()] == [
+        ("cooking", at, at + 1)
+    ]
 
 
-@pytest.mark.parametrize("fault", ["too_many", "server_error_502", "truncated_json", "overload"])
-def test_faults_lose_and_repeat_nothing(house: House, archived: Archived, archive: ArcticShift, fault: str) -> None:
+@pytest.mark.parametrize(
+    "fault", ["too_many", "truncated_json", *long_cases("server_error_502", "overload")]
+)
+def test_faults_lose_and_repeat_nothing(
+    house: House, archived: Archived, archive: ArcticShift, fault: str
+) -> None:
     daemon = archived.daemon()
     house.run(daemon, 2 * MINUTE)
     if fault == "overload":
@@ -115,13 +139,16 @@ def test_faults_lose_and_repeat_nothing(house: House, archived: Archived, archiv
     assert len(house.ids()) == len(set(house.ids()))
 
 
-def test_finds_posts_that_are_archived_late(house: House, loopback: LoopbackReddit) -> None:
+def test_finds_posts_that_are_archived_late(
+    house: House, loopback: LoopbackReddit
+) -> None:
     with ArcticShift(loopback, lag=20.0, late=0.3, latest=4 * HOUR) as archive:
         daemon = Archived(house, archive).daemon(reddit_poll_interval=600.0)
         house.run(daemon, 2 * MINUTE)
         posts = fresh(house, "cooking", 60, 60.0)
         house.run(daemon, 12 * HOUR)
-        assert [house.ids().count(post) for post in posts] == [1] * 60
+        sent = house.ids()
+        assert [sent.count(post) for post in posts] == [1] * 60
 
 
 def test_rechecks_scores_and_deletions_after_the_second_read(
@@ -137,7 +164,10 @@ def test_rechecks_scores_and_deletions_after_the_second_read(
     house.run(daemon, 2 * DAY)
     assert house.redis.client.exists(TOMBSTONE + deleted)
     house.run(daemon, 2 * DAY)
-    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in (removed, lost))) == 2
+    assert (
+        house.redis.client.exists(*(TOMBSTONE + post_id for post_id in (removed, lost)))
+        == 2
+    )
     assert not house.redis.client.exists(TOMBSTONE + kept)
 
 
@@ -155,7 +185,8 @@ def test_the_daemon_fills_its_gaps(house: House, archived: Archived) -> None:
     posts = fresh(house, "cooking", 500)
     running = daemon()
     house.run(running, 30 * MINUTE)
-    assert [house.ids().count(post) for post in posts] == [1] * 500
+    sent = house.ids()
+    assert [sent.count(post) for post in posts] == [1] * 500
     (gap,) = house.gaps.all()
     assert gap.filled
     assert gap.found >= 300
@@ -193,7 +224,9 @@ def test_a_deleted_post_that_is_still_archived_is_not_sent_to_fill_a_gap(
     running = house.daemon(archive=archived.client(), reddit_poll_interval=6 * HOUR)
     house.run(running, 2 * HOUR)
     assert house.redis.client.exists(TOMBSTONE + deleted)
-    house.gaps.record(Gap("reddit", "cooking", clock.time() - DAY, clock.time() - HOUR, clock.time()))
+    house.gaps.record(
+        Gap("reddit", "cooking", clock.time() - DAY, clock.time() - HOUR, clock.time())
+    )
     house.run(running, 2 * DAY)
     assert house.gaps.open() == []
     assert [post["id"] for post in house.queued() if "title" in post].count(kept) == 1
@@ -214,7 +247,9 @@ def test_a_crowded_second_keeps_the_gap_open(house: House, archived: Archived) -
 
 
 @both_bounds
-def test_a_span_from_a_fraction_of_a_second_is_complete(house: House, archived: Archived, archive: ArcticShift) -> None:
+def test_a_span_from_a_fraction_of_a_second_is_complete(
+    house: House, archived: Archived, archive: ArcticShift
+) -> None:
     client = archived.client()
     at = float(int(house.clock.time()))
     crowd = house.publish("chess", 150, created_utc=at)
@@ -227,4 +262,6 @@ def test_a_span_from_a_fraction_of_a_second_is_complete(house: House, archived: 
     assert len(span.items) == 100, "although less is asked for after a failure"
     assert {item.fullname for item in span.items} <= set(crowd)
     assert span.crowded == at
-    assert [item.fullname for item in client.since("chess", span.reached).items] == [later]
+    assert [item.fullname for item in client.since("chess", span.reached).items] == [
+        later
+    ]

@@ -9,25 +9,31 @@ from feedmill.producers.live import http
 from feedmill.producers.live.rechecks import Rechecks
 from feedmill.producers.live.source import RequestFailed, with_retries
 from feedmill.producers.live.state import statuses
+from feedmill.testing.fake_reddit import Reddit as LoopbackReddit
+from feedmill.testing.loopback import Handler, Loopback
 from tests.fakes import constants
 from tests.fakes.clock import SimulatedClock
-from tests.fakes.loopback import Handler, Loopback
-from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.integration.reddit.house import HOUR, MINUTE, TOPICS, House
+from tests.support import long_cases
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        "too_many_bare", "server_error_503", "html", "html_403", "redirect_nowhere", "token_expired", "cut_body",
-        "remaining_nan", "empty_listing", "no_data", "truncated_json", "sticky_head", "slow_body",
+        "too_many_bare", "server_error_503", "html_403", "token_expired", "cut_body",
+        "empty_listing", "sticky_head",
+        *long_cases(
+            "html", "redirect_nowhere", "remaining_nan", "no_data", "truncated_json", "slow_body",
+        ),
     ],
 )  # fmt: skip
 def test_reddit_faults_lose_no_post(house: House, fault: str) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     house.loopback.faults.next(fault, times=2, where="/r/", seconds=3)
-    expected = house.publish("cooking", 3) + house.publish("tennis", 250)
+    expected = house.publish("cooking", 3) + house.publish(
+        "tennis", 120
+    )  # more than a page
     house.run(daemon, 20 * MINUTE)
     assert house.loopback.ledger.faults[fault] == 2
     assert set(house.ids()) >= set(expected)
@@ -90,12 +96,25 @@ def test_stays_within_reddits_rate_limit(house: House, clock: SimulatedClock) ->
         assert strict.ledger.total > 6 * 15
 
 
-def test_backs_off_while_reddit_is_unreachable(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.read_from(constants.reddit("http://127.0.0.1:9"))  # the discard port, where nothing listens
+def test_backs_off_while_reddit_is_unreachable(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    # the discard port, where nothing listens
+    house.read_from(constants.reddit("http://127.0.0.1:9"))
     daemon = house.daemon()
     house.run(daemon, HOUR)
     assert daemon.hindrance
-    assert 5 <= len([record for record in caplog.records if daemon.hindrance in record.getMessage()]) <= 30
+    assert (
+        5
+        <= len(
+            [
+                record
+                for record in caplog.records
+                if daemon.hindrance in record.getMessage()
+            ]
+        )
+        <= 30
+    )
 
 
 def test_keeps_reporting_while_waiting_for_reddit(house: House) -> None:
@@ -145,7 +164,9 @@ def test_loses_nothing_while_redis_rejects_writes(house: House) -> None:
     assert daemon.hindrance == ""
 
 
-def test_a_bug_in_one_job_does_not_stop_the_others(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_one_job_does_not_stop_the_others(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     expected = house.publish("cooking")

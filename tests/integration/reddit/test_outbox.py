@@ -52,14 +52,23 @@ ONCE = ("note gaps", "at the third")
 @pytest.mark.parametrize(
     ("step", "when"),
     # Gaps are recorded only once in this test.
-    [(step, when) for step in STEPS for when in ("before", "at the third") if (step, when) != ONCE],
+    [
+        (step, when)
+        for step in STEPS
+        for when in ("before", "at the third")
+        if (step, when) != ONCE
+    ],
 )
 def test_a_kill_at_any_step_loses_and_repeats_nothing(
     house: House, step: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.run(house.daemon(), 2 * MINUTE)
     house.clock.wait(HOUR)
-    expected = house.publish("cooking", 120) + house.publish("baking", 2) + house.publish("chess")
+    expected = (
+        house.publish("cooking", 120)
+        + house.publish("baking", 2)
+        + house.publish("chess")
+    )
     out_of_reach = house.publish("tennis", 80)
     house.clock.wait(HOUR)
     expected += house.publish("tennis", 200)
@@ -91,7 +100,9 @@ def test_a_kill_at_any_step_loses_and_repeats_nothing(
     assert gap.until == published[expected[-200]].created_utc + 1
 
 
-def test_a_kill_during_the_first_walk_loses_nothing_after_it(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_during_the_first_walk_loses_nothing_after_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = house.publish("cooking", 20)
     with monkeypatch.context() as patched:
         patched.setattr(broker, "publish", lambda *_: (_ for _ in ()).throw(Killed()))

@@ -11,7 +11,7 @@ from feedmill.producers.reddit.listing import ListingPage
 from feedmill.producers.reddit.topics import Topics
 from feedmill.shared.keys import REDDIT_TRACK
 from feedmill.shared.messages import Post
-from tests.fakes import reddit
+from feedmill.testing import fake_reddit as reddit
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
 
 
@@ -32,14 +32,24 @@ def test_sends_new_posts_once_in_order(house: House) -> None:
 def test_posts_carry_reddits_fields(house: House) -> None:
     daemon = house.daemon()
     fullname = house.loopback.publish(
-        "Cooking", title="Fish & chips <3", body="a > b", url=None, score=7, over_18=True, spoiler=True
+        "Cooking",
+        title="Fish & chips <3",
+        body="a > b",
+        url=None,
+        score=7,
+        over_18=True,
+        spoiler=True,
     )
     house.run(daemon, 2 * MINUTE)
     (post,) = [post for post in house.queued() if post["id"] == fullname]
     assert post["title"] == "Fish & chips <3"
     assert post["body"] == "a > b"
     assert (post["topic"], post["subreddit"], post["score"]) == ("food", "cooking", 7)
-    assert (post["nsfw"], post["spoiler"], post.get("stickied", False)) == (True, True, False)
+    assert (post["nsfw"], post["spoiler"], post.get("stickied", False)) == (
+        True,
+        True,
+        False,
+    )
     assert post["permalink"].startswith("https://www.reddit.com/r/")
     assert post["created_utc"] == house.loopback.ledger.published[fullname].created_utc
     assert not {"author", "author_fullname"} & set(post)
@@ -60,12 +70,16 @@ def test_reads_a_topics_subreddits_in_one_request(house: House) -> None:
     house.run(daemon, 2 * MINUTE)
     begun = house.loopback.ledger.total
     house.run(daemon, 10 * MINUTE)
-    assert 18 <= house.loopback.ledger.total - begun <= 23  # two topics, one request a minute each
+    assert (
+        18 <= house.loopback.ledger.total - begun <= 23
+    )  # two topics, one request a minute each
     paths = [request.path for request in list(house.loopback.ledger.requests)[begun:]]
     assert set(paths) == {"/r/cooking+baking/new", "/r/tennis+chess/new"}
 
 
-def test_slow_answers_starve_no_topic(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_answers_starve_no_topic(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each answer takes longer than the interval between two polls of a topic."""
     page = RedditClient.page
 
@@ -74,7 +88,10 @@ def test_slow_answers_starve_no_topic(house: House, monkeypatch: pytest.MonkeyPa
         return page(*arguments, **options)
 
     monkeypatch.setattr(RedditClient, "page", slow)
-    house.topics = Topics(active=1, topics={"food": ("cooking",), "tennis": ("tennis",), "golf": ("golf",)})
+    house.topics = Topics(
+        active=1,
+        topics={"food": ("cooking",), "tennis": ("tennis",), "golf": ("golf",)},
+    )
     daemon = house.daemon()
     house.run(daemon, HOUR)
     posts = [house.publish(name)[0] for name in ("cooking", "tennis", "golf")]
@@ -121,6 +138,38 @@ def test_finds_a_post_that_appears_minutes_late(house: House) -> None:
     assert late in house.ids()
 
 
+def test_reddits_clock_an_hour_back_loses_nothing(house: House) -> None:
+    """Old times put new posts below those that are known; a walk to the end finds them."""
+    now = house.clock.time()
+    for minute in range(200):
+        house.publish("cooking", created_utc=now - minute * MINUTE)
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    posts = [
+        house.publish(name, created_utc=now - 2.5 * HOUR)[0]
+        for name in ("cooking", "tennis") * 10
+    ]
+    house.run(daemon, 7 * HOUR)
+    assert sorted(set(house.ids()) & set(posts)) == sorted(posts)
+    assert len(house.ids()) == len(set(house.ids()))
+    assert daemon.status()["earlier"] == 10, (
+        "the watermark of the quiet subreddit is older"
+    )
+
+
+def test_a_full_walk_dated_in_the_future_is_repeated(house: House) -> None:
+    """This machine's clock was wrong."""
+    now = house.clock.time()
+    for minute in range(200):
+        house.publish("cooking", created_utc=now - minute * MINUTE)
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.redis.client.hset(REDDIT_TRACK + "cooking", "full", now + 30 * DAY)
+    (late,) = house.publish("cooking", created_utc=now - 2.5 * HOUR)
+    house.run(daemon, 2 * MINUTE)
+    assert house.ids().count(late) == 1
+
+
 @short_listings
 def test_finds_a_held_back_post_beside_a_busy_subreddit(house: House) -> None:
     """In the listing of both subreddits, the post is beyond the maximum length."""
@@ -150,9 +199,12 @@ def test_records_a_gap_if_a_listing_overflows(house: House) -> None:
     (gap,) = house.gaps.all()
     assert gap.subreddit == "cooking"
     assert gap.since <= until
-    assert int(gap.until) == begins + 2 + 1  # the first 200 are out of reach, and so may be some of the third second
+    # the first 200 are out of reach, and so may be some of the third second
+    assert int(gap.until) == begins + 2 + 1
     assert set(house.ids()) >= {*known, *quiet}
-    assert len([post for post in house.queued() if post["created_utc"] >= begins]) == 1000 + len(quiet)
+    assert len(
+        [post for post in house.queued() if post["created_utc"] >= begins]
+    ) == 1000 + len(quiet)
     assert daemon.status()["gaps"] == 1
     house.run(house.daemon(), 10 * MINUTE)
     assert house.gaps.all() == [gap]
@@ -167,7 +219,9 @@ def test_splits_a_joint_listing_that_overflows(house: House) -> None:
     assert house.gaps.all() == []
 
 
-def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_post_dated_in_the_future_does_not_hide_later_ones(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (odd,) = house.publish("cooking")
@@ -176,13 +230,18 @@ def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monke
     monkeypatch.setattr(
         listing,
         "parse_item",
-        lambda said, topics: real({**said, "created_utc": future} if said["name"] == odd else said, topics),
+        lambda said, topics: real(
+            {**said, "created_utc": future} if said["name"] == odd else said, topics
+        ),
     )
     house.run(daemon, 5 * MINUTE)
     later = house.publish("cooking", 250)
     house.run(daemon, 5 * MINUTE)
     assert set(later) <= set(house.ids())
-    assert float(str(house.redis.client.hget(REDDIT_TRACK + "cooking", "watermark"))) <= house.clock.time()
+    assert (
+        float(str(house.redis.client.hget(REDDIT_TRACK + "cooking", "watermark")))
+        <= house.clock.time()
+    )
 
 
 def test_sends_unusual_posts_and_counts_empty_ones_as_refused(house: House) -> None:
@@ -224,7 +283,9 @@ def test_a_redirect_to_another_subreddit_replaces_the_first(house: House) -> Non
     assert (entry.reason, entry.by) == ("redirected", "baking")
 
 
-def test_a_blocked_user_agent_closes_no_subreddit(house: House, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_blocked_user_agent_closes_no_subreddit(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
     house.loopback.blocked_agents = "nobody"
     house.run(house.daemon(), 5 * MINUTE)
     assert house.replaced() == {}
@@ -232,9 +293,13 @@ def test_a_blocked_user_agent_closes_no_subreddit(house: House, caplog: pytest.L
 
 
 def test_a_dump_of_the_same_posts_sends_nothing_again(house: House) -> None:
-    """Dumps escape HTML where the API does not, and carry the same texts of crossposts, polls and galleries."""
+    """Dumps escape HTML where the API does not, and carry the same texts of crossposts, polls and
+    galleries.
+    """
     (original,) = house.publish("tennis", body="An original &amp; its entity")
-    house.loopback.publish("cooking", title="Fish &amp; chips <3", body="&#x200B; a > b &lt;")
+    house.loopback.publish(
+        "cooking", title="Fish &amp; chips <3", body="&#x200B; a > b &lt;"
+    )
     house.publish("cooking", crosspost_of=original)
     house.publish("cooking", options=["Tea & milk", "Coffee"])
     daemon = house.daemon()
@@ -244,5 +309,9 @@ def test_a_dump_of_the_same_posts_sends_nothing_again(house: House) -> None:
         *_, read = parse_post(record, "dump:1")
         assert isinstance(read, Post)
         if record["name"] in house.ids():
-            (sent,) = [Post.parse(each) for each in house.queued() if each["id"] == record["name"]]
+            (sent,) = [
+                Post.parse(each)
+                for each in house.queued()
+                if each["id"] == record["name"]
+            ]
             assert read.text == sent.text

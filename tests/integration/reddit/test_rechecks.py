@@ -5,7 +5,12 @@ from typing import Any
 import pytest
 
 from feedmill.producers.live import rechecks
-from feedmill.producers.live.rechecks import MISSING_PATIENCE_S, REMOVED_PATIENCE_S, RETURN_PAUSES_S, WAITING_RETRY_S
+from feedmill.producers.live.rechecks import (
+    MISSING_PATIENCE_S,
+    REMOVED_PATIENCE_S,
+    RETURN_PAUSES_S,
+    WAITING_RETRY_S,
+)
 from feedmill.producers.reddit.source import RedditSource
 from feedmill.shared.keys import MARKS, TOMBSTONE
 from feedmill.shared.messages import Post
@@ -21,14 +26,24 @@ SELDOM = 6 * HOUR
 
 
 def test_recheck_refreshes_resends_and_purges(house: House) -> None:
-    """Scores are refreshed, edited posts sent again, deleted posts purged at once, removed and missing ones later."""
+    """Scores are refreshed, edited posts sent again, deleted posts purged at once, removed and
+    missing ones later.
+    """
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
-    kept, edited, deleted, removed, vanished = house.publish("cooking", 5, body="before")
+    kept, edited, deleted, removed, vanished = house.publish(
+        "cooking", 5, body="before"
+    )
     house.run(daemon, 2 * MINUTE)
     store = ResultsStore(house.redis.client, house.settings)
     sent = [Post.parse(post) for post in house.queued()]
-    store.write([result(post) for post in sent if post.id in (kept, edited, deleted, removed, vanished)])
+    store.write(
+        [
+            result(post)
+            for post in sent
+            if post.id in (kept, edited, deleted, removed, vanished)
+        ]
+    )
     house.loopback.score(kept, 4321)
     house.loopback.edit(edited, "after")
     house.publish("cooking", 250)  # push the five posts off the listing's first pages
@@ -40,7 +55,10 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
     score = store.score(kept)
     assert score
     assert score.score == 4321
-    assert [post["body"] for post in house.queued() if post["id"] == edited] == ["before", "after"]
+    assert [post["body"] for post in house.queued() if post["id"] == edited] == [
+        "before",
+        "after",
+    ]
     assert store.get(removed)
     assert store.get(vanished)
     assert daemon.status()["purged"] == 1
@@ -65,17 +83,22 @@ def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:
     assert house.loopback.ledger.faults["empty_listing"] >= 1
     house.loopback.faults.clear()
     house.run(daemon, DAY)
-    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in fullnames)) == 0
+    assert (
+        house.redis.client.exists(*(TOMBSTONE + post_id for post_id in fullnames)) == 0
+    )
     assert all(sent_marks(house.redis.client, fullname) for fullname in fullnames)
     assert daemon.status()["rechecked"] >= 50
 
 
-def test_rechecks_get_requests_while_the_source_takes_each_one(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rechecks_get_requests_while_the_source_takes_each_one(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     daemon = house.daemon()
     house.publish("cooking")
     house.run(daemon, MINUTE)
     house.clock.wait(2 * HOUR)
-    monkeypatch.setattr(daemon._source, "pending", lambda: 0.7)  # as while it catches up, page by page
+    # as while it catches up, page by page
+    monkeypatch.setattr(daemon._source, "pending", lambda: 0.7)
     house.run(daemon, MINUTE)
     assert daemon.status()["rechecked"] == len(house.ids())
 
@@ -92,7 +115,9 @@ def test_failed_requests_do_not_hold_up_later_rechecks(house: House) -> None:
     assert house.redis.client.exists(TOMBSTONE + deleted)
 
 
-def test_posts_of_a_subreddit_that_stays_private_are_purged_and_come_back_with_it(house: House) -> None:
+def test_posts_of_a_subreddit_that_stays_private_are_purged_and_come_back_with_it(
+    house: House,
+) -> None:
     daemon = house.daemon(reddit_poll_interval=SELDOM)
     posts = house.publish("cooking", 5)
     house.run(daemon, 5 * MINUTE)
@@ -115,12 +140,22 @@ def test_a_purged_post_that_is_approved_later_is_sent_again(house: House) -> Non
     house.loopback.delete(deleted)
     purge(house.redis.client, house.settings, [by_hand])
     house.run(daemon, RECHECK_DELAYS_S[0] + REMOVED_PATIENCE_S + 2 * WAITING_RETRY_S)
-    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in (approved, deleted, by_hand))) == 3
+    assert (
+        house.redis.client.exists(
+            *(TOMBSTONE + post_id for post_id in (approved, deleted, by_hand))
+        )
+        == 3
+    )
     for post in (approved, deleted, by_hand):
         house.loopback.approve(post)
     house.run(daemon, RETURN_PAUSES_S[0] + HOUR)
     assert whole(house).count(approved) == 1
-    assert house.redis.client.exists(*(TOMBSTONE + post_id for post_id in (deleted, by_hand))) == 2
+    assert (
+        house.redis.client.exists(
+            *(TOMBSTONE + post_id for post_id in (deleted, by_hand))
+        )
+        == 2
+    )
     assert not {deleted, by_hand} & set(whole(house))
 
 
@@ -138,7 +173,9 @@ def test_a_later_purge_by_hand_stands_if_the_post_comes_back(house: House) -> No
     assert post not in whole(house)
 
 
-def test_a_post_comes_back_after_a_kill_during_its_purge(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_post_comes_back_after_a_kill_during_its_purge(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     daemon = house.daemon(reddit_poll_interval=SELDOM)
     (post,) = house.publish("cooking")
     house.run(daemon, 5 * MINUTE)
@@ -151,21 +188,27 @@ def test_a_post_comes_back_after_a_kill_during_its_purge(house: House, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(rechecks, "purge", killing)
         with pytest.raises(Killed):
-            house.run(daemon, RECHECK_DELAYS_S[0] + REMOVED_PATIENCE_S + 2 * WAITING_RETRY_S)
+            house.run(
+                daemon, RECHECK_DELAYS_S[0] + REMOVED_PATIENCE_S + 2 * WAITING_RETRY_S
+            )
     house.loopback.approve(post)
     house.run(house.daemon(reddit_poll_interval=SELDOM), RETURN_PAUSES_S[0] + HOUR)
     assert whole(house).count(post) == 1
 
 
 def test_expired_marks_send_nothing_twice(house: House) -> None:
-    """Posts that are older than the records of sent posts may have been sent; rechecks do not depend on them."""
+    """Posts that are older than the records of sent posts may have been sent; rechecks do not
+    depend on them.
+    """
     daemon = house.daemon(sent_ttl=HOUR, reddit_poll_interval=SELDOM)
     posts = house.publish("cooking", 5)
     house.run(daemon, RECHECK_DELAYS_S[0] - MINUTE)
     house.loopback.edit(posts[0], "after")
     house.clock.wait(2 * MINUTE)
     forget_marks(house)
-    house.run(house.daemon(sent_ttl=HOUR, reddit_poll_interval=SELDOM), RECHECK_DELAYS_S[1])
+    house.run(
+        house.daemon(sent_ttl=HOUR, reddit_poll_interval=SELDOM), RECHECK_DELAYS_S[1]
+    )
     assert [house.ids().count(post) for post in posts] == [2, 1, 1, 1, 1]
 
 

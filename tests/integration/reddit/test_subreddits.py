@@ -3,22 +3,39 @@
 import pytest
 
 from feedmill.producers.reddit.topics import Topics
-from tests.integration.reddit.house import DAY, HOUR, MINUTE, TOPICS, House, short_listings
+from tests.integration.reddit.house import (
+    DAY,
+    HOUR,
+    MINUTE,
+    TOPICS,
+    House,
+    short_listings,
+)
 
 
 def test_replaces_missing_and_inactive_subreddits(house: House) -> None:
     house.loopback.add_subreddit("asleep")
-    house.loopback.publish("asleep", title="long ago", created_utc=house.clock.time() - 60 * DAY)
-    house.topics = Topics(active=1, topics={"food": ("nothere", "asleep", "cooking"), "rest": ("gone1", "gone2")})
+    house.loopback.publish(
+        "asleep", title="long ago", created_utc=house.clock.time() - 60 * DAY
+    )
+    house.topics = Topics(
+        active=1,
+        topics={"food": ("nothere", "asleep", "cooking"), "rest": ("gone1", "gone2")},
+    )
     daemon = house.daemon()
     house.run(daemon, 5 * MINUTE)
-    reasons = {name: (entry.reason, entry.by) for name, entry in house.replaced().items()}
+    reasons = {
+        name: (entry.reason, entry.by) for name, entry in house.replaced().items()
+    }
     assert reasons == {
         "nothere": ("missing", "cooking"), "asleep": ("asleep", None),
         "gone1": ("missing", None), "gone2": ("missing", None),
     }  # fmt: skip
     assert daemon.status()["subreddits"] == 1
-    assert {entry["subreddit"]: (entry["reason"], entry["by"]) for entry in daemon.status()["replaced"]} == reasons
+    assert {
+        entry["subreddit"]: (entry["reason"], entry["by"])
+        for entry in daemon.status()["replaced"]
+    } == reasons
     assert {post["subreddit"] for post in house.queued()} == {"cooking"}
 
 
@@ -32,7 +49,9 @@ def test_replaces_an_unreadable_subreddit_until_it_reopens(house: House) -> None
         "cooking": ("banned", "recipes"),
         "tennis": ("private", "golf"),
     }
-    assert replaced["cooking"].since == pytest.approx(house.clock.time(), abs=5 * MINUTE)
+    assert replaced["cooking"].since == pytest.approx(
+        house.clock.time(), abs=5 * MINUTE
+    )
     expected = house.publish("recipes") + house.publish("golf")
     house.run(daemon, 5 * MINUTE)
     assert set(expected) <= set(house.ids())
@@ -44,7 +63,9 @@ def test_replaces_an_unreadable_subreddit_until_it_reopens(house: House) -> None
 
 
 @pytest.mark.parametrize("before", [0.0, 5 * MINUTE], ids=["at the start", "later"])
-def test_retries_a_topic_without_readable_subreddits_soon(house: House, before: float) -> None:
+def test_retries_a_topic_without_readable_subreddits_soon(
+    house: House, before: float
+) -> None:
     daemon = house.daemon()
     house.run(daemon, before)
     house.redis.client.delete("feedmill")
@@ -60,7 +81,9 @@ def test_retries_a_topic_without_readable_subreddits_soon(house: House, before: 
 
 @short_listings
 def test_reads_posts_made_while_the_subreddit_was_closed(house: House) -> None:
-    """A listing of several subreddits leaves out closed ones, so reading it must not advance their positions."""
+    """A listing of several subreddits leaves out closed ones, so reading it must not advance their
+    positions.
+    """
     daemon = house.daemon(reddit_poll_interval=HOUR / 2)
     house.publish("cooking")
     house.run(daemon, 5 * MINUTE)
