@@ -2,10 +2,12 @@
 
     FEEDMILL_REDIS_URL=redis://:password@127.0.0.1:6379/0 uvicorn fastapi_endpoint:app
 
-    curl http://127.0.0.1:8000/classify --json '{"posts": [{"id": "a1", "title": "The keeper saved two penalties"}]}'
+    curl http://127.0.0.1:8000/classify \\
+        --json '{"posts": [{"id": "a1", "title": "The keeper saved two penalties"}]}'
 
-POST /classify takes the arguments of `feedmill.classify`. It responds 200 with one outcome per post, 422 with the
-reason if the message failed, or 202 with the result's address if there is no result within `PATIENCE` seconds.
+POST /classify takes the arguments of `feedmill.classify`. It responds 200 with one outcome per
+post, 422 with the reason if the message failed, or 202 with the result's address if there is no
+result within `PATIENCE` seconds.
 """
 
 import os
@@ -22,12 +24,15 @@ PATIENCE = float(os.environ.get("PATIENCE", "30"))
 #: Errors that the sender can fix: invalid options; all posts failed or, with `strict`, any post.
 REFUSALS = {"RequestRefused", "MessageFailed"}
 
-celery = Celery(broker=URL, backend=URL)
+# Not the process' current application: `@shared_task` stays with one that you may have.
+celery = Celery(broker=URL, backend=URL, set_as_current=False)
 app = FastAPI(title="Labels")
 
 
 @app.post("/classify")
-def classify(arguments: Annotated[dict[str, Any], Body()], response: Response) -> dict[str, Any]:
+def classify(
+    arguments: Annotated[dict[str, Any], Body()], response: Response
+) -> dict[str, Any]:
     sent = celery.send_task("feedmill.classify", kwargs=arguments, queue="feedmill")
     try:
         sent.get(timeout=PATIENCE, propagate=False)

@@ -4,7 +4,8 @@
     celery -A own_tasks worker --pool solo &
     python own_tasks.py
 
-Feedmill's worker publishes these tasks and knows only their signatures, so each signature names its queue.
+Feedmill's worker publishes these tasks and knows only their signatures, so each signature names
+its queue.
 """
 
 import os
@@ -18,7 +19,7 @@ from celery.result import AsyncResult
 URL = os.environ["FEEDMILL_REDIS_URL"]
 Outcomes = list[dict[str, Any]]
 
-app = Celery("own_tasks", broker=URL, backend=URL)
+app = Celery("own_tasks", broker=URL, backend=URL, set_as_current=False)
 app.conf.task_default_queue = "own"
 
 
@@ -29,7 +30,10 @@ def classify(posts: list[dict[str, Any]], **options: Any) -> Signature:
 
 
 def own(task: Any) -> Signature:
-    """Return a signature of one of the tasks below. The task receives the previous task's result as its argument."""
+    """Return a signature of one of the tasks below.
+
+    The task receives the previous task's result as its argument.
+    """
     return app.signature(task.name, queue="own")
 
 
@@ -41,8 +45,13 @@ def labels(outcomes: Outcomes) -> dict[str, str | None]:
 
 @app.task(name="own.count")
 def count(messages: list[Outcomes]) -> dict[str, int]:
-    """Count the posts of each label. Runs as the callback of a chord, once all of the chord's messages are finished."""
-    return Counter(outcome.get("label", "none") for outcomes in messages for outcome in outcomes)
+    """Count the posts of each label.
+
+    Runs as the callback of a chord, once all of the chord's messages are finished.
+    """
+    return Counter(
+        outcome.get("label", "none") for outcomes in messages for outcome in outcomes
+    )
 
 
 @app.task(name="own.failed")
@@ -54,9 +63,18 @@ def failed(message_id: str) -> str:
 
 if __name__ == "__main__":
     MESSAGES = [
-        [{"id": "b1", "title": "The keeper saved two penalties"}, {"id": "b2", "title": "A draw in the last minute"}],
+        [
+            {"id": "b1", "title": "The keeper saved two penalties"},
+            {"id": "b2", "title": "A draw in the last minute"},
+        ],
         [{"id": "b3", "title": "How long do dried beans keep?"}],
     ]
-    print("group:", [len(outcomes) for outcomes in group(map(classify, MESSAGES))().get(timeout=60)])
+    print(
+        "group:",
+        [
+            len(outcomes)
+            for outcomes in group(map(classify, MESSAGES))().get(timeout=60)
+        ],
+    )
     print("chain:", (classify(MESSAGES[0]) | own(labels))().get(timeout=60))
     print("chord:", chord(map(classify, MESSAGES), own(count))().get(timeout=60))

@@ -18,8 +18,12 @@ POSTS = [
 ]
 LABELS = {"sport": "sports and matches", "kitchen": "kitchen and cooking"}
 
-app = Celery(broker=URL, backend=URL)
-sent = app.send_task("feedmill.classify", kwargs={"version": 1, "posts": POSTS, "labels": LABELS}, queue="feedmill")
+app = Celery(broker=URL, backend=URL, set_as_current=False)
+sent = app.send_task(
+    "feedmill.classify",
+    kwargs={"version": 1, "posts": POSTS, "labels": LABELS},
+    queue="feedmill",
+)
 outcomes = sent.get(timeout=60, propagate=False)
 if sent.failed():
     sys.exit(f"{type(outcomes).__name__}: {outcomes}")

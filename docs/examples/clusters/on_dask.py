@@ -14,5 +14,7 @@ NEW = {"label": "string", "label_score": "float64", "label_error": "string"}
 if __name__ == "__main__":
     posts = dask.dataframe.read_parquet(sys.argv[1])
     meta = posts.dtypes.to_dict() | NEW
-    labelled = posts.map_partitions(feedmill.classify, labels=["sports", "food"], device="cpu", meta=meta)
+    labelled = posts.map_partitions(
+        feedmill.classify, labels=["sports", "food"], device="cpu", meta=meta
+    )
     labelled.to_parquet(sys.argv[2], write_index=False)

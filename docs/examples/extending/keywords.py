@@ -1,6 +1,9 @@
-"""A classifier that chooses the label with the most words in the post. A label's description lists its words.
+"""A classifier that chooses the label with the most words in the post.
 
-    PYTHONPATH=docs/examples/extending feedmill classify "Soup with beans" --classifier keywords:Keywords \
+A label's description lists its words.
+
+    PYTHONPATH=docs/examples/extending feedmill classify "Soup with beans" --classifier
+    keywords:Keywords \
         --labels '{"food": "soup beans bread", "sports": "match goal"}'
 """
 
@@ -22,8 +25,8 @@ from feedmill.workers.models.weights import Weights
 class Keywords:
     """Classifier that counts words.
 
-    A row's tokens are label indices, one for each word of the post that belongs to a label. If no word does, the only
-    token is the index after the last label.
+    A row's tokens are label indices, one for each word of the post that belongs to a label. If no
+    word does, the only token is the index after the last label.
     """
 
     kind = "keywords"
@@ -40,7 +43,11 @@ class Keywords:
 
     def _words(self, described: Sequence[Sequence[str]]) -> dict[str, int]:
         """Map each word to the index of its label."""
-        return {word: index for index, texts in enumerate(described) for word in words(" ".join(texts))}
+        return {
+            word: index
+            for index, texts in enumerate(described)
+            for word in words(" ".join(texts))
+        }
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         """Turn texts into rows. Runs on the tokenizer thread."""
@@ -48,7 +55,10 @@ class Keywords:
         return [
             [
                 Row(
-                    Tokens([indices[word] for word in words(text) if word in indices] or [len(label_set.labels)]),
+                    Tokens(
+                        [indices[word] for word in words(text) if word in indices]
+                        or [len(label_set.labels)]
+                    ),
                     label_set,
                 )
             ]
@@ -62,15 +72,21 @@ class Keywords:
             width = max(len(row.label_set.labels) for row in rows)
             counts = torch.zeros(len(rows), width + 1)
             for index, row in enumerate(rows):
-                counts[index] += torch.bincount(torch.tensor(row.tokens.ids), minlength=width + 1)
+                counts[index] += torch.bincount(
+                    torch.tensor(row.tokens.ids), minlength=width + 1
+                )
             return TensorOutputs(counts[:, :width], began)
 
-    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
+    def finish(
+        self, rows: Sequence[Row], outputs: TensorOutputs
+    ) -> list[tuple[Row, Scores]]:
         """Return each label's share of the words found. Runs on the writer thread."""
         found = []
         for row, counts in zip(rows, outputs.wait(), strict=True):
             labels = row.label_set.labels
-            shares = (counts[: len(labels)] + 1) / (counts[: len(labels)].sum() + len(labels))
+            shares = (counts[: len(labels)] + 1) / (
+                counts[: len(labels)].sum() + len(labels)
+            )
             found.append((row, dict(zip(labels, shares.tolist(), strict=True))))
         return found
 

@@ -22,9 +22,19 @@ SLOW_PASS_S = 1.0
 
 
 class LoggedEngine(TorchEngine):
-    """torch's engine with logging. `reads` names the model outputs that the classifier needs; see network.py."""
+    """torch's engine with logging.
 
-    def __init__(self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int, settings: Settings) -> None:
+    `reads` names the model outputs that the classifier needs; see network.py.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        device: Device,
+        reads: Sequence[str],
+        pad_id: int,
+        settings: Settings,
+    ) -> None:
         super().__init__(weights, device, reads, pad_id, settings.max_tokens)
 
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
@@ -32,5 +42,7 @@ class LoggedEngine(TorchEngine):
         found = super().forward(rows)
         if (seconds := time.perf_counter() - began) > SLOW_PASS_S:
             longest = max(len(row.ids) for row in rows)
-            logger.warning("%d rows of up to %d tokens took %.1f s", len(rows), longest, seconds)
+            logger.warning(
+                "%d rows of up to %d tokens took %.1f s", len(rows), longest, seconds
+            )
         return found
