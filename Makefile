@@ -7,6 +7,8 @@ PIP_ARGS ?=
 ROOTS ?=
 # Test processes. Tests that start workers wait most of the time: two cores suffice for six processes.
 PROCESSES ?= 6
+# Seed of the tests' order and of Hypothesis' examples: the same commit runs the same tests. `make long` draws others.
+SEED ?= 1
 # Server of `make test-redis`: system, valkey or embedded.
 REDIS ?= embedded
 # Set to 1 to count skipped tests as failures.
@@ -30,6 +32,7 @@ export PYTHONDONTWRITEBYTECODE =
 export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := $(VENV)/bin
+SEEDS = --randomly-seed=$(SEED) --hypothesis-seed=$(SEED)
 STAMP_TORCH = test $(VENV)/torch -nt constraints.txt || touch $(VENV)/torch
 # pip, not uv: uv selects other torch wheels than those that constraints.txt was tested with.
 # Quiet: pip's hundreds of lines would hide what comes after. PIP_ARGS=--verbose shows them.
@@ -49,11 +52,11 @@ demo: $(VENV)/demo ## Install the demo into .venv and run it
 test: $(VENV)/test lint-fast ## Install the test dependencies, run all checks and tests
 	@mkdir -p build
 	@$(BIN)/mypy >build/mypy.log 2>&1 & mypy=$$!; trap 'kill $$mypy 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
-	PYTEST_REDIS=first $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips); \
+	PYTEST_REDIS=first $(BIN)/python -m pytest $(SEEDS) --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips); \
 	tests=$$?; wait $$mypy; types=$$?; cat build/mypy.log; exit $$((tests || types))
 
 test-redis: $(VENV)/test ## Run the tests marked each_redis on another redis-server: REDIS=valkey or embedded
-	PYTEST_REDIS=$(REDIS) $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder \
+	PYTEST_REDIS=$(REDIS) $(BIN)/python -m pytest $(SEEDS) --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 		-m "each_redis and not long$(if $(filter embedded,$(REDIS)), and not system_redis)" $(if $(STRICT),--strict-skips)
 
 long: $(VENV)/test ## Run the long tests: all cases, faults, kills, eight simulated hours of each source, comparison with Celery, fuzzing, clusters, containers

@@ -29,7 +29,7 @@ WIDE = {"width": 1100, "height": 800}
 PHONE = {"width": 400, "height": 800}
 PASSWORD = "a good password"
 #: Seconds of a busy machine, in milliseconds.
-PATIENCE_MS = 20_000
+PATIENCE_MS = 120_000
 #: Ratio of text to its background that is readable.
 READABLE = 4.5
 CSV = "Nr,Kommentar,more\n1,The keeper saved two penalties,x\n2,How to cook dried beans,y\n"
@@ -122,7 +122,8 @@ def wait_for_keys(page: Any) -> None:
     page.evaluate(
         """() => {
           window.hears = false;
-          addEventListener("keydown", () => { window.hears = true; }, { capture: true, once: true });
+          const hear = () => { window.hears = true; };
+          addEventListener("keydown", hear, { capture: true, once: true });
         }"""
     )
 
@@ -193,18 +194,16 @@ def test_a_file_is_labelled_by_keyboard_alone(
         page.keyboard.press("g")
         page.keyboard.press("u")
         page.wait_for_url("**/runs")
-        wait_for_keys(page)
+        # Chromium asks the test for files some time after the test says that it listens.
         choosers: list[Any] = []
-        page.on("filechooser", lambda chooser: choosers.append(chooser))  # noqa: PLW0108 - Playwright marks it
-        page.evaluate("() => { window.log=[]; document.getElementById('file').addEventListener('click', e => log.push(['click', navigator.userActivation.isActive, e.defaultPrevented])); addEventListener('keydown', e => log.push([e.key, navigator.userActivation.isActive]), true); }")
+
+        def note(chooser: Any) -> None:
+            choosers.append(chooser)
+
+        page.on("filechooser", note)
+        wait_for_keys(page)
         page.keyboard.press("n")
-        import time as _t
-        for i in range(8):
-            _t.sleep(0.5); page.title()
-            if choosers: break
-            if i == 4: page.keyboard.press("n")
-            print("DBG", i, page.evaluate("() => [log, document.visibilityState, document.hasFocus(), document.activeElement.outerHTML.slice(0,80)]"))
-        if i: raise SystemError("DBG %s" % i)
+        wait_until(lambda: page.title() and choosers, "the browser asks for a file")
         choosers[0].set_files(str(file))
         page.wait_for_url("**/upload/*")
         wait_for_keys(page)
