@@ -214,6 +214,7 @@ def _reddit_source(
 @with_settings(
     *SENDING,
     "languages",
+    "bluesky_accounts",
     "bluesky_languages",
     "bluesky_min_characters",
     "metrics_port",
@@ -466,7 +467,7 @@ COUNTS = {
     "failing_feeds": "failing feeds: {:,}", "gone_feeds": "gone feeds: {:,}",
     "replaced": "replaced subreddits: {:,}", "gaps": "gaps: {:,}",
     "filled": "gaps filled: {:,}", "ahead": "{:,} from the future",
-    "steps_back": "clock went back: {:,}",
+    "steps_back": "clock went back: {:,}", "switches": "server changes: {:,}",
     "unreadable": "{:,} unreadable",
     "requests": "requests: {:,}", "budget": "requests left: {:,.0f}",
 }  # fmt: skip
@@ -479,6 +480,8 @@ def format_status(status: dict[str, Any]) -> str:
         parts.append(f"{status['subreddits']} subreddits of {status['topics']} topics")
     if "feeds" in status:
         parts.append(counted(status["feeds"], "feed"))
+    if status.get("server"):
+        parts.append(f"reading {status['server']}")
     parts.append(f"{status['sent']:,} sent")
     if status["paused"]:
         parts.append("PAUSED: the queue is full")

@@ -83,6 +83,9 @@ class Source:
     #: Distance before the stored position from which reading resumes, for events that arrive out
     #: of order.
     overlap = 0
+    #: Distance after the stored position beyond which the first event after a reconnection means a
+    #: gap: the event at the position did not come again. Infinite if the source yields its gaps.
+    gap_tolerance: float = 0
     #: Seconds after sending at which posts are looked up again, in ascending order; none if the
     #: source reports edits and deletions by itself.
     recheck_delays: Sequence[float] = ()

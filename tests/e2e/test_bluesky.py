@@ -102,3 +102,45 @@ def test_unreachable_server_is_retried_until_the_signal(
         wait_until(lambda: daemon.text().count("retrying in") >= 2, "two attempts")
         assert daemon.end(signal.SIGINT) == 0
     assert "Traceback" not in daemon.text()
+
+
+def test_daemon_moves_to_another_server_and_says_which(
+    redis: RedisServer, jetstream: Jetstream, tmp_path: Path
+) -> None:
+    dead = f"127.0.0.1:{free_port()}"
+    host = jetstream.url.removeprefix("ws://")
+    environment = {
+        "FEEDMILL_REDIS_URL": redis.url,
+        "FEEDMILL_BLUESKY_URL": f"ws://user:secret@{dead},{jetstream.url}",
+    }
+    accounts = ("--bluesky-accounts", "did:plc:alice")
+    with running("ingest", "bluesky", *accounts, cwd=tmp_path, **environment) as daemon:
+        wait_until(lambda: jetstream.hellos, "the second server is asked")
+        jetstream.post("a post about kettles")
+        jetstream.post("another author's", "did:plc:bob")
+        wait_until(
+            lambda: queue_depth(redis.client, "feedmill").waiting, "the post is sent"
+        )
+        wait_until(lambda: daemon.says(f"reading {host}"), "the log has a status line")
+        wait_until(
+            lambda: (
+                f"reading {host}"
+                in feedmill("status", cwd=tmp_path, **environment).stdout
+            ),
+            "the status names the server",
+        )
+        assert daemon.end(signal.SIGTERM) == 0, daemon.text()
+    assert f"bluesky: {dead}: the connection failed" in daemon.text()
+    assert f"the next server is {host}" in daemon.text()
+    assert "server changes: 1" in daemon.text()
+    assert "secret" not in daemon.text()
+    assert "Traceback" not in daemon.text()
+
+
+def test_wrong_accounts_are_explained(redis: RedisServer, tmp_path: Path) -> None:
+    environment = {"FEEDMILL_REDIS_URL": redis.url}
+    accounts = ("--bluesky-accounts", "did:plc:alice,alice.bsky.social")
+    command = feedmill("ingest", "bluesky", *accounts, cwd=tmp_path, **environment)
+    assert command.returncode == 2
+    assert "FEEDMILL_BLUESKY_ACCOUNTS: 'alice.bsky.social' is not" in command.stderr
+    assert "Traceback" not in command.stderr
