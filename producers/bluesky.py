@@ -8,15 +8,17 @@ is also moved by time: a server reads its stored events faster than they were wr
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from redis import Redis
+
 from feedmill.producers.jetstream import Jetstream
 from feedmill.producers.live.source import Clock, Event, Source
 from feedmill.producers.live.state import Gap
-from feedmill.shared.errors import SettingsError, printable
+from feedmill.shared.errors import SettingsError, explain_missing, printable
 from feedmill.shared.language import is_foreign, parse_languages
 from feedmill.shared.messages import COMMENT_KIND, in_utc
 from feedmill.shared.settings import Settings
@@ -68,7 +70,9 @@ def _read_accounts(text: str) -> frozenset[str]:
         if len(content) > MAX_ACCOUNTS_BYTES:
             raise SettingsError(f"{source} is larger than 4 MiB.")
         text = content.decode("utf-8", "replace")
-    names = re.split(r"[,\s]+", text.strip().strip(","))
+    text = text.strip()
+    text = text.strip(",")
+    names = re.split(r"[,\s]+", text)
     accounts = frozenset(names)
     for name in names:
         if not ACCOUNT.fullmatch(name):
@@ -89,10 +93,14 @@ class BlueskySource(Source):
 
     name = "bluesky"
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
+    def __init__(
+        self, settings: Settings, clock: Clock, redis: Redis | None = None
+    ) -> None:
         urls = [url.strip() for url in settings.bluesky_url.split(",")]
         has_several = len(urls) > 1
-        overlap_s = SERVERS_OVERLAP_S if has_several else OVERLAP_S
+        overlap_s = OVERLAP_S
+        if has_several:
+            overlap_s = SERVERS_OVERLAP_S
         self.overlap = overlap_s * 1_000_000
         #: Accounts whose posts are read; empty for all.
         self._accounts = frozenset[str]()
@@ -114,6 +122,35 @@ class BlueskySource(Source):
         if settings.languages is not None:
             self._accepted_languages = parse_languages(settings.languages)
         self._clock = clock
+        #: Fills gaps; None if no archive is set.
+        self._filler: Any = None
+        if redis is not None and settings.bluesky_archive_url:
+            self._filler = self._make_filler(settings, clock, redis)
+
+    def _make_filler(self, settings: Settings, clock: Clock, redis: Redis) -> Any:
+        with explain_missing("Filling gaps", "bluesky"):
+            # Need requests and zstd, optional packages.
+            from feedmill.producers.bluesky_gaps import BlueskyGapFiller  # noqa: PLC0415
+            from feedmill.producers.jetstream_archive import JetstreamArchive  # noqa: PLC0415
+
+        key = ""
+        if settings.bluesky_archive_key is not None:
+            key = settings.bluesky_archive_key.get_secret_value()
+        url = str(settings.bluesky_archive_url)
+        archive = JetstreamArchive(url, key, clock)
+        return BlueskyGapFiller(
+            archive=archive,
+            redis=redis,
+            parse=self._event,
+            collection=COLLECTION,
+            clock=clock,
+        )
+
+    def needed_later(self, ids: Collection[str]) -> set[str]:
+        if self._filler is None:
+            return set()
+        needed: set[str] = self._filler.needed_later(ids)
+        return needed
 
     def position_at(self, at: float) -> int | None:
         microseconds = round(at * 1_000_000)
@@ -121,13 +158,23 @@ class BlueskySource(Source):
 
     def status(self) -> Mapping[str, Any]:
         jetstream = self._jetstream
+        filled = 0
+        if self._filler is not None:
+            filled = self._filler.filled
         return {
             "server": jetstream.server,
             "switches": jetstream.switches,
             "accounts": len(self._accounts),
+            "filled": filled,
         }
 
     def events(self, cursor: int | None) -> Iterator[Any]:
+        for raw in self._live_events(cursor):
+            yield raw
+            if self._filler is not None:
+                yield from self._filler.step()
+
+    def _live_events(self, cursor: int | None) -> Iterator[Any]:
         if not self._accounts:
             yield from self._jetstream.events(cursor)
             return
@@ -141,8 +188,11 @@ class BlueskySource(Source):
                 until=now - KEPT_S,
                 noted=now,
             )
-        begin = round(now * 1_000_000) if cursor is None else max(cursor, oldest)
-        self._reached = (begin, self._clock.monotonic())
+        begin = round(now * 1_000_000)
+        if cursor is not None:
+            begin = max(cursor, oldest)
+        opened = self._clock.monotonic()
+        self._reached = (begin, opened)
         for raw in self._jetstream.events(cursor):
             yield raw
             if raw is None:
@@ -158,15 +208,23 @@ class BlueskySource(Source):
         event = {"time_us": time_us, "kind": "progress", "did": ""}
         yield json.dumps(event)
 
-    def parse(self, raw: str | bytes) -> Event:
+    def parse(self, raw: str | bytes | Event) -> Event:
+        if isinstance(raw, Event):  # from the archive
+            return raw
         data = json.loads(raw)
+        event = self._event(data)
+        received = self._clock.monotonic()
+        self._reached = (event.cursor or 0, received)
+        return event
+
+    def _event(self, data: Mapping[str, Any]) -> Event:
+        """Return the event. Raises exceptions of any kind if it is malformed."""
         time_us = data["time_us"]
         kind = data["kind"]
         progress = Event(
             cursor=int(time_us),
             at=time_us / 1_000_000,
         )
-        self._reached = (progress.cursor or 0, self._clock.monotonic())
         user = data["did"]
         author = f"at://{user}/{COLLECTION}/"
         if kind == "account":
@@ -195,7 +253,10 @@ class BlueskySource(Source):
         if operation == "update":
             edited = progress.at
         labels = _labels(record)
-        is_reply = isinstance(record.get("reply"), dict)
+        post_kind = None
+        reply = record.get("reply")
+        if isinstance(reply, dict):
+            post_kind = COMMENT_KIND
         fields = {
             "id": post_id,
             "body": record["text"],
@@ -203,7 +264,7 @@ class BlueskySource(Source):
             "permalink": f"https://bsky.app/profile/{user}/post/{record_key}",
             "created_utc": min(created, progress.at),
             "edited_utc": edited,
-            "kind": COMMENT_KIND if is_reply else None,
+            "kind": post_kind,
             "nsfw": not NSFW_LABELS.isdisjoint(labels),
         }
         return progress._replace(post=fields)

@@ -67,8 +67,9 @@ class Jetstream:
         #: Whether the filters are sent as a message: thousands of accounts are too long for a URL.
         self._needs_message = bool(accounts)
         #: A few accounts may write nothing for days; pings find a dead connection.
-        self._max_silence_s = math.inf if accounts else SILENCE_S
+        self._max_silence_s = SILENCE_S
         if accounts:
+            self._max_silence_s = math.inf
             self._filters["wantedDids"] = list(accounts)
         self._clock = clock
         self._server = 0
@@ -105,12 +106,18 @@ class Jetstream:
         now = self._clock.monotonic()
         self._allowed_at[self._server] = now + wait_s
         count = len(self._urls)
-        following = [(self._server + step) % count for step in range(1, count + 1)]
-        chosen = min(following, key=lambda server: max(now, self._allowed_at[server]))
+        chosen = self._server
+        shortest_s = math.inf
+        for step in range(1, count + 1):
+            server = (self._server + step) % count
+            server_wait_s = max(0.0, self._allowed_at[server] - now)
+            if server_wait_s < shortest_s:
+                chosen = server
+                shortest_s = server_wait_s
         if chosen != self._server:
             self.switches += 1
         self._server = chosen
-        return max(0.0, self._allowed_at[chosen] - now)
+        return shortest_s
 
     def _read(self, cursor: int | None) -> Iterator[str | bytes | None]:
         url = self._url(cursor)

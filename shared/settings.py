@@ -287,6 +287,11 @@ class Settings(BaseSettings):
         min_length=1,
         description="Read only posts of these accounts: did:plc:…,did:web:…, or a file of them.",
     )
+    #: URL of a Jetstream server of version 2, from whose archive gaps are filled. Unset: gaps stay
+    #: listed.
+    bluesky_archive_url: ServerUrl | None = None
+    #: API key of that archive, if it wants one.
+    bluesky_archive_key: SecretStr | None = None
     #: Unset: all posts.
     bluesky_languages: LanguageCodes | None = Field(
         None,

@@ -229,8 +229,8 @@ def bluesky(settings: Settings, flags: MessageFlags) -> None:
         # Needs websockets, an optional package.
         from feedmill.producers.bluesky import BlueskySource  # noqa: PLC0415
 
-    def make(settings: Settings, clock: Clock, _: Redis) -> Source:
-        return BlueskySource(settings, clock)
+    def make(settings: Settings, clock: Clock, redis: Redis) -> Source:
+        return BlueskySource(settings, clock, redis)
 
     _follow(make, settings, flags)
 
@@ -579,7 +579,8 @@ def gaps(
 ) -> None:
     """List gaps: periods in which posts of a subreddit or of a live source were missed.
 
-    With FEEDMILL_REDDIT_FILL_GAPS, `ingest reddit` fills those of Reddit. Or fill one from a dump
+    With FEEDMILL_REDDIT_FILL_GAPS, `ingest reddit` fills those of Reddit, and with
+    FEEDMILL_BLUESKY_ARCHIVE_URL, `ingest bluesky` those of Bluesky. Or fill one from a dump
     with `feedmill enqueue --subreddit --since --until`, then clear the list.
     """
     recorded = Gaps(connect(settings))

@@ -395,7 +395,8 @@ class LiveDaemon:
         new = self._progress.new_places(batch, places)
         self._rechecks.schedule(posts.values(), removed)
         self._pusher.push(posts.values())
-        self._purges.add(deleted, authors, posts)
+        needed_later = self._source.needed_later(deleted)
+        self._purges.add(deleted, authors, posts, needed_later)
         self._advance(batch, new)
         filtered = [event for event in batch if event.filtered]
         self.filtered += len(filtered)
@@ -589,7 +590,10 @@ FIGURES = {
         "Requests to the source. Not Bluesky and Hacker News.",
     ),
     "gaps": ("gaps_total", "Periods whose posts could not be read."),
-    "filled": ("gaps_filled_total", "Gaps filled from Arctic Shift. Only Reddit."),
+    "filled": (
+        "gaps_filled_total",
+        "Gaps filled from an archive. Only Reddit and Bluesky.",
+    ),
     "connections": ("connections_total", "Connections opened to the source."),
     "switches": (
         "server_switches_total",

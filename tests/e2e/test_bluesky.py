@@ -1,14 +1,16 @@
 """`feedmill ingest bluesky` and `ingest live`: real processes against the loopback Jetstream."""
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from feedmill.producers.live.state import LiveState, Position
+from feedmill.producers.live.state import Gap, Gaps, LiveState, Position
 from feedmill.shared.broker import queue_depth
 from tests.fakes.jetstream import Jetstream
+from tests.fakes.jetstream_archive import JetstreamArchive
 from tests.support import (
     RedisServer,
     feedmill,
@@ -144,3 +146,32 @@ def test_wrong_accounts_are_explained(redis: RedisServer, tmp_path: Path) -> Non
     assert command.returncode == 2
     assert "FEEDMILL_BLUESKY_ACCOUNTS: 'alice.bsky.social' is not" in command.stderr
     assert "Traceback" not in command.stderr
+
+
+def test_a_recorded_gap_is_filled_from_the_archive(
+    redis: RedisServer, jetstream: Jetstream, tmp_path: Path
+) -> None:
+    sent = [jetstream.post(f"post {number}") for number in range(20)]
+    jetstream.account("did:plc:anyone", None)
+    texts = jetstream.texts()
+    since, until = (json.loads(texts[place])["time_us"] / 1e6 for place in (0, 19))
+    Gaps(redis.client).record(Gap("bluesky", "", since, until, noted=until))
+    with JetstreamArchive() as archive:
+        archive.key = "the key"
+        archive.seal(texts)
+        # so that the archive has reached the end of the gap, and begins before it
+        archive.segments[0][0][0]["time_us"] -= 120_000_000
+        archive.segments[-1][-1][-1]["time_us"] += 120_000_000
+        environment = {
+            "FEEDMILL_REDIS_URL": redis.url,
+            "FEEDMILL_BLUESKY_URL": jetstream.url,
+            "FEEDMILL_BLUESKY_ARCHIVE_URL": archive.url,
+            "FEEDMILL_BLUESKY_ARCHIVE_KEY": "the key",
+        }
+        with running("ingest", "bluesky", cwd=tmp_path, **environment) as daemon:
+            wait_until(lambda: daemon.says("filled the gap in bluesky"), "it is filled")
+            assert daemon.end(signal.SIGTERM) == 0, daemon.text()
+    assert "the key" not in daemon.text()
+    assert "Traceback" not in daemon.text()
+    said = feedmill("ingest", "gaps", cwd=tmp_path, **environment).stdout
+    assert f"filled with {len(sent) - 1} posts" in said
