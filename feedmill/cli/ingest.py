@@ -86,6 +86,21 @@ RedditSite = Literal["reddit", "arctic-shift"]
 @needs("--excel", "--out")
 @excludes("--once", "--source")
 @excludes(
+    "--check",
+    "--once",
+    "--source",
+    "--limit",
+    "--out",
+    "--labels",
+    "--template",
+    "--multi-label",
+    "--none",
+    "--queue",
+    "--priority",
+    "--redis-url",
+    "--metrics-port",
+)
+@excludes(
     "--out",
     "--labels",
     "--template",
@@ -144,17 +159,26 @@ def reddit(
         ),
     ] = False,
     excel: ForExcel = False,
+    check: Annotated[
+        bool,
+        Option(
+            "--check",
+            help="Try each way to read Reddit, say which works, and exit; needs no Redis.",
+        ),
+    ] = False,
 ) -> None:
     """Send new Reddit posts to the queue until SIGTERM.
 
     With --once, send the posts that the listing contains now and exit, with status 1 if a topic
     could not be read. Posts that were already sent are skipped. With --out, write the posts to a
-    file instead.
+    file instead. With --check, exits with status 1 if no way works.
     """
     with explain_missing("This source", "reddit"):
         # Needs praw, an optional package.
         import feedmill.producers.reddit.client  # noqa: F401, PLC0415
-    if out is not None:
+    if check:
+        _check_ways(settings)
+    elif out is not None:
         from feedmill.cli.dataset import write_snapshot  # noqa: PLC0415 - needed with --out alone
 
         chosen = _listing(listing, limit, period)
@@ -176,6 +200,23 @@ def reddit(
     else:
         make = partial(_reddit_source, limit, source)
         _follow(make, settings, flags)
+
+
+def _check_ways(settings: Settings) -> None:
+    """Print for each way to read Reddit whether it works, and exit."""
+    # Needs praw, an optional package.
+    from feedmill.producers.reddit.access import check_ways  # noqa: PLC0415
+
+    topics = topics_file.read(settings.reddit_topics)
+    is_readable = False
+    for way in check_ways(settings, topics, Clock()):
+        line = f"{way.name:<8} does not work: {way.result} See {way.explanation}"
+        if way.works:
+            is_readable = True
+            line = f"{way.name:<8} works: {way.result}. Run `{way.command}`"
+        typer.echo(printable(line))
+    typer.echo("dumps    need no access. Run `feedmill enqueue RS_2026-10.zst`")
+    raise typer.Exit(0 if is_readable else 1)
 
 
 def _reddit_source(

@@ -481,6 +481,8 @@ class Reddit(Loopback):
         self.posts: dict[str, Post] = {}
         #: Pattern of the user agents that are blocked.
         self.blocked_agents = ""
+        #: Whether feeds are served without a login.
+        self.has_feeds = False
         self._redirects: dict[str, str] = {}
         self._cap = listing_cap
         self._budget: Budget | None = None
@@ -648,6 +650,8 @@ class Reddit(Loopback):
             answer = self._token(asked)
             fault, answer = self.faults.happen(asked, answer)
             return answer, fault
+        if asked.path.endswith("/.rss"):
+            return self._feed(asked), ""
         authorization = asked.headers.get("authorization", "")
         _, _, token = authorization.partition(" ")
         expiry = self._tokens.get(token, -math.inf)
@@ -680,6 +684,15 @@ class Reddit(Loopback):
             "scope": "*",
         }
         return Answer(said=content)
+
+    def _feed(self, asked: Asked) -> Answer:
+        """Return a subreddit's feed; without `has_feeds`, refuse it as Reddit mostly does."""
+        if not self.has_feeds:
+            return refuse(429)
+        _, _, name = asked.path.removesuffix("/new/.rss").rpartition("/")
+        feed = f"""<feed xmlns="http://www.w3.org/2005/Atom"><title>r/{name}</title>
+            <id>/r/{name}</id><entry><id>t3_1</id><title>a post</title></entry></feed>"""
+        return Answer(said=feed.encode())
 
     def _api(self, asked: Asked) -> Answer:
         path = asked.path.strip("/")
