@@ -64,7 +64,6 @@ class House:
         self.jetstream.account("did:plc:anyone", None)
         self.archive.seal(self.jetstream.texts())
         self.jetstream.forget(1)
-        time.sleep(0.001)  # the next event is later than the archive's first ones
         self.tail()
 
     def tail(self) -> None:
