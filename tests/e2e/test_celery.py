@@ -298,7 +298,7 @@ def test_revokes_messages_that_wait_for_the_device(scene: Scene) -> None:
         "SUCCESS",
     ]
     wait_until(
-        lambda: scene.events[sent.id] == ["received", "revoked"],
+        lambda: scene.events.get(sent.id) == ["received", "revoked"],
         ("the revocation is announced"),
     )
 
