@@ -262,13 +262,13 @@ class FileSource:
         elif records.removal_of(fields):
             yield LeftOut.REMOVED
         elif records.is_export_row(fields):
-            row_items = records.parse_export(
+            item = records.parse_export(
                 fields,
                 where,
                 labelled,
                 columns,
             )
-            yield from self._with_admitted_texts(row_items)
+            yield self._admitted(item)
         else:
             post_items = records.parse_post(
                 fields,
@@ -277,7 +277,8 @@ class FileSource:
                 reads_comments=self._filters.reads_comments,
                 context=self._context_of(fields),
             )
-            yield from self._with_admitted_texts(post_items)
+            for post_item in post_items:
+                yield self._admitted(post_item)
 
     def _context_of(self, fields: dict[str, Any]) -> str:
         """Return the title of a comment's post; "" for other records, and for unknown posts."""
@@ -286,17 +287,14 @@ class FileSource:
         fullname = records.parent_post(fields)
         return self._titles.title_of(fullname)
 
-    def _with_admitted_texts(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items, LeftOut instead of a post whose text the filters do not admit."""
-        filters = self._filters
-        for item in items:
-            post = item
-            if isinstance(item, Labelled):
-                post = item.post
-            if isinstance(post, Post) and not filters.admit_text(post.text):
-                yield LeftOut.BY_FILTERS
-            else:
-                yield item
+    def _admitted(self, item: Item) -> Item:
+        """Return an item, or LeftOut for a post whose text the filters do not admit."""
+        post = item
+        if isinstance(item, Labelled):
+            post = item.post
+        if not isinstance(post, Post) or self._filters.admit_text(post.text):
+            return item
+        return LeftOut.BY_FILTERS
 
     def _unreadable(self, problems: Sequence[tuple[str, str]]) -> str:
         """Return why a record cannot be a post without one of these columns; "" if it can."""
