@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from feedmill.shared.errors import ModelError, explain_refusals
 from feedmill.shared.language import languages_of
@@ -270,9 +271,23 @@ def load_models(settings: Settings) -> list[Loaded]:
     return models
 
 
-#: The latest pipeline of `run`, and the process, settings and worker that it was made for. A
-#: replaced one ends with its last call.
-_latest: tuple[tuple[int, Settings, str | None], OfflinePipeline] | None = None
+class _Use(NamedTuple):
+    """The process that has a pipeline, and the settings and worker that it was made for."""
+
+    process: int
+    settings: Settings
+    worker: str | None
+
+
+class _Latest(NamedTuple):
+    """A pipeline, and what it was made for."""
+
+    use: _Use
+    pipeline: OfflinePipeline
+
+
+#: The latest pipeline of `run`. A replaced one ends with its last call.
+_latest: _Latest | None = None
 _lock = threading.Lock()
 
 
@@ -282,17 +297,25 @@ def run(message: Message, settings: Settings, worker: str | None) -> None:
     Raises UserError, or ModelError if the device fails permanently. worker: name recorded in
     stored results; None stores no results.
     """
-    global _latest  # noqa: PLW0603 - one model per process
-    key = (os.getpid(), settings, worker)
-    with _lock:
-        if _latest is None or _latest[0] != key:
-            _latest = None  # frees the old model first, unless another thread uses it
-            _latest = (key, _make(settings, worker))
-        _, pipeline = _latest
+    pipeline = _pipeline_for(settings, worker)
     pipeline.run(message)
 
 
-def _make(settings: Settings, worker: str | None) -> OfflinePipeline:
+def _pipeline_for(settings: Settings, worker: str | None) -> OfflinePipeline:
+    """Return the latest pipeline, or a new one if that was made for another use."""
+    global _latest  # noqa: PLW0603 - one model per process
+    use = _Use(os.getpid(), settings, worker)
+    with _lock:
+        if _latest is not None and _latest.use == use:
+            return _latest.pipeline
+        # Free the old model before the new one is loaded, unless another thread uses it.
+        _latest = None
+        pipeline = _open_pipeline(settings, worker)
+        _latest = _Latest(use, pipeline)
+        return pipeline
+
+
+def _open_pipeline(settings: Settings, worker: str | None) -> OfflinePipeline:
     models = load_models(settings)
     if worker is None:
         return OfflinePipeline(models, settings)
