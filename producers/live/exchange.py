@@ -213,10 +213,11 @@ def _connect(connection: Any, exchange: Exchange, connect: Any) -> socket.socket
     is_direct = connection.proxy is None
     failure: Exception = OSError("the name has no address")
     try:
-        for *_, address in addresses:
+        for *_, socket_address in addresses:
+            address = str(socket_address[0])
             if is_direct:
-                exchange.check_address(str(address[0]))
-            connection._dns_host = address[0]
+                exchange.check_address(address)
+            connection._dns_host = address
             connection.timeout = exchange.connect_timeout()
             try:
                 return connect(connection)  # type: ignore[no-any-return]
