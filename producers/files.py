@@ -410,21 +410,25 @@ class FileSource:
             LookupError,
             NotImplementedError,
         ) as error:
-            kinds = ValueError | LookupError if self._encoding else UnicodeError
-            if isinstance(error, kinds) and not isinstance(self.table, ParquetTable):
-                encoding = printable(self._encoding or "UTF-16")
-                reason = printable(str(error))
-                raise InputError(
-                    f"Cannot read {self.name} as {encoding:.40}: {reason}. Give another "
-                    "--encoding, such as cp1252 for Excel on Windows, or none for UTF-8."
-                ) from None
-            reason = getattr(error, "strerror", None) or clause(error)
-            reason = printable(reason)
-            raise InputError(
-                f"Cannot read {self.name}: {reason}. Check the file, then run the command again."
-            ) from None
+            raise self._input_error(error) from None
         if is_empty:
             raise InputError(f"{self.name} contains no posts. Give another file.")
+
+    def _input_error(self, error: Exception) -> InputError:
+        """Return the error that tells the user why the file cannot be read."""
+        kinds = ValueError | LookupError if self._encoding else UnicodeError
+        if isinstance(error, kinds) and not isinstance(self.table, ParquetTable):
+            encoding = printable(self._encoding or "UTF-16")
+            reason = printable(str(error))
+            return InputError(
+                f"Cannot read {self.name} as {encoding:.40}: {reason}. Give another --encoding, "
+                "such as cp1252 for Excel on Windows, or none for UTF-8."
+            )
+        reason = getattr(error, "strerror", None) or clause(error)
+        reason = printable(reason)
+        return InputError(
+            f"Cannot read {self.name}: {reason}. Check the file, then run the command again."
+        )
 
     def _lacks_ids(self, fields: dict[str, Any]) -> bool:
         """Return whether ids must be derived from the texts, by the first record."""
@@ -1070,23 +1074,13 @@ class CsvTable:
         if records.has_escapes(names):
             convert = records.unescape_formula
         while True:
-            first = self._line + 1
-            try:
-                row = next(self._rows)
-                problem = ""
-            except StopIteration:
+            first_line = self._line + 1
+            row, problem = self._next_row()
+            if row is None:
                 return
-            except csv.Error as error:
-                if "field limit" in str(error):
-                    raise self._too_long(first) from None
-                row = []
-                problem = (
-                    f"not CSV: {error}; a quote may be missing, or a quote in a "
-                    "text may not be doubled"
-                )
-            place: Place = first
-            if self._line > first:
-                place = f"{first}-{self._line}"
+            place: Place = first_line
+            if self._line > first_line:
+                place = f"{first_line}-{self._line}"
             if any(row[width:]):
                 problem = (
                     f"{len(row)} fields, but {width} columns; a quote may be missing"
@@ -1102,6 +1096,23 @@ class CsvTable:
                 yield Record(place, fields, cells)
             elif row:
                 yield Record(place, None, cells)
+
+    def _next_row(self) -> tuple[list[str] | None, str]:
+        """Return the next row, None at the end, and why it cannot be read, or "".
+
+        Raises InputError for a cell that is too long.
+        """
+        first_line = self._line + 1
+        try:
+            return next(self._rows, None), ""
+        except csv.Error as error:
+            if "field limit" in str(error):
+                raise self._too_long(first_line) from None
+            problem = (
+                f"not CSV: {error}; a quote may be missing, or a quote in a text may not be "
+                "doubled"
+            )
+            return [], problem
 
 
 class SheetTable:
