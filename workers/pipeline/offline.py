@@ -133,8 +133,9 @@ class OfflinePipeline:
         options = options or ClassifyOptions()
         source = iter(posts)
         call = Call()
+        #: Messages in the order of their posts.
         sent: deque[tuple[Message, list[Post]]] = deque()
-        done: set[int] = set()
+        finished: set[int] = set()
         self._callers.calls.add(call)
         try:
             while True:
@@ -146,21 +147,15 @@ class OfflinePipeline:
                     sent.append((message, batch))
                 if not sent:
                     return
-                finished = self._wait_for(call)
-                done.add(id(finished))
+                message = self._wait_for(call)
+                finished.add(id(message))
                 while sent:
                     first, first_posts = sent[0]
-                    if id(first) not in done:
+                    if id(first) not in finished:
                         break
                     sent.popleft()
-                    done.discard(id(first))
-                    if first.refused and not first.tracebacks:
-                        raise first.refused  # the options, not the posts
-                    for post, outcome in zip(first_posts, first.outcomes, strict=True):
-                        yield (
-                            post,
-                            outcome or PostError(id=post.id, error=str(first.refused)),
-                        )
+                    finished.discard(id(first))
+                    yield from _outcomes(first, first_posts)
         finally:
             call.abandoned = True
             self._callers.calls.discard(call)
@@ -223,6 +218,20 @@ class OfflinePipeline:
         """End the threads without finishing their work, except a forward pass that runs."""
         for pipeline in self._pipelines:
             pipeline.stop(MAX_STOP_S)
+
+
+def _outcomes(
+    message: Message, posts: Sequence[Post]
+) -> Iterator[tuple[Post, Outcome]]:
+    """Yield a finished message's posts with their outcomes. Raises RequestRefused."""
+    refused = message.refused
+    if refused and not message.tracebacks:
+        raise refused  # the options, not the posts
+    for post, outcome in zip(posts, message.outcomes, strict=True):
+        if outcome is None:
+            yield post, PostError(id=post.id, error=str(refused))
+        else:
+            yield post, outcome
 
 
 def _load(pipeline: Pipeline) -> float:
