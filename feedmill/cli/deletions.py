@@ -297,8 +297,11 @@ def purge(
         typer.echo(json.dumps(counts))
     else:
         typer.echo(printable_lines(summary))
-    removed = [count for name, count in counts.items() if name not in NOT_REMOVED]
-    raise typer.Exit(0 if any(removed) else 1)
+    removed = 0
+    for name, count in counts.items():
+        if name not in NOT_REMOVED:
+            removed += count
+    raise typer.Exit(0 if removed else 1)
 
 
 def _lift_posts(redis: Redis, posts: Sequence[str]) -> Done:
