@@ -411,10 +411,11 @@ def _answer(
     if path == "/metrics":
         answer: Iterable[bytes] = metrics(environment, start)
         return answer
-    status = "404 Not Found"
-    text = "Not found. Available: /metrics, /healthz and /readyz.\n"
     check = checks.get(path)
-    if check:
+    if check is None:
+        status = "404 Not Found"
+        text = "Not found. Available: /metrics, /healthz and /readyz.\n"
+    else:
         problems = check()
         status = "503 Service Unavailable" if problems else "200 OK"
         lines = problems or ["ok"]

@@ -181,7 +181,7 @@ def read_results(
 ) -> Response:
     """Return stored results in order, a page at a time. Begins with the oldest."""
     place = Place(wanted.after or "0-0")
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     missed: dict[str, object] | None = None
     ended = False
     with user_errors(shared.settings):
@@ -195,15 +195,20 @@ def read_results(
             for row in chunk.rows:
                 if not wanted.filter.has(row):
                     continue
-                found.append(row_as_json(row))
-                if len(found) == limit:
+                results.append(row_as_json(row))
+                if len(results) == limit:
                     place = Place(row.entry)
                     ended = False
                     break
-            if ended or len(found) == limit:
+            if ended or len(results) == limit:
                 break
     return json_response(
-        {"results": found, "cursor": place.cursor, "ended": ended, "missed": missed}
+        {
+            "results": results,
+            "cursor": place.cursor,
+            "ended": ended,
+            "missed": missed,
+        }
     )
 
 

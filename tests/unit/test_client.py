@@ -63,7 +63,10 @@ class Server:
             Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE"]),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes), port=free_port(), log_level="critical"
+            Starlette(routes=routes),
+            port=free_port(),
+            ws="none",
+            log_level="critical",
         )
         self._server = uvicorn.Server(config)
         self.url = f"http://127.0.0.1:{config.port}"
