@@ -45,7 +45,6 @@ def serving(redis: RedisServer, folder: Path, **environment: str) -> Iterator[Fe
     """Run a worker that must survive the test. Yields it once it is ready."""
     with support.standing_in(redis, folder, **environment) as worker:
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
-        support.wait_until_registered(redis)
         yield worker
         assert worker.lives()
 
@@ -92,6 +91,7 @@ def test_odd_headers_and_links_do_not_stop_the_worker(
 ) -> None:
     app = make_app(settings)
     with serving(redis, tmp_path) as worker:
+        support.wait_until_registered(redis)
         app.control.revoke_by_stamped_headers(
             {"user": "b"}, reply=True, limit=1, timeout=60
         )
@@ -156,6 +156,7 @@ def test_odd_bindings_do_not_keep_workers_from_being_asked(
     redis: RedisServer, tmp_path: Path, kind: str
 ) -> None:
     with serving(redis, tmp_path) as worker:
+        support.wait_until_registered(redis)
         for command in (
             ["status", "--json"],
             ["health", "--check", "workers", "--json"],
@@ -180,6 +181,7 @@ def test_odd_bindings_do_not_stop_the_worker(
             "feedmill.classify", kwargs={"posts": [{"id": "a", "title": "x"}]}
         )
         assert asked.get(timeout=120)[0]["label"]
+        support.wait_until_registered(redis)
         status = support.feedmill(
             "status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
         )

@@ -136,7 +136,9 @@ def test_a_body_that_grows_too_large_is_refused(web: str) -> None:
     part = b"x" * 2**20
     chunk = f"{len(part):x}\r\n".encode() + part + b"\r\n"
     chunks = chunk * (guard.MAX_BODY_BYTES // len(part) + 1)
-    answer = said(web, START + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+    # The server waits for the rest of a body, and for the next request.
+    start = START + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = said(web, start + chunks + b"0\r\n\r\n")
     assert b" 413 " in answer.splitlines()[0]
 
 
@@ -247,8 +249,9 @@ def test_slow_headers_and_slow_bodies_are_cut_off(
             assert said(url, b"POST /v1/classify HTTP/1.1\r\nHost: loc") == b""
     # A busy machine can read a request's headers late.
     monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.5)
+    start = START + b"Connection: close\r\n"
     with serving_here(settings) as url:
-        answer = said(url, START + b"Content-Length: 100\r\n\r\n{")
+        answer = said(url, start + b"Content-Length: 100\r\n\r\n{")
         assert b" 408 " in answer.splitlines()[0]
 
 
