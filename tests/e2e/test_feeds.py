@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from feedmill.producers.live.state import LiveState, statuses
+from tests.fakes import constants
 from tests.fakes.feeds import Feeds
 from tests.fakes.mastodon import Mastodon
 from tests.support import RedisServer, feedmill, free_port, queued, running, wait_until
@@ -106,7 +107,12 @@ def test_mastodon_daemon_sends_posts(redis: RedisServer, tmp_path: Path) -> None
     with Mastodon(time.time) as server:
         server.post("before the start")
         command = ("ingest", "mastodon", "--mastodon-url", server.url, "--local")
-        with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as daemon:
+        often = {"feedmill.producers.mastodon.POLL_INTERVAL_S": 0.5}
+        environment = {
+            "FEEDMILL_REDIS_URL": redis.url,
+            constants.VARIABLE: json.dumps(often),
+        }
+        with running(*command, cwd=tmp_path, **environment) as daemon:
             state = LiveState(redis.client, "mastodon")
             wait_until(state.position, "the newest post is known")
             server.post("a text")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes import constants
 from tests.support import RedisServer, feedmill, running, sent_count, wait_until
 
 TOPICS = """
@@ -129,7 +130,11 @@ def test_the_trial_has_an_archive(
 def test_a_mirror_that_does_not_answer_is_named(
     trial: dict[str, str], tmp_path: Path
 ) -> None:
-    gone = trial | {"FEEDMILL_REDDIT_URL": "http://127.0.0.1:9"}
+    soon = {"feedmill.producers.live.source.BACKOFF.first_s": 0.01}
+    gone = trial | {
+        "FEEDMILL_REDDIT_URL": "http://127.0.0.1:9",
+        constants.VARIABLE: json.dumps(soon),
+    }
     said = feedmill("ingest", "subreddits", "--check", cwd=tmp_path, **gone)
     assert said.returncode == 2
     assert "Cannot check r/nothere: no connection to Reddit" in said.stderr
