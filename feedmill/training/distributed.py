@@ -39,6 +39,8 @@ GPU_BACKEND = "cpu:gloo,cuda:nccl"
 #: this one.
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
+#: How the processes are started. CUDA does not survive a fork.
+START_METHOD = "spawn"
 #: Seconds that processes get to end after another one failed.
 GRACE_S = 10.0
 #: Seconds between looks at the processes, beside the end of one.
@@ -285,7 +287,7 @@ def _attempt(
             (job,),
             nprocs=len(devices),
             join=False,
-            start_method="spawn",
+            start_method=START_METHOD,
         )
         try:
             _wait(context, job)

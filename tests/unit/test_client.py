@@ -534,6 +534,7 @@ def test_silent_servers_have_a_time_limit(
     server.hangs = True
     with Client(server.url) as client, pytest.raises(NoAnswerInTime):
         client.classify(["text"], timeout=0.1)
+    wait_until(lambda: server.requests, "the server has read the request")
     assert len(server.requests) == 1
 
 
