@@ -1,63 +1,48 @@
-"""Bluesky's posts from Jetstream, its public stream of events as JSON over WebSocket.
+"""Bluesky's posts from Jetstream, its public stream of events. Needs no key.
 
-Needs no key.
-
-The stream is that of the path /subscribe (version 1), which old and new Jetstream servers have. A
-position is a time in microseconds. A server keeps events for about a day and a half, and silently
-begins with its oldest one if the position is older; the daemon notices that the event at the
-position is missing. Servers of version 2 may begin up to an hour earlier than asked. Sources:
-bluesky-social/jetstream, section 5.1 of its design document, and its issue 343.
+`producers/jetstream.py` connects to the servers. The daemon notices that a server no longer has
+the event at the position. Of chosen accounts, there may be no event for days, so that the position
+is also moved by time: a server reads its stored events faster than they were written.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
-from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
-from websockets.exceptions import InvalidProxy, InvalidStatus, WebSocketException
-from websockets.sync.client import ClientConnection, connect
+from redis import Redis
 
-from feedmill.producers.live.source import (
-    Clock,
-    Event,
-    Source,
-    SourceFailed,
-    header_number,
-)
-from feedmill.shared.errors import clause
+from feedmill.producers.jetstream import Jetstream
+from feedmill.producers.live.source import Clock, Event, Source
+from feedmill.producers.live.state import Gap
+from feedmill.shared.errors import SettingsError, explain_missing, printable
 from feedmill.shared.language import is_foreign, parse_languages
-from feedmill.shared.messages import in_utc
+from feedmill.shared.messages import COMMENT_KIND, in_utc
 from feedmill.shared.settings import Settings
 
 COLLECTION = "app.bsky.feed.post"
-#: Seconds before the stored position from which the stream is read again: servers' clocks differ.
+#: Seconds before the stored position from which the stream is read again: events come out of
+#: order. With several servers, whose clocks and delays differ, more of them.
 OVERLAP_S = 10
-#: Maximum bytes of an event. Servers are asked to leave out larger ones; one that comes all the
-#: same is cut, so that it cannot be read. The client closes the connection at a frame of more than
-#: MAX_FRAME_BYTES.
-MAX_EVENT_BYTES = 2**20
-MAX_FRAME_BYTES = 2**26
-#: Timeouts in seconds: for a new connection, for its closing handshake, and until an empty answer
-#: to the daemon.
-CONNECT_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 1.0
-IDLE_S = 1.0
-#: Seconds after which the connection ends if the server takes nothing: websockets answers pings
-#: without a limit.
-TAKES_NOTHING_S = 30.0
-#: Seconds without any event after which the connection counts as dead. Bluesky has hundreds of
-#: events per second.
-SILENCE_S = 60.0
+SERVERS_OVERLAP_S = 60
+#: Maximum number of accounts that a server accepts (internal/subscribe), and bytes of a file of
+#: them.
+MAX_ACCOUNTS = 10_000
+MAX_ACCOUNTS_BYTES = 2**22
+#: An account's identifier.
+ACCOUNT = re.compile(r"did:[a-z]{1,32}:[A-Za-z0-9._:%-]{1,256}")
+#: Seconds for which servers keep events, at least, if they are Bluesky's.
+KEPT_S = 36 * 3600.0
+#: Seconds without an event of the chosen accounts after which the position is moved by them.
+PROGRESS_INTERVAL_S = 60.0
 #: Account states in which an author's posts must be deleted. Other inactive accounts may come
 #: back.
 DELETED_STATES = frozenset({"deleted", "takendown"})
 #: Labels by which authors mark their own posts as not safe for work.
 NSFW_LABELS = frozenset({"porn", "sexual", "nudity", "graphic-media"})
-#: Errors of connecting and reading. A proxy in the environment raises ImportError if it is a SOCKS
-#: proxy and python-socks is missing, and ValueError if its port is malformed.
-CONNECTION_ERRORS = (OSError, EOFError, WebSocketException, ImportError, ValueError)
 #: Maximum characters of a link, as in shared/messages.py.
 MAX_URL = 4096
 
@@ -68,14 +53,67 @@ def _parse_codes(languages: str) -> frozenset[str]:
     return frozenset(filter(None, codes))
 
 
+def _read_accounts(text: str) -> frozenset[str]:
+    """Return the accounts in the setting `bluesky_accounts`: a list, or a file. Raises
+    SettingsError.
+    """
+    source = "FEEDMILL_BLUESKY_ACCOUNTS"
+    if not text.startswith("did:"):
+        source = f"The accounts file {text}"
+        try:
+            with Path(text).expanduser().open("rb") as file:
+                content = file.read(MAX_ACCOUNTS_BYTES + 1)
+        except OSError as error:
+            raise SettingsError(
+                f"{source} cannot be read: {error.strerror}."
+            ) from error
+        if len(content) > MAX_ACCOUNTS_BYTES:
+            raise SettingsError(f"{source} is larger than 4 MiB.")
+        text = content.decode("utf-8", "replace")
+    text = text.strip()
+    text = text.strip(",")
+    names = re.split(r"[,\s]+", text)
+    accounts = frozenset(names)
+    for name in names:
+        if not ACCOUNT.fullmatch(name):
+            raise SettingsError(
+                f"{source}: {printable(name)[:80]!r} is not an account's DID, such as "
+                "did:plc:z72i7hdynmk6r22z27h6tvur. docs/bluesky.md says how to find it."
+            )
+    if len(accounts) > MAX_ACCOUNTS:
+        raise SettingsError(
+            f"{source} names {len(accounts):,} accounts; servers accept at most "
+            f"{MAX_ACCOUNTS:,}."
+        )
+    return accounts
+
+
 class BlueskySource(Source):
     """New, edited and deleted posts of Bluesky. See `Source`."""
 
     name = "bluesky"
-    overlap = OVERLAP_S * 1_000_000
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
-        self._url = f"{settings.bluesky_url}/subscribe"
+    def __init__(
+        self, settings: Settings, clock: Clock, redis: Redis | None = None
+    ) -> None:
+        urls = [url.strip() for url in settings.bluesky_url.split(",")]
+        has_several = len(urls) > 1
+        overlap_s = OVERLAP_S
+        if has_several:
+            overlap_s = SERVERS_OVERLAP_S
+        self.overlap = overlap_s * 1_000_000
+        #: Accounts whose posts are read; empty for all.
+        self._accounts = frozenset[str]()
+        if settings.bluesky_accounts is not None:
+            self._accounts = _read_accounts(settings.bluesky_accounts)
+        if self._accounts:
+            self.gap_tolerance = math.inf
+        elif has_several:  # they number the event at the position differently
+            self.gap_tolerance = self.overlap
+        self._jetstream = Jetstream(urls, COLLECTION, sorted(self._accounts), clock)
+        #: Time at the source up to which the connection was read, in microseconds, and when
+        #: (monotonic seconds).
+        self._reached = (0, 0.0)
         #: Languages that authors must declare; empty for any, and for none.
         self._languages = _parse_codes(settings.bluesky_languages or "")
         self._min_characters = settings.bluesky_min_characters
@@ -84,65 +122,103 @@ class BlueskySource(Source):
         if settings.languages is not None:
             self._accepted_languages = parse_languages(settings.languages)
         self._clock = clock
+        #: Fills gaps; None if no archive is set.
+        self._filler: Any = None
+        if redis is not None and settings.bluesky_archive_url:
+            self._filler = self._make_filler(settings, clock, redis)
+
+    def _make_filler(self, settings: Settings, clock: Clock, redis: Redis) -> Any:
+        with explain_missing("Filling gaps", "bluesky"):
+            # Need requests and zstd, optional packages.
+            from feedmill.producers.bluesky_gaps import BlueskyGapFiller  # noqa: PLC0415
+            from feedmill.producers.jetstream_archive import JetstreamArchive  # noqa: PLC0415
+
+        key = ""
+        if settings.bluesky_archive_key is not None:
+            key = settings.bluesky_archive_key.get_secret_value()
+        url = str(settings.bluesky_archive_url)
+        archive = JetstreamArchive(url, key, clock)
+        return BlueskyGapFiller(
+            archive=archive,
+            redis=redis,
+            parse=self._event,
+            collection=COLLECTION,
+            clock=clock,
+        )
+
+    def needed_later(self, ids: Collection[str]) -> set[str]:
+        if self._filler is None:
+            return set()
+        needed: set[str] = self._filler.needed_later(ids)
+        return needed
 
     def position_at(self, at: float) -> int | None:
         microseconds = round(at * 1_000_000)
         return max(0, microseconds)
 
-    def events(self, cursor: int | None) -> Iterator[str | bytes | None]:
-        query: dict[str, str | int] = {
-            "wantedCollections": COLLECTION,
-            "maxMessageSizeBytes": MAX_EVENT_BYTES,
+    def status(self) -> Mapping[str, Any]:
+        jetstream = self._jetstream
+        filled = 0
+        if self._filler is not None:
+            filled = self._filler.filled
+        return {
+            "server": jetstream.server,
+            "switches": jetstream.switches,
+            "accounts": len(self._accounts),
+            "filled": filled,
         }
+
+    def events(self, cursor: int | None) -> Iterator[Any]:
+        for raw in self._live_events(cursor):
+            yield raw
+            if self._filler is not None:
+                yield from self._filler.step()
+
+    def _live_events(self, cursor: int | None) -> Iterator[Any]:
+        if not self._accounts:
+            yield from self._jetstream.events(cursor)
+            return
+        now = self._clock.time()
+        oldest = round((now - KEPT_S) * 1_000_000)
+        if cursor is not None and cursor < oldest:
+            yield Gap(
+                source=self.name,
+                subreddit="",
+                since=(cursor + self.overlap) / 1_000_000,
+                until=now - KEPT_S,
+                noted=now,
+            )
+        begin = round(now * 1_000_000)
         if cursor is not None:
-            query["cursor"] = max(0, cursor)
-        parameters = urlencode(query)
-        try:
-            with connect(
-                f"{self._url}?{parameters}",
-                open_timeout=CONNECT_TIMEOUT_S,
-                close_timeout=CLOSE_TIMEOUT_S,
-                max_size=MAX_FRAME_BYTES,
-            ) as connection:
-                socket = connection.socket
-                # Of the socket below TLS in TLS, through a proxy.
-                connected = getattr(socket, "ssl_socket", socket)
-                timeout_ms = round(TAKES_NOTHING_S * 1000)
-                connected.setsockopt(
-                    IPPROTO_TCP,
-                    TCP_USER_TIMEOUT,
-                    timeout_ms,
-                )
-                yield from self._receive(connection)
-        except InvalidStatus as fault:
-            response = fault.response
-            retry_after = header_number(response.headers, "Retry-After")
-            reason = f"the server answered {response.status_code}"
-            raise SourceFailed(reason, retry_after or 0.0) from fault
-        except InvalidProxy as fault:  # its text shows the proxy's password
-            reason = f"the proxy in the environment cannot be used ({fault.msg})"
-            raise SourceFailed(reason) from fault
-        except CONNECTION_ERRORS as fault:
-            reason = clause(fault)
-            raise SourceFailed(f"the connection failed ({reason})") from fault
+            begin = max(cursor, oldest)
+        opened = self._clock.monotonic()
+        self._reached = (begin, opened)
+        for raw in self._jetstream.events(cursor):
+            yield raw
+            if raw is None:
+                yield from self._progress()
 
-    def _receive(self, connection: ClientConnection) -> Iterator[str | bytes | None]:
-        clock = self._clock
-        last_event = clock.monotonic()
-        while True:
-            try:
-                text = connection.recv(IDLE_S)
-            except TimeoutError:
-                silence_s = clock.monotonic() - last_event
-                if silence_s > SILENCE_S:
-                    raise SourceFailed(f"no event for {SILENCE_S:.0f} s") from None
-                yield None
-                continue
-            last_event = clock.monotonic()
-            yield text[:MAX_EVENT_BYTES]
+    def _progress(self) -> Iterator[str]:
+        """Yield an event that only moves the position, if none has come for a while."""
+        at, since = self._reached
+        elapsed_s = self._clock.monotonic() - since
+        if elapsed_s < PROGRESS_INTERVAL_S:
+            return
+        time_us = at + round(elapsed_s * 1_000_000)
+        event = {"time_us": time_us, "kind": "progress", "did": ""}
+        yield json.dumps(event)
 
-    def parse(self, raw: str | bytes) -> Event:
+    def parse(self, raw: str | bytes | Event) -> Event:
+        if isinstance(raw, Event):  # from the archive
+            return raw
         data = json.loads(raw)
+        event = self._event(data)
+        received = self._clock.monotonic()
+        self._reached = (event.cursor or 0, received)
+        return event
+
+    def _event(self, data: Mapping[str, Any]) -> Event:
+        """Return the event. Raises exceptions of any kind if it is malformed."""
         time_us = data["time_us"]
         kind = data["kind"]
         progress = Event(
@@ -168,7 +244,8 @@ class BlueskySource(Source):
         if operation == "delete":
             return progress._replace(deleted=post_id)
         record = commit["record"]
-        if not isinstance(record, dict) or not self._wants(record):
+        is_unwanted = self._accounts and user not in self._accounts
+        if is_unwanted or not isinstance(record, dict) or not self._wants(record):
             return progress._replace(filtered=True)
         written = record.get("createdAt")
         created = _seconds(written) or progress.at
@@ -176,6 +253,10 @@ class BlueskySource(Source):
         if operation == "update":
             edited = progress.at
         labels = _labels(record)
+        post_kind = None
+        reply = record.get("reply")
+        if isinstance(reply, dict):
+            post_kind = COMMENT_KIND
         fields = {
             "id": post_id,
             "body": record["text"],
@@ -183,6 +264,7 @@ class BlueskySource(Source):
             "permalink": f"https://bsky.app/profile/{user}/post/{record_key}",
             "created_utc": min(created, progress.at),
             "edited_utc": edited,
+            "kind": post_kind,
             "nsfw": not NSFW_LABELS.isdisjoint(labels),
         }
         return progress._replace(post=fields)

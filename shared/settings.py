@@ -269,10 +269,29 @@ class Settings(BaseSettings):
 
     # Bluesky and other live sources.
 
-    #: URL of a Jetstream server, without a path: one of Bluesky's, or your own.
+    #: URLs of Jetstream servers, without a path: Bluesky's, or your own. The daemon reads from the
+    #: first one, and moves to the next one after a failure.
     bluesky_url: Annotated[
-        str, _form(r"wss?://[^/?#\s]+", "a URL such as wss://jetstream.example.org")
-    ] = "wss://jetstream2.us-east.bsky.network"
+        str,
+        _form(
+            r"wss?://[^/?#\s,]+( *, *wss?://[^/?#\s,]+){0,15}",
+            "a URL such as wss://jetstream.example.org, or up to 16 separated by commas",
+        ),
+    ] = (
+        "wss://jetstream2.us-east.bsky.network,wss://jetstream1.us-east.bsky.network,"
+        "wss://jetstream2.us-west.bsky.network,wss://jetstream1.us-west.bsky.network"
+    )
+    #: Unset: all accounts. At most 10,000.
+    bluesky_accounts: str | None = Field(
+        None,
+        min_length=1,
+        description="Read only posts of these accounts: did:plc:…,did:web:…, or a file of them.",
+    )
+    #: URL of a Jetstream server of version 2, from whose archive gaps are filled. Unset: gaps stay
+    #: listed.
+    bluesky_archive_url: ServerUrl | None = None
+    #: API key of that archive, if it wants one.
+    bluesky_archive_key: SecretStr | None = None
     #: Unset: all posts.
     bluesky_languages: LanguageCodes | None = Field(
         None,

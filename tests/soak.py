@@ -7,7 +7,8 @@ advances and fails at random. PRAW, websockets, Redis and the requests are real.
 the daemon is killed with SIGKILL at random times, and Redis is killed and restarted. The daemon's
 memory may grow until its bounded state is full, and must be constant then.
 
-The last line is JSON: source, hours, published, sent, missing, doubled (posts), gaps, faults,
+The last line is JSON: source, hours, published, sent, missing, doubled (posts), gaps, switches (of
+servers by the last process), faults,
 kills, budget_exceeded (requests), rss_mib (at the end of each hour), growth (of the last hour
 relative to hour FILLED). Exits 1 if a post is missing or doubled, there is a gap, memory grew or
 the request budget was exceeded. Doubled posts are printed with their time: a kill between sending
@@ -30,7 +31,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from feedmill.producers import bluesky
+from feedmill.producers import jetstream
+from feedmill.producers.bluesky import BlueskySource
 from feedmill.producers.feeds import state as feed_state
 from feedmill.producers.feeds.source import FeedsSource
 from feedmill.producers.feeds.subscriptions import Feed
@@ -102,6 +104,9 @@ FEEDS_URL = "SOAK_FEEDS_URL"
 #: Share of Bluesky's posts that are deleted, and of events with a fault. Events that the loopback
 #: Jetstream keeps.
 DELETED, EVENT_FAULT_RATE, KEPT_EVENTS = 0.02, 0.00005, 50_000
+#: Seconds by which the second Jetstream's clock is ahead; share of posts before which one of the
+#: servers goes down, and for how many posts, of which there are 30 a second.
+SERVER_AHEAD_S, OUTAGE_RATE, OUTAGE_POSTS = 3.0, 0.0001, (900, 36_000)
 
 
 class SharedClock(SimulatedClock):
@@ -170,42 +175,66 @@ class RedditServer:
 
 
 class BlueskyServer:
-    """The loopback Jetstream, with deleted posts and faults."""
+    """Two loopback Jetstreams with the same events, deleted posts and faults.
+
+    The second one's clock is ahead. Each is down for some minutes now and then.
+    """
 
     over_budget = 0
 
     def __init__(self, running: ExitStack, clock: Any) -> None:
         self._random = Random(1)
-        # Events have simulated times: with real ones, ten seconds of overlap would hold most of a
-        # run.
-        self._jetstream = running.enter_context(Jetstream(clock=lambda: clock.value))
-        self._jetstream.random_faults(EVENT_FAULT_RATE)
+        # Events have simulated times: with real ones, the overlap would hold most of a run.
+        first = running.enter_context(Jetstream(clock=lambda: clock.value))
+        second = running.enter_context(
+            Jetstream(seed=1, clock=lambda: clock.value + SERVER_AHEAD_S)
+        )
+        self._servers = (first, second)
+        for server in self._servers:
+            server.random_faults(EVENT_FAULT_RATE)
+        #: Server that is down, and the number of the post at which it is up again.
+        self._down: Jetstream | None = None
+        self._up_at = 0
+        self._outages = 0
         self._newest: list[str] = []
-        self.settings = {"bluesky_url": self._jetstream.url}
+        self.settings = {"bluesky_url": f"{first.url},{second.url}"}
         self.ids = set[str]()
 
     @property
     def faults(self) -> int:
-        return self._jetstream.fault_counts.total()
+        counts = [server.fault_counts.total() for server in self._servers]
+        return sum(counts) + self._outages
 
     def publish(self, number: int) -> None:
-        while (
-            not self._jetstream.queries
-        ):  # the daemon begins with the posts of the moment
+        # the daemon begins with the posts of the moment
+        while not any(server.queries for server in self._servers):
             time.sleep(0.01)
-        post_id = self._jetstream.post(
-            f"post {number} " + "some words " * self._random.randrange(25)
-        )
+        self._change_outage(number)
+        text = f"post {number} " + "some words " * self._random.randrange(25)
+        (post_id, _) = [server.post(text) for server in self._servers]
         self.ids.add(post_id)
         self._newest = [*self._newest[-999:], post_id]
         if (
             self._random.random() < DELETED
             and (deleted := self._random.choice(self._newest)) in self.ids
         ):
-            self._jetstream.delete(deleted)
+            for server in self._servers:
+                server.delete(deleted)
             self.ids.remove(deleted)
         if number % KEPT_EVENTS == 0:
-            self._jetstream.forget(KEPT_EVENTS)
+            for server in self._servers:
+                server.forget(KEPT_EVENTS)
+
+    def _change_outage(self, number: int) -> None:
+        """Begin or end an outage of one of the servers."""
+        if self._down is not None and number >= self._up_at:
+            self._down.down = False
+            self._down = None
+        if self._down is None and self._random.random() < OUTAGE_RATE:
+            self._down = self._random.choice(self._servers)
+            self._down.down = True
+            self._up_at = number + self._random.randrange(*OUTAGE_POSTS)
+            self._outages += 1
 
 
 class FeedsServer:
@@ -315,8 +344,8 @@ def make_source(name: str, settings: Settings, clock: SharedClock) -> Source:
         archive = arctic_shift.ArcticShiftClient(settings, budget, topics.topic_of)
         return ArchiveSource(archive, redis, topics, settings, clock, 1000)
     if name == "bluesky":
-        bluesky.IDLE_S = 0.02  # real time
-        return bluesky.BlueskySource(settings, clock)
+        jetstream.IDLE_S = 0.02  # real time
+        return BlueskySource(settings, clock)
     if name == "feeds":
         feeds = {
             f"feed{number:02}": Feed(url=f"{os.environ[FEEDS_URL]}/feed{number:02}")
@@ -430,6 +459,7 @@ class Soak:
             "missing": len(set(self._server.ids) - self._sent.keys()),
             "doubled": sum(times - 1 for times in self._sent.values()),
             "gaps": last["gaps"],
+            "switches": last.get("switches", 0),
             "faults": self._server.faults,
             "budget_exceeded": self._server.over_budget,
             "rss_mib": self._memory,

@@ -214,6 +214,7 @@ def _reddit_source(
 @with_settings(
     *SENDING,
     "languages",
+    "bluesky_accounts",
     "bluesky_languages",
     "bluesky_min_characters",
     "metrics_port",
@@ -228,8 +229,8 @@ def bluesky(settings: Settings, flags: MessageFlags) -> None:
         # Needs websockets, an optional package.
         from feedmill.producers.bluesky import BlueskySource  # noqa: PLC0415
 
-    def make(settings: Settings, clock: Clock, _: Redis) -> Source:
-        return BlueskySource(settings, clock)
+    def make(settings: Settings, clock: Clock, redis: Redis) -> Source:
+        return BlueskySource(settings, clock, redis)
 
     _follow(make, settings, flags)
 
@@ -466,7 +467,7 @@ COUNTS = {
     "failing_feeds": "failing feeds: {:,}", "gone_feeds": "gone feeds: {:,}",
     "replaced": "replaced subreddits: {:,}", "gaps": "gaps: {:,}",
     "filled": "gaps filled: {:,}", "ahead": "{:,} from the future",
-    "steps_back": "clock went back: {:,}",
+    "steps_back": "clock went back: {:,}", "switches": "server changes: {:,}",
     "unreadable": "{:,} unreadable",
     "requests": "requests: {:,}", "budget": "requests left: {:,.0f}",
 }  # fmt: skip
@@ -479,6 +480,8 @@ def format_status(status: dict[str, Any]) -> str:
         parts.append(f"{status['subreddits']} subreddits of {status['topics']} topics")
     if "feeds" in status:
         parts.append(counted(status["feeds"], "feed"))
+    if status.get("server"):
+        parts.append(f"reading {status['server']}")
     parts.append(f"{status['sent']:,} sent")
     if status["paused"]:
         parts.append("PAUSED: the queue is full")
@@ -576,7 +579,8 @@ def gaps(
 ) -> None:
     """List gaps: periods in which posts of a subreddit or of a live source were missed.
 
-    With FEEDMILL_REDDIT_FILL_GAPS, `ingest reddit` fills those of Reddit. Or fill one from a dump
+    With FEEDMILL_REDDIT_FILL_GAPS, `ingest reddit` fills those of Reddit, and with
+    FEEDMILL_BLUESKY_ARCHIVE_URL, `ingest bluesky` those of Bluesky. Or fill one from a dump
     with `feedmill enqueue --subreddit --since --until`, then clear the list.
     """
     recorded = Gaps(connect(settings))

@@ -306,13 +306,13 @@ class LiveDaemon:
 
     def _note_gap(self, event: Event) -> None:
         """Record a gap if a connection's first event is later than the stored position, whose
-        event must come again.
+        event must come again. See `Source.gap_tolerance`.
         """
         if event.cursor is None or self._progress.is_ahead(event.at):
             return
         before = self._resumed
         self._resumed = None
-        if before is None or event.cursor <= before.cursor:
+        if before is None or event.cursor - before.cursor <= self._source.gap_tolerance:
             return
         gap = Gap(
             source=self._source.name,
@@ -395,7 +395,8 @@ class LiveDaemon:
         new = self._progress.new_places(batch, places)
         self._rechecks.schedule(posts.values(), removed)
         self._pusher.push(posts.values())
-        self._purges.add(deleted, authors, posts)
+        needed_later = self._source.needed_later(deleted)
+        self._purges.add(deleted, authors, posts, needed_later)
         self._advance(batch, new)
         filtered = [event for event in batch if event.filtered]
         self.filtered += len(filtered)
@@ -589,8 +590,15 @@ FIGURES = {
         "Requests to the source. Not Bluesky and Hacker News.",
     ),
     "gaps": ("gaps_total", "Periods whose posts could not be read."),
-    "filled": ("gaps_filled_total", "Gaps filled from Arctic Shift. Only Reddit."),
+    "filled": (
+        "gaps_filled_total",
+        "Gaps filled from an archive. Only Reddit and Bluesky.",
+    ),
     "connections": ("connections_total", "Connections opened to the source."),
+    "switches": (
+        "server_switches_total",
+        "Times that the daemon moved to another server after a failure. Only Bluesky.",
+    ),
     "gaps_recorded": (
         "gaps_recorded",
         "Open gaps listed by `feedmill ingest gaps`, until they are filled or cleared.",

@@ -445,22 +445,27 @@ class Purges:
         self.purged = 0
 
     def add(
-        self, ids: Collection[str], authors: set[str], written: Collection[str]
+        self,
+        ids: Collection[str],
+        authors: set[str],
+        written: Collection[str],
+        needed_later: Collection[str] = (),
     ) -> None:
         """Remember deleted posts and accounts.
 
         Call it after the posts before their deletion were sent.
 
         authors: deleted accounts. written: ids of posts that were sent since; they stay.
+        needed_later: deleted posts that are blocked although they were not sent.
         """
         redis = self._redis
         if written:
             redis.srem(self._deleted, *written)
         if ids:
             sorted_ids = sorted(ids)
-            sent_ids = known_ids(redis, sorted_ids)
-            if sent_ids:
-                redis.sadd(self._deleted, *sent_ids)
+            to_purge = {*known_ids(redis, sorted_ids), *needed_later}
+            if to_purge:
+                redis.sadd(self._deleted, *to_purge)
         writers = {author_of(post_id) for post_id in written}
         returned_authors = writers - authors
         if returned_authors:

@@ -7,7 +7,7 @@ source may send requests: at a rate, and with exponential backoff after failures
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
@@ -83,6 +83,9 @@ class Source:
     #: Distance before the stored position from which reading resumes, for events that arrive out
     #: of order.
     overlap = 0
+    #: Distance after the stored position beyond which the first event after a reconnection means a
+    #: gap: the event at the position did not come again. Infinite if the source yields its gaps.
+    gap_tolerance: float = 0
     #: Seconds after sending at which posts are looked up again, in ascending order; none if the
     #: source reports edits and deletions by itself.
     recheck_delays: Sequence[float] = ()
@@ -118,6 +121,13 @@ class Source:
         """
         event: Event = raw
         return event
+
+    def needed_later(self, ids: Collection[str]) -> set[str]:  # noqa: ARG002 - for subclasses
+        """Return those of deleted posts that were not sent, but may be read later, from a gap.
+
+        They are blocked. Raises redis.exceptions.RedisError.
+        """
+        return set()
 
     def look_up(self, ids: Sequence[str]) -> Mapping[str, Event]:
         """Return the present state of up to a hundred posts, by id, for rechecks; missing ones are

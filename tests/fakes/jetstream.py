@@ -12,8 +12,10 @@ the position is in the future of the server's clock. Then it gets new ones in th
 arrival. `forget` drops old events, as if the time for which the server keeps them had passed; a
 connection that asks for them silently begins with the oldest one left. Faults strike at random or
 as planned: a closed connection, with or without a refused handshake, a cut one, a truncated event,
-repeated events. Sources: bluesky-social/jetstream, section 5.1 of its design document,
-internal/subscribe, issue 343 (`early`).
+repeated events. `down` refuses handshakes and closes the connections. Filters by account come in
+the query, or with `requireHello` in a first message of the client. Sources:
+bluesky-social/jetstream, section 5.1 of its design document, internal/subscribe, issue 343
+(`early`).
 """
 
 import json
@@ -64,6 +66,12 @@ class Jetstream:
         self.fault_counts: Counter[str] = Counter()
         #: Statuses with which the next handshakes are refused.
         self.refusals: list[int] = []
+        #: Headers of the refusals.
+        self.refusal_headers: dict[str, str] = {}
+        #: Whether the server refuses everything.
+        self.down = False
+        #: First messages of the clients that were asked for one.
+        self.hellos: list[dict[str, Any]] = []
         #: Queries of all connections so far, and the number of events sent over them.
         self.queries: list[dict[str, str]] = []
         self.sent = 0
@@ -134,6 +142,11 @@ class Jetstream:
             self._changed.notify_all()
         return at
 
+    def texts(self) -> list[str]:
+        """Return the stored events as they are sent."""
+        with self._changed:
+            return [text for _, text in self._events]
+
     def forget(self, keep: int) -> None:
         """Keep only this many events."""
         with self._changed:
@@ -177,11 +190,25 @@ class Jetstream:
         )
 
     def _refuse(self, connection: ServerConnection, _: Request) -> Response | None:
-        return connection.respond(self.refusals.pop(0), "no") if self.refusals else None
+        if not self.down and not self.refusals:
+            return None
+        status = 503 if self.down else self.refusals.pop(0)
+        response = connection.respond(status, "no")
+        for name, value in self.refusal_headers.items():
+            response.headers[name] = value
+        return response
 
     def _serve(self, connection: ServerConnection) -> None:
         assert connection.request
         query = parse_qs(urlsplit(connection.request.path).query)
+        accounts = frozenset(query.get("wantedDids", ()))
+        if "requireHello" in query:
+            try:
+                hello = json.loads(connection.recv(10))
+            except ConnectionClosed:
+                return
+            self.hellos.append(hello)
+            accounts = frozenset(hello["payload"]["wantedDids"])
         cursor = int(query["cursor"][0]) if "cursor" in query else None
         with self._changed:
             arrived = self._dropped + len(self._events)
@@ -193,21 +220,33 @@ class Jetstream:
                 ]
         self.queries.append({name: values[-1] for name, values in query.items()})
         with suppress(ConnectionClosed, OSError):
-            if self._send_all(connection, backlog):
-                self._follow(connection, arrived)
+            if self._send_all(connection, backlog, accounts):
+                self._follow(connection, arrived, accounts)
 
-    def _follow(self, connection: ServerConnection, arrived: int) -> None:
+    def _follow(
+        self, connection: ServerConnection, arrived: int, accounts: frozenset[str]
+    ) -> None:
         """Send all events after the first `arrived`."""
         while events := self._after(arrived, connection):
-            if not self._send_all(connection, events):
+            if not self._send_all(connection, events, accounts):
                 return
             arrived += len(events)
 
     def _send_all(
-        self, connection: ServerConnection, events: Sequence[tuple[int, str]]
+        self,
+        connection: ServerConnection,
+        events: Sequence[tuple[int, str]],
+        accounts: frozenset[str],
     ) -> bool:
-        """Send events. Returns false if the connection has ended."""
+        """Send events, of these accounts if any are given. Returns false if the connection has
+        ended.
+        """
         for _, text in events:
+            if accounts and json.loads(text)["did"] not in accounts:
+                continue
+            if self.down:
+                connection.close(1001, "going away")
+                return False
             if self._disturb(connection, text):
                 return False
             connection.send(text)
@@ -223,6 +262,8 @@ class Jetstream:
         with self._changed:
             while not (found := self._events[max(0, arrived - self._dropped) :][:500]):
                 self._changed.wait(0.1)
+                if self.down:
+                    connection.close(1001, "going away")
                 if self._closing or connection.protocol.state is not State.OPEN:
                     return []
             return [] if self._closing else found

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from feedmill.producers.bluesky import OVERLAP_S, BlueskySource
 from feedmill.producers.live import daemon, rechecks
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Clock
-from feedmill.producers.live.state import LiveState
+from feedmill.producers.live.state import Gaps, LiveState, Position
 from feedmill.producers.push import Pusher
 from feedmill.shared.backoff import Backoff
 from feedmill.shared.broker import connect, make_app
+from feedmill.shared.errors import SettingsError
 from feedmill.shared.keys import (
     DEAD_LETTERS,
     LIVE_AUTHORS,
@@ -47,8 +49,8 @@ def make(
     intervals.
     """
     monkeypatch.setattr(daemon, "MAX_BATCH_S", 0.05)
-    monkeypatch.setattr("feedmill.producers.bluesky.IDLE_S", 0.02)
-    monkeypatch.setattr("feedmill.producers.bluesky.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("feedmill.producers.jetstream.IDLE_S", 0.02)
+    monkeypatch.setattr("feedmill.producers.jetstream.CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(rechecks, "PURGE_INTERVAL_S", 0.0)
     monkeypatch.setattr(rechecks, "AUTHORS_INTERVAL_S", 0.0)
     monkeypatch.setattr(rechecks, "MAX_SHARE", 1e9)
@@ -158,6 +160,18 @@ def test_filters_by_the_language_of_the_text(
     jetstream.post("Der Kessel kocht viel schneller, seit er sauber ist", langs=["en"])
     run(daemon, lambda: daemon.filtered == 1, "the German post is filtered")
     assert ids(redis) == wanted
+
+
+def test_replies_are_comments(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
+    daemon = make()
+    start(daemon, jetstream)
+    first = jetstream.post("a post", reply="nonsense")
+    parent = {"uri": first, "cid": "bafy"}
+    jetstream.post("an answer", reply={"root": parent, "parent": parent})
+    run(daemon, lambda: len(queued(redis)) == 2, "both are sent")
+    assert [post.get("kind") for post in queued(redis)] == [None, "comment"]
 
 
 def test_restart_resumes_without_loss_or_repetition(
@@ -402,3 +416,211 @@ def test_faults_lose_and_repeat_nothing(
     assert jetstream.fault_counts[fault] >= 2
     assert ids(redis) == sent
     assert daemon.gaps == 0
+
+
+# Several servers.
+
+
+@pytest.mark.parametrize("ahead_s", [-3.0, 3.0])
+def test_another_server_continues_without_loss_or_repetition(
+    redis: RedisServer, make: Make, ahead_s: float
+) -> None:
+    first = Jetstream()
+    second = Jetstream(clock=lambda: time.time() + ahead_s)
+    with first, second:
+        sent: list[str] = []
+
+        def write(count: int) -> None:
+            for _ in range(count):
+                text = f"post {len(sent)}"
+                (post_id, _) = [server.post(text) for server in (first, second)]
+                sent.append(post_id)
+
+        daemon = make(f"{first.url} , {second.url}")
+        start(daemon, first)
+        assert daemon.status()["server"] == first.url.removeprefix("ws://")
+        write(20)
+        run(daemon, lambda: daemon.status()["sent"] == 20, "the first posts are sent")
+        first.down = True
+        write(20)
+        run(daemon, lambda: daemon.status()["sent"] == 40, "the second server is read")
+        assert daemon.status()["server"] == second.url.removeprefix("ws://")
+        first.down, second.down = False, True
+        write(20)
+        run(
+            daemon, lambda: daemon.status()["sent"] == 60, "the first one is read again"
+        )
+        assert ids(redis) == sent
+        assert daemon.status()["switches"] == 2
+        assert daemon.gaps == 0
+
+
+def test_a_restart_on_another_server_loses_and_repeats_nothing(
+    redis: RedisServer, make: Make
+) -> None:
+    with Jetstream() as first, Jetstream() as second:
+        sent: list[str] = []
+        daemon = make(f"{first.url},{second.url}")
+        start(daemon, first)
+        for number in range(40):
+            (post_id, _) = [server.post(f"post {number}") for server in (first, second)]
+            sent.append(post_id)
+            if number == 20:
+                run(daemon, lambda: daemon.status()["sent"] == 21, "some are sent")
+                daemon.close()
+        again = make(f"{second.url},{first.url}")
+        run(again, lambda: again.status()["sent"] == 19, "the others are sent")
+        assert ids(redis) == sent
+        assert again.gaps == 0
+
+
+def test_only_if_all_servers_ask_to_wait_does_the_daemon_wait(make: Make) -> None:
+    with Jetstream() as first, Jetstream() as second:
+        for server, seconds in ((first, 500), (second, 300)):
+            server.refusals = [429] * 9
+            server.refusal_headers = {"Retry-After": str(seconds)}
+        daemon = make(f"{first.url},{second.url}")
+        assert daemon.step() == 0, "the second server did not ask for anything yet"
+        assert 290 < daemon.step() <= 300
+        assert daemon.status()["server"] == second.url.removeprefix("ws://")
+        assert daemon.status()["switches"] == 1
+        assert len(first.refusals) == len(second.refusals) == 8
+
+
+# Chosen accounts.
+
+
+def test_reads_only_the_chosen_accounts(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
+    accounts = "did:plc:alice,did:web:bob.example"
+    daemon = make(bluesky_accounts=accounts)
+    start_quiet(daemon, jetstream)
+    wanted = [
+        jetstream.post("by Alice"),
+        jetstream.post("by Bob", "did:web:bob.example"),
+    ]
+    jetstream.post("by Carol", "did:plc:carol")
+    wanted.append(jetstream.post("by Alice again"))
+    run(daemon, lambda: len(queued(redis)) == 3, "their posts are sent")
+    assert ids(redis) == wanted
+    assert jetstream.hellos[0] == {
+        "type": "options_update",
+        "payload": {
+            "wantedCollections": ["app.bsky.feed.post"],
+            "wantedDids": accounts.split(","),
+            "maxMessageSizeBytes": 2**20,
+        },
+    }
+    assert daemon.status()["filtered"] == 0, "the server applies the filter"
+    assert daemon.status()["accounts"] == 2
+
+
+def test_filters_accounts_that_the_server_did_not() -> None:
+    source = BlueskySource(Settings(bluesky_accounts="did:plc:alice"), Clock())
+    with Jetstream() as jetstream:
+        for author in ("did:plc:alice", "did:plc:carol"):
+            jetstream.post("a text", author)
+        alice, carol = (source.parse(text) for text in jetstream.texts())
+    assert alice.post
+    assert carol.post is None
+    assert carol.filtered
+
+
+def start_quiet(daemon: LiveDaemon, jetstream: Jetstream) -> None:
+    """Run the daemon until its first message has arrived, so that later posts are new ones."""
+    greeted = len(jetstream.hellos)
+    run(daemon, lambda: len(jetstream.hellos) > greeted, "the daemon is connected")
+    run(daemon, lambda: len(jetstream.queries) > greeted, "it is being read")
+
+
+def test_quiet_accounts_move_the_position_and_leave_no_gap(
+    redis: RedisServer,
+    jetstream: Jetstream,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("feedmill.producers.bluesky.PROGRESS_INTERVAL_S", 0.1)
+    monkeypatch.setattr("feedmill.producers.jetstream.SILENCE_S", 0.1)
+    daemon = make(bluesky_accounts="did:plc:alice")
+    start_quiet(daemon, jetstream)
+    state = LiveState(redis.client, "bluesky")
+    run(daemon, state.position, "the position is stored without an event")
+    before = state.position()
+    assert before
+
+    def has_moved() -> bool:
+        position = state.position()
+        return position is not None and position > before
+
+    run(daemon, has_moved, "the position moves")
+    daemon.close()
+    missed = jetstream.post("while no daemon ran")
+    again = make(bluesky_accounts="did:plc:alice")
+    run(again, lambda: queued(redis), "the post is sent")
+    assert ids(redis) == [missed]
+    assert (daemon.gaps, again.gaps) == (0, 0)
+    assert daemon.faults == {}
+
+
+def test_accounts_that_were_away_for_too_long_leave_a_gap(
+    redis: RedisServer, jetstream: Jetstream, make: Make
+) -> None:
+    away_s = 48 * 3600
+    at = time.time() - away_s
+    LiveState(redis.client, "bluesky").advance(Position(round(at * 1e6), at))
+    daemon = make(bluesky_accounts="did:plc:alice")
+    start_quiet(daemon, jetstream)
+    (gap,) = Gaps(redis.client).all()
+    assert gap.since == pytest.approx(at)
+    assert gap.until == pytest.approx(at + 12 * 3600, abs=60)
+    daemon.close()
+    start_quiet(daemon, jetstream)
+    assert daemon.gaps == 1, "recorded once"
+
+
+def test_accounts_may_come_from_a_file(
+    redis: RedisServer, jetstream: Jetstream, make: Make, tmp_path: Path
+) -> None:
+    file = tmp_path / "accounts.txt"
+    numbers = range(9_998)
+    lines = [f"did:plc:{number:024}" for number in numbers]
+    file.write_text("\n".join([*lines, "did:plc:alice", "did:plc:alice", ""]))
+    daemon = make(bluesky_accounts=str(file))
+    start_quiet(daemon, jetstream)
+    post_id = jetstream.post("by Alice")
+    run(daemon, lambda: queued(redis), "the post is sent")
+    assert ids(redis) == [post_id]
+    assert len(jetstream.hellos[0]["payload"]["wantedDids"]) == 9_999
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("alice.bsky.social", "'alice.bsky.social' is not an account's DID"),
+        ("did:plc:alice did:plc", "'did:plc' is not an account's DID"),
+        ("", "'' is not an account's DID"),
+        ("\x1b[31m", "is not an account's DID"),
+        ("\n".join(f"did:plc:{n}" for n in range(10_001)), "at most 10,000"),
+        ("x" * (2**22 + 1), "larger than 4 MiB"),
+    ],
+)
+def test_mistakes_in_an_accounts_file_are_explained(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "accounts.txt"
+    file.write_text(text)
+    settings = Settings(bluesky_accounts=str(file))
+    with pytest.raises(SettingsError) as caught:
+        BlueskySource(settings, Clock())
+    assert words in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_missing_accounts_file_is_explained() -> None:
+    settings = Settings(bluesky_accounts="nowhere.txt")
+    with pytest.raises(
+        SettingsError, match=r"nowhere\.txt cannot be read: No such file"
+    ):
+        BlueskySource(settings, Clock())

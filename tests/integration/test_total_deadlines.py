@@ -14,7 +14,7 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Request
 from websockets.server import ServerProtocol
 
-from feedmill.producers import bluesky
+from feedmill.producers import jetstream
 from feedmill.producers.bluesky import BlueskySource
 from feedmill.producers.live import http
 from feedmill.producers.live.exchange import Exchange
@@ -42,11 +42,11 @@ CREDENTIALS = {
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "READ_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(bluesky, "CONNECT_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(bluesky, "CLOSE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(bluesky, "IDLE_S", 0.1)
-    monkeypatch.setattr(bluesky, "SILENCE_S", 1.0)
-    monkeypatch.setattr(bluesky, "TAKES_NOTHING_S", 1.0)
+    monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(jetstream, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(jetstream, "IDLE_S", 0.1)
+    monkeypatch.setattr(jetstream, "SILENCE_S", 1.0)
+    monkeypatch.setattr(jetstream, "TAKES_NOTHING_S", 1.0)
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_a_websocket_that_takes_no_answers_ends(
     """The silence is long enough for the answers to fill the buffers: closing would wait for them
     for ever.
     """
-    monkeypatch.setattr(bluesky, "SILENCE_S", 20.0)
+    monkeypatch.setattr(jetstream, "SILENCE_S", 20.0)
     pings = frame(Opcode.PING, b"x" * 125) * 1000
     with Frames(b"", pings, pause=0.0) as server, pytest.raises(SourceFailed):
         read(f"ws://127.0.0.1:{server.server_address[1]}")

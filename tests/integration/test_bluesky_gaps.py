@@ -1,0 +1,394 @@
+"""Bluesky's gaps, filled from a loopback archive of Jetstream, which may be hostile."""
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from feedmill.producers import bluesky_gaps
+from feedmill.producers.bluesky import BlueskySource
+from feedmill.producers.bluesky_gaps import BEHIND, TOO_YOUNG
+from feedmill.producers.jetstream_archive import decode_block
+from feedmill.producers.live.daemon import LiveDaemon
+from feedmill.producers.live.source import Clock
+from feedmill.producers.live.state import Gap, Gaps, LiveState, Position
+from feedmill.producers.push import Pusher
+from feedmill.shared.broker import connect, make_app
+from feedmill.shared.messages import ClassifyOptions
+from feedmill.shared.purge import tombstones
+from feedmill.shared.settings import Settings
+from tests.fakes.jetstream import Jetstream
+from tests.fakes.jetstream_archive import JetstreamArchive, compress, encode_block
+from tests.integration.test_bluesky import ids, jetstream, make, run
+from tests.support import RedisServer, queued
+
+__all__ = ["jetstream", "make"]  # fixtures
+pytestmark = pytest.mark.usefixtures("make")  # short batches and pauses
+
+
+@pytest.fixture
+def archive(monkeypatch: pytest.MonkeyPatch) -> Iterator[JetstreamArchive]:
+    monkeypatch.setattr(bluesky_gaps, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(bluesky_gaps, "MARGIN_S", 0)
+    monkeypatch.setattr(bluesky_gaps, "EVENTS_PER_BLOCK", 4)
+    monkeypatch.setattr(
+        "feedmill.producers.jetstream_archive.REQUESTS_PER_MINUTE", 10**6
+    )
+    with JetstreamArchive() as archive:
+        yield archive
+
+
+class House:
+    """Posts before, in and after a gap, of which the live stream has only the last ones."""
+
+    def __init__(
+        self, redis: RedisServer, jetstream: Jetstream, archive: JetstreamArchive
+    ) -> None:
+        self.redis, self.jetstream, self.archive = redis, jetstream, archive
+        self.before = [jetstream.post(f"before {number}") for number in range(9)]
+        first = self._last_time()
+        self.lost = [jetstream.post(f"lost {number}") for number in range(30)]
+        self.first_us = first
+        # The daemon read up to here; the server has forgotten the rest.
+        LiveState(redis.client, "bluesky").advance(Position(first, first / 1e6))
+
+    def _last_time(self) -> int:
+        time_us: int = json.loads(self.jetstream.texts()[-1])["time_us"]
+        return time_us
+
+    def end_gap(self) -> None:
+        """Let the server forget the gap, and archive everything."""
+        self.jetstream.account("did:plc:anyone", None)
+        self.archive.seal(self.jetstream.texts())
+        self.jetstream.forget(1)
+        time.sleep(0.001)  # the next event is later than the archive's first ones
+        self.tail()
+
+    def tail(self) -> None:
+        """Archive some more events, so that the archive has reached the end of the gap."""
+        self.jetstream.account("did:plc:anyone", None)
+        self.archive.seal(self.jetstream.texts()[-1:])
+
+
+@pytest.fixture
+def house(redis: RedisServer, jetstream: Jetstream, archive: JetstreamArchive) -> House:
+    return House(redis, jetstream, archive)
+
+
+def start(redis: RedisServer, house: House, **chosen: Any) -> LiveDaemon:
+    settings = Settings.model_validate(
+        {
+            "redis_url": redis.url,
+            "bluesky_url": house.jetstream.url,
+            "bluesky_archive_url": house.archive.url,
+            **chosen,
+        }
+    )
+    clock = Clock()
+    client = connect(settings)
+    pusher = Pusher(
+        make_app(settings), client, settings, ClassifyOptions(), wait=clock.wait
+    )
+    source = BlueskySource(settings, clock, client)
+    return LiveDaemon(source, client, pusher, settings, clock)
+
+
+def the_gap(redis: RedisServer) -> Gap:
+    (gap,) = Gaps(redis.client).all()
+    return gap
+
+
+def filled(daemon: LiveDaemon) -> bool:
+    return bool(daemon.status()["filled"])
+
+
+def test_a_gap_is_filled_from_the_archive(redis: RedisServer, house: House) -> None:
+    house.end_gap()
+    daemon = start(redis, house)
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert sorted(ids(redis)) == sorted([house.before[-1], *house.lost])
+    gap = the_gap(redis)
+    assert gap.filled
+    assert gap.found == 31
+    assert (gap.problem, daemon.gaps) == ("", 1)
+    bodies = {post["id"]: post["body"] for post in queued(redis)}
+    assert bodies[house.lost[0]] == "lost 0"
+
+
+def test_several_gaps_are_filled_one_after_another(
+    redis: RedisServer, house: House
+) -> None:
+    house.end_gap()
+    times = [json.loads(text)["time_us"] for text in texts_of(house.archive)]
+    for first, last in ((9, 18), (19, 28)):
+        since, until = times[first] / 1e6, times[last] / 1e6
+        gap = Gap("bluesky", "", since, until, noted=time.time())
+        Gaps(redis.client).record(gap)
+    LiveState(redis.client, "bluesky").advance(Position(times[-1], times[-1] / 1e6))
+    daemon = start(redis, house)
+    run(daemon, lambda: daemon.status()["filled"] == 2, "both gaps are filled")
+    daemon.close()
+    assert sorted(ids(redis)) == sorted(house.lost[:20])
+    assert [gap.found for gap in Gaps(redis.client).all()] == [10, 10]
+
+
+def texts_of(archive: JetstreamArchive) -> list[str]:
+    """Return the archived events as the live stream sent them."""
+    return [
+        json.dumps(event)
+        for segment in archive.segments
+        for block in segment
+        for event in block
+    ]
+
+
+def test_the_first_block_is_searched(redis: RedisServer, house: House) -> None:
+    house.archive.blocks_per_segment = 64
+    house.end_gap()
+    daemon = start(redis, house)
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    asked = [int(path.rpartition("=")[2]) for path in house.archive.asked[1:]]
+    assert 0 not in asked
+    assert {*house.lost} <= {*ids(redis)}
+
+
+def test_deletions_in_and_after_the_gap_are_applied(
+    redis: RedisServer, house: House
+) -> None:
+    house.jetstream.delete(house.lost[3])
+    house.jetstream.account("did:plc:mallory", "deleted")
+    house.end_gap()
+    house.archive.answers = [(503, b"", {})] * 3
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem, "the archive does not answer yet")
+    house.archive.answers = [(503, b"", {})] * 10_000
+    house.jetstream.delete(house.lost[7])
+    house.jetstream.delete("at://did:plc:alice/app.bsky.feed.post/3l3qo2vutsw2b")
+    run(
+        daemon,
+        lambda: tombstones(redis.client, [house.lost[7]]),
+        "a deleted post of the gap is blocked before it is read",
+    )
+    house.archive.answers.clear()
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    run(
+        daemon,
+        lambda: house.lost[3] not in ids(redis),
+        "the post that was deleted in the gap is purged",
+    )
+    daemon.close()
+    expected = {house.before[-1], *house.lost} - {house.lost[3], house.lost[7]}
+    assert set(ids(redis)) == expected
+    old = "at://did:plc:alice/app.bsky.feed.post/3l3qo2vutsw2b"
+    assert not tombstones(redis.client, [old]), "its key says that it is older"
+
+
+def test_accounts_that_were_deleted_since_stay_deleted(
+    redis: RedisServer, house: House
+) -> None:
+    gone = [house.jetstream.post(f"gone {n}", "did:plc:mallory") for n in range(3)]
+    house.end_gap()
+    house.archive.answers = [(503, b"", {})] * 10_000
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem, "the archive does not answer yet")
+    read = daemon.read
+    house.jetstream.account("did:plc:mallory", "deleted")
+    run(daemon, lambda: daemon.read > read, "the deletion is read")
+    house.archive.answers.clear()
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert not {*gone} & {*ids(redis)}
+    assert {*house.lost} <= {*ids(redis)}
+
+
+def test_a_killed_daemon_continues_where_it_stopped(
+    redis: RedisServer, house: House
+) -> None:
+    house.end_gap()
+    first = start(redis, house)
+    run(first, lambda: the_gap(redis).reached, "a part is filled")
+    first.close()
+    second = start(redis, house)
+    run(second, lambda: filled(second), "the gap is filled")
+    second.close()
+    sent = ids(redis)
+    assert sorted(sent) == sorted([house.before[-1], *house.lost])
+    assert the_gap(redis).found == 31
+
+
+def test_only_chosen_accounts_are_read_from_the_archive(
+    redis: RedisServer, house: House
+) -> None:
+    bob = house.jetstream.post("by Bob", "did:plc:bob")
+    house.end_gap()
+    until = json.loads(house.jetstream.texts()[0])["time_us"] / 1e6
+    since = house.first_us / 1e6
+    gap = Gap("bluesky", "", since, until, noted=time.time())
+    Gaps(redis.client).record(gap)
+    daemon = start(redis, house, bluesky_accounts="did:plc:bob")
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert ids(redis) == [bob]
+
+
+def test_the_key_is_sent_and_never_shown(
+    redis: RedisServer, house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.archive.key = "a secret key"
+    house.end_gap()
+    daemon = start(redis, house, bluesky_archive_key="a wrong secret")
+    run(daemon, lambda: "refused the key" in the_gap(redis).problem, "it is refused")
+    daemon.close()
+    daemon = start(redis, house, bluesky_archive_key="a secret key")
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert the_gap(redis).problem == ""
+    assert "secret" not in caplog.text
+
+
+def test_an_archive_that_is_behind_is_waited_for(
+    redis: RedisServer, house: House
+) -> None:
+    house.archive.seal(house.jetstream.texts()[:20])
+    house.jetstream.forget(0)
+    house.jetstream.account("did:plc:anyone", None)
+    daemon = start(redis, house)
+    run(daemon, lambda: Gaps(redis.client).all(), "the gap is noticed")
+    run(daemon, lambda: the_gap(redis).problem == BEHIND, "the archive is behind")
+    daemon.close()
+    assert not the_gap(redis).filled
+
+
+def test_an_archive_that_begins_later_is_not_enough(
+    redis: RedisServer, house: House
+) -> None:
+    house.archive.seal(house.jetstream.texts()[20:])
+    house.jetstream.forget(0)
+    house.tail()
+    daemon = start(redis, house)
+    run(daemon, lambda: Gaps(redis.client).all(), "the gap is noticed")
+    run(daemon, lambda: the_gap(redis).problem == TOO_YOUNG, "the reason is stored")
+    daemon.close()
+
+
+def test_too_many_requests_are_waited_for(redis: RedisServer, house: House) -> None:
+    house.end_gap()
+    house.archive.answers = [(429, b"", {"Retry-After": "600"})]
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem, "the archive asks to wait")
+    asked = len(house.archive.asked)
+    for _ in range(5):
+        daemon.step()
+    assert len(house.archive.asked) == asked
+    assert daemon.hindrance == "", "the live stream goes on"
+    daemon.close()
+
+
+def bomb() -> bytes:
+    return compress(bytes(2**28))
+
+
+def cut() -> bytes:
+    return encode_block([(1, 1, "c", "d", "k", b"x" * 100)])[:-4]
+
+
+def too_many() -> bytes:
+    return compress(struct.pack("<I", 2**32 - 1) + bytes(1000))
+
+
+def wrong_lengths() -> bytes:
+    return compress(struct.pack("<I", 1) + b"\xff" * 34)
+
+
+@pytest.mark.parametrize(
+    "body", [bomb(), cut(), too_many(), wrong_lengths(), b"", b"<html>"]
+)
+def test_a_hostile_block_keeps_the_gap_and_the_daemon(
+    redis: RedisServer, house: House, body: bytes
+) -> None:
+    house.end_gap()
+    house.archive.bodies = {1: body}
+    daemon = start(redis, house)
+    run(daemon, lambda: "is invalid" in the_gap(redis).problem, "the block is refused")
+    live = house.jetstream.post("a later one")
+    run(daemon, lambda: live in ids(redis), "the live stream goes on")
+    assert not the_gap(redis).filled
+    house.archive.bodies.clear()
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert {*house.lost} <= {*ids(redis)}
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b"[]"),
+        (200, b"[" * 100_000),
+        (200, b'{"segments": [{"name": "../x"}]}'),
+        (200, b'{"segments": [{"name": "a", "eventCount": 1e400}]}'),
+        (200, b"\xff\xfe"),
+        (302, b""),
+        (404, b""),
+        (500, b""),
+    ],
+)
+def test_a_hostile_list_keeps_the_gap_and_the_daemon(
+    redis: RedisServer, house: House, status: int, body: bytes
+) -> None:
+    house.end_gap()
+    house.archive.answers = [(status, body, {"Location": "http://127.0.0.1:1/"})] * 2
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem, "the reason is stored")
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+
+
+def test_pages_without_an_end_end(
+    redis: RedisServer, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bluesky_gaps, "MAX_PAGES", 5)
+    house.end_gap()
+    page = b'{"segments": [], "cursor": "1"}'
+    house.archive.answers = [(200, page, {})] * 5
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem == BEHIND, "it is given up")
+    daemon.close()
+
+
+def test_rows_that_cannot_be_read_are_left_out(
+    redis: RedisServer, house: House
+) -> None:
+    house.end_gap()
+    post = "app.bsky.feed.post"
+    at = house.first_us + 1
+    rows = [
+        (at, 1, post, "did:plc:a", "k", b"\xff"),
+        (at, 1, post, "did:plc:a", "k", b""),
+        (at, 1, post, "did:plc:a", "k", b"\x81" * 1000),
+        (at, 5, "", "did:plc:a", "", b"\x01"),
+        (at, 9, post, "did:plc:a", "k", b"\xa0"),
+        (at, 4, "", "did:plc:a", "", b""),
+    ]
+    house.archive.bodies = {1: encode_block(rows)}
+    daemon = start(redis, house)
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert daemon.unreadable == 0
+
+
+def test_blocks_have_the_rows_of_their_columns() -> None:
+    rows = [
+        (7, 1, "app.bsky.feed.post", "did:plc:a", "key", b"\xa0"),
+        (8, 3, "app.bsky.feed.like", "did:plc:bb", "", b""),
+    ]
+    events = list(decode_block(encode_block(rows)))
+    assert [event.at_us for event in events] == [7, 8]
+    assert [event.kind for event in events] == [1, 3]
+    assert [event.did for event in events] == [b"did:plc:a", b"did:plc:bb"]
+    assert [event.payload for event in events] == [b"\xa0", b""]
+    assert list(decode_block(encode_block([]))) == []
