@@ -182,7 +182,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hide the machine's settings and any running stack from tests."""
     for name in list(os.environ):
-        if name.startswith("FEEDMILL_"):
+        if name.startswith(("FEEDMILL_", "OTEL_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path / "no-stack"))
     monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path / "cache"))

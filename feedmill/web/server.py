@@ -18,6 +18,7 @@ from feedmill.shared.broker import connect
 from feedmill.shared.errors import UserError
 from feedmill.shared.linux import notify
 from feedmill.shared.settings import Settings
+from feedmill.shared.tracing import exporting
 from feedmill.web import answers, compatible, endpoint
 from feedmill.web.access import Access
 from feedmill.web.asking import Asker
@@ -142,6 +143,8 @@ def make_server(settings: Settings, address: str = "127.0.0.1") -> Any:
     Raises SettingsError if others could reach the address without a password or a token.
     """
     access = Access(settings, address)
+
+    exporting("feedmill-web")
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
