@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 #: Name of the instrumentation scope, and of the service of producers.
 NAME = "feedmill"
-#: Name of the service of workers.
+#: Names of the services of workers and of the web server.
 WORKER_SERVICE = "feedmill-worker"
+WEB_SERVICE = "feedmill-web"
 #: Variables that switch tracing on, unless OTEL_TRACES_EXPORTER or OTEL_SDK_DISABLED says no.
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -144,7 +145,7 @@ def is_requested() -> bool:
 
 
 def has_protocol(variables: Sequence[str]) -> bool:
-    """Return whether the environment asks for no other protocol than PROTOCOL. Warns if it does."""
+    """Return whether the environment asks for no other protocol than PROTOCOL; warn if it does."""
     for name in variables:
         protocol = os.environ.get(name, "").strip()
         if protocol == PROTOCOL:

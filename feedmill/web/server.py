@@ -14,11 +14,11 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import feedmill
+from feedmill.shared import tracing
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import UserError
 from feedmill.shared.linux import notify
 from feedmill.shared.settings import Settings
-from feedmill.shared.tracing import exporting
 from feedmill.web import answers, compatible, endpoint
 from feedmill.web.access import Access
 from feedmill.web.asking import Asker
@@ -144,7 +144,7 @@ def make_server(settings: Settings, address: str = "127.0.0.1") -> Any:
     """
     access = Access(settings, address)
 
-    exporting("feedmill-web")
+    tracing.exporting(tracing.WEB_SERVICE)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -173,6 +173,8 @@ def make_server(settings: Settings, address: str = "127.0.0.1") -> Any:
             await asyncio.to_thread(newness.stop)
             await asyncio.to_thread(asker.stop)
             await asyncio.to_thread(webhooks.stop)
+            # uvicorn ends the process with the signal it received, which skips `atexit` handlers.
+            await asyncio.to_thread(tracing.stop)
             redis.close()
 
     app = FastAPI(
