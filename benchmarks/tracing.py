@@ -111,7 +111,9 @@ def main() -> None:
                     variant, pid = started[name]
                     costs[name].append(measure(variant, pid, posts))
                 off, on = costs["off"][-1], costs["on"][-1]
-                print(f"round {number + 1}: off {off:.0f}, on {on:.0f} µs of CPU a post")
+                print(
+                    f"round {number + 1}: off {off:.0f}, on {on:.0f} µs of CPU a post"
+                )
         finally:
             for variant, _ in started.values():
                 variant.stop()
