@@ -356,6 +356,8 @@ def publish(
             message = _message(app, posts, options, priority, task_id)
             if publication is not None:
                 publication.add(message, len(posts), parent)
+            elif parent is not None:
+                message["headers"].update(parent.headers())
             texts.append(json.dumps(message))
         app.redis.lpush(key, *texts)
 

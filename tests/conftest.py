@@ -38,7 +38,8 @@ LONGEST = (
     "test_results_commands", "test_gliclass", "test_ending", "test_differential", "test_typing",
     "test_demo", "test_stack", "test_starting", "test_sentinel", "test_tls", "test_chaos",
     "test_health", "test_own_tasks", "test_celery", "test_extending", "test_transport_faults",
-    "test_deploy", "test_head", "test_secrets", "test_supervisor",
+    "test_deploy", "test_head", "test_secrets", "test_supervisor", "test_tracing",
+    "test_tracing_away",
 )  # fmt: skip
 
 #: Test files that run on every redis-server of this machine, like the tests with the mark

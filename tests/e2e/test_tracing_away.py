@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from celery import Celery
 
+from feedmill.shared.broker import make_app, publish
+from feedmill.shared.messages import ClassifyOptions, Post
+from feedmill.shared.settings import Settings
+from feedmill.shared.trace_context import TraceContext
 from tests.support import (
     NEW_INTERPRETER,
     RedisServer,
@@ -129,3 +133,15 @@ def test_a_wrong_variable_is_a_warning(redis: RedisServer, tmp_path: Path) -> No
         assert worker.says("check the OTEL_* variables")
         assert worker.end() == 0
     assert "Traceback" not in worker.text()
+
+
+def test_an_untraced_sender_passes_a_callers_context_on(settings: Settings) -> None:
+    parent = TraceContext("6" * 32, SPAN, 1, "vendor=1")
+    app = make_app(settings)
+    messages = [[Post(id="a", title="A goal")], [Post(id="b", title="A goal")]]
+    publish(app, messages, ClassifyOptions(), parents=[parent, None])
+    queued: Any = app.redis.lrange("feedmill", 0, -1)
+    second, first = [json.loads(message)["headers"] for message in queued]
+    assert first["traceparent"] == f"00-{'6' * 32}-{SPAN}-01"
+    assert first["tracestate"] == "vendor=1"
+    assert "traceparent" not in second

@@ -53,32 +53,34 @@ class Owner:
 
 
 class Observer:
-    """Told when messages pass each step: the time of a call is the time of the step.
+    """Follow messages from step to step: the time of a call is the time of the step.
 
-    This one does nothing; workers/runtime/spans.py records spans. Methods are called on the
+    This class does nothing; workers/runtime/spans.py records spans. Methods are called on the
     thread of their step, and never raise.
     """
 
     def reserved(self, message: Message, at_ns: int) -> None:
-        """A message was reserved, at a time in nanoseconds since 1970, and now starts."""
+        """Handle the start of a message. at_ns: time of its reservation, in nanoseconds since
+        1970.
+        """
 
     def preparing(self, messages: Sequence[Message]) -> None:
-        """The preparation of messages begins."""
+        """Handle the start of the preparation of messages."""
 
     def prepared(self, messages: Sequence[Message]) -> None:
-        """The rows of messages are ready for the device."""
+        """Handle messages whose rows are ready for the device."""
 
     def computed(self, computed: "Computed") -> None:
-        """The device has computed a micro-batch, or failed to."""
+        """Handle a micro-batch that the device has computed, or failed to compute."""
 
     def storing(self, messages: Sequence[Message]) -> None:
-        """Messages have all of their outcomes, which are to be stored."""
+        """Handle messages that have all of their outcomes, before these are stored."""
 
     def stored(self, messages: Sequence[Message]) -> None:
-        """Everything about messages is stored."""
+        """Handle messages of which everything is stored."""
 
     def ended(self, message: Message) -> None:
-        """A message is acknowledged, or the worker is otherwise done with it."""
+        """Handle a message that is acknowledged, or with which the worker is otherwise done."""
 
     def running(self, message: Message) -> AbstractContextManager[object]:  # noqa: ARG002
         """Run the block as a message's task."""
