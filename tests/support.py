@@ -417,7 +417,7 @@ def _environment(folder: Path, **environment: str) -> dict[str, str]:
     clean = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("FEEDMILL_", "NOTIFY_"))
+        if not name.startswith(("FEEDMILL_", "NOTIFY_", "OTEL_"))
     }
     ours = {
         "FEEDMILL_TOKEN_BUDGET": "2048",

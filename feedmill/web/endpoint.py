@@ -44,6 +44,8 @@ from feedmill.shared.none_of_these import NONE_WORDS
 from feedmill.shared.purge import purge_posts, valid_ids
 from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.results import ResultsStore
+from feedmill.shared.trace_context import read_context
+from feedmill.shared.tracing import current_context
 from feedmill.web import schema
 from feedmill.web.answers import forget
 from feedmill.web.asking import Asker
@@ -290,7 +292,8 @@ async def outcomes_of(
     if not posts:
         return outcomes
     try:
-        asking = asker.ask(posts, options, timeout_s)
+        trace = current_context() or read_context(request.headers)
+        asking = asker.ask(posts, options, timeout_s, trace)
         answers = iter(await while_connected(request, asking))
     except RequestRefused as error:
         raise Failure(422, "refused", sentence(str(error))) from None
