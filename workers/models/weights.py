@@ -5,6 +5,7 @@ A model is a folder: on this machine, in the embedded model's package, or downlo
 safetensors; pickles are refused.
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -161,6 +162,25 @@ def check_loaded(weights: Weights) -> None:
             linked=is_embedded,
         )
         check_unchanged(weights.folder, weights.read, listed)
+
+
+def digest_of_0_1(weights: Weights) -> str:
+    """Return the digest that Feedmill 0.1 gave a model: of its weights and its head alone.
+
+    Deployments made by 0.1 name it. Raises ModelError.
+    """
+    paths = [*transformer_files(weights), weights.folder / HEAD_FILE]
+    known = []
+    for file in weights.read:
+        if file.path in paths:
+            known.append((paths.index(file.path), file.sha256))
+    digests = []
+    for _, digest in sorted(known):
+        digests.append(digest)
+    if len(digests) == 1:
+        return digests[0]
+    content = bytes.fromhex("".join(digests))
+    return hashlib.sha256(content).hexdigest()
 
 
 def parameters(weights: Weights) -> int:
