@@ -170,17 +170,15 @@ def digest_of_0_1(weights: Weights) -> str:
     Deployments made by 0.1 name it. Raises ModelError.
     """
     paths = [*transformer_files(weights), weights.folder / HEAD_FILE]
-    known = []
-    for file in weights.read:
-        if file.path in paths:
-            known.append((paths.index(file.path), file.sha256))
-    digests = []
-    for _, digest in sorted(known):
-        digests.append(digest)
-    if len(digests) == 1:
-        return digests[0]
-    content = bytes.fromhex("".join(digests))
-    return hashlib.sha256(content).hexdigest()
+    digits = ""
+    for path in paths:
+        for file in weights.read:
+            if file.path == path:
+                digits += file.sha256
+    content = bytes.fromhex(digits)
+    digest = hashlib.sha256(content)
+    is_one_file = len(content) == digest.digest_size
+    return digits if is_one_file else digest.hexdigest()
 
 
 def parameters(weights: Weights) -> int:
