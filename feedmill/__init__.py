@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from feedmill.workers.runtime.task import ClassifyTask as ClassifyTask
     from feedmill.workers.runtime.task import classify_task as classify_task
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: Public names, each with the module that defines it.
 _LAZY_NAMES = {

@@ -262,13 +262,13 @@ class FileSource:
         elif records.removal_of(fields):
             yield LeftOut.REMOVED
         elif records.is_export_row(fields):
-            row_items = records.parse_export(
+            item = records.parse_export(
                 fields,
                 where,
                 labelled,
                 columns,
             )
-            yield from self._with_admitted_texts(row_items)
+            yield self._admitted(item)
         else:
             post_items = records.parse_post(
                 fields,
@@ -277,7 +277,8 @@ class FileSource:
                 reads_comments=self._filters.reads_comments,
                 context=self._context_of(fields),
             )
-            yield from self._with_admitted_texts(post_items)
+            for post_item in post_items:
+                yield self._admitted(post_item)
 
     def _context_of(self, fields: dict[str, Any]) -> str:
         """Return the title of a comment's post; "" for other records, and for unknown posts."""
@@ -286,17 +287,14 @@ class FileSource:
         fullname = records.parent_post(fields)
         return self._titles.title_of(fullname)
 
-    def _with_admitted_texts(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items, LeftOut instead of a post whose text the filters do not admit."""
-        filters = self._filters
-        for item in items:
-            post = item
-            if isinstance(item, Labelled):
-                post = item.post
-            if isinstance(post, Post) and not filters.admit_text(post.text):
-                yield LeftOut.BY_FILTERS
-            else:
-                yield item
+    def _admitted(self, item: Item) -> Item:
+        """Return an item, or LeftOut for a post whose text the filters do not admit."""
+        post = item
+        if isinstance(item, Labelled):
+            post = item.post
+        if not isinstance(post, Post) or self._filters.admit_text(post.text):
+            return item
+        return LeftOut.BY_FILTERS
 
     def _unreadable(self, problems: Sequence[tuple[str, str]]) -> str:
         """Return why a record cannot be a post without one of these columns; "" if it can."""
@@ -412,21 +410,25 @@ class FileSource:
             LookupError,
             NotImplementedError,
         ) as error:
-            kinds = ValueError | LookupError if self._encoding else UnicodeError
-            if isinstance(error, kinds) and not isinstance(self.table, ParquetTable):
-                encoding = printable(self._encoding or "UTF-16")
-                reason = printable(str(error))
-                raise InputError(
-                    f"Cannot read {self.name} as {encoding:.40}: {reason}. Give another "
-                    "--encoding, such as cp1252 for Excel on Windows, or none for UTF-8."
-                ) from None
-            reason = getattr(error, "strerror", None) or clause(error)
-            reason = printable(reason)
-            raise InputError(
-                f"Cannot read {self.name}: {reason}. Check the file, then run the command again."
-            ) from None
+            raise self._input_error(error) from None
         if is_empty:
             raise InputError(f"{self.name} contains no posts. Give another file.")
+
+    def _input_error(self, error: Exception) -> InputError:
+        """Return the error that tells the user why the file cannot be read."""
+        kinds = ValueError | LookupError if self._encoding else UnicodeError
+        if isinstance(error, kinds) and not isinstance(self.table, ParquetTable):
+            encoding = printable(self._encoding or "UTF-16")
+            reason = printable(str(error))
+            return InputError(
+                f"Cannot read {self.name} as {encoding:.40}: {reason}. Give another --encoding, "
+                "such as cp1252 for Excel on Windows, or none for UTF-8."
+            )
+        reason = getattr(error, "strerror", None) or clause(error)
+        reason = printable(reason)
+        return InputError(
+            f"Cannot read {self.name}: {reason}. Check the file, then run the command again."
+        )
 
     def _lacks_ids(self, fields: dict[str, Any]) -> bool:
         """Return whether ids must be derived from the texts, by the first record."""
@@ -1072,23 +1074,13 @@ class CsvTable:
         if records.has_escapes(names):
             convert = records.unescape_formula
         while True:
-            first = self._line + 1
-            try:
-                row = next(self._rows)
-                problem = ""
-            except StopIteration:
+            first_line = self._line + 1
+            row, problem = self._next_row()
+            if row is None:
                 return
-            except csv.Error as error:
-                if "field limit" in str(error):
-                    raise self._too_long(first) from None
-                row = []
-                problem = (
-                    f"not CSV: {error}; a quote may be missing, or a quote in a "
-                    "text may not be doubled"
-                )
-            place: Place = first
-            if self._line > first:
-                place = f"{first}-{self._line}"
+            place: Place = first_line
+            if self._line > first_line:
+                place = f"{first_line}-{self._line}"
             if any(row[width:]):
                 problem = (
                     f"{len(row)} fields, but {width} columns; a quote may be missing"
@@ -1104,6 +1096,23 @@ class CsvTable:
                 yield Record(place, fields, cells)
             elif row:
                 yield Record(place, None, cells)
+
+    def _next_row(self) -> tuple[list[str] | None, str]:
+        """Return the next row, None at the end, and why it cannot be read, or "".
+
+        Raises InputError for a cell that is too long.
+        """
+        first_line = self._line + 1
+        try:
+            return next(self._rows, None), ""
+        except csv.Error as error:
+            if "field limit" in str(error):
+                raise self._too_long(first_line) from None
+            problem = (
+                f"not CSV: {error}; a quote may be missing, or a quote in a text may not be "
+                "doubled"
+            )
+            return [], problem
 
 
 class SheetTable:

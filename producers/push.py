@@ -146,7 +146,9 @@ def send_scope(queue: str, options: ClassifyOptions, weights: str) -> str:
     if queue != DEFAULT_QUEUE:
         parts.append(queue)
     parts.append(weights)
-    parts.append(options.model_dump_json())
+    # 0.1 had no option `none`: what it sent must not be sent again.
+    absent = {"none"} if options.none is None else set()
+    parts.append(options.model_dump_json(exclude=absent))
     return " ".join(part for part in parts if part)
 
 

@@ -1002,17 +1002,31 @@ def parse_export(
     where: str,
     labelled: bool = False,
     columns: Columns = DETECTED,
-) -> Iterator[Post | Labelled | BadRecord]:
-    """Yield the row's post, with its label if `labelled`, or a BadRecord.
+) -> Post | Labelled | BadRecord:
+    """Return the row's post, with its label if `labelled`, or why it has none.
 
     Keys must be in lower case.
     """
+    fields = _export_fields(record, columns)
+    try:
+        post = Post.parse(fields)
+    except PostRefused as refusal:
+        reason = printable(str(refusal))
+        return BadRecord(where, reason)
+    if labelled:
+        return _labelled(post, record, where)
+    return post
+
+
+def _export_fields(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
+    """Return the values of an export's row by post field, without empty cells."""
     fields: dict[str, Any] = {}
-    for field, column in POST_COLUMNS.items():
-        chosen = None
+    for field, export_column in POST_COLUMNS.items():
+        column = export_column
         if field in OPTIONAL_COLUMNS:
-            chosen = getattr(columns, field)
-        value = record.get(chosen or column)
+            chosen_column = getattr(columns, field)
+            column = chosen_column or export_column
+        value = record.get(column)
         if value is not None and value != "":
             fields[field] = value
     if record.get("kind") == COMMENT_KIND:
@@ -1022,18 +1036,10 @@ def parse_export(
         fields[field] = _seconds(date, columns.date_format)
     extra = fields.get("extra")
     if isinstance(extra, str):
+        # other texts stay, and Post refuses them
         with suppress(ValueError):
             fields["extra"] = from_json(extra)
-    try:
-        post = Post.parse(fields)
-    except PostRefused as refusal:
-        reason = printable(str(refusal))
-        yield BadRecord(where, reason)
-        return
-    if labelled:
-        yield _labelled(post, record, where)
-    else:
-        yield post
+    return fields
 
 
 def _labelled(post: Post, record: dict[str, Any], where: str) -> Labelled | BadRecord:

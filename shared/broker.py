@@ -32,6 +32,8 @@ from feedmill.shared.errors import printable
 from feedmill.shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from feedmill.shared.redis_errors import is_replica, is_starting, user_message
 from feedmill.shared.settings import Settings
+from feedmill.shared.trace_context import TraceContext
+from feedmill.shared.tracing import publishing
 
 logger = logging.getLogger(__name__)
 
@@ -330,11 +332,13 @@ def publish(
     options: ClassifyOptions,
     priority: int = 0,
     replies: Sequence[str] | None = None,
+    parents: Sequence[TraceContext | None] | None = None,
 ) -> None:
     """Publish messages of posts as one batch to the application's queue.
 
     replies: task id of each message, under which Celery keeps its result. None keeps no results;
-    the classifications are stored anyway. Raises redis.exceptions.RedisError: after a lost
+    the classifications are stored anyway. parents: the span of each message that its trace
+    continues; None for the current one. Raises redis.exceptions.RedisError: after a lost
     connection, the messages may be in the queue.
     """
     if not messages:
@@ -342,13 +346,20 @@ def publish(
     task_ids: Sequence[str | None] = [None] * len(messages)
     if replies is not None:
         task_ids = replies
-    texts = []
-    for posts, task_id in zip(messages, task_ids, strict=True):
-        message = _message(app, posts, options, priority, task_id)
-        texts.append(json.dumps(message))
+    if parents is None:
+        parents = [None] * len(messages)
     step = max(step for step in SENT_STEPS if step <= priority)
     key = queue_list(app.settings.queue, step)
-    app.redis.lpush(key, *texts)
+    texts = []
+    with publishing(app.settings.queue) as publication:
+        for posts, task_id, parent in zip(messages, task_ids, parents, strict=True):
+            message = _message(app, posts, options, priority, task_id)
+            if publication is not None:
+                publication.add(message, len(posts), parent)
+            elif parent is not None:
+                message["headers"].update(parent.headers())
+            texts.append(json.dumps(message))
+        app.redis.lpush(key, *texts)
 
 
 def _message(

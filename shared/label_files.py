@@ -278,10 +278,16 @@ def labels_of_csv(text: str) -> object:
         for number, name, *_ in rows:
             numbers[int(number)] = name
         return _by_number(numbers, len(rows))
+    return _by_rows(rows)
 
+
+def _by_rows(rows: Iterable[list[str]]) -> object:
+    """Return the labels of rows with a name and descriptions; only the names if a name repeats or
+    all descriptions are numbers.
+    """
     names: list[str] = []
     labels: dict[str, list[str]] = {}
-    has_texts = False  # descriptions that are no numbers
+    has_texts = False
     for name, *cells in rows:
         descriptions = [cell for cell in cells if cell]
         if not all(map(NUMBER.fullmatch, descriptions)):

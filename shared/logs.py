@@ -1,27 +1,78 @@
-"""Logging for every process: one line per event to standard error, as text or as JSON."""
+"""Logging for every process: one line per event to standard error, as text or as JSON.
+
+A record about a message names it: by `extra=fields_of(…)`, or because it was logged while
+`CURRENT_FIELDS` was set, as by a task's own code. Celery's records of a task name it in `data`.
+"""
 
 import logging
 import sys
+from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import Any
 
 from feedmill.shared.errors import json_line, printable_lines
 from feedmill.shared.settings import Settings
+from feedmill.shared.trace_context import TraceContext
 
 #: Maximum characters kept from a record's beginning and from its end, where tracebacks are.
 MAX_START_CHARACTERS = 20_000
 MAX_END_CHARACTERS = 10_000
 
 
+#: Attribute of a record with the fields of its message.
+FIELDS = "feedmill"
+#: Returns the fields of the message whose task runs in this context.
+CURRENT_FIELDS: ContextVar[Callable[[], dict[str, Any]] | None] = ContextVar(
+    "CURRENT_FIELDS", default=None
+)
+
+
+def fields_of(
+    message_id: str | None, run: str | None, trace: TraceContext | None
+) -> dict[str, Any]:
+    """Return the argument `extra` of a log record about a message."""
+    fields: dict[str, str] = {}
+    if message_id is not None:
+        fields["message_id"] = message_id
+    if run is not None:
+        fields["run"] = run
+    if trace is not None:
+        fields["trace_id"] = trace.trace_id
+        fields["span_id"] = trace.span_id
+    return {FIELDS: fields}
+
+
+def fields_in(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the fields of the message that a record is about; none for others."""
+    own = getattr(record, FIELDS, None)
+    if isinstance(own, dict):
+        return own
+    current_fields = CURRENT_FIELDS.get()
+    if current_fields is not None:
+        fields: dict[str, Any] = current_fields()[FIELDS]
+        return fields
+    data = getattr(record, "data", None)
+    if isinstance(data, dict) and isinstance(data.get("id"), str):
+        return {"message_id": data["id"]}
+    return {}
+
+
 class TextFormatter(logging.Formatter):
     """Format a record as one line without control characters.
 
-    Further lines, such as tracebacks, are indented.
+    Further lines, such as tracebacks, are indented. A record about a traced message ends with its
+    trace id.
 
     Untrusted text in a message can neither control the terminal nor imitate another record.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
+        trace_id = fields_in(record).get("trace_id")
+        if trace_id is not None:
+            first, line_break, rest = text.partition("\n")
+            text = f"{first} (trace {trace_id}){line_break}{rest}"
         if len(text) > MAX_START_CHARACTERS + MAX_END_CHARACTERS:
             start = text[:MAX_START_CHARACTERS]
             end = text[-MAX_END_CHARACTERS:]
@@ -31,8 +82,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Format a record as a JSON object on one line: time, level, logger, message, and the
-    traceback if there is one.
+    """Format a record as a JSON object on one line: time, level, logger, message, the fields of
+    the message that it is about, and the traceback if there is one.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -43,6 +94,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **fields_in(record),
         }
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)

@@ -1,4 +1,5 @@
-"""Serve Prometheus metrics and health checks over HTTP, for workers and daemons.
+"""Serve Prometheus metrics and health checks over HTTP, for workers and daemons; or send the
+metrics to an OpenTelemetry collector (shared/otlp_metrics.py).
 
 Each process declares its metrics, shown in docs/reference/metrics.md, and reads their values on
 each scrape. Metrics of the queue and the results are declared here, because every process can read
@@ -22,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from feedmill.shared import otlp_metrics
 from feedmill.shared.broker import SENT_AT, connect, queue_depth, queue_lists
 from feedmill.shared.errors import UserError, clause, explain_missing
 from feedmill.shared.model_routing import queues
@@ -30,6 +32,7 @@ from feedmill.shared.redis_errors import is_busy, trouble
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import PREFIX, Settings
+from feedmill.shared.tracing import NAME
 from feedmill.shared.unread_lists import find_unread_lists
 
 if TYPE_CHECKING:
@@ -203,21 +206,31 @@ class ProcessMetrics:
 
     #: The process' own metrics.
     metrics: Sequence[Metric] = ()
+    #: Name of the process' service in OpenTelemetry.
+    service = NAME
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._redis = connect_for_monitoring(settings)
         self._store = ResultsStore(self._redis, settings)
-
-    def serve(self) -> "MetricsServer":
-        """Start the metrics server. Raises UserError."""
-        sources = [
+        self._sources = [
             (REDIS_METRICS, self.redis_values),
             (self.metrics, self.values),
         ]
+
+    def start(self) -> None:
+        """Serve the metrics if a port is set, and send them to a collector if
+        OTEL_METRICS_EXPORTER says so. Raises UserError.
+        """
+        if self._settings.metrics_port:
+            self.serve()
+        otlp_metrics.start(self._sources, self.service)
+
+    def serve(self) -> "MetricsServer":
+        """Start the metrics server. Raises UserError."""
         return serve(
             self._settings,
-            sources,
+            self._sources,
             health=self.unhealthy,
             ready=self.unready,
         )
@@ -411,10 +424,11 @@ def _answer(
     if path == "/metrics":
         answer: Iterable[bytes] = metrics(environment, start)
         return answer
-    status = "404 Not Found"
-    text = "Not found. Available: /metrics, /healthz and /readyz.\n"
     check = checks.get(path)
-    if check:
+    if check is None:
+        status = "404 Not Found"
+        text = "Not found. Available: /metrics, /healthz and /readyz.\n"
+    else:
         problems = check()
         status = "503 Service Unavailable" if problems else "200 OK"
         lines = problems or ["ok"]

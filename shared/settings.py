@@ -794,9 +794,9 @@ def _require_scheme(scheme: str, info: ValidationInfo) -> None:
     actual_scheme = _scheme(info)
     if actual_scheme == scheme:
         return
-    actual = (
-        f"begins with {actual_scheme}://" if info.data["redis_url"] else "is not set"
-    )
+    actual = "is not set"
+    if info.data["redis_url"]:
+        actual = f"begins with {actual_scheme}://"
     raise ValueError(
         f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {actual}; change the address, "
         "or unset this setting"

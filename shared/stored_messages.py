@@ -8,7 +8,7 @@ celery.node and applications with `task_protocol=1` send, the body is an object 
 come with headers that name the task, which then count.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from feedmill.shared import encoding
@@ -210,29 +210,42 @@ def _posts_within(
         containers.append(whole)
     while containers:
         container = containers.pop()
-        items: Any = ()
-        if type(container) is dict:
-            items = container.items()
-            if "task" in container:  # a callback
-                callback = StoredRequest(
-                    task=container["task"],
-                    args=container.get("args"),
-                    kwargs=container.get("kwargs"),
-                )
-                post_lists.update(_post_lists(callback))
-        elif type(container) is list:
-            items = enumerate(container)
+        if type(container) is dict and "task" in container:  # a callback
+            callback = StoredRequest(
+                task=container["task"],
+                args=container.get("args"),
+                kwargs=container.get("kwargs"),
+            )
+            post_lists.update(_post_lists(callback))
         are_posts = id(container) in post_lists
-        for key, value in items:
+        for key, value in _items_of(container):
             if type(value) is dict:
-                has_more_than_id = len(value) > 1 and "id" in value
-                if has_more_than_id and (are_posts or value.keys() & OTHER_FIELDS):
+                if _is_whole_post(value, are_posts):
                     raw_id = value["id"]
                     yield container, key, raw_id
                 if value:
-                    containers.append(container[key])
+                    containers.append(container[key])  # the caller may have replaced it
             elif type(value) is list and value:
                 containers.append(value)
+
+
+def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Yield the keys or indexes of an object or list with their values; nothing for others."""
+    if type(container) is dict:
+        return container.items()
+    if type(container) is list:
+        return enumerate(container)
+    return ()
+
+
+def _is_whole_post(value: dict[str, Any], are_posts: bool) -> bool:
+    """Return whether an object is a post with more than its id. are_posts: whether all objects
+    beside it are posts.
+    """
+    has_more_than_id = len(value) > 1 and "id" in value
+    if not has_more_than_id:
+        return False
+    return are_posts or not OTHER_FIELDS.isdisjoint(value)
 
 
 def _post_lists(request: StoredRequest) -> Iterator[int]:

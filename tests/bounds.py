@@ -27,6 +27,7 @@ EXTRAS = (
     "worker",
     "reddit",
     "bluesky",
+    "feeds",
     "monitor",
     "dumps",
     "tables",

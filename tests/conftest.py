@@ -38,7 +38,8 @@ LONGEST = (
     "test_results_commands", "test_gliclass", "test_ending", "test_differential", "test_typing",
     "test_demo", "test_stack", "test_starting", "test_sentinel", "test_tls", "test_chaos",
     "test_health", "test_own_tasks", "test_celery", "test_extending", "test_transport_faults",
-    "test_deploy", "test_head", "test_secrets", "test_supervisor",
+    "test_deploy", "test_head", "test_secrets", "test_supervisor", "test_tracing",
+    "test_tracing_away",
 )  # fmt: skip
 
 #: Test files that run on every redis-server of this machine, like the tests with the mark
@@ -182,7 +183,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hide the machine's settings and any running stack from tests."""
     for name in list(os.environ):
-        if name.startswith("FEEDMILL_"):
+        if name.startswith(("FEEDMILL_", "OTEL_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path / "no-stack"))
     monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path / "cache"))

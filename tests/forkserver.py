@@ -44,8 +44,8 @@ MAX_REQUEST_BYTES = 1 << 20
 #: an import, the tests' own, and those set by torch, transformers, scikit-learn, polars and
 #: pytest. A change of any other variable, such as NEW_INTERPRETER, starts a new interpreter.
 FORKABLE = (
-    "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "PYTHONPATH",
-    "TERM", "TMPDIR",
+    "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "OTEL_",
+    "PYTHONPATH", "TERM", "TMPDIR",
     "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "MASTER_ADDR", "RANK", "WORLD_SIZE",
     "FLOWER_", "HF_", "XDG_CONFIG_HOME",
     "BROKER", "FAKE_", "HACKER_NEWS_URL", "PATIENCE", "STANDIN_", "TRANSPORT",

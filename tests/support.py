@@ -48,7 +48,7 @@ from feedmill.producers.push import (
     Pusher,
 )
 from feedmill.shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth
-from feedmill.shared.keys import MARKS
+from feedmill.shared.keys import MARKS, WORKERS
 from feedmill.shared.messages import (
     Classification,
     ClassifyOptions,
@@ -417,7 +417,7 @@ def _environment(folder: Path, **environment: str) -> dict[str, str]:
     clean = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("FEEDMILL_", "NOTIFY_"))
+        if not name.startswith(("FEEDMILL_", "NOTIFY_", "OTEL_"))
     }
     ours = {
         "FEEDMILL_TOKEN_BUDGET": "2048",
@@ -539,7 +539,19 @@ def working(
         **{"FEEDMILL_REDIS_URL": redis.url} | given,
     ) as worker:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")
+        wait_until_registered(redis)
         yield worker
+
+
+def wait_until_registered(redis: RedisServer) -> None:
+    """Wait until a worker is registered and listens to remote commands, just after it is ready.
+
+    `feedmill status` and `health` wait longer for the answers of registered workers.
+    """
+    wait_until(
+        lambda: redis.client.pubsub_numpat() >= 1 and redis.client.hlen(WORKERS) >= 1,
+        "a worker is registered and listens to commands",
+    )
 
 
 @contextmanager

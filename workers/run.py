@@ -16,7 +16,7 @@ from celery.apps import worker as celery_worker
 from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging, worker_ready, worker_shutting_down
 
-from feedmill.shared import linux, logs
+from feedmill.shared import linux, logs, tracing
 from feedmill.shared.settings import Settings
 from feedmill.workers.app import make_worker_app
 from feedmill.workers.runtime.pool import DevicePool
@@ -71,6 +71,7 @@ def run_worker(settings: Settings, name: str | None) -> int:
     if status:
         # A thread that hangs in the device's driver would block a normal interpreter exit.
         release()
+        tracing.stop()
         logging.shutdown()
         os._exit(status)
     return status

@@ -501,17 +501,20 @@ class FrameTable:
             flag="{}=",
         )
         for key in columns.texts_among(names):
-            column = self._frame.get_column(names[key])
-            if isinstance(column.dtype, TEXT_TYPES):
-                continue
-            has_values = column.null_count() < len(column)
-            if has_values:
-                quoted = listed([names[key]])
-                raise InputError(
-                    f"The column {quoted!r} has the type {column.dtype}, not text. Name "
-                    "the text column with title= or body=, or convert the column to text first."
-                )
+            self._check_type(names[key])
         return self._items(columns)
+
+    def _check_type(self, name: str) -> None:
+        """Raise InputError for a column of texts that has values of another type."""
+        column = self._frame.get_column(name)
+        has_values = column.null_count() < len(column)
+        if isinstance(column.dtype, TEXT_TYPES) or not has_values:
+            return
+        quoted = listed([name])
+        raise InputError(
+            f"The column {quoted!r} has the type {column.dtype}, not text. Name the text column "
+            "with title= or body=, or convert the column to text first."
+        )
 
     def _items(self, columns: Columns) -> Iterator[Item]:
         names_read = _names_read(columns)

@@ -22,7 +22,7 @@ from feedmill.producers.live.source import (
     with_retries,
 )
 from feedmill.producers.reddit import topics as topics_file
-from feedmill.producers.reddit.checks import SubredditState, check_all
+from feedmill.producers.reddit.checks import SubredditState, states_of
 from feedmill.producers.reddit.topics import describe_replaced
 from feedmill.shared.errors import (
     UserError,
@@ -103,7 +103,7 @@ def checked_states(settings: Settings) -> Iterator[SubredditState]:
                         f"Cannot check r/{name}: {fault}. Run the command again later."
                     ) from fault
             now = clock.time()
-            yield from check_all(topics, topic, reasons, now)
+            yield from states_of(topics, topic, reasons, now)
 
 
 def raise_fault(fault: RequestFailed) -> None:

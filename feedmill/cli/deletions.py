@@ -298,8 +298,8 @@ def purge(
     else:
         typer.echo(printable_lines(summary))
     removed = 0
-    for what, count in counts.items():
-        if what not in NOT_REMOVED:
+    for name, count in counts.items():
+        if name not in NOT_REMOVED:
             removed += count
     raise typer.Exit(0 if removed else 1)
 

@@ -202,7 +202,7 @@ def _note_missing_processes(redis: Redis, settings: Settings, notes: Console) ->
 def _keep_columns(pusher: Pusher, run: str, columns: Sequence[str]) -> set[str]:
     """Store the names of columns that the posts of a run carry.
 
-    Return those that posts of the run lack which were sent before.
+    Return those that the run's earlier posts lack.
     """
     redis = pusher.redis
     # Reading writes, too, if Redis must load the functions first.

@@ -475,8 +475,7 @@ def _follow(
     with _connect(settings, flags, clock) as (redis, pusher):
         source = make(settings, clock, redis)
         metrics = LiveMetrics(settings, source.name)
-        if settings.metrics_port:
-            metrics.serve()
+        metrics.start()
         log_at = time.monotonic() + FIRST_LOG_DELAY_S
         live_daemon = LiveDaemon(
             source,

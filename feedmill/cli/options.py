@@ -19,7 +19,7 @@ from dataclasses import dataclass, is_dataclass
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 from pydantic import ValidationError
@@ -54,6 +54,8 @@ CONTEXT = "typer_context"
 
 Command = Callable[..., None]
 Flags = list[inspect.Parameter]
+#: Returns the problem of the flags on a command line, or "".
+Rule = Callable[[set[str]], str]
 
 #: Settings of commands that classify, and of commands that send posts.
 MODEL = ("model", "labels", "template", "classifier", "engine", "device", "dtype")
@@ -392,70 +394,102 @@ def with_settings(
     """
 
     def decorate(command: Command) -> Command:
-        signature = inspect.signature(command, eval_str=True)
-        own = dict(signature.parameters)
-        own.pop("settings", None)
-        groups: dict[str, Flags] = {}
-        flags: dict[str, inspect.Parameter] = {}
-        for name, parameter in own.items():
-            members = _flags(parameter.annotation)
-            if members:
-                groups[name] = members
-            for flag in members or [parameter]:
-                flags[flag.name] = flag
-        for name in names:
-            flags[name] = _flag(name)
-
-        rules: list[Callable[[set[str]], str]] = []
+        interface = _interface(command, names)
+        rules: list[Rule] = []
 
         @wraps(command)
-        def expanded(**values: Any) -> None:
+        def run_command(**values: Any) -> None:
             context = values.pop(CONTEXT)
-            typed = _typed_flags(context, flags, values)
+            command_line = _flags_on_command_line(context, interface.flags, values)
             for rule in rules:
-                problem = rule(typed)
+                problem = rule(command_line)
                 if problem:
                     raise UserError(problem)
             setting_values = {name: values.get(name) for name in names}
             settings = settings_of(plain_logs=plain_logs, **setting_values)
-            arguments = _only(own, values)
-            for name, members in groups.items():
-                fields = [flag.name for flag in members]
-                group = own[name].annotation
-                arguments[name] = group(**_only(fields, values))
-            if not explains_redis:
-                return command(settings=settings, **arguments)
-            with user_errors(settings):
-                return command(settings=settings, **arguments)
+            arguments = interface.arguments(values)
+            explained: AbstractContextManager[None] = nullcontext()
+            if explains_redis:
+                explained = user_errors(settings)
+            with explained:
+                command(settings=settings, **arguments)
 
-        # What typer reads.
-        context_parameter = inspect.Parameter(
-            CONTEXT,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=typer.Context,
-        )
-        parameters = []
+        signature = interface.signature()
         annotations: dict[str, Any] = {}
-        for flag in (context_parameter, *flags.values()):
-            parameters.append(flag.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            annotations[flag.name] = flag.annotation
-        expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        expanded.__annotations__ = annotations
-        expanded.rules = rules  # type: ignore[attr-defined]
-        return expanded
+        for parameter in signature.parameters.values():
+            annotations[parameter.name] = parameter.annotation
+        run_command.__signature__ = signature  # type: ignore[attr-defined]
+        run_command.__annotations__ = annotations
+        run_command.rules = rules  # type: ignore[attr-defined]
+        return run_command
 
     return decorate
 
 
-def _typed_flags(
+class _Interface(NamedTuple):
+    """The flags of a command, and its parameters, to which their values go.
+
+    parameters: of the command, without `settings`. groups: the flags of each parameter that is a
+    group. flags: all, by name: fields of groups, other parameters, and settings.
+    """
+
+    parameters: Mapping[str, inspect.Parameter]
+    groups: Mapping[str, Flags]
+    flags: Mapping[str, inspect.Parameter]
+
+    def signature(self) -> inspect.Signature:
+        """Return what typer reads: a parameter for its context, and one for each flag."""
+        context = inspect.Parameter(
+            CONTEXT,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=typer.Context,
+        )
+        parameters = [context]
+        for flag in self.flags.values():
+            parameter = flag.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            parameters.append(parameter)
+        return inspect.Signature(parameters)
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the command's arguments. values: those of the flags, by name."""
+        arguments = _only(self.parameters, values)
+        for name, members in self.groups.items():
+            field_names = [flag.name for flag in members]
+            fields = _only(field_names, values)
+            group = self.parameters[name].annotation
+            arguments[name] = group(**fields)
+        return arguments
+
+
+def _interface(command: Command, setting_names: Iterable[str]) -> _Interface:
+    """Return the flags of a command. setting_names: settings that have a flag."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters = dict(signature.parameters)
+    parameters.pop("settings", None)
+    groups: dict[str, Flags] = {}
+    flags: dict[str, inspect.Parameter] = {}
+    for name, parameter in parameters.items():
+        members = _group_flags(parameter.annotation)
+        if not members:
+            flags[name] = parameter
+            continue
+        groups[name] = members
+        for flag in members:
+            flags[flag.name] = flag
+    for name in setting_names:
+        flags[name] = _setting_flag(name)
+    return _Interface(parameters, groups, flags)
+
+
+def _flags_on_command_line(
     context: typer.Context,
     flags: Mapping[str, inspect.Parameter],
     values: Mapping[str, Any],
 ) -> set[str]:
-    """Return the flags on the command line, as the help shows them, also if their value is the
-    default.
+    """Return the flags and arguments on the command line, named as in the help, also if their
+    value is the default.
     """
-    typed = set()
+    names = set()
     for name, flag in flags.items():
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE":
@@ -463,8 +497,8 @@ def _typed_flags(
         # `--no-…` asks for nothing where that is the default.
         is_off = flag.default is False and values[name] is False
         if not is_off:
-            typed.add(_shown_name(flag))
-    return typed
+            names.add(_shown_name(flag))
+    return names
 
 
 def _only(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -478,11 +512,11 @@ def excludes(flag: str, *others: str) -> Callable[[Command], Command]:
     Arguments are named as in the help, such as FILE.
     """
 
-    def problem(typed: set[str]) -> str:
-        if flag not in typed:
+    def problem(command_line: set[str]) -> str:
+        if flag not in command_line:
             return ""
         for other in others:
-            if other in typed:
+            if other in command_line:
                 name = other.removesuffix("...")
                 return f"{flag} cannot be combined with {name}. Leave out one of them."
         return ""
@@ -493,21 +527,19 @@ def excludes(flag: str, *others: str) -> Callable[[Command], Command]:
 def needs(flag: str, other: str) -> Callable[[Command], Command]:
     """Refuse a command line that has `flag` without `other`."""
 
-    def problem(typed: set[str]) -> str:
-        if flag not in typed or other in typed:
+    def problem(command_line: set[str]) -> str:
+        if flag not in command_line or other in command_line:
             return ""
         return f"{flag} needs {other}."
 
     return _rule(problem)
 
 
-def _rule(problem: Callable[[set[str]], str]) -> Callable[[Command], Command]:
-    """Return a decorator that adds a rule to a command of `with_settings`: the problem of the
-    typed flags, or "".
-    """
+def _rule(rule: Rule) -> Callable[[Command], Command]:
+    """Return a decorator that adds a rule to a command of `with_settings`."""
 
     def decorate(command: Command) -> Command:
-        command.rules.insert(0, problem)  # type: ignore[attr-defined]
+        command.rules.insert(0, rule)  # type: ignore[attr-defined]
         return command
 
     return decorate
@@ -533,7 +565,7 @@ def _long_flag(name: str) -> str:
     return f"--{words}"
 
 
-def _flags(kind: Any) -> Flags:
+def _group_flags(kind: Any) -> Flags:
     """Return the flags of a group; none for any other type."""
     if not isinstance(kind, type) or not is_dataclass(kind):
         return []
@@ -553,7 +585,7 @@ def setting_help(name: str) -> str:
     return f"{text.removesuffix('.')} (default: {default})."
 
 
-def _flag(name: str) -> inspect.Parameter:
+def _setting_flag(name: str) -> inspect.Parameter:
     """Return the flag of a setting. Its default is None; the setting's own default applies."""
     field = Settings.model_fields[name]
     kind: Any = field.annotation

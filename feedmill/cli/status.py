@@ -438,5 +438,5 @@ def metrics(settings: Settings) -> None:
     end_signals = (signal.SIGTERM, signal.SIGINT)
     # before the server starts threads, which would receive them
     signal.pthread_sigmask(signal.SIG_BLOCK, end_signals)
-    SystemMetrics(settings).serve()
+    SystemMetrics(settings).start()
     signal.sigwait(end_signals)

@@ -73,7 +73,7 @@ def known_posts(
     InputError without any.
     """
     first_set = label_sets[0]
-    labels = [
+    common_labels = [
         label for label in first_set if all(label in labels for labels in label_sets)
     ]
     known: list[tuple[Post, str]] = []
@@ -82,20 +82,25 @@ def known_posts(
             known.append((post, NO_LABEL))
             continue
         label = matching_label(post.topic, first_set)
-        if label is not None and label in labels:
+        if label is not None and label in common_labels:
             known.append((post, label))
         elif others_fit_none and _fits_none(post, label_sets):
             known.append((post, NO_LABEL))
     if all(label == NO_LABEL for _, label in known):
-        topics = Counter(post.topic for post in posts if post.topic)
-        named = ", ".join(
-            printable(topic) for topic, _ in topics.most_common(MAX_TOPICS_NAMED)
-        )
-        raise InputError(
-            f"No post's topic is one of the labels (topics: {named}; labels: "
-            f"{', '.join(labels)}). Pass the topics as --labels."
-        )
+        raise _no_known_topic(posts, common_labels)
     return known
+
+
+def _no_known_topic(posts: Sequence[Post], labels: Sequence[str]) -> InputError:
+    """Return the error for posts of which none has a label's name as its topic."""
+    topics = Counter(post.topic for post in posts if post.topic)
+    most_common = topics.most_common(MAX_TOPICS_NAMED)
+    topic_names = ", ".join(printable(topic) for topic, _ in most_common)
+    label_names = ", ".join(labels)
+    return InputError(
+        f"No post's topic is one of the labels (topics: {topic_names}; labels: {label_names}). "
+        "Pass the topics as --labels."
+    )
 
 
 def _fits_none(post: Post, label_sets: Sequence[Sequence[str]]) -> bool:

@@ -174,8 +174,21 @@ def _seen_places(
     known: Sequence[tuple[Post, str]], candidates: Sequence[Settings], report: Report
 ) -> frozenset[int]:
     """Return the places of the posts that any of the models has learnt from. Raises UserError."""
+    digests = _learnt_digests(candidates, report)
+    if not digests:
+        return NOTHING_SEEN
+    places: set[int] = set()
+    for place, (post, _) in enumerate(known):
+        if learnt.digest_of(post) in digests:
+            places.add(place)
+    return frozenset(places)
+
+
+def _learnt_digests(candidates: Sequence[Settings], report: Report) -> set[int]:
+    """Return the digests of the texts that any of the models has learnt from."""
     digests: set[int] = set()
-    for model in {candidate.model for candidate in candidates}:
+    models = {candidate.model for candidate in candidates}
+    for model in models:
         digests_of_model = learnt.digests_of(model)
         if digests_of_model is not None:
             digests.update(digests_of_model)
@@ -185,13 +198,7 @@ def _seen_places(
                 "trained by an earlier version. If they are among these posts, the figures are "
                 "too high."
             )
-    if not digests:
-        return NOTHING_SEEN
-    indexes: set[int] = set()
-    for index, (post, _) in enumerate(known):
-        if learnt.digest_of(post) in digests:
-            indexes.add(index)
-    return frozenset(indexes)
+    return digests
 
 
 class _Comparison(NamedTuple):

@@ -133,12 +133,12 @@ class Selection:
         if not self.values:
             return
         for name, value in _values_of(record):
-            for wanted in self.values:
-                is_named = name == wanted.column
-                if not wanted.column:
+            for value_digest in self.values:
+                is_named = name == value_digest.column
+                if not value_digest.column:
                     is_named = name in AUTHOR_FIELDS
-                if is_named and wanted.is_of(value):
-                    yield wanted
+                if is_named and value_digest.is_of(value):
+                    yield value_digest
 
     def to_dict(self) -> dict[str, Any]:
         """Return the selection for the log."""

@@ -33,22 +33,7 @@ def remove_uploads(ids: Collection[str], note: Callable[[str], None]) -> int:
     removed = 0
     root = Path(tempfile.gettempdir())
     for folder in root.glob(f"{UPLOADS_PREFIX}*"):
-        try:
-            if folder.is_symlink() or not folder.is_dir():
-                continue
-            if folder.stat().st_uid != getuid():
-                note(
-                    f"{folder} belongs to another user and was not searched: run `feedmill "
-                    "forget --replay` as that user, or delete the folder if no server uses it"
-                )
-                continue
-            paths = list(folder.iterdir())
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            note(f"{folder} was not searched: {error.strerror}")
-            continue
-        for path in paths:
+        for path in _files_in(folder, note):
             try:
                 if path.is_file() and needles.may_be_in(path):
                     path.unlink()
@@ -58,6 +43,24 @@ def remove_uploads(ids: Collection[str], note: Callable[[str], None]) -> int:
             except OSError as error:
                 note(f"{path} was not searched: {error.strerror}")
     return removed
+
+
+def _files_in(folder: Path, note: Callable[[str], None]) -> list[Path]:
+    """Return what a server's folder contains; nothing if it may not be searched."""
+    try:
+        if folder.is_symlink() or not folder.is_dir():
+            return []
+        if folder.stat().st_uid == getuid():
+            return list(folder.iterdir())
+        note(
+            f"{folder} belongs to another user and was not searched: run `feedmill forget "
+            "--replay` as that user, or delete the folder if no server uses it"
+        )
+    except FileNotFoundError:
+        pass  # the server has deleted it
+    except OSError as error:
+        note(f"{folder} was not searched: {error.strerror}")
+    return []
 
 
 class Needles:

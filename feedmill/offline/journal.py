@@ -46,9 +46,8 @@ COMMON_FIELDS = (
 
 
 class _Entry(NamedTuple):
-    """A stored outcome. start: its place in the file."""
+    """A stored outcome."""
 
-    start: int
     fingerprint: str
     fields: dict[str, Any]
 
@@ -82,35 +81,35 @@ class Journal:
         def classify_rest(
             posts: Iterable[Post],
         ) -> Generator[tuple[Post, Outcome]]:
-            remaining = iter(posts)
-            end = 0
-            for entry in self._entries():
-                end = entry.start
-                post = next(remaining, None)
-                if post is None:
-                    break
-                if entry.fingerprint != fingerprint(post, recipe):
-                    remaining = chain([post], remaining)
-                    break
-                try:
-                    outcome = entry.outcome(post)
-                except ValueError:
-                    remaining = chain([post], remaining)
-                    break
-                self.resumed += 1
-                self.rows += 1
-                yield post, outcome
-            else:
-                end = self._end
+            remaining = yield from self._resume(iter(posts), recipe)
             with (
-                self._open(end) as file,
+                self._open() as file,
                 closing(classify(remaining)) as outcomes,
             ):
-                yield from self._written(outcomes, file, recipe)
+                yield from self._record(outcomes, file, recipe)
 
         return classify_rest
 
-    def _written(
+    def _resume(
+        self, posts: Iterator[Post], recipe: str
+    ) -> Generator[tuple[Post, Outcome], None, Iterator[Post]]:
+        """Yield the first posts, those whose outcome is stored. Return the others."""
+        for entry in self._entries():
+            post = next(posts, None)
+            if post is None:
+                break
+            if entry.fingerprint != fingerprint(post, recipe):
+                return chain([post], posts)
+            try:
+                outcome = entry.outcome(post)
+            except ValueError:
+                return chain([post], posts)
+            self.resumed += 1
+            self.rows += 1
+            yield post, outcome
+        return posts
+
+    def _record(
         self,
         outcomes: Iterable[tuple[Post, Outcome]],
         file: BinaryIO,
@@ -137,7 +136,9 @@ class Journal:
             yield post, outcome
 
     def _entries(self) -> Iterator[_Entry]:
-        """Yield the stored outcomes, up to one that is damaged or incomplete."""
+        """Yield the stored outcomes, up to one that is damaged or incomplete. `_end` is the place
+        of the one that is yielded, then the end of the last.
+        """
         self._end = 0
         common: dict[str, Any] = {}
         try:
@@ -154,7 +155,6 @@ class Journal:
                     return
                 if not isinstance(fields, dict):
                     return
-                start = self._end
                 if "common" in fields:
                     common = fields["common"]
                     if not isinstance(common, dict):
@@ -162,14 +162,14 @@ class Journal:
                 else:
                     digest = fields.pop("post", "")
                     stored = {**common, "fingerprint": digest, **fields}
-                    yield _Entry(start, digest, stored)
-                self._end = start + len(line)
+                    yield _Entry(digest, stored)
+                self._end += len(line)
 
-    def _open(self, end: int) -> BinaryIO:
-        """Open the file to add outcomes after a place; those behind it are dropped."""
+    def _open(self) -> BinaryIO:
+        """Open the file to add outcomes after those that were read; others are dropped."""
         file = self._open_file(os.O_RDWR | os.O_CREAT)
-        file.truncate(end)
-        file.seek(end)
+        file.truncate(self._end)
+        file.seek(self._end)
         return file
 
     def _open_file(self, flags: int) -> BinaryIO:

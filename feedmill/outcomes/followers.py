@@ -526,14 +526,7 @@ def open_reader(
 
     consumer: the member's name; default: host name and process id.
     """
-    if wanted.subreddit is not None and not subreddit_name(wanted.subreddit):
-        raise UserError(
-            f"{printable(wanted.subreddit)!r:.80} is not a subreddit's name; write "
-            "python, or r/python."
-        )
-    min_score = wanted.min_score
-    if min_score is not None and not _is_finite(min_score):
-        raise UserError(f"min_score must be a finite number, not {min_score!r:.80}.")
+    _check_filter(wanted)
     if since is not None and not (_is_finite(since) and 0 <= since < MAX_UNIX_TIME):
         raise UserError(f"since must be a time before the year 10000, not {since!r}.")
     if group is None:
@@ -549,12 +542,8 @@ def open_reader(
     if consumer is None:
         process_name = f"{socket.gethostname():.48}-{os.getpid()}"
         consumer = re.sub(r"[^A-Za-z0-9_.-]", "-", process_name)
-    for kind, name in (("group", group), ("consumer", consumer)):
-        if not READER_NAME.fullmatch(name):
-            raise UserError(
-                f"'{printable(name):.80}' is not a valid {kind} name. Use 1 to 64 letters, "
-                "digits, or any of - _ . : @"
-            )
+    _check_name("group", group)
+    _check_name("consumer", consumer)
     return GroupReader(
         redis,
         group,
@@ -563,6 +552,27 @@ def open_reader(
         since,
         claim_after,
     )
+
+
+def _check_filter(wanted: ResultFilter) -> None:
+    """Raise UserError for a filter that no result can pass."""
+    subreddit = wanted.subreddit
+    if subreddit is not None and not subreddit_name(subreddit):
+        raise UserError(
+            f"{printable(subreddit)!r:.80} is not a subreddit's name; write python, or r/python."
+        )
+    min_score = wanted.min_score
+    if min_score is not None and not _is_finite(min_score):
+        raise UserError(f"min_score must be a finite number, not {min_score!r:.80}.")
+
+
+def _check_name(kind: str, name: str) -> None:
+    """Raise UserError for an invalid name of a group or of a consumer."""
+    if not READER_NAME.fullmatch(name):
+        raise UserError(
+            f"'{printable(name):.80}' is not a valid {kind} name. Use 1 to 64 letters, digits, or "
+            "any of - _ . : @"
+        )
 
 
 def _is_finite(value: object) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from pydantic import SecretStr
 from redis.exceptions import RedisError
 from rich.console import Console
 from rich.text import Text
@@ -120,6 +121,13 @@ class Addresses(NamedTuple):
         }
 
 
+def _secret_value(secret: SecretStr | None) -> str | None:
+    """Return a secret's value; None if it is not set or empty."""
+    if not secret:
+        return None
+    return secret.get_secret_value()
+
+
 def addresses_in(settings: Settings) -> Addresses:
     """Return the addresses kept in the data folder, or else new ones, which are kept.
 
@@ -132,14 +140,9 @@ def addresses_in(settings: Settings) -> Addresses:
     if not addresses.web_url:
         port = next(_free_ports(without=addresses.ports.values()))
         addresses = addresses._replace(web_url=f"http://127.0.0.1:{port}")
-    password = None
-    if settings.flower_password:
-        password = settings.flower_password.get_secret_value()
-    web_password = None
-    if settings.web_password:
-        web_password = settings.web_password.get_secret_value()
     addresses = addresses._replace(
-        chosen_password=password, chosen_web_password=web_password
+        chosen_password=_secret_value(settings.flower_password),
+        chosen_web_password=_secret_value(settings.web_password),
     )
     text = json.dumps(addresses._asdict(), indent=2)
     try:

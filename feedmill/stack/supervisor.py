@@ -404,25 +404,30 @@ class Supervisor:
     def _supervise(self) -> None:
         """Start and restart workers, and report when all are ready.
 
-        Called on the main thread: a worker dies with the
-        thread that started it.
+        Called on the main thread: a worker dies with the thread that started it.
         """
         if self._additions is not None:
             for share in self._additions.more(self._workers):
                 self._add(share)
         for service in self._services:
             service.supervise(logger.error)
+        self._report_readiness()
+
+    def _report_readiness(self) -> None:
+        """Tell systemd once that no worker is starting for the first time, and log how many are
+        up when that changes.
+        """
         up = 0
         restarts = 0
-        waits = False
+        has_starting = False
         for service in self._services:
             restarts += service.restarts
             if service.is_running and service.is_ready():
                 up += 1
             elif not service.restarts:
-                waits = True
+                has_starting = True
         # A worker that fails must not keep systemd waiting for the others.
-        if not self._has_notified and not waits:
+        if not self._has_notified and not has_starting:
             self._has_notified = True
             notify("READY=1")
         if up != self._up:

@@ -201,23 +201,23 @@ class Study:
         stop: Sequence[int],
     ) -> None:
         """Classify the rest of a dump, and write its rows."""
-        begun = self.state.dumps[index]
-        chunk = _Chunk(self, index, begun)
-        rows = self._waiting(
-            begun,
+        dump = self.state.dumps[index]
+        chunk = _Chunk(dump, begun_at=time.monotonic())
+        posts = self._waiting(
+            dump,
             titles,
             stop,
         )
-        labelled = with_outcomes(rows, model.classify)
+        labelled = with_outcomes(posts, model.classify)
         # Closed after any error: threads of a running model would abort the process at its exit.
         with closing(labelled):
-            for row, outcome in labelled:
-                chunk.add(row, outcome)
+            for waiting, outcome in labelled:
+                chunk.add(waiting, outcome)
                 if stop:
                     break
-                if chunk.is_due():
-                    chunk.save()
-        chunk.save()
+                if self._is_due(chunk):
+                    chunk = self._save(index, chunk)
+        self._save(index, chunk)
 
     def _waiting(
         self, begun: DumpState, titles: Titles | None, stop: Sequence[int]
@@ -250,19 +250,30 @@ class Study:
         done = replace(end, is_done=True, problem=problem)
         yield _Waiting("", done)
 
-    def save(self, index: int, rows: Sequence[Row], progress: DumpState) -> None:
-        """Write a chunk's rows and then the state. progress: that of the dump after them."""
-        before = self.state.dumps[index]
-        if rows:
+    def _is_due(self, chunk: "_Chunk") -> bool:
+        """Return whether a chunk has enough rows to be written, or is old enough."""
+        if len(chunk.rows) >= self._request.part_rows:
+            return True
+        age_s = time.monotonic() - chunk.begun_at
+        return age_s >= self._request.part_seconds
+
+    def _save(self, index: int, chunk: "_Chunk") -> "_Chunk":
+        """Write a chunk's rows, then the state. Return the next chunk of the dump."""
+        now = time.monotonic()
+        dump = chunk.dump_with_rows()
+        if chunk.rows:
+            saved_records = self.state.dumps[index].records
             self._parts.write(
-                rows,
+                chunk.rows,
                 index,
-                before.records + 1,
-                progress.records,
+                saved_records + 1,
+                dump.records,
             )
-        self.state.dumps[index] = progress
+        self.state.dumps[index] = dump
+        self.state.seconds += now - chunk.begun_at
         self.state.save(self._request.out)
-        self.new_rows += len(rows)
+        self.new_rows += len(chunk.rows)
+        return _Chunk(dump, begun_at=now)
 
     def _describe(self, figures: Figures) -> None:
         """Write the page and the card of the rows so far."""
@@ -299,27 +310,19 @@ class Study:
             out=self._request.out,
         )
 
-    @property
-    def part_rows(self) -> int:
-        return self._request.part_rows
-
-    @property
-    def part_seconds(self) -> float:
-        return self._request.part_seconds
-
 
 class _Chunk:
-    """Rows of a dump that are not written yet."""
+    """Rows of a dump that are not written yet, and how far the dump is read with them.
 
-    def __init__(self, study: Study, index: int, begun: DumpState) -> None:
-        self._study = study
-        self._index = index
-        #: The progress with the last row; its rows and failures are those of the dump so far.
-        self._progress = begun
-        self._rows_before = begun.rows
-        self._failed = begun.failed
-        self._rows: list[Row] = []
-        self._saved_at = time.monotonic()
+    dump: its state when the chunk began. begun_at: monotonic seconds.
+    """
+
+    def __init__(self, dump: DumpState, begun_at: float) -> None:
+        self.begun_at = begun_at
+        self.rows: list[Row] = []
+        self._failed = 0
+        self._dump = dump
+        self._progress = dump
 
     def add(self, waiting: _Waiting, outcome: Outcome | None) -> None:
         """Add a post with its outcome, or the end of the dump."""
@@ -327,28 +330,18 @@ class _Chunk:
         if not isinstance(waiting.post, Post):
             return
         if isinstance(outcome, Classification):
-            self._rows.append(Row(waiting.post, outcome))
+            row = Row(waiting.post, outcome)
+            self.rows.append(row)
         else:
             self._failed += 1
 
-    def is_due(self) -> bool:
-        if len(self._rows) >= self._study.part_rows:
-            return True
-        return time.monotonic() - self._saved_at >= self._study.part_seconds
-
-    def save(self) -> None:
-        """Write the rows so far and the state."""
-        self._rows_before += len(self._rows)
-        progress = replace(
+    def dump_with_rows(self) -> DumpState:
+        """Return the dump's state after this chunk."""
+        return replace(
             self._progress,
-            rows=self._rows_before,
-            failed=self._failed,
+            rows=self._dump.rows + len(self.rows),
+            failed=self._dump.failed + self._failed,
         )
-        now = time.monotonic()
-        self._study.state.seconds += now - self._saved_at
-        self._study.save(self._index, self._rows, progress)
-        self._rows = []
-        self._saved_at = now
 
 
 def _progress(begun: DumpState, reading: FileReading) -> DumpState:

@@ -183,14 +183,7 @@ class TaughtModels:
         try:
             with user_errors(self._settings):
                 before = model_routing.readable_request(self._redis, queue)
-            history = self.history()
-            if what == "back":
-                history = history[:-1]
-                if history:
-                    # What is deployed now is again what that deployment asked for.
-                    history[-1] = replace(history[-1], deployed=request)
-            else:
-                history.append(Replaced(deployed=request, before=before))
+            history = self._history_after(what, request, before)
             with user_errors(self._settings):
                 conclusion = deployment.deploy(
                     self._redis, self._celery, queue, request, on_report
@@ -214,6 +207,20 @@ class TaughtModels:
                 message=message,
             )
         self._when_ended()
+
+    def _history_after(
+        self, what: str, request: RequestedModel, before: RequestedModel | None
+    ) -> list[Replaced]:
+        """Return the history after a deployment. before: the model that it replaces."""
+        history = self.history()
+        if what != "back":
+            history.append(Replaced(deployed=request, before=before))
+            return history
+        history = history[:-1]
+        if history:
+            # What is deployed now is again what that deployment asked for.
+            history[-1] = replace(history[-1], deployed=request)
+        return history
 
     def history(self) -> list[Replaced]:
         """Return the deployments from here that can be taken back, the oldest first."""

@@ -173,7 +173,7 @@ def begin_session(
     pool: number of posts to choose from. Raises UserError.
     """
     names = tuple(settings.labels or ())
-    answered = _read_answers(folder, names)
+    stored_answers = _read_answers(folder, names)
     require_packages("Labelling", "worker", HEAD_PACKAGES)
     reading = FileReading(
         posts_file,
@@ -188,19 +188,28 @@ def begin_session(
         from feedmill.training import active  # noqa: PLC0415 - needs torch
     index_of = {key_of(post): index for index, post in enumerate(sample)}
     answers: list[Answer] = []
-    for answer in answered:
-        if answer.key not in index_of:  # not in the sample
-            index_of[answer.key] = len(sample)
-            sample.append(answer.post)
-        label = None
-        if answer.label:
-            label = names.index(answer.label)
-        elif answer.fits_none:
-            label = NONE_OF_THESE
-        answers.append(active.Answer(index_of[answer.key], answer.why, label))
+    for stored in stored_answers:
+        if stored.key not in index_of:  # not in the sample
+            index_of[stored.key] = len(sample)
+            sample.append(stored.post)
+        answer = active.Answer(
+            place=index_of[stored.key],
+            why=stored.why,
+            label=_label_number(stored, names),
+        )
+        answers.append(answer)
     note_copy(settings, Copy(kind="answers", place=str(folder)))
     embedder, session = _begin(base, sample, answers, settings, Report(notes))
     return LabelSession(folder, sample, names, base, session, embedder)
+
+
+def _label_number(answer: AnsweredPost, names: Sequence[str]) -> int | None:
+    """Return the number of an answer's label, NONE_OF_THESE, or None for a skipped post."""
+    if answer.label:
+        return names.index(answer.label)
+    if answer.fits_none:
+        return NONE_OF_THESE
+    return None
 
 
 def _begin(

@@ -73,9 +73,9 @@ def collect(
     posts = read
     if tombstones:
         posts = [row for row in read if row.post.id not in tombstones]
-    examples = []
-    unlabelled = []
-    none = []
+    examples: list[Labelled] = []
+    unlabelled: list[Labelled] = []
+    none: list[Labelled] = []
     for row in posts:
         example = _example(row, options)
         if example is not None:
@@ -84,7 +84,8 @@ def collect(
             none.append(row)
         elif row.post.text:
             unlabelled.append(row)
-    if not examples and not (options.head and unlabelled and settings.labels):
+    learns_from_labels = options.head and unlabelled and settings.labels
+    if not examples and not learns_from_labels:
         raise InputError(
             f"None of {len(posts):,} posts has a label for --targets {options.targets}. Topics "
             "are in a column topic, label or category of the file; a model's labels are in "

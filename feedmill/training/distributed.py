@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -39,6 +39,8 @@ GPU_BACKEND = "cpu:gloo,cuda:nccl"
 #: this one.
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
+#: How the processes are started. CUDA does not survive a fork.
+START_METHOD = "spawn"
 #: Seconds that processes get to end after another one failed.
 GRACE_S = 10.0
 #: Seconds between looks at the processes, beside the end of one.
@@ -285,7 +287,7 @@ def _attempt(
             (job,),
             nprocs=len(devices),
             join=False,
-            start_method="spawn",
+            start_method=START_METHOD,
         )
         try:
             _wait(context, job)
@@ -348,14 +350,9 @@ def _cause(context: Any, job: Job) -> FeedmillError:
                 "last checkpoint."
             )
     failures = _failures(job)
-    own_errors = [
-        error for error in failures.values() if not isinstance(error, PeerLost)
-    ]
-    for error in own_errors:
-        if isinstance(error, DeviceFull):
-            return error
-    if own_errors:
-        return own_errors[0]
+    own_error = _own_error(failures.values())
+    if own_error is not None:
+        return own_error
     failed = [number for number, code in enumerate(codes) if code]
     for number in failed:
         trace = Path(context.error_files[number])
@@ -367,6 +364,19 @@ def _cause(context: Any, job: Job) -> FeedmillError:
     if number in failures:
         return failures[number]
     return UserError(f"{_named(job, number)} ended with status {codes[number]}.")
+
+
+def _own_error(errors_of_processes: Iterable[FeedmillError]) -> FeedmillError | None:
+    """Return the first error that is not the loss of another process, one of a full device before
+    others; None if there is none.
+    """
+    own_errors = [
+        error for error in errors_of_processes if not isinstance(error, PeerLost)
+    ]
+    for error in own_errors:
+        if isinstance(error, DeviceFull):
+            return error
+    return next(iter(own_errors), None)
 
 
 def _is_known(context: Any, job: Job) -> bool:

@@ -144,19 +144,32 @@ def store_answers(
 
 def accuracy_text(report: dict[str, Any]) -> str:
     """Return the expected accuracy of a measurement, beside that of today's model."""
-    random = report["random"]
-    if random is not None:
-        after = f"{random['after']:.2f} ± {random['after_error']:.2f}"
-        before = f"{random['before']:.2f} ± {random['before_error']:.2f}"
-        posts = counted(random["posts"], "random post")
-        text = f"expected accuracy {after} after a lesson, today's model {before}"
-        if report["none"] is not None and not report["uses_none"]:
-            share = f"{random['with_none']:.2f} ± {random['with_none_error']:.2f}"
-            text += f"; {share} if posts are sent with --none"
-        return f"{text}; on {posts}"
+    if report["random"] is not None:
+        return _comparison_text(report)
     expected = report["expected"]
-    if expected is not None:
-        accuracy = f"{expected['accuracy']:.2f} ± {expected['accuracy_error']:.2f}"
-        posts = counted(expected["measured_on"], "random post")
-        return f"expected accuracy {accuracy} after a lesson, on {posts}"
-    return "too few random posts to measure the accuracy"
+    if expected is None:
+        return "too few random posts to measure the accuracy"
+    accuracy = _share_text(expected, "accuracy")
+    posts = counted(expected["measured_on"], "random post")
+    return f"expected accuracy {accuracy} after a lesson, on {posts}"
+
+
+def _comparison_text(report: dict[str, Any]) -> str:
+    """Return the accuracy after a lesson and today's, on the same random posts."""
+    comparison = report["random"]
+    after = _share_text(comparison, "after")
+    before = _share_text(comparison, "before")
+    text = f"expected accuracy {after} after a lesson, today's model {before}"
+    learnt_none = report["none"] is not None
+    if learnt_none and not report["uses_none"]:
+        with_none = _share_text(comparison, "with_none")
+        text += f"; {with_none} if posts are sent with --none"
+    posts = counted(comparison["posts"], "random post")
+    return f"{text}; on {posts}"
+
+
+def _share_text(figures: dict[str, Any], name: str) -> str:
+    """Return a share with its standard error, such as "0.81 ± 0.04"."""
+    share = figures[name]
+    error = figures[f"{name}_error"]
+    return f"{share:.2f} ± {error:.2f}"

@@ -28,6 +28,7 @@ from feedmill.shared.messages import ClassifyOptions, Post
 from feedmill.shared.model_routing import missing_worker
 from feedmill.shared.redis_errors import trouble, user_message
 from feedmill.shared.settings import PREFIX, Settings
+from feedmill.shared.trace_context import TraceContext
 from feedmill.web.failures import Failure
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Question:
     posts: Sequence[Post]
     options: ClassifyOptions
     answer: "asyncio.Future[Any]" = field(repr=False)
+    #: The caller's span.
+    trace: TraceContext | None = None
 
 
 class Asker:
@@ -111,9 +114,14 @@ class Asker:
         self._redis.close()
 
     async def ask(
-        self, posts: Sequence[Post], options: ClassifyOptions, timeout_s: float
+        self,
+        posts: Sequence[Post],
+        options: ClassifyOptions,
+        timeout_s: float,
+        trace: TraceContext | None = None,
     ) -> list[dict[str, Any]]:
-        """Return one outcome per post, in order, as the task returns them.
+        """Return one outcome per post, in order, as the task returns them. trace: the caller's
+        span.
 
         The message is revoked if the caller leaves or the time is over. Raises Failure; and what
         the task raised, such as RequestRefused or MessageFailed.
@@ -128,6 +136,7 @@ class Asker:
             posts=posts,
             options=options,
             answer=self._loop.create_future(),
+            trace=trace,
         )
         self._waiting[question.task_id] = question
         with self._lock:
@@ -196,6 +205,7 @@ class Asker:
                 questions[0].options,
                 self._priority,
                 [question.task_id for question in questions],
+                [question.trace for question in questions],
             )
         except RedisError as fault:
             text = user_message(fault, self._settings)

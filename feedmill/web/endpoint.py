@@ -44,6 +44,8 @@ from feedmill.shared.none_of_these import NONE_WORDS
 from feedmill.shared.purge import purge_posts, valid_ids
 from feedmill.shared.redis_errors import user_errors
 from feedmill.shared.results import ResultsStore
+from feedmill.shared.trace_context import read_context
+from feedmill.shared.tracing import current_context
 from feedmill.web import schema
 from feedmill.web.answers import forget
 from feedmill.web.asking import Asker
@@ -181,7 +183,7 @@ def read_results(
 ) -> Response:
     """Return stored results in order, a page at a time. Begins with the oldest."""
     place = Place(wanted.after or "0-0")
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     missed: dict[str, object] | None = None
     ended = False
     with user_errors(shared.settings):
@@ -195,15 +197,20 @@ def read_results(
             for row in chunk.rows:
                 if not wanted.filter.has(row):
                     continue
-                found.append(row_as_json(row))
-                if len(found) == limit:
+                results.append(row_as_json(row))
+                if len(results) == limit:
                     place = Place(row.entry)
                     ended = False
                     break
-            if ended or len(found) == limit:
+            if ended or len(results) == limit:
                 break
     return json_response(
-        {"results": found, "cursor": place.cursor, "ended": ended, "missed": missed}
+        {
+            "results": results,
+            "cursor": place.cursor,
+            "ended": ended,
+            "missed": missed,
+        }
     )
 
 
@@ -285,7 +292,8 @@ async def outcomes_of(
     if not posts:
         return outcomes
     try:
-        asking = asker.ask(posts, options, timeout_s)
+        trace = current_context() or read_context(request.headers)
+        asking = asker.ask(posts, options, timeout_s, trace)
         answers = iter(await while_connected(request, asking))
     except RequestRefused as error:
         raise Failure(422, "refused", sentence(str(error))) from None

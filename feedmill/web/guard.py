@@ -288,8 +288,9 @@ class _Exchange:
         except TimeoutError:
             raise Failure(408, "too_slow", "The body took too long.") from None
         if message["type"] == "http.request":
-            self._count(message.get("body", b""))
+            # Before the count, which may refuse the last part: nothing more comes then.
             self._has_ended = not message.get("more_body", False)
+            self._count(message.get("body", b""))
         return message
 
     async def send(self, message: Message) -> None:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import feedmill
+from feedmill.shared import tracing
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import UserError
 from feedmill.shared.linux import notify
@@ -143,6 +144,8 @@ def make_server(settings: Settings, address: str = "127.0.0.1") -> Any:
     """
     access = Access(settings, address)
 
+    tracing.exporting(tracing.WEB_SERVICE)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         redis = connect(settings)
@@ -170,6 +173,8 @@ def make_server(settings: Settings, address: str = "127.0.0.1") -> Any:
             await asyncio.to_thread(newness.stop)
             await asyncio.to_thread(asker.stop)
             await asyncio.to_thread(webhooks.stop)
+            # uvicorn ends the process with the signal it received, which skips `atexit` handlers.
+            await asyncio.to_thread(tracing.stop)
             redis.close()
 
     app = FastAPI(

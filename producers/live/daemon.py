@@ -288,7 +288,7 @@ class LiveDaemon:
     def _open(self) -> Generator[Any]:
         stored = self._progress.open()
         if stored and self._progress.is_ahead(stored.at):
-            minutes = self._progress.wait(stored) / 60
+            minutes = self._progress.note_ahead(stored) / 60
             raise SourceFailed(
                 f"the stored position is {minutes:.0f} minutes ahead of this machine's clock: "
                 f"correct the clock, or delete the key {LIVE_POSITION}{self._source.name} to skip "

@@ -14,7 +14,7 @@ import http.client
 import io
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from requests.adapters import HTTPAdapter
@@ -202,7 +202,7 @@ def _connect(connection: Any, exchange: Exchange, connect: Any) -> socket.socket
     name = connection._dns_host
     connection.timeout = exchange.connect_timeout()
     try:
-        addresses = socket.getaddrinfo(name, connection.port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(name, connection.port, type=socket.SOCK_STREAM)
     except UnicodeError:
         raise OSError("the name is not one of a server") from None
     except OSError:
@@ -210,18 +210,29 @@ def _connect(connection: Any, exchange: Exchange, connect: Any) -> socket.socket
             # urllib3 would resolve the name again, perhaps to another address.
             raise
         return connect(connection)  # type: ignore[no-any-return]  # says why
-    is_direct = connection.proxy is None
-    failure: Exception = OSError("the name has no address")
+    addresses: list[str] = []
+    for *_, socket_address in infos:
+        address = str(socket_address[0])
+        addresses.append(address)
     try:
-        for *_, address in addresses:
-            if is_direct:
-                exchange.check_address(str(address[0]))
-            connection._dns_host = address[0]
-            connection.timeout = exchange.connect_timeout()
-            try:
-                return connect(connection)  # type: ignore[no-any-return]
-            except HTTPError as error:
-                failure = error
+        return _connect_to_one(connection, exchange, connect, addresses)
     finally:
         connection._dns_host = name
+
+
+def _connect_to_one(
+    connection: Any, exchange: Exchange, connect: Any, addresses: Sequence[str]
+) -> socket.socket:
+    """Connect to the first address that answers. Raises the last address' error."""
+    is_direct = connection.proxy is None
+    failure: Exception = OSError("the name has no address")
+    for address in addresses:
+        if is_direct:
+            exchange.check_address(address)
+        connection._dns_host = address
+        connection.timeout = exchange.connect_timeout()
+        try:
+            return connect(connection)  # type: ignore[no-any-return]
+        except HTTPError as error:
+            failure = error
     raise failure

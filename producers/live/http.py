@@ -95,14 +95,22 @@ class HttpClient:
                 response._content = self._body(response, max_bytes)
         except (OSError, HTTPError) as error:
             # requests' errors are OSErrors; urllib3's come while reading the body
-            if self._exchange.problem:
-                raise RequestFailed(self._exchange.problem) from error
-            if isinstance(error, requests.RequestException) and _is_unreachable(error):
-                raise SourceFailed(
-                    f"no connection to {self.name} ({type(error).__name__})"
-                ) from error
-            reason = _reason(error)
-            raise RequestFailed(f"the connection failed ({reason})") from error
+            raise self._failure(error) from error
+        self._check_status(response)
+        return response
+
+    def _failure(self, error: Exception) -> SourceFailed:
+        """Return the failure of a request that ended with an error of the connection."""
+        if self._exchange.problem:
+            return RequestFailed(self._exchange.problem)
+        if isinstance(error, requests.RequestException) and _is_unreachable(error):
+            kind = type(error).__name__
+            return SourceFailed(f"no connection to {self.name} ({kind})")
+        reason = _reason(error)
+        return RequestFailed(f"the connection failed ({reason})")
+
+    def _check_status(self, response: requests.Response) -> None:
+        """Raise SourceFailed if the server asks to wait, RequestFailed for a temporary error."""
         retry_after = retry_after_s(response.headers, self.budget.now())
         pause = min(retry_after, MAX_WAIT_S)
         if response.status_code == 429:
@@ -110,7 +118,6 @@ class HttpClient:
         if response.status_code in TEMPORARY_STATUSES:
             reason = f"{self.name} returned status {response.status_code}"
             raise RequestFailed(reason, pause if self.waits_after_errors else 0.0)
-        return response
 
     def json(self, response: requests.Response) -> Any:
         """Return the response's JSON."""

@@ -124,10 +124,9 @@ class SourceProgress:
         #: Position of the newest new event from before the position; None if there is none.
         self._new_before: Position | None = None
 
-    def wait(self, stored: Position) -> float:
-        """Note that the stored position is ahead of this machine's clock.
-
-        Return by how many seconds.
+    def note_ahead(self, stored: Position) -> float:
+        """Note that the stored position is ahead of this machine's clock. Return by how many
+        seconds.
         """
         now = self._clock.time()
         ahead_s = stored.at - now
@@ -226,26 +225,7 @@ class SourceProgress:
         new: see `new_places`. may_store: whether all events before were sent.
         """
         now = self._clock.time()
-        past: list[Position] = []
-        upcoming: list[Position] = []
-        future_count = 0
-        for event in batch:
-            if self.is_ahead(event.at):
-                future_count += 1
-            elif event.cursor is not None:
-                place = Position(event.cursor, event.at)
-                if place.at > now:
-                    upcoming.append(place)
-                else:
-                    past.append(place)
-        self._note_future(future_count)
-        if upcoming:
-            last_upcoming = max(upcoming)
-            self._upcoming.append(last_upcoming)
-        past += [place for place in self._upcoming if place.at <= now]
-        last = max(past, default=None)
-        still_upcoming = [place for place in self._upcoming if place.at > now]
-        self._upcoming = still_upcoming[-MAX_UPCOMING:]
+        last = self._last_past(batch, now)
         if last is None:
             return
         if self.position is None:
@@ -270,6 +250,33 @@ class SourceProgress:
                 self._store(last_new)
         elif self._is_before(last.cursor):
             self._new_before = last_new
+
+    def _last_past(self, batch: Iterable[Event], now: float) -> Position | None:
+        """Return the last position that is not ahead of the clock, of this batch and of earlier
+        ones that were ahead then; None if there is none.
+        """
+        past: list[Position] = []
+        upcoming: list[Position] = []
+        future_count = 0
+        for event in batch:
+            if self.is_ahead(event.at):
+                future_count += 1
+                continue
+            if event.cursor is None:
+                continue
+            place = Position(event.cursor, event.at)
+            if place.at > now:
+                upcoming.append(place)
+            else:
+                past.append(place)
+        self._note_future(future_count)
+        if upcoming:
+            last_upcoming = max(upcoming)
+            self._upcoming.append(last_upcoming)
+        past += [place for place in self._upcoming if place.at <= now]
+        still_upcoming = [place for place in self._upcoming if place.at > now]
+        self._upcoming = still_upcoming[-MAX_UPCOMING:]
+        return max(past, default=None)
 
     def follow(self) -> Gap | None:
         """Follow the source's clock if it has gone back. Return a period that cannot be read.

@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from feedmill.producers.live.source import Clock, Event, RequestFailed, Source
 from feedmill.producers.push import Pusher, known_ids
@@ -85,6 +85,10 @@ class Recheck(NamedTuple):
     is_purging: bool = False
 
 
+#: Rechecks, and when each is due, in seconds since 1970.
+Schedule: TypeAlias = dict[Recheck, float]
+
+
 class Rechecks:
     """Schedule and run the rechecks of one source."""
 
@@ -126,7 +130,7 @@ class Rechecks:
         sent_before = known_ids(self._redis, ids)
         now = self._clock.time()
         due = now + delays[0]
-        first_rechecks: dict[Recheck, float] = {}
+        first_rechecks: Schedule = {}
         for post_id, text in texts.items():
             if post_id in sent_before:
                 continue
@@ -194,64 +198,55 @@ class Rechecks:
                 retries = dict.fromkeys(rechecks, retry_at)
                 self._reschedule(rechecks, retries)
                 raise
-            self._settle(rechecks, events)
+            self._act_on(rechecks, events)
             self.rechecked += len(rechecks)
         return len(members) == POSTS_AT_ONCE
 
-    def _settle(self, rechecks: Sequence[Recheck], events: Mapping[str, Event]) -> None:
-        """Act on the posts that were found, and schedule their next rechecks."""
-        posts: dict[str, Post] = {}
+    def _act_on(self, rechecks: Sequence[Recheck], events: Mapping[str, Event]) -> None:
+        """Purge, wait for or resend the posts, and schedule their next rechecks.
+
+        events: what the source returned, by post id.
+        """
+        posts = _posts_of(events)
+        self._refresh_scores(posts)
+        deleted: list[Recheck] = []
+        hidden: list[Recheck] = []  # removed or missing
+        visible: list[Recheck] = []
+        for recheck in rechecks:
+            event = events.get(recheck.post_id)
+            if event is None:
+                hidden.append(recheck)
+            elif event.deleted:
+                deleted.append(recheck)
+            elif event.removed:
+                hidden.append(recheck)
+            else:
+                visible.append(recheck)
+        waiting, overdue = self._wait(hidden, events)
+        self._purge(deleted, overdue)
+        resumed, changed = self._resume(visible, posts)
+        self._pusher.push(changed)
+        # Finished only when the posts are in the queue: after a crash, the recheck is repeated.
+        self._reschedule(rechecks, waiting | resumed)
+
+    def _refresh_scores(self, posts: Mapping[str, Post]) -> None:
+        """Store the posts' current scores beside their results."""
         scores: dict[str, int] = {}
-        for post_id, event in events.items():
-            post = _post_of(event)
-            if post is None:
-                continue
-            posts[post_id] = post
+        for post_id, post in posts.items():
             if post.score is not None:
                 scores[post_id] = post.score
         now = self._clock.time()
         self._store.refresh_scores(scores, now)
-        deleted: list[Recheck] = []
-        hidden: list[Recheck] = []
-        visible: list[Recheck] = []
-        for recheck in rechecks:
-            current = events.get(recheck.post_id)
-            if current is None:
-                hidden.append(recheck)
-            elif current.deleted:
-                deleted.append(recheck)
-            elif current.removed:
-                hidden.append(recheck)
-            else:
-                visible.append(recheck)
-        again: dict[Recheck, float] = {}
-        overdue = self._wait(
-            hidden,
-            events,
-            again,
-        )
-        self._purge(deleted, overdue)
-        # Finished only when the posts are in the queue: after a crash, the recheck is repeated.
-        changed = self._resume(
-            visible,
-            posts,
-            again,
-        )
-        self._pusher.push(changed)
-        self._reschedule(rechecks, again)
 
     def _wait(
-        self,
-        hidden: Iterable[Recheck],
-        events: Collection[str],
-        again: dict[Recheck, float],
-    ) -> list[Recheck]:
-        """Schedule the next recheck of removed and missing posts.
-
-        Return those that must be purged now.
+        self, hidden: Iterable[Recheck], events: Collection[str]
+    ) -> tuple[Schedule, list[Recheck]]:
+        """Return the next rechecks of removed and missing posts, and those that must be purged
+        now.
         """
         now = self._clock.time()
-        overdue = []
+        schedule: Schedule = {}
+        overdue: list[Recheck] = []
         for recheck in hidden:
             is_removed = recheck.post_id in events
             patience = MISSING_PATIENCE_S
@@ -265,7 +260,7 @@ class Rechecks:
                 if stage < len(RETURN_PAUSES_S):
                     pause = RETURN_PAUSES_S[stage]
                     next_recheck = recheck._replace(stage=stage)
-                    again[next_recheck] = now + pause
+                    schedule[next_recheck] = now + pause
             elif is_removed and not recheck.text:
                 continue  # nothing was sent
             elif now - since >= patience:
@@ -273,8 +268,8 @@ class Rechecks:
             else:
                 due = now + WAITING_RETRY_S
                 next_recheck = recheck._replace(missing_since=since)
-                again[next_recheck] = due
-        return overdue
+                schedule[next_recheck] = due
+        return schedule, overdue
 
     def _purge(self, deleted: Sequence[Recheck], removed: Sequence[Recheck]) -> None:
         """Purge posts, and schedule rechecks of the removed ones, unless somebody purged them by
@@ -314,7 +309,7 @@ class Rechecks:
         now = self._clock.time()
         due = now + first_pause
         purge_times = tombstones(self._redis, our_ids)
-        return_rechecks: dict[Recheck, float] = {}
+        return_rechecks: Schedule = {}
         for post_id, purged_at in purge_times.items():
             recheck = Recheck(
                 post_id,
@@ -326,14 +321,10 @@ class Rechecks:
         self._reschedule(rechecks, return_rechecks)
 
     def _resume(
-        self,
-        visible: Iterable[Recheck],
-        posts: Mapping[str, Post],
-        again: dict[Recheck, float],
-    ) -> list[Post]:
-        """Schedule the next recheck of visible posts.
-
-        Return those with a new text, or back after a purge.
+        self, visible: Iterable[Recheck], posts: Mapping[str, Post]
+    ) -> tuple[Schedule, list[Post]]:
+        """Return the next rechecks of visible posts, and the posts with a new text or back after a
+        purge.
         """
         now = self._clock.time()
         delays = self._source.recheck_delays
@@ -343,7 +334,8 @@ class Rechecks:
                 purge_times[recheck.post_id] = recheck.purged_at
         returned_ids = lift_matching(self._redis, purge_times)
         self.returned += len(returned_ids)
-        changed = []
+        schedule: Schedule = {}
+        changed: list[Post] = []
         for recheck in visible:
             if recheck.purged_at and recheck.post_id not in returned_ids:
                 continue
@@ -363,15 +355,15 @@ class Rechecks:
                     text,
                     stage,
                 )
-                again[next_recheck] = now + delay
+                schedule[next_recheck] = now + delay
             if post is not None and text != recheck.text:
                 changed.append(post)
-        return changed
+        return schedule, changed
 
     def _reschedule(
-        self, done: Iterable[Recheck], again: Mapping[Recheck, float], nx: bool = False
+        self, done: Iterable[Recheck], schedule: Schedule, nx: bool = False
     ) -> None:
-        """Remove finished rechecks, and schedule those in `again` at their times. nx: keep earlier
+        """Remove finished rechecks, and store the schedule of the next ones. nx: keep earlier
         times.
         """
         key = self._key
@@ -380,13 +372,23 @@ class Rechecks:
         if members:
             pipe.zrem(key, *members)
         next_members: dict[str, float] = {}
-        for recheck, due in again.items():
+        for recheck, due in schedule.items():
             member = json.dumps(recheck)
             next_members[member] = due
         if next_members:
             pipe.zadd(key, next_members, nx=nx)
             pipe.expire(key, RECHECKS_TTL)
         pipe.execute()
+
+
+def _posts_of(events: Mapping[str, Event]) -> dict[str, Post]:
+    """Return the posts that can be classified, by the ids of their events."""
+    posts: dict[str, Post] = {}
+    for post_id, event in events.items():
+        post = _post_of(event)
+        if post is not None:
+            posts[post_id] = post
+    return posts
 
 
 def _post_of(event: Event) -> Post | None:

@@ -92,28 +92,15 @@ class ArcticShiftClient(HttpClient):
         Call again with the span's `reached`; items of that second are returned again.
         """
         since = math.floor(since)  # the archive's times are whole seconds
-        key = name.lower()
         size = PAGE_SIZE
-        if key in self._slow:
+        if name.lower() in self._slow:
             size = SMALL_PAGE_SIZE
-        after = since
-        if not self._inclusive:
-            after -= 1
-        bounds = {"after": after}
-        if until is not None:
-            last_second = int(until)
-            bounds["before"] = last_second + 1
-        try:
-            page, is_full = self._search(
-                name,
-                size,
-                sort="asc",
-                **bounds,
-            )
-        except RequestFailed:
-            self._slow.add(key)
-            raise
-        self._slow.discard(key)
+        page, is_full = self._page_since(
+            name,
+            since,
+            until,
+            size,
+        )
         items = [item for item in page if item.created_utc >= since]
         has_earlier = len(items) < len(page)
         if has_earlier and not self._inclusive:
@@ -145,6 +132,33 @@ class ArcticShiftClient(HttpClient):
             reached=max(since, last),
             more=more,
         )
+
+    def _page_since(
+        self, name: str, since: int, until: float | None, size: int
+    ) -> tuple[list[ListingItem], bool]:
+        """Return the page of the oldest posts since a second, and whether it is full. Remembers
+        whether the search failed.
+        """
+        after = since
+        if not self._inclusive:
+            after -= 1
+        bounds = {"after": after}
+        if until is not None:
+            last_second = int(until)
+            bounds["before"] = last_second + 1
+        key = name.lower()
+        try:
+            page, is_full = self._search(
+                name,
+                size,
+                sort="asc",
+                **bounds,
+            )
+        except RequestFailed:
+            self._slow.add(key)
+            raise
+        self._slow.discard(key)
+        return page, is_full
 
     def newest(self, name: str, count: int = 1) -> list[ListingItem]:
         """Return about `count` newest posts of a subreddit, oldest first."""

@@ -71,12 +71,12 @@ def _not_read(topic: str, entries: Sequence[ReplacedSubreddit]) -> list[Subreddi
     ]
 
 
-def check_all(
+def states_of(
     topics: Topics, topic: str, reasons: Mapping[str, str], now: float
 ) -> Iterator[SubredditState]:
     """Yield the state of each of a topic's subreddits, in the order of the topics file.
 
-    reasons: subreddit -> why it cannot be read, or "".
+    reasons: subreddit -> why it cannot be read, or "". now: time of the check.
     """
     choice = choose(
         topics,
@@ -85,19 +85,25 @@ def check_all(
         before={},
         now=now,
     )
-    not_read = {state.subreddit: state for state in _not_read(topic, choice.replaced)}
+    states = _not_read(topic, choice.replaced)
+    state_of = {state.subreddit: state for state in states}
+    for name in choice.active:
+        state_of[name] = SubredditState(
+            topic=topic,
+            subreddit=name,
+            state=VERIFIED,
+            by=None,
+            since=now,
+        )
     for name in topics.topics[topic]:
-        if name in not_read and name not in choice.active:
-            yield not_read[name]
+        if name in state_of:
+            yield state_of[name]
             continue
-        if name in choice.active:
-            state = VERIFIED
-        else:
-            state = reasons[name] or SUBSTITUTE
+        # the choice was complete before this name
         yield SubredditState(
             topic=topic,
             subreddit=name,
-            state=state,
+            state=reasons[name] or SUBSTITUTE,
             by=None,
             since=now,
         )

@@ -234,10 +234,7 @@ def walk(
     for track in tracks:
         key = track.name.lower()
         unmet[key] = track
-    watermarks = [
-        track.watermark for track in unmet.values() if track.watermark is not None
-    ]
-    lowest = min(watermarks, default=None)
+    end = _end_of_walk(unmet.values(), overlap)
     items: dict[str, ListingItem] = {}
     after: str | None = None
     in_doubt = False
@@ -261,14 +258,12 @@ def walk(
         # Listings can end early. In doubt, the walk asks for the posts after the last one.
         in_doubt = page.after is None
         if in_doubt:
-            if not page.items or not _missed_tracks(unmet):
-                break
-        elif not unmet:
-            if lowest is None:
-                break
-            end = lowest - overlap
-            if reached is not None and reached < end:
-                break
+            has_ended = not page.items or not _missed_tracks(unmet)
+        else:
+            is_below_end = end is None or (reached is not None and reached < end)
+            has_ended = not unmet and is_below_end
+        if has_ended:
+            break
         after = page.after
         if not after:
             last_item = page.items[-1]
@@ -284,6 +279,14 @@ def walk(
         missed=missed,
         order=order,
     )
+
+
+def _end_of_walk(tracks: Iterable[Track], overlap: float) -> float | None:
+    """Return the creation time down to which a walk reads; None if no track has a watermark."""
+    watermarks = [track.watermark for track in tracks if track.watermark is not None]
+    if not watermarks:
+        return None
+    return min(watermarks) - overlap
 
 
 def _is_met(track: Track, reached: float | None, has_depth: bool) -> bool:

@@ -168,20 +168,24 @@ def choose(
     free_places = topics.active - len(awake)
     chosen = {*awake, *asleep[:free_places]}
     active = [name for name in names if name in chosen]
-    substitutes = iter([name for name in active if name not in best])
+    substitutes = [name for name in active if name not in best]
     not_read: list[ReplacedSubreddit] = []
     for name, reason in reasons.items():
         if name in chosen:
             continue
+        substitute = None
+        if name in best and substitutes:
+            substitute = substitutes.pop(0)
+        since = now
+        previous = before.get(name)
+        if previous is not None and previous.reason == reason:
+            since = previous.since
         entry = ReplacedSubreddit(
             subreddit=name,
             reason=reason,
-            since=now,
-            by=next(substitutes, None) if name in best else None,
+            since=since,
+            by=substitute,
         )
-        previous = before.get(name)
-        if previous is not None and previous.reason == reason:
-            entry = entry._replace(since=previous.since)
         not_read.append(entry)
     return Choice(active=active, replaced=not_read)
 

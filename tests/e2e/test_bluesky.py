@@ -64,8 +64,13 @@ def test_daemon_sends_posts_and_reports_its_state(
             ),
             "metrics",
         )
-        assert (
-            'feedmill_live_posts_sent_total{source="bluesky"} 1.0' in fetch(metrics)[1]
+        # A post is counted after it is in the queue.
+        wait_until(
+            lambda: (
+                'feedmill_live_posts_sent_total{source="bluesky"} 1.0'
+                in fetch(metrics)[1]
+            ),
+            "the metrics count the post as sent",
         )
         wait_until(
             lambda: (

@@ -16,7 +16,7 @@ from redis.exceptions import ResponseError
 
 from feedmill.shared.keys import RESULTS_STREAM, TOMBSTONE
 from tests import support
-from tests.e2e.test_results_commands import stored
+from tests.e2e.test_results_commands import stored, waits
 from tests.support import RedisServer, feedmill, make_posts, wait_until
 
 
@@ -237,6 +237,7 @@ def test_classifies_a_file_and_shows_results(
     with support.running(
         "results", "--follow", "--json", cwd=tmp_path, **url
     ) as following:
+        wait_until(lambda: waits(served), "the command waits for results")
         sent = feedmill(
             "enqueue",
             "posts.csv",
@@ -268,6 +269,8 @@ def test_classifies_a_file_and_shows_results(
         ]
         == "food"
     )
+    # A message is acknowledged after its results are stored.
+    support.wait_until_empty(served.client)
     status = json.loads(feedmill("status", "--json", cwd=tmp_path, **url).stdout)
     assert status["queue"] == {"waiting": 0, "held": 0, "delayed": 0}
     assert status["results"]["stored"] == served.client.xlen(RESULTS_STREAM)

@@ -21,6 +21,7 @@ from tests.support import (
     feedmill,
     last_json,
     standing_in,
+    wait_for_replies,
     wait_until,
 )
 
@@ -77,7 +78,7 @@ def test_hundreds_of_messages_start_when_they_are_due(
     store = ResultsStore(connect(settings), settings)
     with standing_in(redis, tmp_path) as worker:
         wait_until(lambda: worker.says("ready."), "the worker is ready")
-        due_at = datetime.now(UTC) + timedelta(seconds=10)
+        due_at = datetime.now(UTC) + timedelta(seconds=15)
         sent = [send(app, "p0", eta=due_at)]
         wait_until(
             lambda: queue_depth(redis.client, "feedmill").delayed,
@@ -122,9 +123,10 @@ def test_revoked_and_expired_messages_end_when_they_are_due(
 ) -> None:
     with standing_in(redis, tmp_path) as worker:
         wait_until(lambda: worker.says("ready."), "the worker is ready")
-        revoked = send(app, "revoked", countdown=8)
-        expired = send(app, "expired", countdown=8, expires=6)
-        served = send(app, "served", countdown=8)
+        # Long enough for a busy machine to deliver all three before one expires.
+        revoked = send(app, "revoked", countdown=20)
+        expired = send(app, "expired", countdown=20, expires=18)
+        served = send(app, "served", countdown=20)
         wait_until(
             lambda: queue_depth(redis.client, "feedmill").delayed == 3,
             "all wait in Redis",
@@ -147,7 +149,7 @@ def test_a_message_that_expires_before_its_eta_ends_then(
     """
     with standing_in(redis, tmp_path) as worker:
         wait_until(lambda: worker.says("ready."), "the worker is ready")
-        sent = send(app, "p", eta=datetime(9999, 12, 31, tzinfo=UTC), expires=4)
+        sent = send(app, "p", eta=datetime(9999, 12, 31, tzinfo=UTC), expires=12)
         wait_until(
             lambda: queue_depth(redis.client, "feedmill").delayed == 1,
             "the message waits in Redis",
@@ -221,7 +223,7 @@ def test_each_due_message_runs_once_although_a_worker_is_killed(
             lambda: first.says("ready.") and second.says("ready."),
             "the workers are ready",
         )
-        due_at = datetime.now(UTC) + timedelta(seconds=8)
+        due_at = datetime.now(UTC) + timedelta(seconds=15)
         sent = [
             send(app, f"p{number}", eta=due_at, priority=number % 10)
             for number in range(200)
@@ -271,12 +273,18 @@ def test_messages_that_a_rate_limit_holds_follow_a_later_limit(
         assert control.rate_limit(CLASSIFY_TASK, "1/h", reply=True, limit=1, timeout=30)
         sent = [send(app, f"p{number}") for number in range(40)]
         wait_until(
-            lambda: queue_depth(redis.client, "feedmill").held >= 39,
-            "the worker holds them",
+            lambda: queue_depth(redis.client, "feedmill") == (0, 39, 0),
+            "one message is done, and the worker holds the others",
         )
-        said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-        assert f"{CLASSIFY_TASK} on standin@" in said.stdout
-        assert "1/h · 39 messages held back" in said.stdout
+
+        def status() -> str:
+            return feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
+
+        # The worker holds back a message a moment after it has taken it.
+        wait_until(
+            lambda: "1/h · 39 messages held back" in status(), "all are held back"
+        )
+        assert f"{CLASSIFY_TASK} on standin@" in status()
         assert control.rate_limit(CLASSIFY_TASK, later, reply=True, limit=1, timeout=30)
         assert all(result.get(timeout=120) for result in sent)
         wait_until(
@@ -300,8 +308,8 @@ def test_messages_that_a_rate_limit_holds_follow_a_lower_limit(
         for number in range(20):
             send(app, f"p{number}")
         wait_until(
-            lambda: queue_depth(redis.client, "feedmill").held >= 19,
-            "the worker holds them",
+            lambda: queue_depth(redis.client, "feedmill") == (0, 19, 0),
+            "one message is done, and the worker holds the others",
         )
         wait_until(lambda: store.counters().stored == 1, "the first message is done")
         # Each limit lets one message through at once.
@@ -322,7 +330,7 @@ def test_messages_of_protocol_1_wait_too(
     store = ResultsStore(connect(settings), settings)
     with standing_in(redis, tmp_path) as worker:
         wait_until(lambda: worker.says("ready."), "the worker is ready")
-        as_protocol_1(redis, datetime.now(UTC) + timedelta(seconds=5))
+        as_protocol_1(redis, datetime.now(UTC) + timedelta(seconds=12))
         wait_until(
             lambda: queue_depth(redis.client, "feedmill").delayed == 1,
             "the message waits in Redis",
@@ -339,6 +347,7 @@ def test_status_counts_and_inspect_lists_them(
             lambda: queue_depth(redis.client, "feedmill").delayed == 1,
             "the message waits in Redis",
         )
+        wait_for_replies(app)
         said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
         assert "1 due later" in said.stdout
         as_json = feedmill(

@@ -95,6 +95,7 @@ def test_invalid_request_is_shown_and_replaced(
         if workers:
             worker = stack.enter_context(support.standing_in(redis, tmp_path))
             wait_until(lambda: worker.says(" ready."), "the worker is ready")
+            support.wait_until_registered(redis)
         redis.client.hset(REQUESTED_MODELS, "feedmill", "invalid")
         redis.client.hset(REQUESTED_MODELS, "unserved", "invalid")
         said = deploy(redis, tmp_path)
@@ -119,6 +120,7 @@ def test_a_complete_reset_removes_the_deployment(
     redis = empty
     with support.standing_in(redis, tmp_path) as worker:
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
+        support.wait_until_registered(redis)
         redis.client.hset(REQUESTED_MODELS, "feedmill", "invalid")
         said = deploy(redis, tmp_path, "--reset", "--queue", "feedmill")
         assert said.returncode == 0, said.stdout + said.stderr

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ import pytest
 
 from tests import forkserver
 from tests.e2e.test_train import write_posts
+from tests.fakes import constants
 from tests.fakes.models import make_model
 from tests.support import (
+    Feedmill,
     feedmill,
     forks,
     naming,
@@ -32,6 +33,13 @@ USUAL = (
     "--from", "posts.jsonl", "--base", "base", "--dtype", "float32", "--no-compare", "--split",
     "none",
 )  # fmt: skip
+#: Fork the training processes: as new interpreters, each would import torch for seconds.
+#: test_two_processes_learn_what_one_learns starts them as users do.
+FORKING = {
+    constants.VARIABLE: json.dumps(
+        {"feedmill.training.distributed.START_METHOD": "fork"}
+    )
+}
 
 
 @pytest.fixture
@@ -55,15 +63,11 @@ def losses(record: dict[str, Any]) -> list[float]:
     return [point["loss"] for point in record["curve"]]
 
 
-def workers_in(folder: Path) -> list[int]:
-    """Return the ids of the training processes that run in a folder."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_here = (entry / "cwd").readlink() == folder
-            if is_here and b"spawn_main" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return sorted(found)
+def workers_of(training: Feedmill) -> list[int]:
+    """Return the ids of the training processes that a command has started."""
+    pid = training.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in children.split()]
 
 
 def test_two_processes_learn_what_one_learns(folder: Path) -> None:
@@ -166,9 +170,9 @@ def test_a_process_of_torchrun_refuses_devices(folder: Path) -> None:
 def test_killed_process_ends_the_others_and_the_same_command_continues(
     folder: Path,
 ) -> None:
-    command = ("train", *USUAL, "--devices", "cpu:2", "--epochs", "15", "--out", "out")
+    command = ("train", *USUAL, "--devices", "cpu:2", "--epochs", "40", "--out", "out")
     checkpoints = folder / "out" / "checkpoints"
-    with running(*command, cwd=folder) as training:
+    with running(*command, cwd=folder, **FORKING) as training:
         wait_until(
             lambda: (
                 any(checkpoints.glob("checkpoint-*/trainer_state.json"))
@@ -176,18 +180,18 @@ def test_killed_process_ends_the_others_and_the_same_command_continues(
             ),
             "checkpoint",
         )
-        os.kill(workers_in(folder)[-1], signal.SIGKILL)
+        os.kill(workers_of(training)[-1], signal.SIGKILL)
         assert training.process.wait(120) == 2
         said = training.text()
     assert "Process" in said
     assert "of 2 (cpu:" in said
     assert "signal 9" in said
     assert "Traceback" not in said
-    wait_until(lambda: not workers_in(folder), "the other process ends")
-    again = feedmill(*command, cwd=folder)
+    wait_until(lambda: not processes_in(folder), "the other process ends")
+    again = feedmill(*command, cwd=folder, **FORKING)
     assert again.returncode == 0, again.stderr
     assert record_of(folder / "out")["resumed_at_step"] > 0
-    assert len(record_of(folder / "out")["epochs"]) == 15
+    assert len(record_of(folder / "out")["epochs"]) == 40
 
 
 def test_interrupt_ends_all_processes(folder: Path) -> None:
@@ -201,6 +205,7 @@ def test_interrupt_ends_all_processes(folder: Path) -> None:
         "--out",
         "out",
         cwd=folder,
+        **FORKING,
     ) as training:
         wait_until(
             lambda: (
@@ -216,7 +221,7 @@ def test_interrupt_ends_all_processes(folder: Path) -> None:
 def test_error_of_a_process_is_the_error_of_the_command(folder: Path) -> None:
     (folder / "base" / "model.safetensors").write_bytes(b"\0" * 100)
     refused = feedmill(
-        "train", *USUAL, "--devices", "cpu:2", "--out", "out", cwd=folder
+        "train", *USUAL, "--devices", "cpu:2", "--out", "out", cwd=folder, **FORKING
     )
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr

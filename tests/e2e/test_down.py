@@ -57,7 +57,7 @@ def test_ends_the_stack_of_the_folder(tmp_path: Path) -> None:
         assert (said.returncode, said.stderr) == (0, WAITING)
         assert f"process {first.pid}" in said.stdout
         assert str(tmp_path / "a") in said.stdout
-        assert first.wait(timeout=60) == -15
+        assert first.wait(timeout=120) == -15
         assert second.poll() is None
     again = feedmill("down", "--data-folder", "a", cwd=tmp_path)
     assert again.returncode == 1
@@ -79,7 +79,7 @@ def test_commands_find_an_up_that_still_imports(tmp_path: Path) -> None:
         assert "`feedmill up` is starting or stopping" in said.stderr
         assert str(tmp_path / "data") in said.stderr
         assert feedmill("down", cwd=tmp_path, **data).returncode == 0
-        assert up.process.wait(60) == -signal.SIGTERM
+        assert up.process.wait(120) == -signal.SIGTERM
 
 
 def test_ctrl_c_while_up_starts_is_a_clean_stop(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_signal_during_a_fork_is_not_lost(
     (tmp_path / "imports" / "sitecustomize.py").write_text(code)
     first = {"PYTHONPATH": str(tmp_path / "imports"), "NEW_INTERPRETER": "1"}
     with running(command, cwd=tmp_path, FEEDMILL_DATA_FOLDER="data", **first) as stack:
-        assert stack.process.wait(60) == status, stack.text()
+        assert stack.process.wait(120) == status, stack.text()
     assert "ignored" not in stack.text()
     assert processes_in(tmp_path) == []
 

@@ -26,6 +26,7 @@ from tests.support import (
     wait_for_replies,
     wait_until,
     wait_until_empty,
+    wait_until_registered,
 )
 
 #: Number of posts to send, 32 per message.
@@ -51,6 +52,7 @@ def standin(
     }
     with standing_in(redis, folder, name, **environment) as worker:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")
+        wait_until_registered(redis)
         yield worker
 
 
@@ -76,7 +78,8 @@ def test_unfinished_messages_are_returned(
     drain: str,
     is_repeated: bool,
 ) -> None:
-    with standin(redis, tmp_path, "first", DRAIN=drain) as worker:
+    # Slow enough that messages are left when the signal comes.
+    with standin(redis, tmp_path, "first", row_seconds=0.1, DRAIN=drain) as worker:
         push(settings, make_posts(POSTS))
         wait_until(lambda: stored(redis), "the first results are stored")
         if is_repeated:

@@ -58,10 +58,10 @@ pytestmark = [
 HELD = "held"
 TITLE = "The keeper saved two penalties in the final"
 #: Seconds without an event after which a worker without messages counts as done.
-QUIET_S = 2.0
+QUIET_S = 5.0
 #: Seconds until messages with an ETA are due. They must have arrived, and be revoked or purged,
 #: before.
-DUE_S = 12.0
+DUE_S = 30.0
 #: The stamp, as (header, value), by which messages are revoked.
 STAMP = ("tenant", "gone")
 

@@ -5,7 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from feedmill.producers.live.state import statuses
+from feedmill.producers.live.state import LiveState, statuses
+from tests.fakes import constants
 from tests.fakes.feeds import Feeds
 from tests.fakes.mastodon import Mastodon
 from tests.support import RedisServer, feedmill, free_port, queued, running, wait_until
@@ -45,7 +46,7 @@ def test_daemon_reads_feeds_and_goes_on_after_kill(
         with running(*command, cwd=tmp_path, **environment) as daemon:
             wait_until(lambda: len(queued(redis)) == 2, "the new feed's entry is sent")
             wait_until(lambda: daemon.says("3 feeds"), "the status line is logged")
-            assert "gone feeds: 1" in daemon.text()
+            wait_until(lambda: daemon.says("gone feeds: 1"), "the gone feed is named")
             assert daemon.end(signal.SIGTERM) == 0, daemon.text()
     assert [post["title"] for post in queued(redis)] == ["one", "two"]
     assert "Traceback" not in daemon.text()
@@ -106,9 +107,15 @@ def test_mastodon_daemon_sends_posts(redis: RedisServer, tmp_path: Path) -> None
     with Mastodon(time.time) as server:
         server.post("before the start")
         command = ("ingest", "mastodon", "--mastodon-url", server.url, "--local")
-        with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as daemon:
-            wait_until(lambda: len(server.asked) > 1, "the first poll")
+        often = {"feedmill.producers.mastodon.POLL_INTERVAL_S": 0.5}
+        environment = {
+            "FEEDMILL_REDIS_URL": redis.url,
+            constants.VARIABLE: json.dumps(often),
+        }
+        with running(*command, cwd=tmp_path, **environment) as daemon:
+            state = LiveState(redis.client, "mastodon")
+            wait_until(state.position, "the newest post is known")
             server.post("a text")
-            wait_until(lambda: queued(redis), "the post is sent", seconds=60)
+            wait_until(lambda: queued(redis), "the post is sent")
             assert daemon.end(signal.SIGTERM) == 0, daemon.text()
     assert [post["body"] for post in queued(redis)] == ["a text"]

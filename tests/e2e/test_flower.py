@@ -23,10 +23,11 @@ from urllib.parse import parse_qs, quote, urlencode, urlsplit
 import pytest
 import yaml  # type: ignore[import-untyped]
 from celery import Celery
+from redis import Redis
 
 from feedmill.monitoring.flower_state import IdSearch
 from feedmill.monitoring.watch import HealthPart, check_health
-from feedmill.shared.broker import CLASSIFY_TASK, make_app
+from feedmill.shared.broker import CLASSIFY_TASK, make_app, queue_depth
 from feedmill.shared.model_routing import announce
 from feedmill.shared.purge import purge
 from feedmill.shared.settings import Settings, load
@@ -134,6 +135,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             wait_until(
                 lambda: _ended(visitor) == MESSAGES, "Flower has seen all messages end"
             )
+            # The scheduled one was sent last.
+            wait_until(
+                lambda: len(visitor.tasks()) == MESSAGES + 1,
+                "Flower has seen the scheduled message",
+            )
+            with Redis.from_url(made.settings.broker_url) as redis:
+                wait_until(
+                    lambda: queue_depth(redis, made.settings.queue) == (0, 0, 1),
+                    "the scheduled message waits, and the others are acknowledged",
+                )
             yield made
         finally:
             made.stop()
@@ -527,6 +538,7 @@ def test_sets_limits_on_the_page_of_a_worker(
         )
         credentials = {"username": visitor.user, "password": visitor.password}
         context = browser.new_context(http_credentials=credentials)
+        context.set_default_timeout(120_000)
         page = context.new_page()
         wait_until(
             lambda: page.goto(f"{visitor.url}/worker/mill@here").status == 200,
@@ -556,12 +568,13 @@ def test_forgets_offline_workers(redis: RedisServer, tmp_path: Path) -> None:
         command,
         visitor,
     ):
-        tell(redis, "worker-heartbeat", freq=0.1, active=0, processed=0)
+
+        def is_known() -> bool:
+            tell(redis, "worker-heartbeat", freq=0.1, active=0, processed=0)
+            return "worker@there" in visitor.json("/api/workers?status=1")
+
         tell(redis, "task-received", uuid="message", **RECEIVED)
-        wait_until(
-            lambda: "worker@there" in visitor.json("/api/workers?status=1"),
-            "Flower has heard of the worker",
-        )
+        wait_until(is_known, "Flower has heard of the worker")
         wait_until(
             lambda: visitor.json("/api/workers?status=1") == {},
             ("Flower has forgotten the worker"),

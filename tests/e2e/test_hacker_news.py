@@ -27,13 +27,16 @@ def test_stories_are_sent_once_and_deleted_ones_purged(
     def story(**fields: object) -> dict[str, Any]:
         return {"type": "story", "time": 1700000000, "title": "a story", **fields}
 
+    replaced = constants.hacker_news(hacker_news.url)
+    replaced["feedmill.producers.hacker_news.POLL_INTERVAL_S"] = 0.5
+
     def ingesting() -> AbstractContextManager[Feedmill]:
         command = ("ingest", "hacker-news", "--labels", "software,politics")
         return running(
             *command,
             cwd=tmp_path,
             FEEDMILL_REDIS_URL=redis.url,
-            **{constants.VARIABLE: json.dumps(constants.hacker_news(hacker_news.url))},
+            **{constants.VARIABLE: json.dumps(replaced)},
         )
 
     state = LiveState(redis.client, "hacker_news")

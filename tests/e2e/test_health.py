@@ -36,6 +36,10 @@ def test_worker_serves_metrics_and_is_missed_when_stopped(
             ),
             "the metrics count all posts as classified",
         )
+        wait_until(
+            lambda: "feedmill_results_stored_total 40.0" in ask(port, "/metrics")[1],
+            "the metrics count all results as stored",
+        )
         text = ask(port, "/metrics")[1]
         assert "feedmill_redis_up 1.0" in text
         assert "feedmill_worker_batch_rows_sum 40.0" in text
@@ -45,7 +49,6 @@ def test_worker_serves_metrics_and_is_missed_when_stopped(
             ),
             "the lag is measured",
         )
-        assert "feedmill_results_stored_total 40.0" in text
         assert 'device="cpu"' in text
         wait_until(lambda: redis.client.hlen(WORKERS) == 1, "the worker is registered")
         register(

@@ -91,7 +91,10 @@ def test_odd_headers_and_links_do_not_stop_the_worker(
 ) -> None:
     app = make_app(settings)
     with serving(redis, tmp_path) as worker:
-        app.control.revoke_by_stamped_headers({"user": "b"}, reply=True)
+        support.wait_until_registered(redis)
+        app.control.revoke_by_stamped_headers(
+            {"user": "b"}, reply=True, limit=1, timeout=60
+        )
 
         redis.client.set("in-the-way", "no list")
         for number, changes in enumerate(SPOILT):
@@ -153,6 +156,7 @@ def test_odd_bindings_do_not_keep_workers_from_being_asked(
     redis: RedisServer, tmp_path: Path, kind: str
 ) -> None:
     with serving(redis, tmp_path) as worker:
+        support.wait_until_registered(redis)
         for command in (
             ["status", "--json"],
             ["health", "--check", "workers", "--json"],
@@ -177,6 +181,7 @@ def test_odd_bindings_do_not_stop_the_worker(
             "feedmill.classify", kwargs={"posts": [{"id": "a", "title": "x"}]}
         )
         assert asked.get(timeout=120)[0]["label"]
+        support.wait_until_registered(redis)
         status = support.feedmill(
             "status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
         )
@@ -271,13 +276,14 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
         }
         return app.send_task("feedmill.classify", kwargs=kwargs, **options)
 
-    with serving(redis, tmp_path, STANDIN_ROW_SECONDS="0.5") as worker:
+    # The device is busy for 16 s, so that the second message expires in the worker.
+    with serving(redis, tmp_path, STANDIN_ROW_SECONDS="1") as worker:
         busy = send(16)
         wait_until(
             lambda: queue_depth(redis.client, "feedmill") == (0, 1, 0),
             "the worker has the first message",
         )
-        late = send(1, expires=5)
+        late = send(1, expires=12)
         wait_until(
             lambda: queue_depth(redis.client, "feedmill") == (0, 2, 0),
             "the second message waits for its turn",
@@ -382,7 +388,8 @@ def test_a_new_worker_reserves_few_messages_at_first(
     limits their bytes.
     """
     support.push(settings, make_posts(64 * 32))
-    with serving(redis, tmp_path, STANDIN_ROW_SECONDS="0.1"):
+    # The first message takes longer than the test.
+    with serving(redis, tmp_path, STANDIN_ROW_SECONDS="10"):
         wait_until(
             lambda: redis.client.hlen("feedmill:reserved"),
             ("the worker has reserved messages"),

@@ -97,7 +97,7 @@ def test_daemon_sends_new_posts_until_a_signal(
         status = feedmill("status", "--json", cwd=tmp_path, **environment)
         assert json.loads(status.stdout)["live"]["reddit"]["topics"] == 2
         assert "2 topics" in feedmill("status", cwd=tmp_path, **environment).stdout
-        assert daemon.end(signal.SIGTERM, 10) == 0
+        assert daemon.end(signal.SIGTERM) == 0
     assert "Traceback" not in daemon.text()
 
 
@@ -112,7 +112,7 @@ def test_a_signal_interrupts_a_long_wait(
     reddit.faults.always("too_many", seconds=3600)
     with running("ingest", "reddit", cwd=tmp_path, **environment) as daemon:
         wait_until(lambda: daemon.says("3600 s"), "the daemon waits")
-        assert daemon.end(seconds=10) == 0
+        assert daemon.end() == 0
 
 
 def test_no_secret_is_logged_at_debug_level(
@@ -185,8 +185,7 @@ def test_the_archive_needs_no_credentials(
                 lambda: queue_depth(redis.client, "feedmill").waiting > 0,
                 "posts are sent",
             )
-            daemon.process.send_signal(signal.SIGTERM)
-            assert daemon.process.wait(30) == 0
+            assert daemon.end(signal.SIGTERM) == 0
     assert reddit.ledger.total == 0
 
 

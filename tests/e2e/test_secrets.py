@@ -143,7 +143,7 @@ def test_each_process_gets_only_the_secrets_it_needs(up: Up) -> None:
 )
 def test_worker_inspect_replies_contain_no_secret(up: Up, what: str) -> None:
     arguments: dict[str, Any] = {"conf": True, "query_task": ["x"]}
-    ask = getattr(up.app.control.inspect(destination=[WORKER_NODE], timeout=5), what)
+    ask = getattr(up.app.control.inspect(destination=[WORKER_NODE], timeout=60), what)
     told = ask(arguments[what]) if what in arguments else ask()
     assert told
     assert not any(secret in json.dumps(told) for secret in up.secrets)
@@ -152,7 +152,7 @@ def test_worker_inspect_replies_contain_no_secret(up: Up, what: str) -> None:
 def test_metrics_and_flower_show_no_secret(up: Up) -> None:
     shown = [fetch(up.metrics)[1]]
     visitor = up.flower()
-    assert up.app.control.inspect(timeout=5).ping()
+    assert up.app.control.inspect(destination=[WORKER_NODE], timeout=60).ping()
     for path in (
         "/",
         "/broker",
@@ -272,7 +272,7 @@ def test_code_in_commands_and_events_is_not_executed(up: Up, made: Path) -> None
         "Flower receives the next event",
     )
     assert "by-pickle" not in {task["uuid"] for task in up.flower().tasks()}
-    assert up.app.control.inspect(destination=[WORKER_NODE], timeout=5).ping()
+    assert up.app.control.inspect(destination=[WORKER_NODE], timeout=60).ping()
     assert is_served(up)
 
 
@@ -344,10 +344,12 @@ def test_purge_leaves_no_text_of_a_post(up: Up, tmp_path: Path) -> None:
     redis.bgrewriteaof()
     found = json.loads(said.stdout)
     assert (found["entries"], found["dead_letters"], found["messages"]) == (1, 3, 1)
-    wait_until(
-        lambda: not redis.info("persistence")["aof_rewrite_in_progress"],
-        "the append-only file is rewritten",
-    )
+
+    def is_rewritten() -> bool:
+        state = redis.info("persistence")
+        return not (state["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"])
+
+    wait_until(is_rewritten, "the append-only file is rewritten")
     exported = feedmill(
         "export",
         "--format",
@@ -360,7 +362,7 @@ def test_purge_leaves_no_text_of_a_post(up: Up, tmp_path: Path) -> None:
     assert "penalties" in (tmp_path / "posts.jsonl").read_text()
     shown = [
         up.flower().ask("/api/tasks?limit=1000")[1],
-        str(up.app.control.inspect(timeout=5).scheduled()),
+        str(up.app.control.inspect(destination=[WORKER_NODE], timeout=60).scheduled()),
     ]
     assert all("gone" in each and WORDS not in each for each in shown)
     for folder in (up.data, tmp_path, up.command.output.parent):

@@ -6,12 +6,11 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from feedmill.monitoring.watch import worker_statistics
-from feedmill.shared.broker import make_app
 from feedmill.shared.keys import RESULTS_STREAM
 from feedmill.shared.settings import Settings
 from tests.e2e.test_starting import notified
@@ -93,7 +92,11 @@ def test_workers_share_cpus_and_a_killed_one_is_restarted(
         ) as supervisor,
     ):
         assert notes.recv(100) == b"READY=1"
-        assert len(worker_statistics(make_app(settings), patience=3)) == 2, (
+        told_at = datetime.now()
+        wait_until(lambda: supervisor.says(" ready.", 2), "both lines are passed on")
+        times = re.findall(r"([-\d]+ [:\d]+),\d+ .* ready\.", supervisor.text())
+        assert len(times) == 2
+        assert max(map(datetime.fromisoformat, times)) <= told_at, (
             "READY=1 is sent once both workers are ready"
         )
         before = workers_of(supervisor)

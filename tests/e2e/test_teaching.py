@@ -27,6 +27,8 @@ from tests.support import (
 )
 
 CHROMIUM = shutil.which("chromium")
+#: Seconds of a busy machine, in milliseconds.
+PATIENCE_MS = 120_000
 #: Names that say nothing about the posts: only answers can.
 LABELS = ("blue", "red")
 DISHES = ("sourdough bread", "tomato soup", "apple pie", "fried rice", "lentil curry")
@@ -155,7 +157,9 @@ def browser() -> Iterator[Any]:
 
 
 def open_review(browser: Any, web: Server) -> Any:
-    page = browser.new_context().new_page()
+    context = browser.new_context()
+    context.set_default_timeout(PATIENCE_MS)
+    page = context.new_page()
     page.goto(f"{web.address}/review")
     page.wait_for_selector("#post:not([hidden])")
     return page

@@ -96,7 +96,7 @@ def run(daemon: LiveDaemon, holds: Callable[[], object], description: str) -> No
         daemon.step()
         return holds()
 
-    wait_until(step, description, 30)
+    wait_until(step, description)
 
 
 def ids(redis: RedisServer) -> list[str]:

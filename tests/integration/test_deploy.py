@@ -439,7 +439,7 @@ def test_reports_how_the_deployment_ended(
     left: RequestedModel,
 ) -> None:
     is_silent = words.endswith(" b ")  # only then ends the timeout the wait
-    monkeypatch.setattr(deployment, "REPORT_TIMEOUT_S", 0.1 if is_silent else 120.0)
+    monkeypatch.setattr(deployment, "REPORT_TIMEOUT_S", 1.0 if is_silent else 120.0)
     monkeypatch.setattr(deployment, "POLL_INTERVAL_S", 0.01)
     request_model(redis.client, "feedmill", ASKED)
     reports = deployment.wait_for_workers(

@@ -369,7 +369,7 @@ def test_signal_ends_an_export_whose_server_hangs(
         wait_until(lambda: has(database, 1), "the first row is there")
         with hanging(database):
             store.write([result("2")])
-            assert following.end(signal.SIGTERM, 60) == 0, following.text()
+            assert following.end(signal.SIGTERM) == 0, following.text()
     assert "Traceback" not in following.text()
     export(redis, database)
     assert ids(database) == ["1", "2"]
@@ -386,9 +386,7 @@ def test_signal_ends_an_export_to_the_end_whose_server_hangs(
         times = short_times(redis, STOP_TIMEOUT_S=0.2)
         with support.running("export", database.url, cwd=tmp_path, **times) as running:
             wait_until(lambda: waits(database), "the export waits for the lock")
-            assert running.end(signal.SIGTERM, 60) == 128 + signal.SIGTERM, (
-                running.text()
-            )
+            assert running.end(signal.SIGTERM) == 128 + signal.SIGTERM, running.text()
     assert "Traceback" not in running.text()
     export(redis, database)
     assert ids(database) == ["1"]

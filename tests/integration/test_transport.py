@@ -43,6 +43,8 @@ KEYS = ("reserved", "reserved_index")
 LISTS = ("posts", "posts\x06\x163", "posts\x06\x166", "posts\x06\x169")
 #: Leases that expire soon, and are swept often.
 SHORT = {"visibility_timeout": 0.6, "unacked_restore_interval": 0.1}
+#: Leases that outlast pauses of a busy machine, and are swept often.
+STEADY = {"visibility_timeout": 6, "unacked_restore_interval": 0.1}
 
 
 class Consuming:
@@ -417,7 +419,7 @@ def test_an_unclaimed_message_does_not_lapse_while_redis_is_unreachable(
             time.sleep(2 * SHORT["visibility_timeout"])
             assert held(redis) == (2, 2), "no other worker has taken them"
         wait_until(lambda: held(redis) == (0, 0), "they are back in the queue")
-    with consuming(redis, options=SHORT) as consumer:
+    with consuming(redis, options=STEADY) as consumer:
         assert bodies(consumer.until(2)) == ["postponed", "rejected"]
         assert not any(
             "lapse_count" in message.delivery_info for message in consumer.got
@@ -444,7 +446,7 @@ def test_messages_with_lost_workers_are_handled_in_isolation(
     publish(redis, "a", "b")
     lapse(redis, 2)
     publish(redis, "new")
-    with consuming(redis, options=SHORT) as consumer:
+    with consuming(redis, options=STEADY) as consumer:
         consumer.claiming = True
         for body in ("a", "b", "new"):
             assert bodies(consumer.until(1)) == [body]
@@ -503,7 +505,7 @@ def test_counts_workers_lost_with_an_isolated_message(redis: RedisServer) -> Non
 def test_postponed_message_is_isolated_once_it_starts(redis: RedisServer) -> None:
     publish(redis, "later", "other")
     lapse(redis, 2)
-    with consuming(redis, options=SHORT) as consumer:
+    with consuming(redis, options=STEADY) as consumer:
         later, other = consumer.until(2)
 
         def is_alone() -> bool:
@@ -527,8 +529,8 @@ def test_postponed_message_is_isolated_once_it_starts(redis: RedisServer) -> Non
 def test_renews_leases_while_the_consumer_is_busy(redis: RedisServer) -> None:
     publish(redis, 1)
     with (
-        consuming(redis, options=SHORT) as consumer,
-        consuming(redis, options=SHORT) as other,
+        consuming(redis, options=STEADY) as consumer,
+        consuming(redis, options=STEADY) as other,
     ):
         tag = consumer.until(1)[0].delivery_tag or ""
         first = ends(redis, tag)
@@ -586,8 +588,8 @@ def test_renews_leases_until_acknowledgements_are_sent(
     """A worker whose device thread hangs ends its threads first, which takes seconds."""
     publish(redis, 1)
     with (
-        consuming(redis, options=SHORT) as consumer,
-        consuming(redis, options=SHORT) as other,
+        consuming(redis, options=STEADY) as consumer,
+        consuming(redis, options=STEADY) as other,
     ):
         tag = consumer.until(1)[0].delivery_tag or ""
         monkeypatch.setattr(consumer.channel.connection.cycle, "evented", True)
@@ -604,7 +606,7 @@ def test_renews_leases_until_acknowledgements_are_sent(
 
 def test_returns_unclaimed_messages_after_a_lost_connection(redis: RedisServer) -> None:
     publish(redis, "for later", "begun")
-    with consuming(redis, options=SHORT) as consumer:
+    with consuming(redis, options=STEADY) as consumer:
         later, begun = consumer.until(2)
         begun.claim()
         gc.freeze()
@@ -657,7 +659,7 @@ def test_stock_sweeps_and_ours_do_not_interfere(redis: RedisServer) -> None:
     with consuming(redis, through=STOCK, options=at_once) as stock:
         stock.until(1)
         publish(redis, "ours")
-        with consuming(redis, options=SHORT) as ours:
+        with consuming(redis, options=STEADY) as ours:
             ours.until(1)
             publish(redis, "dead")
             wait_until(

@@ -45,7 +45,7 @@ app = Celery("counting", broker=os.environ["BROKER"], backend=os.environ["BROKER
 app.conf.update(
     broker_transport=os.environ["TRANSPORT"],
     broker_transport_options={
-        "visibility_timeout": 1.5, "unacked_restore_interval": 0.3, "socket_timeout": 1}
+        "visibility_timeout": 4, "unacked_restore_interval": 0.3, "socket_timeout": 1}
     if "redis_transport" in os.environ["TRANSPORT"] else {},
     broker_connection_retry_on_startup=True, broker_connection_max_retries=None,
     worker_enable_prefetch_count_reduction=False, worker_prefetch_multiplier=16,
@@ -172,8 +172,8 @@ def test_stock_clients_and_workers_interoperate(
         listener = Thread(target=receiver.capture)
         listener.start()
         wait_for_replies(app, workers=2)
-        assert len(through_ours.control.inspect(timeout=5, limit=2).stats()) == 2
-        assert len(app.control.inspect(timeout=5, limit=2).active_queues()) == 2
+        assert len(through_ours.control.inspect(timeout=60, limit=2).stats()) == 2
+        assert len(app.control.inspect(timeout=60, limit=2).active_queues()) == 2
         # in one batch: sent one by one, the stock worker would take every task
         for sender in (app, through_ours):
             with sender.producer_or_acquire() as producer, producer.batch():
@@ -192,7 +192,7 @@ def test_stock_clients_and_workers_interoperate(
         assert (
             app.send_task("count", ("later",), countdown=2).get(timeout=120) == "later"
         )
-        app.control.revoke("never", reply=True, timeout=5, limit=2)
+        app.control.revoke("never", reply=True, timeout=60, limit=2)
         app.send_task("count", ("never",), task_id="never")
         wait_until(
             lambda: "Discarding revoked task" in stock.text() + ours.text(),
@@ -247,7 +247,7 @@ def test_redis_frozen_past_the_leases_does_not_rerun_tasks(
         )
         durable.client.delete("hold")
         durable.signal(signal.SIGSTOP)
-        until = time.monotonic() + 3
+        until = time.monotonic() + 8
         wait_until(lambda: time.monotonic() > until, "every lease has expired")
         durable.signal(signal.SIGCONT)
         wait_until(lambda: idle(durable.client), "all tasks are done")

@@ -189,7 +189,7 @@ def test_a_notice_that_comes_while_another_is_sent_is_sent_as_well(
             assert b"/former" in former.recv(65536)
             sender.add("again", f"http://127.0.0.1:{port}/later")
             former.sendall(answer)
-        listener.settimeout(20)
+        listener.settimeout(120)
         later, _ = listener.accept()
         with later:
             assert b"/later" in later.recv(65536)

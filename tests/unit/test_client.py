@@ -63,7 +63,10 @@ class Server:
             Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE"]),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes), port=free_port(), log_level="critical"
+            Starlette(routes=routes),
+            port=free_port(),
+            ws="none",
+            log_level="critical",
         )
         self._server = uvicorn.Server(config)
         self.url = f"http://127.0.0.1:{config.port}"
@@ -531,6 +534,7 @@ def test_silent_servers_have_a_time_limit(
     server.hangs = True
     with Client(server.url) as client, pytest.raises(NoAnswerInTime):
         client.classify(["text"], timeout=0.1)
+    wait_until(lambda: server.requests, "the server has read the request")
     assert len(server.requests) == 1
 
 

@@ -22,6 +22,8 @@ from tests.support import make_classification
 
 LABELS = ("food", "sports")
 WORDS = {"food": "bread soup cheese tea", "sports": "goal match team ball"}
+#: Measuring a token budget takes most of a minute.
+BUDGET = "2048"
 
 
 def lines_of(numbers: range, **changes: Any) -> str:
@@ -41,21 +43,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learnt")
     base = make_sentence_model(tmp_path_factory.mktemp("base"))
     (folder / "posts.jsonl").write_text(lines_of(range(60)))
-    feedmill.train(
-        folder / "posts.jsonl",
-        folder / "model",
-        base=base,
-        head=True,
-        device="cpu",
-        dtype="float32",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEEDMILL_TOKEN_BUDGET", BUDGET)
+        feedmill.train(
+            folder / "posts.jsonl",
+            folder / "model",
+            base=base,
+            head=True,
+            device="cpu",
+            dtype="float32",
+        )
     return folder
 
 
 @pytest.fixture(autouse=True)
 def budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring a token budget takes most of a minute."""
-    monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
+    monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", BUDGET)
 
 
 def evaluated(folder: Path, posts: str, **options: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from feedmill.shared.messages import (
     PostError,
 )
 from feedmill.workers.pipeline.message import Message, traceback_of
+from tests.support import long_cases
 
 
 def test_dead_letter_keeps_valid_posts_only() -> None:
@@ -73,7 +74,9 @@ WIDEST = "\x01"
 
 
 @pytest.mark.parametrize(
-    "text", ["x", WIDEST, '"', "🙂"], ids=["ascii", "control", "quote", "emoji"]
+    "text",
+    [WIDEST, "🙂", *long_cases("x", '"')],
+    ids=["control", "emoji", "ascii", "quote"],
 )
 @pytest.mark.parametrize("refused", [True, False], ids=["message", "each post"])
 def test_bounds_every_field_of_dead_letters(text: str, refused: bool) -> None:

@@ -152,7 +152,7 @@ def test_a_dribbled_request_holds_no_thread(
             except OSError:
                 return True
 
-        wait_until(is_closed, "the server ends the connection", 20)
+        wait_until(is_closed, "the server ends the connection")
     assert scrape(server, "/healthz") == (200, "ok\n")
 
 

@@ -100,8 +100,9 @@ def test_padding_to_few_shapes_does_not_change_scores(
 def test_trained_model_matches_torch_and_is_exported_once(
     tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In float32 its scores are torch's, and in int8, which is quantised from the same graph, most
-    labels.
+    """Its scores are torch's in float32, and nearly in int8, quantised from the same graph.
+
+    How nearly, and so which of two close labels comes first, depends on the processor.
 
     The model is the first layer of the embedded one.
     """
@@ -122,11 +123,8 @@ def test_trained_model_matches_torch_and_is_exported_once(
     loaded(model, cache, engine="onnx")
     assert not re.search("export.*minilm", caplog.text)
     quantised = scores_of(loaded(model, cache, engine="onnx", dtype="int8"), posts)
-    same = sum(
-        max(a, key=a.__getitem__) == max(b, key=b.__getitem__)
-        for a, b in zip(exact, quantised, strict=True)
-    )
-    assert same / len(posts) >= 0.9
+    for ours, expected in zip(quantised, exact, strict=True):
+        assert ours == pytest.approx(expected, abs=0.05)
     assert quantised != exact
     assert not re.search("export.*minilm.*float32", caplog.text)
 

@@ -59,6 +59,9 @@ PRIVATE_NAMES = {
     "workers/models/engines/spreading.py": {
         "transformers:PreTrainedModel": ["_no_split_modules"],
     },
+    "shared/tracing.py": {
+        "opentelemetry.sdk.trace.export:BatchSpanProcessor": ["_batch_processor"],
+    },
     "workers/models/engines/torch_engine.py": {
         ONEDNN: ["_linear_pointwise", "_reorder_linear_weight"],
     },

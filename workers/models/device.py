@@ -203,20 +203,7 @@ def select_device(
         return _spread(device, dtype, engine)
     selection = _select(device)
     torch_device = selection.torch
-    possible = _precisions(engine, torch_device)
-    if not possible:
-        others = "torch, or FEEDMILL_DEVICE=cpu"
-        if torch_device.type == "cpu":
-            others = "torch or onnx"
-        raise SettingsError(
-            f"FEEDMILL_ENGINE: {engine} does not support {torch_device}. Set {others}."
-        )
-    if dtype not in ("auto", *possible):
-        choices = " or ".join(possible)
-        raise SettingsError(
-            f"FEEDMILL_DTYPE: {engine} does not support {dtype} on {torch_device}. Set "
-            f"{choices}; int8 needs FEEDMILL_ENGINE=onnx and FEEDMILL_DEVICE=cpu."
-        )
+    _check_support(engine, torch_device, dtype)
     if dtype == "auto":
         precision = _default_precision(torch_device, engine)
         return Device(
@@ -231,6 +218,24 @@ def select_device(
         dtype=DTYPES[dtype],
         reason=selection.reason,
     )
+
+
+def _check_support(engine: str, torch_device: torch.device, dtype: str) -> None:
+    """Raise SettingsError if an engine does not support the device, or the precision there."""
+    possible = _precisions(engine, torch_device)
+    if not possible:
+        others = "torch, or FEEDMILL_DEVICE=cpu"
+        if torch_device.type == "cpu":
+            others = "torch or onnx"
+        raise SettingsError(
+            f"FEEDMILL_ENGINE: {engine} does not support {torch_device}. Set {others}."
+        )
+    if dtype not in ("auto", *possible):
+        choices = " or ".join(possible)
+        raise SettingsError(
+            f"FEEDMILL_DTYPE: {engine} does not support {dtype} on {torch_device}. Set "
+            f"{choices}; int8 needs FEEDMILL_ENGINE=onnx and FEEDMILL_DEVICE=cpu."
+        )
 
 
 def select_devices(

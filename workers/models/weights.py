@@ -5,6 +5,7 @@ A model is a folder: on this machine, in the embedded model's package, or downlo
 safetensors; pickles are refused.
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -161,6 +162,23 @@ def check_loaded(weights: Weights) -> None:
             linked=is_embedded,
         )
         check_unchanged(weights.folder, weights.read, listed)
+
+
+def digest_of_0_1(weights: Weights) -> str:
+    """Return the digest that Feedmill 0.1 gave a model: of its weights and its head alone.
+
+    Deployments made by 0.1 name it. Raises ModelError.
+    """
+    paths = [*transformer_files(weights), weights.folder / HEAD_FILE]
+    digits = ""
+    for path in paths:
+        for file in weights.read:
+            if file.path == path:
+                digits += file.sha256
+    content = bytes.fromhex(digits)
+    digest = hashlib.sha256(content)
+    is_one_file = len(content) == digest.digest_size
+    return digits if is_one_file else digest.hexdigest()
 
 
 def parameters(weights: Weights) -> int:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from feedmill.shared.errors import DeviceFull, DeviceLost, printable
 from feedmill.shared.messages import ClassifyOptions
@@ -221,8 +221,13 @@ class Backlog:
         return True
 
 
-#: Rows with their outputs, or with the error that they raised.
-Part: TypeAlias = tuple[Sequence[Row], Outputs | Exception]
+class Part(NamedTuple):
+    """Rows of one forward pass with their outputs, or with the error that they raised."""
+
+    rows: Sequence[Row]
+    outputs: Outputs | Exception
+    #: Time at which the pass began, in nanoseconds since 1970.
+    began_at_ns: int
 
 
 class Computed(NamedTuple):
@@ -232,6 +237,8 @@ class Computed(NamedTuple):
     rows: Sequence[Row]
     outputs: Outputs | Exception
     share: float
+    #: Time at which the pass began, in nanoseconds since 1970.
+    began_at_ns: int = 0
 
 
 class BatchLoop:
@@ -260,13 +267,14 @@ class BatchLoop:
         while batch := self._backlog.next_batch(lane):
             self._device.take_share(batch.passes)
             share = 1 / batch.passes
-            for rows, outputs in self._forward(batch.loaded, batch.rows):
+            for part in self._forward(batch.loaded, batch.rows):
                 self._hand_over(
                     Computed(
                         loaded=batch.loaded,
-                        rows=rows,
-                        outputs=outputs,
+                        rows=part.rows,
+                        outputs=part.outputs,
                         share=share,
+                        began_at_ns=part.began_at_ns,
                     )
                 )
             self._backlog.done()
@@ -277,9 +285,11 @@ class BatchLoop:
 
         If the pass raises, split the rows until only failing rows have an error.
         """
+        began_at_ns = time.time_ns()
         try:
             with self._context.watch.step("a forward pass"):
-                return [(rows, loaded.classifier.forward(rows))]
+                outputs = loaded.classifier.forward(rows)
+                return [Part(rows, outputs, began_at_ns)]
         except DeviceLost:
             raise
         except DeviceFull as error:
@@ -300,8 +310,9 @@ class BatchLoop:
                 "cannot classify post %s:\n%s",
                 printable(rows[0].owner.post.id),
                 traceback_of(fault),
+                extra=rows[0].owner.message.log_fields(),
             )
-            return [(rows, fault)]
+            return [Part(rows, fault, began_at_ns)]
         middle = len(rows) // 2
         shorter = self._forward(loaded, rows[:middle])
         longer = self._forward(loaded, rows[middle:])

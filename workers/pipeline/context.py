@@ -4,14 +4,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from feedmill.shared.results import ResultsStore
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.statistics import Statistics
+
+if TYPE_CHECKING:
+    from feedmill.workers.pipeline.backlog import Computed
 
 T = TypeVar("T")
 
@@ -47,6 +50,41 @@ class Owner:
 
     def failed(self) -> None:
         """Handle a thread that died or hangs, because of a defect or a broken device."""
+
+
+class Observer:
+    """Follow messages from step to step: the time of a call is the time of the step.
+
+    This class does nothing; workers/runtime/spans.py records spans. Methods are called on the
+    thread of their step, and never raise.
+    """
+
+    def reserved(self, message: Message, at_ns: int) -> None:
+        """Handle the start of a message. at_ns: time of its reservation, in nanoseconds since
+        1970.
+        """
+
+    def preparing(self, messages: Sequence[Message]) -> None:
+        """Handle the start of the preparation of messages."""
+
+    def prepared(self, messages: Sequence[Message]) -> None:
+        """Handle messages whose rows are ready for the device."""
+
+    def computed(self, computed: "Computed") -> None:
+        """Handle a micro-batch that the device has computed, or failed to compute."""
+
+    def storing(self, messages: Sequence[Message]) -> None:
+        """Handle messages that have all of their outcomes, before these are stored."""
+
+    def stored(self, messages: Sequence[Message]) -> None:
+        """Handle messages of which everything is stored."""
+
+    def ended(self, message: Message) -> None:
+        """Handle a message that is acknowledged, or with which the worker is otherwise done."""
+
+    def running(self, message: Message) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Run the block as a message's task."""
+        return nullcontext()
 
 
 class WorkQueue(Generic[T]):
@@ -140,3 +178,4 @@ class Context:
     none: bool | float | None = None
     #: The languages that the model was made for; empty if they do not matter.
     languages: frozenset[str] = frozenset()
+    observer: Observer = field(default_factory=Observer)

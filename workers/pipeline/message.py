@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from feedmill.shared.errors import MessageFailed, RequestRefused
+from feedmill.shared.logs import fields_of
 from feedmill.shared.messages import (
     MAX_DEAD_MESSAGE_BYTES,
     MAX_DEAD_OPTIONS_BYTES,
@@ -35,6 +36,7 @@ from feedmill.shared.messages import (
     parse_posts,
     run_of,
 )
+from feedmill.shared.trace_context import TraceContext
 
 #: Seconds since 1970, in the year 5138. Later times in a header are invalid and ignored.
 MAX_TIMESTAMP_S = 1e11
@@ -77,6 +79,7 @@ class Message:
     queue: the queue that the message was taken from, if any.
     deaths: number of workers that died in isolation while a post was on the device, by the post's
         index; None if the message is not handled in isolation (workers/transport/leases.py).
+    trace: the context that its sender's headers carry, if any.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Message:
         attempts: int = 1,
         queue: str | None = None,
         deaths: Mapping[int, int] | None = None,
+        trace: TraceContext | None = None,
     ) -> None:
         self.arguments = dict(arguments)
         #: Time of sending in seconds since 1970; None if unknown.
@@ -101,6 +105,9 @@ class Message:
         self.attempts = attempts
         self.queue = queue
         self.deaths = deaths
+        self.trace = trace
+        #: The message's spans while they are recorded (workers/runtime/spans.py).
+        self.spans: Any = None
         #: The argument `posts` as sent, of any type.
         self._posts = self.arguments.pop("posts", None)
         self.raw_posts: list[object] = []
@@ -121,6 +128,13 @@ class Message:
         self.sent_again = False
         #: Guarded by the backlog's lock.
         self.state = State.WAITING
+
+    def log_fields(self) -> dict[str, Any]:
+        """Return the argument `extra` of a log record about the message."""
+        run = None
+        if self.raw_posts:
+            run = run_of(self.raw_posts[0])
+        return fields_of(self.task_id, run, self.trace)
 
     def enter(self, state: State) -> bool:
         """Enter a later state. Return False if the message has reached it already."""

@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from feedmill.shared.errors import ModelError, explain_refusals
 from feedmill.shared.language import languages_of
@@ -132,8 +133,9 @@ class OfflinePipeline:
         options = options or ClassifyOptions()
         source = iter(posts)
         call = Call()
+        #: Messages in the order of their posts.
         sent: deque[tuple[Message, list[Post]]] = deque()
-        done: set[int] = set()
+        finished: set[int] = set()
         self._callers.calls.add(call)
         try:
             while True:
@@ -145,21 +147,15 @@ class OfflinePipeline:
                     sent.append((message, batch))
                 if not sent:
                     return
-                finished = self._wait_for(call)
-                done.add(id(finished))
+                message = self._wait_for(call)
+                finished.add(id(message))
                 while sent:
                     first, first_posts = sent[0]
-                    if id(first) not in done:
+                    if id(first) not in finished:
                         break
                     sent.popleft()
-                    done.discard(id(first))
-                    if first.refused and not first.tracebacks:
-                        raise first.refused  # the options, not the posts
-                    for post, outcome in zip(first_posts, first.outcomes, strict=True):
-                        yield (
-                            post,
-                            outcome or PostError(id=post.id, error=str(first.refused)),
-                        )
+                    finished.discard(id(first))
+                    yield from _outcomes(first, first_posts)
         finally:
             call.abandoned = True
             self._callers.calls.discard(call)
@@ -224,6 +220,20 @@ class OfflinePipeline:
             pipeline.stop(MAX_STOP_S)
 
 
+def _outcomes(
+    message: Message, posts: Sequence[Post]
+) -> Iterator[tuple[Post, Outcome]]:
+    """Yield a finished message's posts with their outcomes. Raises RequestRefused."""
+    refused = message.refused
+    if refused and not message.tracebacks:
+        raise refused  # the options, not the posts
+    for post, outcome in zip(posts, message.outcomes, strict=True):
+        if outcome is None:
+            yield post, PostError(id=post.id, error=str(refused))
+        else:
+            yield post, outcome
+
+
 def _load(pipeline: Pipeline) -> float:
     """Return how full a pipeline is: its waiting rows, as a share of those that may wait."""
     return pipeline.waiting() / pipeline.max_waiting()
@@ -270,9 +280,23 @@ def load_models(settings: Settings) -> list[Loaded]:
     return models
 
 
-#: The latest pipeline of `run`, and the process, settings and worker that it was made for. A
-#: replaced one ends with its last call.
-_latest: tuple[tuple[int, Settings, str | None], OfflinePipeline] | None = None
+class _Use(NamedTuple):
+    """The process that has a pipeline, and the settings and worker that it was made for."""
+
+    process: int
+    settings: Settings
+    worker: str | None
+
+
+class _Latest(NamedTuple):
+    """A pipeline, and what it was made for."""
+
+    use: _Use
+    pipeline: OfflinePipeline
+
+
+#: The latest pipeline of `run`. A replaced one ends with its last call.
+_latest: _Latest | None = None
 _lock = threading.Lock()
 
 
@@ -282,17 +306,25 @@ def run(message: Message, settings: Settings, worker: str | None) -> None:
     Raises UserError, or ModelError if the device fails permanently. worker: name recorded in
     stored results; None stores no results.
     """
-    global _latest  # noqa: PLW0603 - one model per process
-    key = (os.getpid(), settings, worker)
-    with _lock:
-        if _latest is None or _latest[0] != key:
-            _latest = None  # frees the old model first, unless another thread uses it
-            _latest = (key, _make(settings, worker))
-        _, pipeline = _latest
+    pipeline = _pipeline_for(settings, worker)
     pipeline.run(message)
 
 
-def _make(settings: Settings, worker: str | None) -> OfflinePipeline:
+def _pipeline_for(settings: Settings, worker: str | None) -> OfflinePipeline:
+    """Return the latest pipeline, or a new one if that was made for another use."""
+    global _latest  # noqa: PLW0603 - one model per process
+    use = _Use(os.getpid(), settings, worker)
+    with _lock:
+        if _latest is not None and _latest.use == use:
+            return _latest.pipeline
+        # Free the old model before the new one is loaded, unless another thread uses it.
+        _latest = None
+        pipeline = _open_pipeline(settings, worker)
+        _latest = _Latest(use, pipeline)
+        return pipeline
+
+
+def _open_pipeline(settings: Settings, worker: str | None) -> OfflinePipeline:
     models = load_models(settings)
     if worker is None:
         return OfflinePipeline(models, settings)

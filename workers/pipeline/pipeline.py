@@ -26,7 +26,7 @@ from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.pipeline.backlog import Backlog, BatchLoop, Loaded
-from feedmill.workers.pipeline.context import Context, Owner, Watch
+from feedmill.workers.pipeline.context import Context, Observer, Owner, Watch
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.preparation import Preparation
 from feedmill.workers.pipeline.recording import Recording
@@ -47,7 +47,8 @@ STATISTICS_INTERVAL_S = 60.0
 class Pipeline:
     """The connected parts and their threads.
 
-    worker: name recorded in results. Raises UserError for languages that cannot be detected.
+    worker: name recorded in results. observer: told of each step. Raises UserError for languages
+    that cannot be detected.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Pipeline:
         budget: int,
         worker: str,
         owner: Owner,
+        observer: Observer | None = None,
     ) -> None:
         self._owner = owner
         self._window_rows = settings.window_rows
@@ -77,6 +79,7 @@ class Pipeline:
             worker,
             settings.none,
             languages_of(settings),
+            observer or Observer(),
         )
         self.backlog = Backlog(
             Loaded(classifier, budget), self._lanes, settings.batch_rows, context

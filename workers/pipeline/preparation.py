@@ -126,6 +126,8 @@ class Preparation:
 
     def _take_in(self, messages: Sequence[Message]) -> None:
         """Prepare messages and add their rows to the backlog."""
+        observer = self._context.observer
+        observer.preparing(messages)
         prepared: list[Prepared] = []
         try:
             prepared = self._prepare(messages, self._backlog.loaded.classifier)
@@ -135,6 +137,7 @@ class Preparation:
                     self._take_in([message])
                 return
             self._refuse(messages[0], error)
+        observer.prepared(messages)
         for (priority, deaths), group in groupby(prepared, _way):
             if deaths is None:
                 self._backlog.add(_rows_of(group), priority)
@@ -201,6 +204,7 @@ class Preparation:
             message.task_id,
             count,
             exc_info=error,
+            extra=message.log_fields(),
         )
         message.refused = RequestRefused(
             f"the posts cannot be prepared: {error!r:.200}"
@@ -338,7 +342,12 @@ def _refuse_post(work: PendingPost, error: BaseException) -> None:
         reason = str(error)
     else:
         traceback = traceback_of(error)
-        logger.error("cannot prepare post %s:\n%s", printable(work.post.id), traceback)
+        logger.error(
+            "cannot prepare post %s:\n%s",
+            printable(work.post.id),
+            traceback,
+            extra=work.message.log_fields(),
+        )
         reason = f"the post cannot be prepared: {type(error).__name__}: {error}"
         work.message.tracebacks[work.index] = traceback
     outcome = PostError(id=work.post.id, error=reason)

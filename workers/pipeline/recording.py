@@ -156,6 +156,7 @@ class Recording:
             self._context.statistics.count(
                 computed.rows, outputs.seconds, computed.share
             )
+        self._context.observer.computed(computed)
 
         results = []
         complete = []
@@ -206,6 +207,7 @@ class Recording:
         """Store results, finish the messages that they complete, and store those messages' dead
         letters.
         """
+        self._context.observer.storing(complete)
         if not self._write(results, []):
             return
         statistics = self._context.statistics
@@ -221,6 +223,7 @@ class Recording:
 
     def _record_given_up(self, message: Message, fault: Exception, reason: str) -> None:
         message.give_up(fault, reason)
+        self._context.observer.storing([message])
         self._context.owner.finished(message)
         self._write_dead_letters([message])
 
@@ -229,14 +232,24 @@ class Recording:
         worker = self._context.worker
         now = time.time()
         letters: list[DeadLetter] = []
+        failed: list[Message] = []
         for message in done:
-            letters += message.dead_letters(worker, now)
+            letters_of_message = message.dead_letters(worker, now)
+            if letters_of_message:
+                letters += letters_of_message
+                failed.append(message)
         if not self._write([], letters):
             return
         if letters:
             self._context.statistics.totals.failed += len(letters)
             first = _summary_of(letters[0])
-            logger.warning("%d posts failed; the first: %s", len(letters), first)
+            logger.warning(
+                "%d posts failed; the first: %s",
+                len(letters),
+                first,
+                extra=failed[0].log_fields(),
+            )
+        self._context.observer.stored(done)
         for message in done:
             self._context.owner.recorded(message)
 

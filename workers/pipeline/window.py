@@ -57,6 +57,14 @@ class _Waiting(NamedTuple, Generic[R]):
             arrival=arrival,
         )
 
+    def longest_up_to(self, length: int, count: int) -> tuple[int, int]:
+        """Return the start and end of the longest rows that do not exceed `length`, at most
+        `count`.
+        """
+        end = bisect_left(self.by_length, (length + 1, 0))
+        begin = max(0, end - count)
+        return begin, end
+
     def remove(self, begin: int, end: int) -> list[_Entry[R]]:
         """Remove and return the entries from index `begin` to before `end`, sorted by length."""
         removed = self.by_length[begin:end]
@@ -115,27 +123,32 @@ class Window(Generic[R]):
         most `token_budget` tokens, padding included. A row that alone exceeds the budget goes by
         itself.
         """
-        batch: list[_Entry[R]] = []
-        for priority in sorted(self._waiting):
-            waiting = self._waiting[priority]
-            if not batch:
-                begin, end = _cut(waiting, self._shapes, token_budget, row_limit)
-                batch = waiting.remove(begin, end)
-            else:
-                longest, _, _ = batch[-1]
-                fit = self._shapes.fit(longest, token_budget, row_limit)
-                room = fit - len(batch)
-                if room <= 0:
-                    break
-                # The longest rows that do not lengthen the batch.
-                end = bisect_left(waiting.by_length, (longest + 1, 0))
-                begin = max(0, end - room)
-                batch = waiting.remove(begin, end) + batch
-                batch.sort(key=_length_of)
-            if not waiting.by_length:
-                del self._waiting[priority]
+        if not self._waiting:
+            return []
+        most_urgent, *others = sorted(self._waiting)
+        begin, end = _cut(
+            self._waiting[most_urgent], self._shapes, token_budget, row_limit
+        )
+        batch = self._remove(most_urgent, begin, end)
+        longest, _, _ = batch[-1]
+        most_rows = self._shapes.fit(longest, token_budget, row_limit)
+        for priority in others:
+            room = most_rows - len(batch)
+            if room <= 0:
+                break
+            begin, end = self._waiting[priority].longest_up_to(longest, room)
+            batch = self._remove(priority, begin, end) + batch
+        batch.sort(key=_length_of)
         self._rows -= len(batch)
         return [row for _, _, row in batch]
+
+    def _remove(self, priority: int, begin: int, end: int) -> list[_Entry[R]]:
+        """Remove and return entries of a priority, as `_Waiting.remove` does."""
+        waiting = self._waiting[priority]
+        removed = waiting.remove(begin, end)
+        if not waiting.by_length:
+            del self._waiting[priority]
+        return removed
 
 
 def _length_of(entry: _Entry[R]) -> int:

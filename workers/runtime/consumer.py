@@ -60,11 +60,13 @@ from feedmill.shared.broker import (
 )
 from feedmill.shared.encoding import UnreadableError
 from feedmill.shared.errors import RequestRefused, printable
+from feedmill.shared.logs import fields_of
 from feedmill.shared.messages import DeadLetter
 from feedmill.shared.metrics import connect_for_monitoring
 from feedmill.shared.redis_errors import is_denied, user_message
 from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import PREFIX
+from feedmill.shared.trace_context import read_context
 from feedmill.workers.pipeline.message import MAX_DEATHS, Message, traceback_of
 from feedmill.workers.runtime.connections import (
     shut_down_backends,
@@ -490,8 +492,11 @@ class Consumer(consumer.Consumer):
                 (message, what, error, sender_error, unread),
             )
             return
-        name = _quote(read_task_id(message, unread))
-        logger.error("message %s is a dead letter: %s", name, what)
+        task_id = read_task_id(message, unread)
+        name = _quote(task_id)
+        trace = read_context(message.headers)
+        fields = fields_of(task_id, None, trace)
+        logger.error("message %s is a dead letter: %s", name, what, extra=fields)
         result = sender_error or error or RequestRefused(what)
         try:
             self._tell_failed(message, result, unread)
@@ -501,6 +506,7 @@ class Consumer(consumer.Consumer):
                 "cannot notify the sender of message %s (%s)",
                 name,
                 type(fault).__name__,
+                extra=fields,
             )
         message.reject_log_error(logger, self.connection_errors)
 

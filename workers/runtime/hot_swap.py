@@ -36,7 +36,7 @@ from feedmill.workers.models import device as devices
 from feedmill.workers.models.classifiers import Classifier
 from feedmill.workers.models.classifiers.registry import load_classifier
 from feedmill.workers.models.device import GRAPH_DTYPES, Device
-from feedmill.workers.models.weights import Weights
+from feedmill.workers.models.weights import Weights, digest_of_0_1
 from feedmill.workers.pipeline.calibration import calibrate, known_budget
 from feedmill.workers.pipeline.message import traceback_of
 from feedmill.workers.pipeline.pipeline import Pipeline
@@ -66,7 +66,7 @@ def load_wanted(
     }
 
     def accept(weights: Weights) -> None:
-        if weights.sha256 == deployment.weights:
+        if deployment.weights in (weights.sha256, digest_of_0_1(weights)):
             return
         host = socket.gethostname()
         digest = weights.sha256[:12]

@@ -40,8 +40,10 @@ from redis.exceptions import DataError, RedisError
 
 from feedmill.shared.broker import SENT_AT, Application
 from feedmill.shared.errors import DeviceFull, RedisUnavailable
+from feedmill.shared.logs import CURRENT_FIELDS, fields_of
 from feedmill.shared.redis_errors import WRONG_TYPE, is_replica
-from feedmill.workers.pipeline.context import Owner
+from feedmill.shared.trace_context import read_context
+from feedmill.workers.pipeline.context import Observer, Owner
 from feedmill.workers.pipeline.message import Message
 from feedmill.workers.pipeline.pipeline import Pipeline
 from feedmill.workers.runtime.request import (
@@ -130,6 +132,12 @@ class PendingTask:
             # The sender can set anything, such as an integer too large for a float.
             if isinstance(limit, int | float) and 0 < limit <= sys.float_info.max:
                 yield limit, fault
+
+    def log_fields(self) -> dict[str, Any]:
+        """Return the argument `extra` of a log record about the request."""
+        if self.message is not None:
+            return self.message.log_fields()
+        return fields_of(str(self.request.id), None, None)
 
     def validate(self, worker_soft: float | None, worker_hard: float | None) -> None:
         """Raise an error for malformed fields that other threads read, where it would end the
@@ -236,14 +244,19 @@ def _is_sent_again(exception: Any) -> bool:
 class InFlight(Owner):
     """Celery's requests between their start and their end.
 
-    limits: the worker's soft and hard time limit, in seconds.
+    limits: the worker's soft and hard time limit, in seconds. observer: told of each message's
+    begin and end.
     """
 
     def __init__(
-        self, app: Application, limits: tuple[float | None, float | None]
+        self,
+        app: Application,
+        limits: tuple[float | None, float | None],
+        observer: Observer | None = None,
     ) -> None:
         self._app = app
         self._limits = limits
+        self._observer = observer or Observer()
         #: Set once the model is loaded, before the first request.
         self.pipeline: Pipeline
         #: Celery's event loop, once it runs.
@@ -296,7 +309,7 @@ class InFlight(Owner):
         request = pending.request
         priority = request.delivery_info["priority"]
         leased = request.message
-        return Message(
+        message = Message(
             arguments_by_name(request.args, request.kwargs),
             sent_at=request.request_dict.get(SENT_AT),
             task_id=str(request.id)[:128],
@@ -305,7 +318,10 @@ class InFlight(Owner):
             attempts=leased.deliveries,
             queue=leased.queue,
             deaths=leased.deaths if leased.needs_isolation else None,
+            trace=read_context(leased.headers),
         )
+        self._observer.reserved(message, leased.reserved_at_ns)
+        return message
 
     def _submit_soon(self, message: Message) -> None:
         """Submit a message together with others of this turn of the event loop."""
@@ -445,9 +461,12 @@ class InFlight(Owner):
                 raise
 
         token = CURRENT_MESSAGE.set(message)
+        fields = CURRENT_FIELDS.set(message.log_fields)
         try:
-            self.pipeline.recording.retry_write(trace)
+            with self._observer.running(message):
+                self.pipeline.recording.retry_write(trace)
         finally:
+            CURRENT_FIELDS.reset(fields)
             CURRENT_MESSAGE.reset(token)
 
     def recorded(self, message: Message) -> None:
@@ -484,6 +503,7 @@ class InFlight(Owner):
                 "cannot store the result of %s (%s); the task will run again",
                 pending.request,
                 fault,
+                extra=pending.log_fields(),
             )
             try:
                 raise Reject(fault, requeue=True)
@@ -528,7 +548,7 @@ class InFlight(Owner):
         try:
             request.on_accepted(os.getpid(), when)
         except NotImplementedError as error:  # a terminate request arrived meanwhile
-            logger.warning("%s: %s", request, error)
+            logger.warning("%s: %s", request, error, extra=pending.log_fields())
         if not self.hub:
             return
         spent = time.monotonic() - when
@@ -565,7 +585,7 @@ class InFlight(Owner):
         for timer in pending.timers:
             timer.cancel()
         try:
-            self._end_or_give_up(pending.request, ending)
+            self._end_or_give_up(pending, ending)
         except BACKEND_ERRORS as fault:
             self._leave_replica(fault)
             logger.warning(
@@ -573,12 +593,15 @@ class InFlight(Owner):
                 pending.request,
                 fault,
                 RETRY_INTERVAL_S,
+                extra=pending.log_fields(),
             )
             self._unended.append((pending, ending))
         else:
             self._held.discard(pending)
+            if pending.message is not None:
+                self._observer.ended(pending.message)
 
-    def _end_or_give_up(self, request: Any, ending: Callback) -> None:
+    def _end_or_give_up(self, pending: PendingTask, ending: Callback) -> None:
         """Have Celery end a request. If Celery fails, requeue the message.
 
         Raises transient errors of Redis.
@@ -589,7 +612,10 @@ class InFlight(Owner):
             # links that the sender attached may raise anything
             if is_transient(error):
                 raise
-            logger.exception("Celery cannot finish %s", request)
+            request = pending.request
+            logger.exception(
+                "Celery cannot finish %s", request, extra=pending.log_fields()
+            )
             self._give_up(request)
 
     def _give_up(self, request: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from feedmill.shared.metrics import ProcessMetrics, Values, declare
 from feedmill.shared.settings import Settings
+from feedmill.shared.tracing import WORKER_SERVICE
 from feedmill.workers.models.device import Device
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class WorkerMetrics(ProcessMetrics):
     """
 
     metrics = METRICS
+    service = WORKER_SERVICE
 
     def __init__(self, settings: Settings, node: str) -> None:
         super().__init__(settings)

@@ -36,7 +36,7 @@ from celery.signals import (
 from celery.worker import state
 from redis.exceptions import RedisError
 
-from feedmill.shared import linux, worker_load
+from feedmill.shared import linux, otlp_metrics, tracing, worker_load
 from feedmill.shared.broker import connect
 from feedmill.shared.errors import DeviceFull, DeviceLost, UserError
 from feedmill.shared.language import languages_of
@@ -51,6 +51,7 @@ from feedmill.shared.results import ResultsStore
 from feedmill.shared.settings import Settings
 from feedmill.shared.worker_load import WorkerLoad
 from feedmill.workers.models.classifiers import Classifier
+from feedmill.workers.pipeline.context import Observer
 from feedmill.workers.pipeline.pipeline import Pipeline
 from feedmill.workers.pipeline.rehearsal import Rehearsal, rehearse
 from feedmill.workers.runtime import forks, hot_swap
@@ -75,6 +76,16 @@ EVENTS_INTERVAL_S = 0.1
 GC_THRESHOLD = 20_000
 
 
+def _observer() -> Observer | None:
+    """Return what records spans; None if tracing is off."""
+    exporting = tracing.exporting(tracing.WORKER_SERVICE)
+    if exporting is None:
+        return None
+    from feedmill.workers.runtime.spans import Spans  # noqa: PLC0415 - imports an extra
+
+    return Spans(exporting)
+
+
 class DevicePool(BasePool):
     """Run requests on the device, many at a time, in micro-batches."""
 
@@ -92,7 +103,7 @@ class DevicePool(BasePool):
         self.settings: Settings = self.app.settings
         self._redis = connect_for_monitoring(self.settings)
         self._results_redis = connect(self.settings, RESULTS_TIMEOUT_S)
-        #: None unless FEEDMILL_METRICS_PORT is set.
+        #: None unless FEEDMILL_METRICS_PORT is set, or OTEL_METRICS_EXPORTER is otlp.
         self._metrics: WorkerMetrics | None = None
         #: The cost of a post; None unless a supervisor asks for it.
         self._rehearsal: Rehearsal | None = None
@@ -114,9 +125,10 @@ class DevicePool(BasePool):
         """Load the model, before the worker takes any message. A UserError ends the worker."""
         _, self._node = self.options["initargs"]
         try:
-            if self.settings.metrics_port:  # report a taken port before the slow steps
+            if self.settings.metrics_port or otlp_metrics.is_requested():
+                # report a taken port before the slow steps
                 self._metrics = WorkerMetrics(self.settings, self._node)
-                self._metrics.serve()
+                self._metrics.start()
             languages_of(self.settings)  # report unknown ones before the slow steps
             loaded = hot_swap.load(self.settings, self._redis)
             self._rehearsal = self._rehearse(loaded.classifier, loaded.budget)
@@ -125,7 +137,9 @@ class DevicePool(BasePool):
             raise WorkerShutdown(EX_FAILURE) from None
         soft_limit = self.options.get("soft_timeout")
         hard_limit = self.options.get("timeout")
-        self.in_flight = InFlight(self.app, (soft_limit, hard_limit))
+        observer = _observer()
+        limits = (soft_limit, hard_limit)
+        self.in_flight = InFlight(self.app, limits, observer)
         self._store = ResultsStore(self._results_redis, self.settings)
         self.pipeline = Pipeline(
             loaded.classifier,
@@ -134,6 +148,7 @@ class DevicePool(BasePool):
             loaded.budget,
             self._node,
             self.in_flight,
+            observer,
         )
         self.in_flight.pipeline = self.pipeline
         self.pipeline.start()
@@ -350,6 +365,7 @@ class DevicePool(BasePool):
         self.in_flight.return_to_queue()
         self.pipeline.stop()
         self._deployer.stop()
+        tracing.stop()
         worker_process_shutdown.send(sender=None, pid=os.getpid(), exitcode=0)
         if not self.pipeline.failure:
             with suppress(RedisError):  # the registration then expires by itself

@@ -36,7 +36,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from threading import Lock, Thread
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Any, NamedTuple
 from uuid import uuid4
 from weakref import WeakSet
@@ -65,6 +65,8 @@ MAX_UNDECODABLE_BYTES = 2**16
 EXPIRIES_BEFORE_ISOLATION = 2
 #: Stands for the message itself among the indexes of its posts.
 WHOLE = -1
+#: Field of a held message's `delivery_info` with the time of its reservation. Redis never has it.
+RESERVED_AT = "reserved_at_ns"
 #: Headers and properties that tell who waits for a message.
 CALLER_HEADERS = ("id", "root_id", "parent_id", "group", "group_index", "ignore_result")
 CALLER_PROPERTIES = ("correlation_id", "reply_to")
@@ -73,11 +75,14 @@ PART_TYPES = {"headers": dict, "content-type": str, "content-encoding": str}
 
 
 class ReservedMessage(NamedTuple):
-    """A reserved message, its queue, and its tag."""
+    """A reserved message, its queue, and its tag. at_ns: time of the reservation, in nanoseconds
+    since 1970.
+    """
 
     queue: str
     tag: str
     content: bytes
+    at_ns: int
 
 
 class Reservation(NamedTuple):
@@ -114,6 +119,7 @@ class Reservation(NamedTuple):
         """Parse the command's answer: the number of a list, a message of it, and so on."""
         numbers = answer[::2]
         contents = answer[1::2]
+        now = time_ns()
         messages: list[ReservedMessage] = []
         for number, content in zip(numbers, contents, strict=True):
             name, queue = self.lists[number]
@@ -123,6 +129,7 @@ class Reservation(NamedTuple):
                 queue=queue,
                 tag=tag,
                 content=content,
+                at_ns=now,
             )
             messages.append(message)
         return messages
@@ -752,6 +759,12 @@ class LeasedMessage(VirtualMessage):
     def deliveries(self) -> int:
         """Number of deliveries, including this one."""
         return 1 + delivery_counter(self.delivery_info, "delivery_count")
+
+    @property
+    def reserved_at_ns(self) -> int:
+        """Time at which this process reserved the message, in nanoseconds since 1970."""
+        reserved_at_ns: int = self.delivery_info[RESERVED_AT]
+        return reserved_at_ns
 
     @property
     def needs_isolation(self) -> bool:

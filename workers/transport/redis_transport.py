@@ -66,6 +66,7 @@ from feedmill.shared.redis_errors import is_full
 from feedmill.shared.scripts import is_missing, load_functions
 from feedmill.shared.settings import Settings
 from feedmill.workers.transport.leases import (
+    RESERVED_AT,
     LeasedMessage,
     Leases,
     Reservation,
@@ -506,6 +507,7 @@ class Channel(BindingsChannel):
     def _deliver_as(self, message: dict[str, Any], reserved: ReservedMessage) -> None:
         properties = message["properties"]
         properties["delivery_tag"] = reserved.tag
+        properties["delivery_info"][RESERVED_AT] = reserved.at_ns
         self.connection._deliver(message, reserved.queue)
         if reserved.queue in self._unacknowledged:
             self._acknowledge(reserved.tag)

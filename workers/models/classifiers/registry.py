@@ -193,12 +193,7 @@ def classifier_kind(weights: Weights) -> str:
     config = read_config_file(weights)
     if (weights.folder / HEAD_FILE).is_file():
         return "head"
-    if any((weights.folder / name).is_file() for name in (SETFIT_HEAD, SETFIT_CONFIG)):
-        raise ModelError(
-            f"{weights.name} is a SetFit model, whose head is a pickle ({SETFIT_HEAD}), which can "
-            "run any code when loaded. Train a head on the same examples with `feedmill train "
-            "--head --from EXAMPLES --base FOLDER`."
-        )
+    _check_no_setfit(weights)
     with loading(weights.folder / CONFIG_FILE):
         architectures = config.get("architectures") or ()
         names = [str(name) for name in architectures]
@@ -209,12 +204,12 @@ def classifier_kind(weights: Weights) -> str:
         modules = [kind for kind, _ in read_modules(weights.folder)]
         sentence_config = read_sentence_config(weights.folder)
         reranks = is_reranker(config, sentence_config)
-    if config.get("model_type") == GLICLASS or any(
-        name.startswith(GLICLASS) for name in names
-    ):
+    has_gliclass_name = any(name.startswith(GLICLASS) for name in names)
+    if config.get("model_type") == GLICLASS or has_gliclass_name:
         return "gliclass"
+    sentence_model = sentence_config.get("model_type", "SentenceTransformer")
     has_other_modules = any(kind != "Transformer" for kind in modules)
-    if sentence_config.get("model_type") == CROSS_ENCODER and has_other_modules:
+    if sentence_model == CROSS_ENCODER and has_other_modules:
         raise ModelError(
             f"{weights.name} is a cross-encoder of several modules ({', '.join(modules)}), which "
             "is not supported. Use a conversion to a …ForSequenceClassification architecture, "
@@ -226,7 +221,6 @@ def classifier_kind(weights: Weights) -> str:
         if reranks:
             return "rerank"
         return "sequence"
-    sentence_model = sentence_config.get("model_type", "SentenceTransformer")
     if sentence_model == "SentenceTransformer" and modules:
         return "similarity"
     listed = printable(", ".join(names))[:MAX_NAME]
@@ -236,6 +230,17 @@ def classifier_kind(weights: Weights) -> str:
         "sentence-transformers model is required. Use a conversion to it, or another model, or "
         "set FEEDMILL_CLASSIFIER."
     )
+
+
+def _check_no_setfit(weights: Weights) -> None:
+    """Raise ModelError for a SetFit model: nothing here loads a pickle."""
+    for name in (SETFIT_HEAD, SETFIT_CONFIG):
+        if (weights.folder / name).is_file():
+            raise ModelError(
+                f"{weights.name} is a SetFit model, whose head is a pickle ({SETFIT_HEAD}), which "
+                "can run any code when loaded. Train a head on the same examples with `feedmill "
+                "train --head --from EXAMPLES --base FOLDER`."
+            )
 
 
 def check_size(weights: Weights, device: Device) -> None:

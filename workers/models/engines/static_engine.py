@@ -99,31 +99,23 @@ class StaticEngine:
             table = file.read(name).float()
             vectors, dimensions = table.shape
             tokens = vectors
+            rows: torch.Tensor | None = None
+            factors: torch.Tensor | None = None
+            if self.of_model2vec and MAPPING in file:
+                rows = _read_rows(file, vectors)
+                tokens = len(rows)
+            if self.of_model2vec and FACTORS in file:
+                factors = _read_factors(file, tokens)
             #: Row of the table by token, where several tokens share a vector. The table is not
             #: repeated for them: two kilobytes of a file can name a billion vectors.
             self._rows: torch.Tensor | None = None
             #: Factor of each token's vector, with `_rows` alone.
             self._factors: torch.Tensor | None = None
-            if self.of_model2vec and MAPPING in file:
-                rows = file.read(MAPPING).long()
-                (tokens,) = rows.shape
-                lowest = 0
-                highest = -1
-                if tokens:
-                    lowest = int(rows.min())
-                    highest = int(rows.max())
-                if lowest < 0 or highest >= vectors:
-                    raise ValueError(
-                        f"its mapping names vectors beyond the {vectors:,} that there are"
-                    )
+            if rows is not None:
                 empty_row = torch.tensor([vectors])
                 self._rows = torch.cat([rows, empty_row])
-            if self.of_model2vec and FACTORS in file:
-                factors = file.read(FACTORS).float()
-                if factors.shape != (tokens,):
-                    shape = [*factors.shape]
-                    raise ValueError(f"it has {shape} weights for {tokens:,} tokens")
-                if self._rows is None:
+            if factors is not None:
+                if rows is None:
                     table *= factors[:, None]
                 else:
                     empty_factor = torch.ones(1)
@@ -207,3 +199,23 @@ def _unknown_token(rust: Any) -> int | None:
     elif rust.model.unk_token is not None:
         number = rust.token_to_id(rust.model.unk_token)
     return number
+
+
+def _read_rows(file: TensorFile, vectors: int) -> torch.Tensor:
+    """Return the row of the table by token. Raises ValueError for a row beyond the table."""
+    rows = file.read(MAPPING).long()
+    (tokens,) = rows.shape
+    if tokens and (int(rows.min()) < 0 or int(rows.max()) >= vectors):
+        raise ValueError(
+            f"its mapping names vectors beyond the {vectors:,} that there are"
+        )
+    return rows
+
+
+def _read_factors(file: TensorFile, tokens: int) -> torch.Tensor:
+    """Return the factor of each token's vector. Raises ValueError if there are others."""
+    factors = file.read(FACTORS).float()
+    if factors.shape != (tokens,):
+        shape = [*factors.shape]
+        raise ValueError(f"it has {shape} weights for {tokens:,} tokens")
+    return factors

@@ -1,0 +1,114 @@
+"""Which environment switches tracing on, and what logs say about messages."""
+
+import json
+import logging
+
+import pytest
+
+from feedmill.shared import otlp_metrics, tracing
+from feedmill.shared.logs import (
+    CURRENT_FIELDS,
+    JsonFormatter,
+    TextFormatter,
+    fields_of,
+)
+from feedmill.shared.trace_context import TraceContext
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
+TRACE = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_on"),
+    [
+        ({}, False),
+        (ENDPOINT, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318"}, True),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, True),
+        ({"OTEL_SERVICE_NAME": "posts"}, False),
+        (ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"}, False),
+        (ENDPOINT | {"OTEL_TRACES_EXPORTER": "zipkin"}, False),
+        (ENDPOINT | {"OTEL_SDK_DISABLED": "TRUE"}, False),
+        (ENDPOINT | {"OTEL_SDK_DISABLED": "false"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
+    ],
+)
+def test_environment_switches_tracing(
+    environment: dict[str, str], is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert tracing.is_requested() is is_on
+
+
+def test_another_protocol_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    assert not tracing.has_protocol(tracing.PROTOCOLS)
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL" in caplog.text
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    assert tracing.has_protocol(tracing.PROTOCOLS)
+
+
+@pytest.mark.parametrize(
+    ("exporter", "is_on"), [("", False), ("none", False), ("otlp", True)]
+)
+def test_metrics_are_sent_only_on_request(
+    exporter: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", exporter)
+    assert otlp_metrics.is_requested() is is_on
+
+
+def test_repeated_records_are_left_out() -> None:
+    sparse = tracing.Sparse()
+    records = [
+        logging.makeLogRecord({"msg": "cannot send: %s", "args": (number,)})
+        for number in range(100)
+    ]
+    records.append(logging.makeLogRecord({"msg": "another"}))
+    assert [record.getMessage() for record in filter(sparse.filter, records)] == [
+        "cannot send: 0",
+        "another",
+    ]
+
+
+@pytest.mark.parametrize("text", ["plain", "\ud800", "é" * 500, "a\x00b"])
+def test_attributes_can_be_encoded(text: str) -> None:
+    attribute = tracing.attribute(text)
+    assert len(attribute) <= tracing.MAX_ATTRIBUTE_CHARACTERS
+    attribute.encode()
+
+
+def test_records_name_their_message() -> None:
+    record = logging.makeLogRecord(
+        {"msg": "two\nlines"} | fields_of("task-1", "monday", TRACE)
+    )
+    entry = json.loads(JsonFormatter().format(record))
+    assert entry["message_id"] == "task-1"
+    assert entry["run"] == "monday"
+    assert entry["trace_id"] == TRACE.trace_id
+    assert entry["span_id"] == TRACE.span_id
+    text = TextFormatter("%(message)s").format(record)
+    assert text == f"two (trace {TRACE.trace_id})\n    lines"
+
+
+def test_records_of_a_task_name_its_message() -> None:
+    record = logging.makeLogRecord({"msg": "of a task"})
+    token = CURRENT_FIELDS.set(lambda: fields_of("task-2", None, None))
+    try:
+        entry = json.loads(JsonFormatter().format(record))
+    finally:
+        CURRENT_FIELDS.reset(token)
+    assert entry["message_id"] == "task-2"
+    assert "message_id" not in json.loads(JsonFormatter().format(record))
+
+
+def test_celerys_records_name_their_message() -> None:
+    record = logging.makeLogRecord({"msg": "Task failed", "data": {"id": "task-3"}})
+    assert json.loads(JsonFormatter().format(record))["message_id"] == "task-3"
+    record = logging.makeLogRecord({"msg": "odd", "data": {"id": 3}})
+    assert "message_id" not in json.loads(JsonFormatter().format(record))
