@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import constants
-from tests.support import RedisServer, feedmill, running, sent_count, wait_until
+from tests.support import (
+    RedisServer,
+    feedmill,
+    run,
+    running,
+    sent_count,
+    wait_until,
+)
 
 TOPICS = """
 active = 1
@@ -146,9 +153,7 @@ def test_a_taken_port_is_an_error_without_a_traceback(
 ) -> None:
     port = trial["FEEDMILL_REDDIT_URL"].rpartition(":")[2]
     command = [sys.executable, "-m", "feedmill.testing.reddit", "--port", port]
-    said = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    said = run(command, tmp_path, os.environ)
     assert said.returncode == 2
     assert f"cannot listen on port {port}" in said.stderr
     assert "Traceback" not in said.stderr
@@ -165,8 +170,6 @@ def test_an_interval_that_never_ends_is_refused(tmp_path: Path, interval: str) -
         "--interval",
         interval,
     ]
-    said = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=120
-    )
+    said = run(command, tmp_path, os.environ)
     assert said.returncode == 2
     assert "--interval must be positive" in said.stderr

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import gpu
 from feedmill.shared.settings import Settings, variables
+from tests.support import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,12 +54,13 @@ def test_gpu_record_says_what_it_did_not_measure_on_a_cpu(
     parts: str, tmp_path: Path
 ) -> None:
     options = ["--all", "--quick", "--device", "cpu", "--only", parts]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *options],
-        capture_output=True, text=True, check=False, timeout=1500, cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-                          "FEEDMILL_CACHE_FOLDER": str(tmp_path)},
-    )  # fmt: skip
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "FEEDMILL_CACHE_FOLDER": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu", *options]
+    done = run(command, ROOT, environment, seconds=1500)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["waits"] == "not measured: needs a GPU"
