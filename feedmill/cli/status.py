@@ -172,15 +172,17 @@ def wait_for_run(
         )
         raise
     duration = span(time.monotonic() - began)
+    summary = _run_summary(progress, duration)
+    typer.echo(printable(f"run {run}: {summary}"))
+    return max(0, progress.failed - before.failed)
+
+
+def _run_summary(progress: runs.Progress, duration: str) -> str:
+    """Return how a run ended."""
     summary = f"{progress.stored:,} done, {progress.failed:,} failed after {duration}"
     if progress.pending:
-        summary += (
-            f", {progress.pending:,} without a result: purged, or cleared from the "
-            "queue"
-        )
-    line = printable(f"run {run}: {summary}")
-    typer.echo(line)
-    return max(0, progress.failed - before.failed)
+        summary += f", {progress.pending:,} without a result: purged, or cleared from the queue"
+    return summary
 
 
 def _memory(snapshot: watch.Status, settings: Settings) -> list[str]:

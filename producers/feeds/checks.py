@@ -21,25 +21,35 @@ def check_all(
     width = max(len(name) for name in feeds)
     with closing(Parser()) as parser, closing(client):
         for name, feed in feeds.items():
-            is_read = False
-            try:
-                answer = client.get(feed.url)
-                document = parser.parse(answer.body or b"")
-            except SourceFailed as fault:
-                result = f"cannot be read: {fault}"
-            except Exception as error:
-                # One odd answer must not keep the other feeds from being checked. The error's
-                # text is not shown: it may hold the address.
-                logger.debug("unexpected error at feed %s", name, exc_info=True)
-                kind = type(error).__name__
-                result = f"cannot be read: unexpected error ({kind})"
-            else:
-                is_read = True
-                dates = [entry.published for entry in document.entries]
-                newest = max(dates, default="")
-                result = f"{len(document.entries):5,} entries"
-                if newest:
-                    result += f", newest {newest}"
-                if answer.moved_to:
-                    result += f"; has moved to {shown(answer.moved_to)}"
+            result, is_read = _check(
+                name,
+                feed,
+                client,
+                parser,
+            )
             yield f"{name:{width}}  {result}", is_read
+
+
+def _check(
+    name: str, feed: Feed, client: FeedClient, parser: Parser
+) -> tuple[str, bool]:
+    """Return what was read of a feed, or why nothing was; and whether it can be read."""
+    try:
+        answer = client.get(feed.url)
+        document = parser.parse(answer.body or b"")
+    except SourceFailed as fault:
+        return f"cannot be read: {fault}", False
+    except Exception as error:
+        # One odd answer must not keep the other feeds from being checked. The error's text is not
+        # shown: it may hold the address.
+        logger.debug("unexpected error at feed %s", name, exc_info=True)
+        kind = type(error).__name__
+        return f"cannot be read: unexpected error ({kind})", False
+    dates = [entry.published for entry in document.entries]
+    newest = max(dates, default="")
+    result = f"{len(document.entries):5,} entries"
+    if newest:
+        result += f", newest {newest}"
+    if answer.moved_to:
+        result += f"; has moved to {shown(answer.moved_to)}"
+    return result, True
