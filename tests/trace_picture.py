@@ -46,7 +46,8 @@ p { margin: 0 0 14px; color: #666; font-size: 13px }
 def recorded_spans(folder: Path) -> list[Span]:
     """Run a worker on the bundled posts; return the spans of one message and its micro-batches."""
     server = RedisServer(next(iter(redis_servers().values())), folder)
-    posts = bundled_posts()
+    # Titles alone, so that no step hides the others.
+    posts = [post.model_copy(update={"body": ""}) for post in bundled_posts()]
     with collecting() as collector:
         environment = {
             "FEEDMILL_REDIS_URL": server.url,
@@ -95,15 +96,15 @@ def page(spans: list[Span]) -> str:
     rows = []
     for span in spans:
         kind = span.name.split()[0]
-        left = 70 * (span.began_at - began_at) / length
-        width = 70 * (span.ended_at - span.began_at) / length
+        left = 62 * (span.began_at - began_at) / length
+        width = 62 * (span.ended_at - span.began_at) / length
         milliseconds = (span.ended_at - span.began_at) / NS_PER_MS
         posts = span.attributes.get("feedmill.posts")
         note = f"{milliseconds:.1f} ms"
         if kind == "micro-batch":
             messages = span.attributes["feedmill.messages"]
             tokens = span.attributes["feedmill.tokens"]
-            note += f": {posts} posts of {messages} messages, {tokens} tokens"
+            note += f": {posts} posts, {tokens} tokens; messages: {messages}"
         elif posts:
             note += f": {posts} posts"
         rows.append(

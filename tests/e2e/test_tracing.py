@@ -100,8 +100,7 @@ def process_of(collector: Collector, task_id: str) -> Span:
         ]
 
     wait_until(found, f"the span of message {task_id} arrives")
-    (span,) = found()
-    return span
+    return found()[0]
 
 
 def by_name(spans: list[Span]) -> dict[str, Span]:
@@ -335,10 +334,10 @@ from opentelemetry.sdk.trace import TracerProvider
 if "own" in sys.argv:
     trace.set_tracer_provider(TracerProvider())
     with trace.get_tracer("application").start_as_current_span("request") as span:
-        run = feedmill.submit(["A goal"], labels=["sports", "food"])
+        run = feedmill.submit(["A goal"], labels=["sports", "food"], run=sys.argv[1])
         print(f"{span.get_span_context().trace_id:032x}")
 else:
-    run = feedmill.submit(["A goal"], labels=["sports", "food"])
+    run = feedmill.submit(["A goal"], labels=["sports", "food"], run=sys.argv[1])
 assert len(run.results(timeout=60)) == 1
 """
 
@@ -353,7 +352,6 @@ def test_submitted_items_have_a_trace(
     tmp_path: Path,
 ) -> None:
     """An application's own tracer gets the span, and its current span is the parent."""
-    before = {span.span_id for span in collector.spans("process")}
     environment = {"FEEDMILL_REDIS_URL": redis_server.url, "PATH": ""}
     if tracer == "none":
         environment |= traced
@@ -361,12 +359,12 @@ def test_submitted_items_have_a_trace(
     ended = run(command, tmp_path, environment)
     assert ended.returncode == 0, ended.stderr
 
-    def new() -> list[Span]:
+    def of_run() -> list[Span]:
         spans = collector.spans("process")
-        return [span for span in spans if span.span_id not in before]
+        return [span for span in spans if span.attributes.get("feedmill.run") == tracer]
 
-    wait_until(new, "the message's span arrives")
-    (process,) = new()
+    wait_until(of_run, "the message's span arrives")
+    (process,) = of_run()
     if tracer == "own":
         assert process.trace_id == ended.stdout.strip()
         assert process.parent_id
