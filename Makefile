@@ -13,6 +13,8 @@ SEED ?= 1
 REDIS ?= embedded
 # Set to 1 to count skipped tests as failures.
 STRICT ?=
+# Set to 1 to leave the demo and the SBOM out of `make release`.
+QUICK ?=
 # Default: the first of these that is Python 3.11 to 3.14 with venv.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
@@ -40,7 +42,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 INSTALL = $(PIP_INSTALL) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-redis long clusters containers matrix bounds coverage dist test-gpu lint lint-fast docs rivals clean
+.PHONY: help demo test test-redis long clusters containers matrix bounds coverage release test-gpu lint lint-fast docs rivals clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,8 +99,8 @@ coverage: $(VENV)/test ## Run the tests with branch coverage and require at leas
 	for package in shared producers workers; do \
 		$(BIN)/coverage report --include "$$package/*" --skip-covered --show-missing --fail-under 95 || exit 1; done
 
-dist: $(VENV)/test ## Build the wheel and the sdist and test each in a new environment
-	$(BIN)/python -m tests.package
+release: $(VENV)/release ## Build wheel, sdist, SBOM and SHA256SUMS into build/release, and test them in new environments
+	$(BIN)/python -m tests.package $(if $(QUICK),--quick)
 
 test-gpu: $(VENV)/test ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(if $(STRICT),--strict-skips)
@@ -149,6 +151,11 @@ $(VENV)/test: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	$(INSTALL) --editable '.[demo,dev]'
 	@$(STAMP_TORCH)
 	@touch $@ $(VENV)/demo
+
+$(VENV)/release: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
+	$(INSTALL) --editable '.[release]'
+	@$(STAMP_TORCH)
+	@touch $@
 
 # An environment above that of the tests, whose packages and editable installation it finds.
 build/clusters: pyproject.toml $(VENV)/test
