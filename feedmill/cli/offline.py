@@ -54,7 +54,7 @@ from feedmill.offline.observer import LabellingObserver
 from feedmill.offline.precision import label_precisely
 from feedmill.offline.tally import FOREIGN, NO_FIT, Tally
 from feedmill.producers.files import FileReading, FileSource
-from feedmill.producers.records import Filters, parse_text
+from feedmill.producers.records import NO_TEXT, Filters, parse_text
 from feedmill.shared import errors
 from feedmill.shared.errors import InputError, UserError, printable, truncate
 from feedmill.shared.interrupts import received
@@ -90,6 +90,8 @@ BAR_WIDTH = 30
 #: Labels and reasons in the summary; the rest are only counted.
 MAX_LABELS_SHOWN = 20
 MAX_REASONS_SHOWN = 10
+#: Share of rows without a text from which the summary names the columns that were read.
+MAX_SHARE_WITHOUT_TEXT = 0.5
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ def describe(
         rows = counted(others, "row")
         lines.append(f"  and {rows} with other labels")
     lines.extend(_reason_lines("no label", tally.unlabelled, tally, source))
+    if tally.unlabelled[NO_TEXT] > MAX_SHARE_WITHOUT_TEXT * tally.rows:
+        lines.extend(_text_columns_lines(source))
     if tally.unlabelled[NO_FIT]:
         lines.append(NONE_OFF)
     lines.extend(_reason_lines("left out", tally.left_out, tally, source))
@@ -201,6 +205,18 @@ def describe(
         line = f"column {column}: {problem}"
         lines.append(printable(line))
     return "\n".join(lines)
+
+
+def _text_columns_lines(source: FileSource) -> Iterator[str]:
+    """Yield a line about the columns that were read as texts, if the table has others."""
+    names = source.text_columns
+    if source.table is None or len(names) == len(source.table.header):
+        return
+    columns = ", ".join(names)
+    yield printable(
+        f"Texts are read from the column {columns} only: name others with --title-column and "
+        "--body-column"
+    )
 
 
 def _reason_lines(
