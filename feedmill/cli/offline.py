@@ -5,6 +5,7 @@ With --out, it copies the file with a label for each row.
 """
 
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -490,9 +491,25 @@ def _load(
         return model.labels, classify_posts
 
     def classify_precisely(posts: Iterable[Post]) -> Generator[tuple[Post, Outcome]]:
-        return label_precisely(classify_posts(posts), precision)
+        return label_precisely(
+            classify_posts(posts),
+            precision,
+            partial(_note_threshold, precision),
+        )
 
     return model.labels, classify_precisely
+
+
+def _note_threshold(precision: float, threshold: float) -> None:
+    """Print the threshold that a precision has chosen, for later files and for queues."""
+    if math.isinf(threshold):
+        typer.echo(f"--precision {precision:g}: no label is that certain", err=True)
+        return
+    typer.echo(
+        f"--precision {precision:g}: labels of these posts need a score of {threshold:.7g}; "
+        f"--none {threshold:.7g} asks for the same of other posts",
+        err=True,
+    )
 
 
 def _classify_file(
