@@ -215,8 +215,8 @@ class FileSource:
         """The columns that are read as a title or a body; empty without a header."""
         if self.table is None:
             return []
-        names = self._columns.text_names()
-        return [name for name in self.table.header if normalize_key(name) in names]
+        text_names = self._columns.text_names()
+        return [name for name in self.table.header if normalize_key(name) in text_names]
 
     @property
     def done(self) -> int:

@@ -189,7 +189,8 @@ def _show(evaluation: "Evaluation") -> None:
         (summary,) = summaries.values()
         show(output_console(), summary)
         typer.echo("\n".join(confusion_lines(summary)))
-    if evaluation.left_out and all("coverage" in one for one in summaries.values()):
+    uses_none = "coverage" in next(iter(summaries.values()))
+    if evaluation.left_out and uses_none:
         count = counted(evaluation.left_out, "post")
         typer.echo(
             f"Excluded: {count} without a topic. To count them as posts that fit no label, write "

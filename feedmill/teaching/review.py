@@ -130,11 +130,12 @@ class ReviewQueue:
         """The labels of which only the name is known. A lesson learns little about them."""
         with self._lock:
             known_descriptions = self.labels or DESCRIBED_TOPICS
-            return [
-                name
-                for name in self._names
-                if tuple(known_descriptions.get(name, (name,))) == (name,)
-            ]
+            names: list[str] = []
+            for name in self._names:
+                descriptions = known_descriptions.get(name, (name,))
+                if tuple(descriptions) == (name,):
+                    names.append(name)
+            return names
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -319,9 +320,14 @@ class ReviewQueue:
         self, rows: Sequence[ResultRow], names: Sequence[str]
     ) -> Labels | None:
         """Return the descriptions of the labels, of the newest run that was sent with them."""
-        run_names = dict.fromkeys(row.post.get("run") for row in rows)
-        known_runs = [run for run in run_names if run]
-        for run in known_runs[:MAX_RUNS]:
+        known_runs: set[str] = set()
+        for row in rows:
+            run = row.post.get("run")
+            if not run or run in known_runs:
+                continue
+            if len(known_runs) == MAX_RUNS:
+                return None
+            known_runs.add(run)
             labels = runs.kept_labels(self._redis, run)
             if labels is not None and set(labels) == set(names):
                 return labels
