@@ -211,6 +211,14 @@ class FileSource:
         return "line"
 
     @property
+    def text_columns(self) -> list[str]:
+        """The columns that are read as a title or a body; empty without a header."""
+        if self.table is None:
+            return []
+        text_names = self._columns.text_names()
+        return [name for name in self.table.header if normalize_key(name) in text_names]
+
+    @property
     def done(self) -> int:
         """Bytes read so far, before decompression. Of Parquet, the share of the rows."""
         table = self.table

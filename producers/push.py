@@ -17,7 +17,7 @@ from celery import uuid
 from redis import Redis
 from redis.exceptions import RedisError
 
-from feedmill.shared import broker
+from feedmill.shared import broker, runs
 from feedmill.shared.messages import ClassifyOptions, Post, digest, scope_of
 from feedmill.shared.model_routing import deployed_weights
 from feedmill.shared.redis_errors import is_full
@@ -249,6 +249,20 @@ class Pusher:
         finally:
             self.waiting = ""
 
+    def _keep_labels(self, run: str) -> None:
+        """Record the labels' descriptions, which messages carry and results do not."""
+        labels = self.options.labels
+        if labels is None:
+            return
+        keep_labels = partial(
+            runs.keep_labels,
+            self.redis,
+            run,
+            labels,
+            self.settings.sent_ttl,
+        )
+        self.retry_until_memory(keep_labels)
+
     def _push(self, posts: Iterable[Post]) -> None:
         size = self.settings.posts_per_message
         queue = self.settings.queue
@@ -257,6 +271,7 @@ class Pusher:
         unsent: list[tuple[Mark, Post]] = []
         if self.run is not None:
             posts = _of_run(posts, self.run)
+            self._keep_labels(self.run)
         for trip in _round_trips(posts, size):
             unsent += self._count_unsent(trip, unsent)
             remainder = len(unsent) % size

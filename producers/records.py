@@ -254,7 +254,8 @@ DETECTED = Columns()
 class FileOptions:
     """How to read posts from a file: names of its columns, and its encoding.
 
-    None detects a column by its name, and UTF-8, or UTF-16 with its mark.
+    None detects a column by its name, and UTF-8, or UTF-16 with its mark. date_format: as for
+    `Columns`.
     """
 
     id_column: str | None = None
@@ -264,16 +265,15 @@ class FileOptions:
     label_column: str | None = None
     date_column: str | None = None
     subreddit_column: str | None = None
+    date_format: str | None = None
 
-    def columns(
-        self, date_format: str | None = None, keep: Sequence[str] = ()
-    ) -> Columns:
+    def columns(self, keep: Sequence[str] = ()) -> Columns:
         """Return the chosen columns. keep: columns that the posts carry along."""
         return Columns.of(
             self.id_column,
             self.title_column,
             self.body_column,
-            date_format=date_format,
+            date_format=self.date_format,
             keep=keep,
             label=self.label_column,
             date=self.date_column,

@@ -60,7 +60,8 @@ LIVE_RECHECKS = "feedmill:live:rechecks:"
 #: Live source -> beginnings of the ids of deleted accounts' posts, scored by the time of deletion
 #: (seconds since 1970).
 LIVE_AUTHORS = "feedmill:live:authors:"
-#: Run -> its progress: `sent`, `stored`, `failed`; `began`, `latest`, `used` (ms); kept `columns`.
+#: Run -> its progress: `sent`, `stored`, `failed`; `began`, `latest`, `used` (ms); kept `columns`
+#: and `labels`.
 RUN = "feedmill:run:"
 #: Hours since 1970 -> label -> number of new results in that hour.
 LABELS = "feedmill:labels:"

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 from redis import Redis
 
-from feedmill.shared.errors import UserError
-from feedmill.shared.messages import parse_run
+from feedmill.shared.errors import RequestRefused, UserError
+from feedmill.shared.messages import ClassifyOptions, Labels, parse_run
 from feedmill.shared.scripts import call
 
 #: Maximum number of runs listed: the most recently active ones.
 MAX_RUNS = 1000
+#: Characters of a run's labels with their descriptions, as ASCII JSON.
+MAX_LABELS_BYTES = 65_536
 #: The latest time in the counters of a run: the last second of the year 9999, in milliseconds.
 MAX_TIME_MS = 253_402_300_799_999
 #: Texts of each run in an answer of shared/scripts/results.lua.
@@ -96,6 +98,35 @@ def keep_columns(redis: Redis, run: str, columns: Sequence[str], ttl: int) -> No
     Raises redis.exceptions.RedisError.
     """
     call(redis, "keep_columns", run, json.dumps(columns), ttl)
+
+
+def keep_labels(redis: Redis, run: str, labels: Labels, ttl: int) -> None:
+    """Record the descriptions of the labels that the run's posts are sent with. Teaching reads
+    them: results have the names alone. Too long ones are left out.
+
+    Raises redis.exceptions.RedisError.
+    """
+    text = json.dumps(labels)
+    if len(text) <= MAX_LABELS_BYTES:
+        call(redis, "keep_labels", run, text, ttl)
+
+
+def kept_labels(redis: Redis, run: str) -> Labels | None:
+    """Return the labels that the run's posts were last sent with; None if they are unknown.
+
+    Raises redis.exceptions.RedisError.
+    """
+    text = call(
+        redis,
+        "kept_labels",
+        run,
+        MAX_LABELS_BYTES,
+        raw=True,
+    )
+    try:
+        return ClassifyOptions.parse({"labels": from_json(text)}).labels
+    except (ValueError, RequestRefused):
+        return None
 
 
 def recent(redis: Redis, count: int) -> list[Progress]:

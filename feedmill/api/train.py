@@ -55,6 +55,7 @@ def train(
     body_column: str | None = None,
     label_column: str | None = None,
     date_column: str | None = None,
+    date_format: str | None = None,
     subreddit_column: str | None = None,
     encoding: str | None = None,
     device: str | None = None,
@@ -89,6 +90,7 @@ def train(
         trainer: Options of transformers' TrainingArguments, such as `["max_steps=100"]`.
         id_column, title_column, body_column, label_column, date_column, subreddit_column,
             encoding: How to read the file. Default: by the names of its columns, and UTF-8.
+        date_format: Format of the file's dates, as for `strptime`. Default: ISO.
         device, devices, dtype: As for `feedmill.Classifier`. `devices` trains on several GPUs.
         redis_url: Redis that knows the purged posts, which are left out. Default:
             FEEDMILL_REDIS_URL, else the running `feedmill up`, else localhost.
@@ -141,6 +143,7 @@ def train(
         encoding=encoding,
         label_column=label_column,
         date_column=date_column,
+        date_format=date_format,
         subreddit_column=subreddit_column,
     )
     settings = load_arguments(

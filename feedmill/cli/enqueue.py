@@ -56,13 +56,6 @@ def enqueue(
     kinds: KindFlags,
     flags: MessageFlags,
     period: Period,
-    date_format: Annotated[
-        str | None,
-        Option(
-            metavar="FORMAT",
-            help=("Format of the file's dates, such as %d.%m.%Y (default: ISO)."),
-        ),
-    ] = None,
     subreddit: Annotated[
         list[str] | None,
         Option(help=("Send only posts of these subreddits: a,b,c; may be repeated.")),
@@ -142,7 +135,7 @@ def enqueue(
                 notes,
                 shows_ids=True,
                 filters=filters,
-                columns=columns.columns(date_format, extra_columns),
+                columns=columns.columns(extra_columns),
                 encoding=columns.encoding,
                 titles=titles,
             )

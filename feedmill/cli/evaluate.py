@@ -189,7 +189,14 @@ def _show(evaluation: "Evaluation") -> None:
         (summary,) = summaries.values()
         show(output_console(), summary)
         typer.echo("\n".join(confusion_lines(summary)))
-    if evaluation.left_out:
+    uses_none = "coverage" in next(iter(summaries.values()))
+    if evaluation.left_out and uses_none:
+        count = counted(evaluation.left_out, "post")
+        typer.echo(
+            f"Excluded: {count} without a topic. To count them as posts that fit no label, write "
+            "a topic that is none of the labels, such as none."
+        )
+    elif evaluation.left_out:
         of_models = " of every model" if is_comparison else ""
         typer.echo(
             f"Excluded: {evaluation.left_out:,} posts whose topic is missing or not a "

@@ -5,6 +5,7 @@ With --out, it copies the file with a label for each row.
 """
 
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -54,7 +55,7 @@ from feedmill.offline.observer import LabellingObserver
 from feedmill.offline.precision import label_precisely
 from feedmill.offline.tally import FOREIGN, NO_FIT, Tally
 from feedmill.producers.files import FileReading, FileSource
-from feedmill.producers.records import Filters, parse_text
+from feedmill.producers.records import NO_TEXT, Filters, parse_text
 from feedmill.shared import errors
 from feedmill.shared.errors import InputError, UserError, printable, truncate
 from feedmill.shared.interrupts import received
@@ -90,6 +91,8 @@ BAR_WIDTH = 30
 #: Labels and reasons in the summary; the rest are only counted.
 MAX_LABELS_SHOWN = 20
 MAX_REASONS_SHOWN = 10
+#: Share of rows without a text from which the summary names the columns that were read.
+MAX_SHARE_WITHOUT_TEXT = 0.5
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,8 @@ def describe(
         rows = counted(others, "row")
         lines.append(f"  and {rows} with other labels")
     lines.extend(_reason_lines("no label", tally.unlabelled, tally, source))
+    if tally.unlabelled[NO_TEXT] > MAX_SHARE_WITHOUT_TEXT * tally.rows:
+        lines.extend(_text_columns_lines(source))
     if tally.unlabelled[NO_FIT]:
         lines.append(NONE_OFF)
     lines.extend(_reason_lines("left out", tally.left_out, tally, source))
@@ -201,6 +206,18 @@ def describe(
         line = f"column {column}: {problem}"
         lines.append(printable(line))
     return "\n".join(lines)
+
+
+def _text_columns_lines(source: FileSource) -> Iterator[str]:
+    """Yield a line about the columns that were read as texts, if the table has others."""
+    names = source.text_columns
+    if source.table is None or len(names) == len(source.table.header):
+        return
+    columns = ", ".join(names)
+    yield printable(
+        f"Texts are read from the column {columns} only: name others with --title-column and "
+        "--body-column"
+    )
 
 
 def _reason_lines(
@@ -474,9 +491,25 @@ def _load(
         return model.labels, classify_posts
 
     def classify_precisely(posts: Iterable[Post]) -> Generator[tuple[Post, Outcome]]:
-        return label_precisely(classify_posts(posts), precision)
+        return label_precisely(
+            classify_posts(posts),
+            precision,
+            partial(_note_threshold, precision),
+        )
 
     return model.labels, classify_precisely
+
+
+def _note_threshold(precision: float, threshold: float) -> None:
+    """Print the threshold that a precision has chosen, for later files and for queues."""
+    if math.isinf(threshold):
+        typer.echo(f"--precision {precision:g}: no label is that certain", err=True)
+        return
+    typer.echo(
+        f"--precision {precision:g}: labels of these posts need a score of {threshold:.7g}; "
+        f"--none {threshold:.7g} asks for the same of other posts",
+        err=True,
+    )
 
 
 def _classify_file(

@@ -250,6 +250,13 @@ class FileFlags(FileOptions):
             ),
         ),
     ] = None
+    date_format: Annotated[
+        str | None,
+        Option(
+            metavar="FORMAT",
+            help=("Format of the file's dates, such as %d.%m.%Y (default: ISO)."),
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from feedmill.tables import compression_of, format_of
 #: Least share of a post that the labels leave to none of them. Independent scores, and those that
 #: sum to 1, leave none.
 MIN_REST = 1e-3
+#: Decimals of a margin: those of scores.
+MARGIN_DECIMALS = 7
 #: Columns that do not hold text.
 NUMBERS = ("label_score", "topic_score", "margin", "nearest_similarity")
 TRUTH_VALUES = ("correct", "seen")
@@ -83,7 +85,8 @@ def _margin(scores: Mapping[str, float]) -> float:
     best_first = sorted(scores.values(), reverse=True)
     if len(best_first) == 1:
         return best_first[0]
-    return best_first[0] - best_first[1]
+    margin = best_first[0] - best_first[1]
+    return round(margin, MARGIN_DECIMALS)
 
 
 def write_rows(

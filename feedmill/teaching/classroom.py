@@ -274,7 +274,7 @@ class Classroom:
                 pool.append(post)
         return Plan(
             names=names,
-            labels=self._settings.labels,
+            labels=self._queue.labels,
             template=self._settings.template,
             base=self._settings.model,
             examples=examples,

@@ -10,15 +10,17 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from redis import Redis
 from redis.exceptions import RedisError
 
-from feedmill.outcomes.rows import RowReader
+from feedmill.outcomes.rows import ResultRow, RowReader
+from feedmill.shared import runs
 from feedmill.shared.errors import UserError
-from feedmill.shared.settings import Settings
+from feedmill.shared.messages import Labels
+from feedmill.shared.settings import DESCRIBED_TOPICS, Settings
 from feedmill.teaching.answer_file import (
     AnsweredPost,
     AnswerFile,
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 #: Newest results of the stream to choose from.
 MAX_ROWS = 5000
+#: Newest runs of the results in which descriptions of the labels are looked for.
+MAX_RUNS = 20
 #: Seconds after which the results are read again, and once nothing is left to ask.
 REFRESH_S = 30.0
 EMPTY_REFRESH_S = 2.0
@@ -87,6 +91,7 @@ class ReviewQueue:
         file: AnswerFile,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._redis = redis
         self._reader = RowReader(redis)
         self._settings = settings
         self.file = file
@@ -96,6 +101,7 @@ class ReviewQueue:
         self._read_at: float | None = None
         self._is_refreshing = False
         self._names: tuple[str, ...] = ()
+        self._labels: Labels | None = None
         self._candidates: dict[AnswerKey, Candidate] = {}
         self._lists: dict[str, list[Candidate]] = {}
         self._claims: dict[AnswerKey, Claim] = {}
@@ -109,6 +115,27 @@ class ReviewQueue:
         with self._lock:
             self._keep_fresh()
             return self._names
+
+    @property
+    def labels(self) -> Labels | None:
+        """The labels with their descriptions: those of the settings, else those with which a run
+        of the results was sent; None if neither has them.
+        """
+        with self._lock:
+            self._keep_fresh()
+            return self._labels
+
+    @property
+    def undescribed(self) -> list[str]:
+        """The labels of which only the name is known. A lesson learns little about them."""
+        with self._lock:
+            known_descriptions = self.labels or DESCRIBED_TOPICS
+            names: list[str] = []
+            for name in self._names:
+                descriptions = known_descriptions.get(name, (name,))
+                if tuple(descriptions) == (name,):
+                    names.append(name)
+            return names
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -277,13 +304,34 @@ class ReviewQueue:
         if self._settings.labels is not None and not usable:
             # Labels of one's own, for posts that were classified with others.
             usable = rows
+        labels = self._settings.labels
+        if labels is None:
+            labels = self._labels_of_runs(usable, names)
         candidates = candidates_of(usable)
         lists = lists_of(candidates)
         with self._lock:
             self._names = names
+            self._labels = labels
             self._candidates = {candidate.key: candidate for candidate in candidates}
             self._lists = lists
             self._read_at = began
+
+    def _labels_of_runs(
+        self, rows: Sequence[ResultRow], names: Sequence[str]
+    ) -> Labels | None:
+        """Return the descriptions of the labels, of the newest run that was sent with them."""
+        known_runs: set[str] = set()
+        for row in rows:
+            run = row.post.get("run")
+            if not run or run in known_runs:
+                continue
+            if len(known_runs) == MAX_RUNS:
+                return None
+            known_runs.add(run)
+            labels = runs.kept_labels(self._redis, run)
+            if labels is not None and set(labels) == set(names):
+                return labels
+        return None
 
 
 def _answer_to(

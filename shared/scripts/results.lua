@@ -145,6 +145,22 @@ register('keep_columns', WRITES, function(ARGV)
   redis.call('EXPIRE', key, ARGV[3])
 end)
 
+--   ARGV[1]  the run    ARGV[2]  labels with their descriptions, as JSON    ARGV[3]  ttl, seconds
+register('keep_labels', WRITES, function(ARGV)
+  local key = RUN .. ARGV[1]
+  if not try('HGET', key, 'labels') and not delete(key) then return end
+  redis.call('HSET', key, 'labels', ARGV[2])
+  redis.call('EXPIRE', key, ARGV[3])
+end)
+
+--   ARGV[1]  the run    ARGV[2]  maximum bytes
+--
+-- Returns the text that `keep_labels` stored; "" if there is none, or if it is longer.
+register('kept_labels', READS, function(ARGV)
+  local text = try('HGET', RUN .. ARGV[1], 'labels')
+  return text and #text <= tonumber(ARGV[2]) and text or ''
+end)
+
 -- Bytes of a stream entry beside its texts; 30 to 180 were measured, most with a node per entry. Rounds of trimming.
 local ENTRY_BYTES, ROUNDS = 200, 10
 

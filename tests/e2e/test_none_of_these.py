@@ -170,6 +170,32 @@ def test_a_file_gets_no_label_for_rows_that_fit_none(tmp_path: Path) -> None:
         assert (outcome["label"] is None) == (best < 0.36)
 
 
+def test_evaluate_says_how_to_count_posts_that_fit_no_label(tmp_path: Path) -> None:
+    """It reads dates in a format of their own, as `enqueue` does."""
+    lines = ["Betreff,wann,Thema"]
+    for number, topic in enumerate(["sports", "food", ""]):
+        lines.append(
+            f"the keeper saved {number} penalties,31.01.2026 10:5{number},{topic}"
+        )
+    (tmp_path / "posts.csv").write_text("\n".join(lines))
+    columns = ("--title-column=Betreff", "--date-column=wann", "--label-column=Thema")
+    command = partial(
+        feedmill,
+        "evaluate",
+        "posts.csv",
+        *columns,
+        "--labels=sports,food",
+        cwd=tmp_path,
+    )
+    done = command("--none", "--date-format=%d.%m.%Y %H:%M")
+    assert done.returncode == 0, done.stderr
+    assert "Excluded: 1 post without a topic" in done.stdout
+    assert "wann" not in done.stderr
+    done = command("--none=off")
+    assert "whose topic is missing or not a label" in done.stdout
+    assert "--date-format" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("form", "option"),
     [

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from feedmill.shared import runs
 from feedmill.shared.messages import Classification, Post
 from feedmill.shared.purge import purge_posts
 from feedmill.shared.results import Result, ResultsStore
@@ -112,6 +113,29 @@ def test_random_picks_are_no_uncertain_ones(queue: ReviewQueue) -> None:
     measuring = {post_id for post_id, why in picks if why in (FIRST, RANDOM)}
     assert measuring == reserved
     assert queue.next("ana") is None
+
+
+def test_descriptions_of_labels_come_from_the_newest_run_with_them(
+    redis: RedisServer, settings: Settings, tmp_path: Path
+) -> None:
+    results: list[Result] = []
+    for number, run in enumerate(("old", "new", "other", "unknown")):
+        made = result(number, 0.9)
+        post = made.post.model_copy(update={"run": run})
+        results.append(Result(post, made.classification))
+    store(settings, redis, results)
+    described = {"food": ("meals",), "sports": ("teams", "matches")}
+    runs.keep_labels(redis.client, "old", {"food": ("food",), "sports": ("s",)}, 60)
+    runs.keep_labels(redis.client, "new", described, 60)
+    runs.keep_labels(redis.client, "other", {"food": ("food",), "art": ("art",)}, 60)
+    queue = ReviewQueue(redis.client, settings, AnswerFile(tmp_path / "answers"))
+    assert queue.labels == described
+    assert queue.undescribed == []
+    own = {"food": ("dishes",), "sports": ("sports",)}
+    of_settings = settings.model_copy(update={"labels": own})
+    queue = ReviewQueue(redis.client, of_settings, AnswerFile(tmp_path / "answers"))
+    assert queue.labels == own
+    assert queue.undescribed == ["sports"]
 
 
 def test_two_reviewers_never_see_the_same_post(queue: ReviewQueue) -> None:
@@ -238,6 +262,20 @@ def test_page_shows_keys_and_takes_answers(
     undone = client.post("/review/undo", json=tabs[0][0], headers=ANA).json()
     assert (undone["undone"], undone["post"]["token"]) == (True, tokens[0])
     assert [answer.by for answer in queue.file.read()] == ["ben"]
+
+
+@pytest.mark.parametrize("words", ["food", "meals and recipes"])
+def test_page_names_labels_without_a_description(
+    settings: Settings, queue: ReviewQueue, words: str
+) -> None:
+    labels = {"food": (words,), "sports": ("teams and matches",)}
+    fields: dict[str, Any] = {"answers": queue.file.folder, "labels": labels}
+    app = make_server(settings.model_copy(update=fields))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        page = client.get("/teach")
+    assert page.status_code == 200, page.text
+    is_named = "No description is known of food:" in page.text
+    assert is_named == (words == "food")
 
 
 def test_answers_need_the_scope_and_the_site(

@@ -51,6 +51,30 @@ def result(of: Post, at: float = 1.0) -> Result:
     return Result(of, classification)
 
 
+def test_sending_keeps_the_descriptions_of_labels(
+    server: RedisServer, settings: Settings
+) -> None:
+    described = {"Garten": ("plants and flowers",), "Sport": ("teams", "matches")}
+    options = ClassifyOptions(labels=described)
+    app = make_app(settings, current=False)
+    for run, sent in (("described", options), ("plain", ClassifyOptions())):
+        pusher = Pusher(app, server.client, settings, sent, run=run)
+        pusher.push([post("1", run)])
+    assert runs.kept_labels(server.client, "described") == described
+    assert runs.kept_labels(server.client, "plain") is None
+    progress = runs.progress(server.client, "described")
+    assert progress is not None
+    assert (progress.sent, progress.columns) == (1, ())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '"' + 70_000 * "a" + '"'])
+def test_invalid_labels_of_a_run_count_as_absent(
+    server: RedisServer, text: str
+) -> None:
+    server.client.hset(f"{RUN}odd", "labels", text)
+    assert runs.kept_labels(server.client, "odd") is None
+
+
 def letter(of: Post) -> DeadLetter:
     return DeadLetter(
         id=of.id, reason="no", post=of.model_dump_json(exclude_defaults=True), options="{}",

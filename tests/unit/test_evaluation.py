@@ -127,6 +127,15 @@ def test_the_table_of_predictions_has_each_post(tmp_path: Path) -> None:
     )
 
 
+def test_margins_have_no_more_digits_than_scores() -> None:
+    outcome = make_classification(
+        "1", label="a", scores={"a": 0.0157352, "b": 0.0156932}
+    )
+    known = [(Post(id="1", title="x"), "a")]
+    (row,) = rows_of(known, [outcome], "a model", "float32")
+    assert row["margin"] == 0.000042
+
+
 @pytest.mark.parametrize(
     ("out", "sentence"),
     [

@@ -229,3 +229,27 @@ def test_the_summary_says_that_it_counts_best_labels(
     assert "rows by their best label" in capsys.readouterr().err
     label_file(source, tmp_path / "out.csv", None)
     assert "best label" not in capsys.readouterr().err
+
+
+HINT = "Texts are read from the column Text only"
+
+
+@pytest.mark.parametrize("titles", [["one", "two", "three"], ["", "", ""]])
+def test_the_summary_names_the_columns_of_texts_if_most_rows_have_none(
+    titles: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in.csv"
+    columns = {"Betreff": titles, "Text": ["fits", "", ""]}
+    pandas.DataFrame(columns).to_csv(path, index=False)
+    label_file(path, tmp_path / "out.csv", NONE)
+    assert HINT in capsys.readouterr().err
+
+
+def test_the_summary_names_no_columns_if_most_rows_have_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in.csv"
+    columns = {"Betreff": ["a", "b", "c"], "Text": ["fits", "other", ""]}
+    pandas.DataFrame(columns).to_csv(path, index=False)
+    label_file(path, tmp_path / "out.csv", NONE)
+    assert HINT not in capsys.readouterr().err

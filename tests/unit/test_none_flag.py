@@ -173,8 +173,11 @@ def test_a_precision_of_a_file_leaves_out_uncertain_labels(file: Path) -> None:
     scored = classify(file, *LABELS, "--none", "0", "--json").stdout.splitlines()
     score = json.loads(scored[0])["scores"]["sports"]
     precision = f"--precision={score - 0.001}"
-    labels = labels_of(classify(file, *LABELS, precision, "--json"))
-    assert labels == ["sports", None]
+    done = classify(file, *LABELS, precision, "--json")
+    assert labels_of(done) == ["sports", None]
+    assert f"; --none {score:.7g} asks for the same" in done.stderr
+    too_precise = classify(file, *LABELS, "--precision=1", "--json")
+    assert "no label is that certain" in too_precise.stderr
     all_of_them = classify(file, *LABELS, "--precision", "0.01", "--json")
     assert None not in labels_of(all_of_them)
 

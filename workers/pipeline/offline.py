@@ -4,6 +4,7 @@ Posts come from an iterator instead of Celery, and outcomes go to an iterator in
 other steps are the worker's, so results and measurements apply to a worker as well.
 """
 
+import logging
 import os
 import queue
 import threading
@@ -105,6 +106,7 @@ class OfflinePipeline:
                 model.budget,
                 worker,
                 self._callers,
+                statistics_level=logging.DEBUG,
             )
             for model in models
         ]

@@ -47,8 +47,8 @@ STATISTICS_INTERVAL_S = 60.0
 class Pipeline:
     """The connected parts and their threads.
 
-    worker: name recorded in results. observer: told of each step. Raises UserError for languages
-    that cannot be detected.
+    worker: name recorded in results. observer: told of each step. statistics_level: level at which
+    the log has statistics. Raises UserError for languages that cannot be detected.
     """
 
     def __init__(
@@ -60,8 +60,10 @@ class Pipeline:
         worker: str,
         owner: Owner,
         observer: Observer | None = None,
+        statistics_level: int = logging.INFO,
     ) -> None:
         self._owner = owner
+        self._statistics_level = statistics_level
         self._window_rows = settings.window_rows
         self._forward_timeout = settings.forward_timeout
         self._lanes = classifier.device.lanes
@@ -222,7 +224,8 @@ class Pipeline:
     def _log_statistics(self, now: float) -> None:
         rates = self.statistics.recent(now)
         if rates.posts:
-            logger.info(
+            logger.log(
+                self._statistics_level,
                 "%s; oldest row waiting for %.1f s",
                 rates,
                 self.backlog.oldest_age(),

@@ -40,6 +40,7 @@ def show(request: Request, shared: Shared, caller: Teacher) -> Response:
     settings = shared.settings
     with user_errors(settings):
         names = teaching.queue.names
+        undescribed = teaching.queue.undescribed
         served = model_routing.known_queues(shared.redis).get(settings.queue)
         requested = model_routing.requested_model(shared.redis, settings.queue)
         depth = queue_depth(shared.redis, settings.queue)
@@ -56,6 +57,7 @@ def show(request: Request, shared: Shared, caller: Teacher) -> Response:
         "teach.html",
         names=names,
         counts=_counts(teaching, names),
+        undescribed=undescribed,
         least=MIN_ANSWERS,
         missing=classroom.missing,
         lesson=classroom.lesson,
