@@ -106,7 +106,15 @@ def check_demo(folder: Path, wheel: Path) -> dict[str, object]:
         "--pyproject", str(ROOT / "pyproject.toml"), "--output-file", str(RELEASE / SBOM),
         str(full / "bin" / "python"),
     )  # fmt: skip
+    set_version(RELEASE / SBOM, wheel.name.split("-")[1])
     return {"demo": demo, "own": own}
+
+
+def set_version(file: Path, version: str) -> None:
+    """Write the version into a list of packages: pyproject.toml leaves it to the build."""
+    content = json.loads(file.read_text())
+    content["metadata"]["component"]["version"] = version
+    file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def sums_of(folder: Path) -> dict[str, str]:
