@@ -148,7 +148,7 @@ end)
 --   ARGV[1]  the run    ARGV[2]  labels with their descriptions, as JSON    ARGV[3]  ttl, seconds
 register('keep_labels', WRITES, function(ARGV)
   local key = RUN .. ARGV[1]
-  if not try('HGET', key, 'labels') and not delete(key) then return end
+  if not try('HMGET', key, 'labels') and not delete(key) then return end
   redis.call('HSET', key, 'labels', ARGV[2])
   redis.call('EXPIRE', key, ARGV[3])
 end)

@@ -503,7 +503,7 @@ def test_resends_a_batch_after_a_lost_connection(
     send = AbstractConnection.send_packed_command
 
     def cut(self: Any, command: Sequence[bytes], *args: Any, **kwargs: Any) -> None:
-        if b"LPUSH" in b"".join(command) and len(tries) < cuts:
+        if b"$5\r\nLPUSH\r\n" in b"".join(command) and len(tries) < cuts:
             tries.append(1)
             self.disconnect()
             raise ConnectionFault("cut")

@@ -67,6 +67,15 @@ def test_sending_keeps_the_descriptions_of_labels(
     assert (progress.sent, progress.columns) == (1, ())
 
 
+def test_labels_are_added_to_what_is_known_of_a_run(server: RedisServer) -> None:
+    runs.keep_columns(server.client, "earlier", ["Nr"], 60)
+    server.client.hset(f"{RUN}earlier", "sent", 5)
+    runs.keep_labels(server.client, "earlier", {"Garten": ("plants",)}, 60)
+    progress = runs.progress(server.client, "earlier")
+    assert progress is not None
+    assert (progress.sent, progress.columns) == (5, ("Nr",))
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '"' + 70_000 * "a" + '"'])
 def test_invalid_labels_of_a_run_count_as_absent(
     server: RedisServer, text: str
