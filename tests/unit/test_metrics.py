@@ -49,7 +49,7 @@ STATUS: dict[str, Any] = {
     "hindrance": "reddit: the server answered 502",
     "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7,
     "rechecked": 3, "returned": 1, "filled": 1, "requests": 40, "budget": 90.0, "earlier": 2,
-    "steps_back": 1, "feeds": 3, "failing_feeds": ["y"],
+    "steps_back": 1, "feeds": 3, "failing_feeds": ["y"], "switches": 2,
 }  # fmt: skip
 
 
