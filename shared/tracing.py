@@ -73,6 +73,25 @@ class Sparse(logging.Filter):
         return True
 
 
+#: Speaks for each failed step, which may be one per message.
+step_logger = logging.getLogger(f"{__name__}.steps")
+step_logger.addFilter(Sparse())
+
+
+@contextmanager
+def guarding(step: str) -> Iterator[None]:
+    """Log an error of a step of tracing instead of raising it. step: as in "cannot …".
+
+    Tracers, samplers and processors of applications, and other versions of the SDK, may raise
+    anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        warning = f"cannot {step} (%s). Continuing without traces"
+        step_logger.warning(warning, type(error).__name__)
+
+
 class Exporting:
     """This process' own tracer, whose spans are sent in the background.
 
@@ -100,10 +119,13 @@ class Exporting:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Send the last spans, for at most EXIT_TIMEOUT_S."""
+        """Send the last spans, for at most EXIT_TIMEOUT_S. A failure is a warning: what the end
+        of the process has left to do is more important.
+        """
         atexit.unregister(self.stop)
-        batches: Any = self.processor._batch_processor
-        batches.shutdown(timeout_millis=int(EXIT_TIMEOUT_S * 1000))
+        with guarding("send the last spans"):
+            batches: Any = self.processor._batch_processor
+            batches.shutdown(timeout_millis=int(EXIT_TIMEOUT_S * 1000))
 
 
 def quieten() -> None:
@@ -266,7 +288,15 @@ def current_context() -> TraceContext | None:
 
 
 def _publisher() -> "Tracer | None":
-    """Return the tracer for published messages: the application's own, else this process'."""
+    """Return the tracer for published messages: the application's own, else this process'. None
+    if it fails.
+    """
+    with guarding("get the tracer"):
+        return _tracer()
+    return None
+
+
+def _tracer() -> "Tracer | None":
     if "opentelemetry.trace" in sys.modules:
         from opentelemetry import trace  # noqa: PLC0415 - imported already
 
@@ -282,6 +312,9 @@ def _publisher() -> "Tracer | None":
 class Publication:
     """The spans of messages that are published together, one for each. They begin one after
     another, and end when Redis has answered.
+
+    No error of a tracer gets out: a sender would take messages that are in the queue for unsent,
+    and send them twice.
     """
 
     def __init__(self, tracer: "Tracer", queue: str) -> None:
@@ -298,6 +331,12 @@ class Publication:
 
         posts: number of posts in the message. parent: None for the current span.
         """
+        with guarding("begin a span"):
+            self._begin(message, posts, parent)
+
+    def _begin(
+        self, message: dict[str, Any], posts: int, parent: TraceContext | None
+    ) -> None:
         # An extra.
         from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
@@ -309,20 +348,25 @@ class Publication:
             attributes=message_attributes("send", self._queue, headers["id"], posts),
             start_time=self._began_at,
         )
+        self._spans.append(span)
         span_context = span.get_span_context()
         if span_context.is_valid:
             headers.update(context_of(span_context).headers())
-        self._spans.append(span)
         self._began_at = time.time_ns()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the spans."""
-        from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 - an extra
-
+        """End the spans. error: the reason why nothing was published."""
         for span in self._spans:
-            if error is not None:
-                span.set_status(Status(StatusCode.ERROR, type(error).__name__))
-            span.end()
+            with guarding("end a span"):
+                _end_span(span, error)
+
+
+def _end_span(span: "Span", error: BaseException | None) -> None:
+    from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 - an extra
+
+    if error is not None:
+        span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+    span.end()
 
 
 @contextmanager

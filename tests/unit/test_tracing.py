@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,10 @@ from feedmill.shared.trace_context import TraceContext
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 TRACE = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("failed as the test wants")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +67,45 @@ def test_metrics_are_sent_only_on_request(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", exporter)
     assert otlp_metrics.is_requested() is is_on
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Let each test have the first warning of a failed step."""
+    filters = list(tracing.step_logger.filters)
+    tracing.step_logger.filters.clear()
+    yield caplog
+    tracing.step_logger.filters.extend(filters)
+
+
+def test_an_exporter_that_fails_to_stop_is_a_warning(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporting = tracing.Exporting("tests")
+    monkeypatch.setattr(exporting.processor.span_exporter, "shutdown", fail)
+    exporting.stop()
+    assert "cannot send the last spans (RuntimeError)" in said.text
+
+
+def test_a_processor_of_another_sdk_is_a_warning(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporting = tracing.Exporting("tests")
+    processor = exporting.processor
+    exporting.processor = SimpleNamespace(shutdown=fail)  # type: ignore[assignment]
+    monkeypatch.setattr(tracing, "_exporting", exporting)
+    tracing.stop()
+    processor.shutdown()
+    assert "cannot send the last spans (AttributeError)" in said.text
+
+
+def test_failed_steps_are_logged_once_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(3):
+        with tracing.guarding("do what only this test does"):
+            fail()
+    assert caplog.text.count("only this test does") == 1
 
 
 def test_repeated_records_are_left_out() -> None:
