@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from feedmill.shared.errors import json_line, printable_lines
+from feedmill.shared.log_secrets import Secrets
 from feedmill.shared.settings import Settings
 from feedmill.shared.trace_context import TraceContext
 
@@ -67,8 +68,12 @@ class TextFormatter(logging.Formatter):
     Untrusted text in a message can neither control the terminal nor imitate another record.
     """
 
+    def __init__(self, form: str) -> None:
+        super().__init__(form)
+        self._secrets = Secrets()
+
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = self._secrets.hide(super().format(record))
         trace_id = fields_in(record).get("trace_id")
         if trace_id is not None:
             first, line_break, rest = text.partition("\n")
@@ -86,6 +91,10 @@ class JsonFormatter(logging.Formatter):
     the message that it is about, and the traceback if there is one.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._secrets = Secrets()
+
     def format(self, record: logging.LogRecord) -> str:
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(
@@ -93,11 +102,14 @@ class JsonFormatter(logging.Formatter):
             ),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": self._secrets.hide(record.getMessage()),
             **fields_in(record),
         }
+        traceback = record.exc_text
         if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
+            traceback = self.formatException(record.exc_info)
+        if traceback:
+            entry["traceback"] = self._secrets.hide(traceback)
         return json_line(entry)
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from feedmill.shared.log_secrets import Secrets
 from feedmill.shared.tracing import (
     NAME,
     PROTOCOL,
@@ -65,7 +66,7 @@ def start(sources: Sequence["Source"], service: str) -> None:
             "cannot start to send metrics (%s: %.200s): check the OTEL_* variables. Continuing "
             "without",
             type(error).__name__,
-            error,
+            Secrets().hide(str(error)),
         )
     else:
         threading.Thread(

@@ -9,7 +9,7 @@ Tracing never ends a process: what is wrong with it is a warning. While the coll
 spans wait in a queue of bounded length and are then dropped.
 
 Relies on `_batch_processor` of the SDK's BatchSpanProcessor, whose `shutdown` has a time limit;
-and on the names of the loggers in LOGGERS.
+and on the names of the loggers in LOGGERS and SECRET_LOGGERS.
 """
 
 import atexit
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from feedmill.shared.log_secrets import Secrets, WithoutSecrets
 from feedmill.shared.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -51,6 +52,14 @@ LOGGERS = (
     "opentelemetry.sdk._shared_internal",
 )
 LOG_INTERVAL_S = 600.0
+#: Loggers whose records may have a header, or the address of a collector.
+SECRET_LOGGERS = (
+    *LOGGERS,
+    "opentelemetry.exporter.otlp.common.http",
+    "opentelemetry.exporter.otlp.proto.http._common",
+    "opentelemetry.util.re",
+    "urllib3.connectionpool",
+)
 #: Most characters of a sender's text in an attribute.
 MAX_ATTRIBUTE_CHARACTERS = 128
 
@@ -129,11 +138,18 @@ class Exporting:
 
 
 def quieten() -> None:
-    """Let OpenTelemetry's loggers say the same thing once in a while only."""
+    """Let OpenTelemetry's loggers say the same thing once in a while only, and no secrets."""
     for name in LOGGERS:
-        noisy = logging.getLogger(name)
-        if not any(isinstance(present, Sparse) for present in noisy.filters):
-            noisy.addFilter(Sparse())
+        _add_filter(name, Sparse)
+    for name in SECRET_LOGGERS:
+        _add_filter(name, WithoutSecrets)
+
+
+def _add_filter(name: str, kind: type[logging.Filter]) -> None:
+    """Add a filter to a logger that has none of its kind."""
+    noisy = logging.getLogger(name)
+    if not any(isinstance(present, kind) for present in noisy.filters):
+        noisy.addFilter(kind())
 
 
 @cache  # every call would have another `service.instance.id`
@@ -220,7 +236,7 @@ def _start(service: str) -> Exporting | None:
             "cannot start OpenTelemetry (%s: %.200s): check the OTEL_* variables. Continuing "
             "without traces",
             type(error).__name__,
-            error,
+            Secrets().hide(str(error)),
         )
     return None
 

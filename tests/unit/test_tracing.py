@@ -95,7 +95,7 @@ def test_a_processor_of_another_sdk_is_a_warning(
     exporting.processor = SimpleNamespace(shutdown=fail)  # type: ignore[assignment]
     monkeypatch.setattr(tracing, "_exporting", exporting)
     tracing.stop()
-    processor.shutdown()
+    processor.shutdown()  # type: ignore[no-untyped-call]
     assert "cannot send the last spans (AttributeError)" in said.text
 
 
