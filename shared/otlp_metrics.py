@@ -10,6 +10,7 @@ Relies on the classes of data points in opentelemetry.sdk.metrics.export.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -35,6 +36,8 @@ PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 #: Variable with the milliseconds between two exports, and its default.
 INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 DEFAULT_INTERVAL_MS = 60_000
+MIN_INTERVAL_S = 0.1
+MAX_INTERVAL_S = 86_400.0
 
 
 def is_requested() -> bool:
@@ -76,6 +79,15 @@ def start(sources: Sequence["Source"], service: str) -> None:
         ).start()
 
 
+def interval_s() -> float:
+    """Return the seconds between two exports. Raises ValueError if they are not a number."""
+    interval_ms = float(os.environ.get(INTERVAL) or DEFAULT_INTERVAL_MS)
+    if not math.isfinite(interval_ms):
+        raise ValueError(f"{INTERVAL} is {interval_ms}, not a number of milliseconds")
+    seconds = interval_ms / 1000
+    return min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, seconds))
+
+
 class Sender:
     """Sends the metrics of sources at each interval."""
 
@@ -86,8 +98,7 @@ class Sender:
         )
 
         quieten()
-        interval_ms = float(os.environ.get(INTERVAL) or DEFAULT_INTERVAL_MS)
-        self._interval_s = max(0.1, interval_ms / 1000)
+        self._interval_s = interval_s()
         self._sources = sources
         self._exporter = OTLPMetricExporter()
         self._resource = resource_of(service)

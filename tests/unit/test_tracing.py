@@ -20,6 +20,28 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 TRACE = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1)
 
 
+@pytest.mark.parametrize(
+    ("interval", "seconds"),
+    [("", 60), ("2000", 2), ("1", 0.1), ("-5", 0.1), ("1e300", 86_400)],
+)
+def test_the_interval_of_metrics_is_bounded(
+    interval: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(otlp_metrics.INTERVAL, interval)
+    assert otlp_metrics.Sender([], "tests")._interval_s == seconds
+
+
+@pytest.mark.parametrize("interval", ["nan", "inf", "soon"])
+def test_a_wrong_interval_of_metrics_is_a_warning(
+    interval: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(otlp_metrics.INTERVAL, interval)
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
+    monkeypatch.setattr(otlp_metrics.Sender, "run", fail)
+    otlp_metrics.start([], "tests")
+    assert "cannot start to send metrics (ValueError" in caplog.text
+
+
 def fail(*_: object, **__: object) -> None:
     raise RuntimeError("failed as the test wants")
 
