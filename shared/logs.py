@@ -19,8 +19,8 @@ from feedmill.shared.trace_context import TraceContext
 #: Maximum characters kept from a record's beginning and from its end, where tracebacks are.
 MAX_START_CHARACTERS = 20_000
 MAX_END_CHARACTERS = 10_000
-
-
+#: Maximum characters of a message's id in the fields of a record. Senders choose it.
+MAX_ID_CHARACTERS = 128
 #: Attribute of a record with the fields of its message.
 FIELDS = "feedmill"
 #: Returns the fields of the message whose task runs in this context.
@@ -35,7 +35,7 @@ def fields_of(
     """Return the argument `extra` of a log record about a message."""
     fields: dict[str, str] = {}
     if message_id is not None:
-        fields["message_id"] = message_id
+        fields["message_id"] = message_id[:MAX_ID_CHARACTERS]
     if run is not None:
         fields["run"] = run
     if trace is not None:
@@ -50,13 +50,23 @@ def fields_in(record: logging.LogRecord) -> dict[str, Any]:
     if isinstance(own, dict):
         return own
     current_fields = CURRENT_FIELDS.get()
+    fields: dict[str, Any] = {}
     if current_fields is not None:
-        fields: dict[str, Any] = current_fields()[FIELDS]
+        fields = current_fields()[FIELDS]
         return fields
     data = getattr(record, "data", None)
     if isinstance(data, dict) and isinstance(data.get("id"), str):
-        return {"message_id": data["id"]}
-    return {}
+        fields = fields_of(data["id"], None, None)[FIELDS]
+    return fields
+
+
+def cut(text: str) -> str:
+    """Return a text without its middle if it is long."""
+    if len(text) <= MAX_START_CHARACTERS + MAX_END_CHARACTERS:
+        return text
+    start = text[:MAX_START_CHARACTERS]
+    end = text[-MAX_END_CHARACTERS:]
+    return f"{start}…{end}"
 
 
 class TextFormatter(logging.Formatter):
@@ -78,11 +88,7 @@ class TextFormatter(logging.Formatter):
         if trace_id is not None:
             first, line_break, rest = text.partition("\n")
             text = f"{first} (trace {trace_id}){line_break}{rest}"
-        if len(text) > MAX_START_CHARACTERS + MAX_END_CHARACTERS:
-            start = text[:MAX_START_CHARACTERS]
-            end = text[-MAX_END_CHARACTERS:]
-            text = f"{start}…{end}"
-        lines = printable_lines(text)
+        lines = printable_lines(cut(text))
         return lines.replace("\n", "\n    ")
 
 
@@ -96,20 +102,22 @@ class JsonFormatter(logging.Formatter):
         self._secrets = Secrets()
 
     def format(self, record: logging.LogRecord) -> str:
+        message = self._secrets.hide(record.getMessage())
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(
                 timespec="milliseconds"
             ),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": self._secrets.hide(record.getMessage()),
+            "message": cut(message),
             **fields_in(record),
         }
         traceback = record.exc_text
         if record.exc_info:
             traceback = self.formatException(record.exc_info)
         if traceback:
-            entry["traceback"] = self._secrets.hide(traceback)
+            traceback = self._secrets.hide(traceback)
+            entry["traceback"] = cut(traceback)
         return json_line(entry)
 
 

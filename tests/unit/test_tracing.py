@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -179,3 +180,28 @@ def test_celerys_records_name_their_message() -> None:
     assert json.loads(JsonFormatter().format(record))["message_id"] == "task-3"
     record = logging.makeLogRecord({"msg": "odd", "data": {"id": 3}})
     assert "message_id" not in json.loads(JsonFormatter().format(record))
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"msg": "ours", **fields_of(LONG, None, None)},
+        {"msg": "of Celery", "data": {"id": LONG}},
+        {"msg": "id %s", "args": (LONG,)},
+        {"msg": "failed", "exc_info": (ValueError, ValueError(LONG), None)},
+    ],
+    ids=["fields", "data", "message", "traceback"],
+)
+@pytest.mark.parametrize(
+    "formatter", [TextFormatter("%(message)s"), JsonFormatter()], ids=["text", "json"]
+)
+def test_long_ids_and_texts_are_cut(
+    formatter: logging.Formatter, record: dict[str, Any]
+) -> None:
+    text = formatter.format(logging.makeLogRecord(record))
+    assert len(text) < 31_000
+    if "args" in record:
+        assert len(text) > 30_000
