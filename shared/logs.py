@@ -49,13 +49,12 @@ def fields_in(record: logging.LogRecord) -> dict[str, Any]:
     own = getattr(record, FIELDS, None)
     if isinstance(own, dict):
         return own
-    current_fields = CURRENT_FIELDS.get()
     fields: dict[str, Any] = {}
+    current_fields = CURRENT_FIELDS.get()
+    data = getattr(record, "data", None)
     if current_fields is not None:
         fields = current_fields()[FIELDS]
-        return fields
-    data = getattr(record, "data", None)
-    if isinstance(data, dict) and isinstance(data.get("id"), str):
+    elif isinstance(data, dict) and isinstance(data.get("id"), str):
         fields = fields_of(data["id"], None, None)[FIELDS]
     return fields
 

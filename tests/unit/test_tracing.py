@@ -16,6 +16,7 @@ from feedmill.shared.logs import (
     fields_of,
 )
 from feedmill.shared.trace_context import TraceContext
+from feedmill.workers.runtime import pool
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 TRACE = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1)
@@ -120,6 +121,14 @@ def test_a_processor_of_another_sdk_is_a_warning(
     tracing.stop()
     processor.shutdown()  # type: ignore[no-untyped-call]
     assert "cannot send the last spans (AttributeError)" in said.text
+
+
+def test_a_worker_starts_without_spans_of_another_sdk(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "exporting", lambda _: SimpleNamespace())
+    assert pool._observer() is None
+    assert "cannot record spans (AttributeError)" in said.text
 
 
 def test_failed_steps_are_logged_once_in_a_while(
