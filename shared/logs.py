@@ -12,14 +12,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from feedmill.shared.errors import json_line, printable_lines
+from feedmill.shared.log_secrets import Secrets
 from feedmill.shared.settings import Settings
 from feedmill.shared.trace_context import TraceContext
 
 #: Maximum characters kept from a record's beginning and from its end, where tracebacks are.
 MAX_START_CHARACTERS = 20_000
 MAX_END_CHARACTERS = 10_000
-
-
+#: Maximum characters of a message's id in the fields of a record. Senders choose it.
+MAX_ID_CHARACTERS = 128
 #: Attribute of a record with the fields of its message.
 FIELDS = "feedmill"
 #: Returns the fields of the message whose task runs in this context.
@@ -34,7 +35,7 @@ def fields_of(
     """Return the argument `extra` of a log record about a message."""
     fields: dict[str, str] = {}
     if message_id is not None:
-        fields["message_id"] = message_id
+        fields["message_id"] = message_id[:MAX_ID_CHARACTERS]
     if run is not None:
         fields["run"] = run
     if trace is not None:
@@ -48,14 +49,23 @@ def fields_in(record: logging.LogRecord) -> dict[str, Any]:
     own = getattr(record, FIELDS, None)
     if isinstance(own, dict):
         return own
+    fields: dict[str, Any] = {}
     current_fields = CURRENT_FIELDS.get()
-    if current_fields is not None:
-        fields: dict[str, Any] = current_fields()[FIELDS]
-        return fields
     data = getattr(record, "data", None)
-    if isinstance(data, dict) and isinstance(data.get("id"), str):
-        return {"message_id": data["id"]}
-    return {}
+    if current_fields is not None:
+        fields = current_fields()[FIELDS]
+    elif isinstance(data, dict) and isinstance(data.get("id"), str):
+        fields = fields_of(data["id"], None, None)[FIELDS]
+    return fields
+
+
+def cut(text: str) -> str:
+    """Return a text without its middle if it is long."""
+    if len(text) <= MAX_START_CHARACTERS + MAX_END_CHARACTERS:
+        return text
+    start = text[:MAX_START_CHARACTERS]
+    end = text[-MAX_END_CHARACTERS:]
+    return f"{start}…{end}"
 
 
 class TextFormatter(logging.Formatter):
@@ -67,17 +77,17 @@ class TextFormatter(logging.Formatter):
     Untrusted text in a message can neither control the terminal nor imitate another record.
     """
 
+    def __init__(self, form: str) -> None:
+        super().__init__(form)
+        self._secrets = Secrets()
+
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = self._secrets.hide(super().format(record))
         trace_id = fields_in(record).get("trace_id")
         if trace_id is not None:
             first, line_break, rest = text.partition("\n")
             text = f"{first} (trace {trace_id}){line_break}{rest}"
-        if len(text) > MAX_START_CHARACTERS + MAX_END_CHARACTERS:
-            start = text[:MAX_START_CHARACTERS]
-            end = text[-MAX_END_CHARACTERS:]
-            text = f"{start}…{end}"
-        lines = printable_lines(text)
+        lines = printable_lines(cut(text))
         return lines.replace("\n", "\n    ")
 
 
@@ -86,18 +96,27 @@ class JsonFormatter(logging.Formatter):
     the message that it is about, and the traceback if there is one.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._secrets = Secrets()
+
     def format(self, record: logging.LogRecord) -> str:
+        message = self._secrets.hide(record.getMessage())
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(
                 timespec="milliseconds"
             ),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": cut(message),
             **fields_in(record),
         }
+        traceback = record.exc_text
         if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
+            traceback = self.formatException(record.exc_info)
+        if traceback:
+            traceback = self._secrets.hide(traceback)
+            entry["traceback"] = cut(traceback)
         return json_line(entry)
 
 

@@ -10,12 +10,14 @@ Relies on the classes of data points in opentelemetry.sdk.metrics.export.
 """
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from feedmill.shared.log_secrets import Secrets
 from feedmill.shared.tracing import (
     NAME,
     PROTOCOL,
@@ -34,6 +36,8 @@ PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 #: Variable with the milliseconds between two exports, and its default.
 INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 DEFAULT_INTERVAL_MS = 60_000
+MIN_INTERVAL_S = 0.1
+MAX_INTERVAL_S = 86_400.0
 
 
 def is_requested() -> bool:
@@ -65,7 +69,7 @@ def start(sources: Sequence["Source"], service: str) -> None:
             "cannot start to send metrics (%s: %.200s): check the OTEL_* variables. Continuing "
             "without",
             type(error).__name__,
-            error,
+            Secrets().hide(str(error)),
         )
     else:
         threading.Thread(
@@ -73,6 +77,15 @@ def start(sources: Sequence["Source"], service: str) -> None:
             name="otlp-metrics",
             daemon=True,
         ).start()
+
+
+def interval_s() -> float:
+    """Return the seconds between two exports. Raises ValueError if they are not a number."""
+    interval_ms = float(os.environ.get(INTERVAL) or DEFAULT_INTERVAL_MS)
+    if not math.isfinite(interval_ms):
+        raise ValueError(f"{INTERVAL} is {interval_ms}, not a number of milliseconds")
+    seconds = interval_ms / 1000
+    return min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, seconds))
 
 
 class Sender:
@@ -85,8 +98,7 @@ class Sender:
         )
 
         quieten()
-        interval_ms = float(os.environ.get(INTERVAL) or DEFAULT_INTERVAL_MS)
-        self._interval_s = max(0.1, interval_ms / 1000)
+        self._interval_s = interval_s()
         self._sources = sources
         self._exporter = OTLPMetricExporter()
         self._resource = resource_of(service)

@@ -9,7 +9,7 @@ Tracing never ends a process: what is wrong with it is a warning. While the coll
 spans wait in a queue of bounded length and are then dropped.
 
 Relies on `_batch_processor` of the SDK's BatchSpanProcessor, whose `shutdown` has a time limit;
-and on the names of the loggers in LOGGERS.
+and on the names of the loggers in LOGGERS and SECRET_LOGGERS.
 """
 
 import atexit
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from feedmill.shared.log_secrets import Secrets, WithoutSecrets
 from feedmill.shared.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -51,6 +52,14 @@ LOGGERS = (
     "opentelemetry.sdk._shared_internal",
 )
 LOG_INTERVAL_S = 600.0
+#: Loggers whose records may have a header, or the address of a collector.
+SECRET_LOGGERS = (
+    *LOGGERS,
+    "opentelemetry.exporter.otlp.common.http",
+    "opentelemetry.exporter.otlp.proto.http._common",
+    "opentelemetry.util.re",
+    "urllib3.connectionpool",
+)
 #: Most characters of a sender's text in an attribute.
 MAX_ATTRIBUTE_CHARACTERS = 128
 
@@ -71,6 +80,25 @@ class Sparse(logging.Filter):
             return False
         self._passed[kind] = now
         return True
+
+
+#: Speaks for each failed step, which may be one per message.
+step_logger = logging.getLogger(f"{__name__}.steps")
+step_logger.addFilter(Sparse())
+
+
+@contextmanager
+def guarding(step: str) -> Iterator[None]:
+    """Log an error of a step of tracing instead of raising it. step: as in "cannot …".
+
+    Tracers, samplers and processors of applications, and other versions of the SDK, may raise
+    anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        warning = f"cannot {step} (%s). Continuing without traces"
+        step_logger.warning(warning, type(error).__name__)
 
 
 class Exporting:
@@ -100,18 +128,28 @@ class Exporting:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Send the last spans, for at most EXIT_TIMEOUT_S."""
+        """Send the last spans, for at most EXIT_TIMEOUT_S. A failure is a warning: what the end
+        of the process has left to do is more important.
+        """
         atexit.unregister(self.stop)
-        batches: Any = self.processor._batch_processor
-        batches.shutdown(timeout_millis=int(EXIT_TIMEOUT_S * 1000))
+        with guarding("send the last spans"):
+            batches: Any = self.processor._batch_processor
+            batches.shutdown(timeout_millis=int(EXIT_TIMEOUT_S * 1000))
 
 
 def quieten() -> None:
-    """Let OpenTelemetry's loggers say the same thing once in a while only."""
+    """Let OpenTelemetry's loggers say the same thing once in a while only, and no secrets."""
     for name in LOGGERS:
-        noisy = logging.getLogger(name)
-        if not any(isinstance(present, Sparse) for present in noisy.filters):
-            noisy.addFilter(Sparse())
+        _add_filter(name, Sparse)
+    for name in SECRET_LOGGERS:
+        _add_filter(name, WithoutSecrets)
+
+
+def _add_filter(name: str, kind: type[logging.Filter]) -> None:
+    """Add a filter to a logger that has none of its kind."""
+    noisy = logging.getLogger(name)
+    if not any(isinstance(present, kind) for present in noisy.filters):
+        noisy.addFilter(kind())
 
 
 @cache  # every call would have another `service.instance.id`
@@ -198,7 +236,7 @@ def _start(service: str) -> Exporting | None:
             "cannot start OpenTelemetry (%s: %.200s): check the OTEL_* variables. Continuing "
             "without traces",
             type(error).__name__,
-            error,
+            Secrets().hide(str(error)),
         )
     return None
 
@@ -266,7 +304,15 @@ def current_context() -> TraceContext | None:
 
 
 def _publisher() -> "Tracer | None":
-    """Return the tracer for published messages: the application's own, else this process'."""
+    """Return the tracer for published messages: the application's own, else this process'. None
+    if it fails.
+    """
+    with guarding("get the tracer"):
+        return _tracer()
+    return None
+
+
+def _tracer() -> "Tracer | None":
     if "opentelemetry.trace" in sys.modules:
         from opentelemetry import trace  # noqa: PLC0415 - imported already
 
@@ -282,6 +328,9 @@ def _publisher() -> "Tracer | None":
 class Publication:
     """The spans of messages that are published together, one for each. They begin one after
     another, and end when Redis has answered.
+
+    No error of a tracer gets out: a sender would take messages that are in the queue for unsent,
+    and send them twice.
     """
 
     def __init__(self, tracer: "Tracer", queue: str) -> None:
@@ -298,6 +347,12 @@ class Publication:
 
         posts: number of posts in the message. parent: None for the current span.
         """
+        with guarding("begin a span"):
+            self._begin(message, posts, parent)
+
+    def _begin(
+        self, message: dict[str, Any], posts: int, parent: TraceContext | None
+    ) -> None:
         # An extra.
         from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
@@ -309,20 +364,25 @@ class Publication:
             attributes=message_attributes("send", self._queue, headers["id"], posts),
             start_time=self._began_at,
         )
+        self._spans.append(span)
         span_context = span.get_span_context()
         if span_context.is_valid:
             headers.update(context_of(span_context).headers())
-        self._spans.append(span)
         self._began_at = time.time_ns()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the spans."""
-        from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 - an extra
-
+        """End the spans. error: the reason why nothing was published."""
         for span in self._spans:
-            if error is not None:
-                span.set_status(Status(StatusCode.ERROR, type(error).__name__))
-            span.end()
+            with guarding("end a span"):
+                _end_span(span, error)
+
+
+def _end_span(span: "Span", error: BaseException | None) -> None:
+    from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 - an extra
+
+    if error is not None:
+        span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+    span.end()
 
 
 @contextmanager

@@ -90,7 +90,14 @@ def enqueue(
     ] = None,
     limit: Limit = None,
     wait: Annotated[
-        bool, Option("--wait", help="Wait until all posts of the run are classified.")
+        bool,
+        Option(
+            "--wait",
+            help=(
+                "Wait until all posts of the run are classified, or have left the queue "
+                "without a result."
+            ),
+        ),
     ] = False,
     again: Annotated[
         bool,
@@ -165,12 +172,13 @@ def _follow_run(pusher: Pusher, run: str, notes: Console, *, wait: bool) -> int:
     failed meanwhile.
     """
     if wait:
+        has_resent = pusher.again and pusher.sent > 0
         return wait_for_run(
             pusher.redis,
             pusher.settings,
             notes,
             run,
-            by_counts=not pusher.again,
+            by_counts=not has_resent,
         )
     if pusher.sent:
         notes.print(

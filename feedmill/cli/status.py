@@ -20,11 +20,12 @@ from feedmill.cli import ingest
 from feedmill.cli.options import AsJson, RunName, with_settings
 from feedmill.console import Figures, LiveBar, counted, output_console, span
 from feedmill.monitoring import watch
+from feedmill.monitoring.departures import Departures
 from feedmill.monitoring.gpus import gpu_lines
 from feedmill.monitoring.watch import HealthPart
 from feedmill.outcomes.rows import unknown_run
 from feedmill.shared import runs
-from feedmill.shared.broker import make_app, queue_depth
+from feedmill.shared.broker import make_app
 from feedmill.shared.errors import UserError, printable
 from feedmill.shared.metrics import SystemMetrics, connect_for_monitoring
 from feedmill.shared.settings import Settings, is_folder_locked
@@ -140,13 +141,14 @@ def wait_for_run(
     how many failed.
 
     Posts can leave the queue without a result, for example by a purge. So the wait also ends when
-    the queue is empty and no worker holds a message. by_counts: False if posts were sent a second
-    time, which the counts do not show. Raises redis.exceptions.RedisError.
+    all messages that wait in the queue now have left it. by_counts: False if posts were sent a
+    second time, which the counts do not show. Raises redis.exceptions.RedisError.
     """
     before = runs.progress(redis, run)
     if before is None:
         before = runs.Progress(run)
     progress = before
+    departures = Departures(redis, settings.queue)
     began = time.monotonic()
 
     def figures(_: float) -> Figures:
@@ -157,12 +159,11 @@ def wait_for_run(
     try:
         with LiveBar(notes, figures):
             while True:
-                # Depth first: a message's results are stored before it leaves the queue.
-                depth = queue_depth(redis, settings.queue)
+                # Departures first: a message's results are stored before it leaves the queue.
+                has_left = departures.are_complete()
                 progress = runs.progress(redis, run) or before
-                is_queue_empty = not any(depth)
                 is_classified = progress.sent > 0 and not progress.pending
-                if is_queue_empty or (by_counts and is_classified):
+                if has_left or (by_counts and is_classified):
                     break
                 time.sleep(POLL_INTERVAL_S)
     except KeyboardInterrupt:

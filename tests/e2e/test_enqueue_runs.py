@@ -266,6 +266,47 @@ def test_waiting_ends_with_an_empty_queue(redis: RedisServer, csv: Path) -> None
         assert "2 without a result" in command.text()
 
 
+def hold_elsewhere(redis: RedisServer) -> None:
+    """Store messages of another queue: one under lease, one that is due later."""
+    for name, tag in (
+        ("reserved", "1-60-1-0001 other"),
+        ("delayed", "1-60-1-0002 other"),
+    ):
+        redis.client.hset(f"feedmill:{name}", tag, "{}")
+        redis.client.zadd(f"feedmill:{name}_index", {tag: 2**40})
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_waiting_ignores_other_queues(
+    redis: RedisServer, csv: Path, is_again: bool
+) -> None:
+    """Purged posts never get a result, so the counts do not end the wait."""
+    assert enqueue(redis, csv, "--run", "a").returncode == 0
+    redis.client.delete("feedmill")
+    purge = feedmill("purge", "0", "1", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert purge.returncode == 0, purge.stderr
+    hold_elsewhere(redis)
+    again = ("--again",) if is_again else ()
+    waited = enqueue(redis, csv, "--run", "a", "--wait", *again)
+    assert waited.returncode == 0, waited.stderr
+    assert "2 purged" in waited.stdout
+
+
+def test_waiting_for_resent_posts_ignores_other_queues(
+    redis: RedisServer, csv: Path
+) -> None:
+    hold_elsewhere(redis)
+    with running(
+        "enqueue", str(csv), "--run", "a", "--wait", "--again",
+        cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url,
+    ) as command:  # fmt: skip
+        wait_until(
+            lambda: redis.client.hget(RUN + "a", "sent") == "2", "the posts are sent"
+        )
+        redis.client.delete("feedmill")
+        assert command.process.wait() == 0, command.text()
+
+
 def test_exports_of_a_run_have_its_columns(redis: RedisServer, csv: Path) -> None:
     for name in ("a", "b"):
         assert enqueue(redis, csv, "--keep", "Store", "--run", name).returncode == 0

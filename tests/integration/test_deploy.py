@@ -97,6 +97,16 @@ def test_deployed_folder_overrides_the_workers_model_settings(folder: Path) -> N
     )
 
 
+def test_todays_digest_needs_no_look_at_that_of_0_1(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> str:
+        raise ModelError("this model has no digest of 0.1")
+
+    monkeypatch.setattr(hot_swap, "digest_of_0_1", fail)
+    assert load_wanted(asked(folder), Settings(), CPU).weights.name == str(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "words"),
     [

@@ -7,17 +7,19 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.trace import INVALID_SPAN_CONTEXT
 from redis.connection import AbstractConnection
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import OutOfMemoryError
 
 from feedmill.producers import push
 from feedmill.producers.push import Pusher
-from feedmill.shared import broker
+from feedmill.shared import broker, tracing
 from feedmill.shared.broker import connect, make_app, queue_depth
 from feedmill.shared.keys import REQUESTED_MODELS, TOMBSTONE
 from feedmill.shared.messages import ClassifyOptions, Post
@@ -531,3 +533,56 @@ def test_publishes_no_messages_and_never_loses_one(
         assert messages(redis) == []
         broker.publish(app, [[first], [second]], ClassifyOptions(), replies=["a", "b"])
     assert {message["headers"]["id"] for message in messages(redis)} == {"a", "b"}
+
+
+class FailingTracer:
+    """A tracer that fails at one call: start_span, get_span_context or end."""
+
+    def __init__(self, failing: str) -> None:
+        self._failing = failing
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*_: object, **__: object) -> Any:
+            if name == self._failing:
+                raise RuntimeError(f"no {name}")
+            return self if name == "start_span" else INVALID_SPAN_CONTEXT
+
+        return call
+
+
+@pytest.mark.parametrize("failing", ["start_span", "get_span_context", "end"])
+def test_a_failing_tracer_neither_stops_posts_nor_sends_them_twice(
+    failing: str,
+    settings: Settings,
+    redis: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exporting = SimpleNamespace(tracer=FailingTracer(failing))
+    monkeypatch.setattr(tracing, "_exporting", exporting)
+    monkeypatch.setattr(tracing, "_is_decided", True)
+    posts = make_posts(3)
+    pushing = pusher(settings)
+    pushing.push(posts)
+    pushing.push(posts)
+    assert (pushing.sent, pushing.skipped) == (3, 3)
+    assert len(ids(redis)) == 3
+
+
+def test_a_failing_processor_neither_stops_posts_nor_sends_them_twice(
+    settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise RuntimeError(f"cannot take {span.name}")
+
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(Failing())
+    exporting = SimpleNamespace(tracer=provider.get_tracer("tests"))
+    monkeypatch.setattr(tracing, "_exporting", exporting)
+    monkeypatch.setattr(tracing, "_is_decided", True)
+    posts = make_posts(3)
+    pushing = pusher(settings)
+    pushing.push(posts)
+    pushing.push(posts)
+    assert (pushing.sent, pushing.skipped) == (3, 3)
+    assert len(ids(redis)) == 3

@@ -2,6 +2,9 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,9 +16,36 @@ from feedmill.shared.logs import (
     fields_of,
 )
 from feedmill.shared.trace_context import TraceContext
+from feedmill.workers.runtime import pool
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 TRACE = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1)
+
+
+@pytest.mark.parametrize(
+    ("interval", "seconds"),
+    [("", 60), ("2000", 2), ("1", 0.1), ("-5", 0.1), ("1e300", 86_400)],
+)
+def test_the_interval_of_metrics_is_bounded(
+    interval: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(otlp_metrics.INTERVAL, interval)
+    assert otlp_metrics.Sender([], "tests")._interval_s == seconds
+
+
+@pytest.mark.parametrize("interval", ["nan", "inf", "soon"])
+def test_a_wrong_interval_of_metrics_is_a_warning(
+    interval: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(otlp_metrics.INTERVAL, interval)
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
+    monkeypatch.setattr(otlp_metrics.Sender, "run", fail)
+    otlp_metrics.start([], "tests")
+    assert "cannot start to send metrics (ValueError" in caplog.text
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("failed as the test wants")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +91,53 @@ def test_metrics_are_sent_only_on_request(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", exporter)
     assert otlp_metrics.is_requested() is is_on
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Let each test have the first warning of a failed step."""
+    filters = list(tracing.step_logger.filters)
+    tracing.step_logger.filters.clear()
+    yield caplog
+    tracing.step_logger.filters.extend(filters)
+
+
+def test_an_exporter_that_fails_to_stop_is_a_warning(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporting = tracing.Exporting("tests")
+    monkeypatch.setattr(exporting.processor.span_exporter, "shutdown", fail)
+    exporting.stop()
+    assert "cannot send the last spans (RuntimeError)" in said.text
+
+
+def test_a_processor_of_another_sdk_is_a_warning(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporting = tracing.Exporting("tests")
+    processor = exporting.processor
+    exporting.processor = SimpleNamespace(shutdown=fail)  # type: ignore[assignment]
+    monkeypatch.setattr(tracing, "_exporting", exporting)
+    tracing.stop()
+    processor.shutdown()  # type: ignore[no-untyped-call]
+    assert "cannot send the last spans (AttributeError)" in said.text
+
+
+def test_a_worker_starts_without_spans_of_another_sdk(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "exporting", lambda _: SimpleNamespace())
+    assert pool._observer() is None
+    assert "cannot record spans (AttributeError)" in said.text
+
+
+def test_failed_steps_are_logged_once_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(3):
+        with tracing.guarding("do what only this test does"):
+            fail()
+    assert caplog.text.count("only this test does") == 1
 
 
 def test_repeated_records_are_left_out() -> None:
@@ -112,3 +189,28 @@ def test_celerys_records_name_their_message() -> None:
     assert json.loads(JsonFormatter().format(record))["message_id"] == "task-3"
     record = logging.makeLogRecord({"msg": "odd", "data": {"id": 3}})
     assert "message_id" not in json.loads(JsonFormatter().format(record))
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"msg": "ours", **fields_of(LONG, None, None)},
+        {"msg": "of Celery", "data": {"id": LONG}},
+        {"msg": "id %s", "args": (LONG,)},
+        {"msg": "failed", "exc_info": (ValueError, ValueError(LONG), None)},
+    ],
+    ids=["fields", "data", "message", "traceback"],
+)
+@pytest.mark.parametrize(
+    "formatter", [TextFormatter("%(message)s"), JsonFormatter()], ids=["text", "json"]
+)
+def test_long_ids_and_texts_are_cut(
+    formatter: logging.Formatter, record: dict[str, Any]
+) -> None:
+    text = formatter.format(logging.makeLogRecord(record))
+    assert len(text) < 31_000
+    if "args" in record:
+        assert len(text) > 30_000

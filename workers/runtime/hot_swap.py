@@ -66,7 +66,10 @@ def load_wanted(
     }
 
     def accept(weights: Weights) -> None:
-        if deployment.weights in (weights.sha256, digest_of_0_1(weights)):
+        if deployment.weights == weights.sha256:
+            return
+        # 0.1 deployed the model.
+        if deployment.weights == digest_of_0_1(weights):
             return
         host = socket.gethostname()
         digest = weights.sha256[:12]

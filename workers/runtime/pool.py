@@ -81,9 +81,11 @@ def _observer() -> Observer | None:
     exporting = tracing.exporting(tracing.WORKER_SERVICE)
     if exporting is None:
         return None
-    from feedmill.workers.runtime.spans import Spans  # noqa: PLC0415 - imports an extra
+    with tracing.guarding("record spans"):
+        from feedmill.workers.runtime.spans import Spans  # noqa: PLC0415 - imports an extra
 
-    return Spans(exporting)
+        return Spans(exporting)
+    return None
 
 
 class DevicePool(BasePool):
