@@ -303,7 +303,7 @@ def test_warns_about_a_single_label(
     warned: bool,
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    options.settings_of(labels=labels)
+    options.load_for_command(labels=labels)
     assert ("only one label" in capsys.readouterr().err) == warned
 
 
