@@ -1114,7 +1114,7 @@ class CsvTable:
         names = [normalize_key(name) for name in self.header]
         width = len(self.header)
         convert: Callable[[str], str] = str
-        if records.has_escapes(names):
+        if records.is_escaped_export(names):
             convert = records.unescape_formula
         while True:
             first_line = self._line + 1
