@@ -76,10 +76,13 @@ MAX_WINDOW_LOG = 31
 GZIP = b"\x1f\x8b"
 ZSTD = b"\x28\xb5\x2f\xfd"
 ZSTD_SKIPPABLE = b"\x2a\x4d\x18"
+SKIPPABLE_STARTS = [bytes([first]) for first in range(0x50, 0x60)]
 #: First bytes of Parquet; of ZIP archives, which modern Excel files are; and of older Excel files.
 PARQUET = b"PAR1"
 WORKBOOK = b"PK\x03\x04"
 OLD_SPREADSHEET = b"\xd0\xcf\x11\xe0"
+#: Number of bytes that tell these kinds of files.
+MAGIC_BYTES = 4
 #: Names of files with a text per line.
 TEXT_FILE = re.compile(r"\.txt(\.gz|\.zst)?$", re.IGNORECASE)
 LINE_END = re.compile(r"[\r\n]")
@@ -469,10 +472,11 @@ class FileSource:
         """Yield each record, detecting the format by the file's first characters. keys: columns of
         Parquet to read.
         """
-        packed = self._open(opened)
+        packed = with_whole_start(self._open(opened), opened)
         binary = decompressed(packed, self.name, opened)
         is_packed = binary is not packed
-        start = binary.peek(4)
+        binary = with_whole_start(binary, opened)
+        start = binary.peek(MAGIC_BYTES)
         if start.startswith(PARQUET):
             self.table = self._parquet(binary, is_packed, opened)
             rows = self.table.rows(keys)
@@ -500,7 +504,7 @@ class FileSource:
         self, binary: BufferedReader, opened: ExitStack
     ) -> Iterator[Record]:
         """Yield each record of a text file, detecting the format by its first characters."""
-        start = binary.peek(4)
+        start = binary.peek(MAGIC_BYTES)
         if self._encoding:
             # Raises LookupError for an unknown encoding of text.
             "".encode(self._encoding)
@@ -745,26 +749,57 @@ def is_file(path: str) -> bool:
         return False
 
 
+def with_whole_start(reader: BufferedReader, exit_stack: ExitStack) -> BufferedReader:
+    """Return a reader of the same bytes that shows the first MAGIC_BYTES in one `peek`, unless
+    there are fewer.
+
+    A pipe may deliver them one by one. exit_stack: closes the reader.
+    """
+    start = reader.peek(MAGIC_BYTES)
+    if not start or len(start) >= MAGIC_BYTES:
+        return reader
+    chunks = _Chunks(_from_start(reader))
+    whole: BufferedReader = BufferedReader(chunks, CHUNK_BYTES)
+    return exit_stack.enter_context(whole)
+
+
+def _from_start(reader: BufferedReader) -> Iterator[bytes]:
+    """Yield all bytes, at least MAGIC_BYTES at first."""
+    start = reader.read(MAGIC_BYTES)
+    if len(start) < MAGIC_BYTES:  # the end: a terminal would wait for another one
+        yield start
+        return
+    # With more of them, because the first line tells a table from a text.
+    yield start + reader.read1(CHUNK_BYTES)
+    while chunk := reader.read1(CHUNK_BYTES):
+        yield chunk
+
+
 def decompressed(
-    packed: BufferedReader, name: str, opened: ExitStack
+    packed: BufferedReader, name: str, exit_stack: ExitStack
 ) -> BufferedReader:
     """Return a reader of the decompressed bytes, or `packed` itself if it is not compressed.
 
-    name: file name for errors. opened: exit stack that closes the readers.
+    packed: shows its first bytes, as `with_whole_start` does. name: file name for errors.
+    exit_stack: closes the readers.
     Reading raises OSError, EOFError and zlib.error, or UserError if the package for zstd is not
     installed.
     """
-    magic = packed.peek(4)[:4]
+    magic = packed.peek(MAGIC_BYTES)[:MAGIC_BYTES]
     if magic.startswith(GZIP):
         unpacked = gzip.GzipFile(fileobj=packed)
-        opened.enter_context(unpacked)
+        exit_stack.enter_context(unpacked)
         return cast(BufferedReader, unpacked)
-    is_skippable_frame = magic[1:] == ZSTD_SKIPPABLE and magic[0] >> 4 == 5
-    if magic == ZSTD or is_skippable_frame:
+    if magic == ZSTD or _is_skippable(magic):
         chunks = _Chunks(_unzstd(packed, name))
         reader: BufferedReader = BufferedReader(chunks, CHUNK_BYTES)
-        return opened.enter_context(reader)
+        return exit_stack.enter_context(reader)
     return packed
+
+
+def _is_skippable(magic: bytes) -> bool:
+    """Return whether a zstd file begins with a skippable frame."""
+    return magic[:1] in SKIPPABLE_STARTS and magic[1:] == ZSTD_SKIPPABLE
 
 
 class _Chunks(RawIOBase):
@@ -1079,7 +1114,7 @@ class CsvTable:
         names = [normalize_key(name) for name in self.header]
         width = len(self.header)
         convert: Callable[[str], str] = str
-        if records.has_escapes(names):
+        if records.is_escaped_export(names):
             convert = records.unescape_formula
         while True:
             first_line = self._line + 1

@@ -163,6 +163,7 @@ class Jetstream:
         return f"{self._urls[self._server]}/subscribe?{parameters}"
 
     def _receive(self, connection: ClientConnection) -> Iterator[str | bytes | None]:
+        """Yield events, and None after each second without one."""
         clock = self._clock
         last_event = clock.monotonic()
         while True:
@@ -175,6 +176,8 @@ class Jetstream:
                 yield None
                 continue
             last_event = clock.monotonic()
+            # A larger event is cut, and malformed on purpose. Of a text, this counts characters,
+            # each of which has at least one byte.
             yield text[:MAX_EVENT_BYTES]
 
 

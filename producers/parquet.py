@@ -158,7 +158,8 @@ class ParquetTable:
         for batch in self._batches(names):
             yield from self._rows_of(batch, names)
 
-    def _rows_of(self, batch: Any, names: Sequence[str]) -> Iterator[ParquetRow]:
+    def _columns_of(self, batch: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+        """Return the cells of these columns, all `Unreadable` in one that cannot be decoded."""
         columns: dict[str, list[Any]] = {}
         for index, name in enumerate(batch.schema.names):
             column = batch.column(index)
@@ -168,15 +169,19 @@ class ParquetTable:
                 reason = self.undecodable[name]
                 unreadable = Unreadable(reason)
                 columns[name] = [unreadable] * batch.num_rows
-        damaged: list[str] = []
+        return columns
+
+    def _rows_of(self, batch: Any, names: Sequence[str]) -> Iterator[ParquetRow]:
+        columns = self._columns_of(batch, names)
+        damaged_columns: list[str] = []
         for name, cells in columns.items():
             if any(type(cell) is Unreadable for cell in cells):
-                damaged.append(name)
+                damaged_columns.append(name)
         for row in zip(*columns.values(), strict=True):
             self.read += 1
             fields = dict(zip(columns, row, strict=True))
             problems: list[tuple[str, str]] = []
-            for name in damaged:
+            for name in damaged_columns:
                 cell = fields[name]
                 if type(cell) is Unreadable:
                     problem = (name, cell.reason)

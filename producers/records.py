@@ -983,9 +983,9 @@ def unescape_formula(cell: str) -> str:
     return cell
 
 
-def has_escapes(columns: Collection[str]) -> bool:
-    """Return true for the columns, in lower case and in order, of a table in which Feedmill
-    escaped formulas.
+def is_escaped_export(columns: Sequence[str]) -> bool:
+    """Return whether a table with these columns (lower case, in order) was written by Feedmill,
+    which escapes formulas.
     """
     if is_export_row(columns):
         return True

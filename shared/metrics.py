@@ -24,12 +24,24 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from feedmill.shared import otlp_metrics
-from feedmill.shared.broker import SENT_AT, connect, queue_depth, queue_lists
+from feedmill.shared.broker import (
+    SENT_AT,
+    QueueDepth,
+    connect,
+    queue_depth,
+    queue_lists,
+)
 from feedmill.shared.errors import UserError, clause, explain_missing
 from feedmill.shared.model_routing import queues
-from feedmill.shared.problems import BUSY, NAMES, NO_EVICTION, find_problems
+from feedmill.shared.problems import (
+    BUSY,
+    NAMES,
+    NO_EVICTION,
+    Problem,
+    find_problems,
+)
 from feedmill.shared.redis_errors import is_busy, trouble
-from feedmill.shared.results import ResultsStore
+from feedmill.shared.results import Counters, ResultsStore
 from feedmill.shared.scripts import call
 from feedmill.shared.settings import PREFIX, Settings
 from feedmill.shared.tracing import NAME
@@ -253,59 +265,91 @@ class ProcessMetrics:
         return []
 
     def redis_values(self) -> Values:
-        """Return the values of REDIS_METRICS; if Redis is unreachable, only that of
-        `feedmill_redis_up`.
+        """Return the values of REDIS_METRICS; if Redis does not answer, only that of
+        `feedmill_redis_up`, and the problem BUSY if a script keeps it busy.
         """
-        redis = self._redis
-        settings = self._settings
         try:
-            depths = {
-                name: queue_depth(redis, name) for name in queues(redis, settings)
-            }
-            messages = {
-                (name, "waiting"): depth.waiting for name, depth in depths.items()
-            }
-            own = depths[settings.queue]
-            messages[settings.queue, "held"] = own.held
-            messages[settings.queue, "delayed"] = own.delayed
-            memory = read_memory(redis)
-            found = find_problems(redis, settings, memory, own.delayed)
-            problems = dict.fromkeys(NAMES, 0)
-            problems.update((problem.name, 1) for problem in found)
-            waiting = [name for name, depth in depths.items() if depth.waiting]
-            ages = {name: oldest_seconds(redis, name) for name in waiting}
-            counters = self._store.counters()._asdict()
-            totals = {
-                f"feedmill_results_{name}_total": n for name, n in counters.items()
-            }
-            return totals | {
-                "feedmill_redis_up": 1,
-                "feedmill_queue_messages": messages,
-                "feedmill_queue_limit_messages": dict.fromkeys(
-                    depths, settings.queue_limit
-                ),
-                "feedmill_queue_oldest_seconds": ages,
-                "feedmill_memory_bytes": {
-                    "results": memory.results_bytes,
-                    "sent": memory.sent_bytes,
-                    "redis": memory.used,
-                },
-                "feedmill_memory_limit_bytes": {
-                    "results": settings.results_memory,
-                    "sent": settings.sent_memory,
-                    "redis": memory.limit,
-                },
-                "feedmill_memory_records": {
-                    "results": memory.results,
-                    "sent": memory.sent,
-                },
-                "feedmill_problem": problems,
-            }
+            values = self._read_values()
         except RedisError as fault:
             logger.debug("cannot read metrics from Redis: %s", fault)
-            if is_busy(fault):
-                return {"feedmill_redis_up": 0, "feedmill_problem": {BUSY: 1}}
-            return {"feedmill_redis_up": 0}
+            return _values_without_redis(fault)
+        return {"feedmill_redis_up": 1, **values}
+
+    def _read_values(self) -> Values:
+        """Read what Redis knows. Raises redis.exceptions.RedisError."""
+        redis = self._redis
+        settings = self._settings
+        depths = {queue: queue_depth(redis, queue) for queue in queues(redis, settings)}
+        memory = read_memory(redis)
+        delayed = depths[settings.queue].delayed
+        problems = find_problems(redis, settings, memory, delayed)
+        counters = self._store.counters()
+        return {
+            **self._queue_values(depths),
+            **self._memory_values(memory),
+            **_problem_values(problems),
+            **_store_values(counters),
+        }
+
+    def _queue_values(self, depths: Mapping[str, QueueDepth]) -> Values:
+        """Return the values about queues. Raises redis.exceptions.RedisError."""
+        settings = self._settings
+        messages: dict[tuple[str, str], int] = {}
+        ages: dict[str, float | None] = {}
+        for queue, depth in depths.items():
+            messages[queue, "waiting"] = depth.waiting
+            if depth.waiting:
+                ages[queue] = oldest_seconds(self._redis, queue)
+        own_queue = depths[settings.queue]
+        messages[settings.queue, "held"] = own_queue.held
+        messages[settings.queue, "delayed"] = own_queue.delayed
+        return {
+            "feedmill_queue_messages": messages,
+            "feedmill_queue_limit_messages": dict.fromkeys(
+                depths, settings.queue_limit
+            ),
+            "feedmill_queue_oldest_seconds": ages,
+        }
+
+    def _memory_values(self, memory: RedisMemory) -> Values:
+        return {
+            "feedmill_memory_bytes": {
+                "results": memory.results_bytes,
+                "sent": memory.sent_bytes,
+                "redis": memory.used,
+            },
+            "feedmill_memory_limit_bytes": {
+                "results": self._settings.results_memory,
+                "sent": self._settings.sent_memory,
+                "redis": memory.limit,
+            },
+            "feedmill_memory_records": {
+                "results": memory.results,
+                "sent": memory.sent,
+            },
+        }
+
+
+def _problem_values(problems: Iterable[Problem]) -> Values:
+    values = dict.fromkeys(NAMES, 0)
+    for problem in problems:
+        values[problem.name] = 1
+    return {"feedmill_problem": values}
+
+
+def _store_values(counters: Counters) -> Values:
+    return {
+        f"feedmill_results_{field}_total": count
+        for field, count in counters._asdict().items()
+    }
+
+
+def _values_without_redis(fault: RedisError) -> Values:
+    """Return the values if Redis does not answer."""
+    values: Values = {"feedmill_redis_up": 0}
+    if is_busy(fault):
+        values["feedmill_problem"] = {BUSY: 1}
+    return values
 
 
 #: Metrics of `feedmill metrics` alone, because reading them visits the names of Redis' keys.

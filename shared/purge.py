@@ -141,13 +141,17 @@ def purge_posts(
     )
 
 
-def forget(redis: Redis, ids: Iterable[str]) -> tuple[int, int]:
-    """Delete all marks and results of these posts.
+class ForgottenCounts(NamedTuple):
+    """The numbers of posts that were sent, and of their results."""
 
-    Return the numbers of posts that were sent, and of results.
-    """
+    sent: int
+    results: int
+
+
+def forget(redis: Redis, ids: Iterable[str]) -> ForgottenCounts:
+    """Delete all sent records and results of these posts."""
     forgotten = _forget(redis, list(ids))
-    return len(forgotten.sent), forgotten.results
+    return ForgottenCounts(sent=len(forgotten.sent), results=forgotten.results)
 
 
 class Forgotten(NamedTuple):
@@ -159,7 +163,7 @@ class Forgotten(NamedTuple):
 
 
 def _forget(redis: Redis, ids: Sequence[str]) -> Forgotten:
-    """Delete all marks and results of these posts."""
+    """Delete all sent records and results of these posts."""
     requests = json.dumps([[post_id] for post_id in ids])
     sent_digits, stored_digits, results = call(redis, "forget", requests)
     return Forgotten(
@@ -285,7 +289,7 @@ def _sweep(redis: Redis, stream: str, posts: Sequence[str]) -> Swept:
 
 def sweep_run(redis: Redis, stream: str, run: str) -> int:
     """Delete a run's entries from the stream of results or dead letters, with their results and
-    marks.
+    sent records.
 
     Returns the number of entries. Raises redis.exceptions.RedisError.
     """
@@ -608,8 +612,8 @@ def are_held(redis: Any, tags: Iterable[bytes]) -> bool:
 def _remove_waiting(
     redis: Any, queues: Collection[str], removes: Callable[[int, Sequence[str]], bool]
 ) -> tuple[int, int]:
-    """Remove waiting messages, each together with the marks of its posts, unless a worker has
-    taken it meanwhile.
+    """Remove waiting messages, each together with the sent records of its posts, unless a
+    worker has taken it meanwhile.
 
     removes: decides on a message by the number of its posts and the runs of those that are
     readable. Return the numbers of removed messages and of their posts.
@@ -656,8 +660,8 @@ def _remove_delayed(
         count, readable_posts = _posts_in(message)
         if not removes(count, [run for _, run in readable_posts]):
             continue
-        marked = json.dumps(readable_posts)
-        if call(redis, "remove_delayed", key, index_key, tag, message, marked):
+        post_list = json.dumps(readable_posts)
+        if call(redis, "remove_delayed", key, index_key, tag, message, post_list):
             messages += 1
             posts += count
     return messages, posts

@@ -4,6 +4,7 @@ worker.
 With --out, it copies the file with a label for each row.
 """
 
+import errno
 import json
 import math
 import re
@@ -592,19 +593,6 @@ def _exists(what: str) -> bool:
         return False
 
 
-def _may_name_file(text: str) -> bool:
-    """Return whether the system looks for a file of this name: not if it is too long, or contains
-    a null character.
-    """
-    try:
-        Path(text).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 def _check_folder(name: str) -> None:
     """Raise InputError for a folder."""
     if Path(name).is_dir():
@@ -622,11 +610,31 @@ def _check_text(what: str) -> None:
         raise InputError(
             "The text is empty. Give a text of at least two words, or a file of posts."
         )
-    if FILE_NAME.fullmatch(what) and _may_name_file(what):
+    if FILE_NAME.fullmatch(what):
+        _check_missing(what)
+
+
+def _check_missing(name: str) -> None:
+    """Raise InputError for the name of a missing file. A name that is too long, or contains a null
+    character, is a text.
+    """
+    printed = printable(name)
+    try:
+        Path(name).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except ValueError:
+        return
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return
         raise InputError(
-            f"There is no file {printable(what)}. A single word with an extension or a slash is "
-            "read as a file name; to classify text, give at least two words."
-        )
+            f"Cannot read {printed}: {error.strerror}. Check the file, then run the command again."
+        ) from None
+    raise InputError(
+        f"There is no file {printed}. A single word with an extension or a slash is "
+        "read as a file name; to classify text, give at least two words."
+    )
 
 
 def _as_json(post: Post, outcome: Outcome) -> str:

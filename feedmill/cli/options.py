@@ -171,7 +171,7 @@ def utc(seconds: float) -> str:
     return time.isoformat(" ", "seconds")
 
 
-def settings_of(*, plain_logs: bool = False, **flags: Any) -> Settings:
+def load_for_command(*, plain_logs: bool = False, **flags: Any) -> Settings:
     """Load the settings with these option values, configure logging and warn about unknown
     variables.
 
@@ -182,13 +182,18 @@ def settings_of(*, plain_logs: bool = False, **flags: Any) -> Settings:
     logs.configure(settings, plain=plain_logs)
     for warning in unknown_variables():
         logger.warning(warning)
-    names_labels = flags.get("labels") is not None
-    if names_labels and len(settings.labels or ()) == 1:
+    has_labels_flag = flags.get("labels") is not None
+    if has_labels_flag:
+        _warn_of_single_label(settings)
+    return settings
+
+
+def _warn_of_single_label(settings: Settings) -> None:
+    if len(settings.labels or ()) == 1:
         typer.echo(
             "--labels names only one label, which every post gets. Separate labels by commas.",
             err=True,
         )
-    return settings
 
 
 @dataclass(frozen=True)
@@ -397,7 +402,7 @@ def with_settings(
     parameter or a group's field with the name of one of the settings receives the flag's value,
     None if it was not given.
 
-    plain_logs: see `settings_of`. explains_redis: convert Redis' errors to UserError.
+    plain_logs: see `load_for_command`. explains_redis: convert Redis' errors to UserError.
     """
 
     def decorate(command: Command) -> Command:
@@ -413,7 +418,7 @@ def with_settings(
                 if problem:
                     raise UserError(problem)
             setting_values = {name: values.get(name) for name in names}
-            settings = settings_of(plain_logs=plain_logs, **setting_values)
+            settings = load_for_command(plain_logs=plain_logs, **setting_values)
             arguments = interface.arguments(values)
             explained: AbstractContextManager[None] = nullcontext()
             if explains_redis:

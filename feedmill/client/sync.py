@@ -30,6 +30,8 @@ T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 #: Most seconds that an interrupted call waits for its connection to be closed.
 CLOSING_S = 5.0
+#: All clients of this process, whose locks a forked one renews.
+_CLIENTS: "weakref.WeakSet[Client]" = weakref.WeakSet()
 #: What ends an iteration.
 _END: Any = object()
 
@@ -79,6 +81,7 @@ class Client:
             transport=transport,
         )
         self._lock = threading.Lock()
+        _CLIENTS.add(self)
         self._is_closed = False
         self._runner = self._start()
 
@@ -108,7 +111,7 @@ class Client:
         timeout: float | None = None,
     ) -> list[Classification | PostError]:
         return self._run(
-            self._own().classify(
+            self._client_of_process().classify(
                 # In this thread: it may be a generator.
                 wire.listed(items),
                 labels,
@@ -133,7 +136,7 @@ class Client:
         none: float | bool | None = None,
     ) -> SentRun:
         return self._run(
-            self._own().start_run(
+            self._client_of_process().start_run(
                 # In this thread: it may be a generator.
                 wire.listed(items),
                 labels,
@@ -148,7 +151,7 @@ class Client:
 
     @_like(AsyncClient.run)
     def run(self, name: str) -> Progress:
-        return self._run(self._own().run(name))
+        return self._run(self._client_of_process().run(name))
 
     @_like(AsyncClient.results_page)
     def results_page(
@@ -162,7 +165,7 @@ class Client:
         limit: int = 100,
     ) -> ResultPage:
         return self._run(
-            self._own().results_page(
+            self._client_of_process().results_page(
                 run=run,
                 label=label,
                 min_score=min_score,
@@ -183,7 +186,7 @@ class Client:
         after: str | None = None,
     ) -> Generator[Result | Missed]:
         return self._iterate(
-            self._own().results(
+            self._client_of_process().results(
                 run=run,
                 label=label,
                 min_score=min_score,
@@ -203,7 +206,7 @@ class Client:
         after: str | None = None,
     ) -> Generator[FollowedResult]:
         return self._iterate(
-            self._own().follow(
+            self._client_of_process().follow(
                 run=run,
                 label=label,
                 min_score=min_score,
@@ -214,15 +217,15 @@ class Client:
 
     @_like(AsyncClient.post)
     def post(self, post_id: str) -> list[Result]:
-        return self._run(self._own().post(post_id))
+        return self._run(self._client_of_process().post(post_id))
 
     @_like(AsyncClient.delete_post)
     def delete_post(self, post_id: str) -> Purged:
-        return self._run(self._own().delete_post(post_id))
+        return self._run(self._client_of_process().delete_post(post_id))
 
     @_like(AsyncClient.send_answers)
     def send_answers(self, answers: Mapping[str, str | None]) -> None:
-        self._run(self._own().send_answers(answers))
+        self._run(self._client_of_process().send_answers(answers))
 
     # The thread.
 
@@ -232,7 +235,7 @@ class Client:
         weakref.finalize(self, runner.stop).atexit = False
         return runner
 
-    def _own(self) -> AsyncClient:
+    def _client_of_process(self) -> AsyncClient:
         """Return the client of this process: a forked one has no thread, and shares no
         connection.
         """
@@ -259,6 +262,15 @@ class Client:
         finally:
             if not self._is_closed:
                 self._run(items.aclose())
+
+
+def _renew_locks() -> None:
+    """Renew the clients' locks after a fork: a thread that the child lacks may hold them."""
+    for client in list(_CLIENTS):
+        client._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 class _Runner:

@@ -46,16 +46,29 @@ COMMON_FIELDS = (
 
 
 class _Entry(NamedTuple):
-    """A stored outcome."""
+    """A stored outcome. end: the place after it in the file, in bytes."""
 
     fingerprint: str
     fields: dict[str, Any]
+    end: int
 
-    def outcome(self, post: Post) -> Outcome:
-        """Return the outcome. Raises ValueError for fields that are damaged."""
-        if "error" in self.fields:
-            return PostError(id=post.id, error=self.fields["error"])
-        return Classification.model_validate({"id": post.id, **self.fields})
+    def outcome(self, post: Post, recipe: str) -> Outcome | None:
+        """Return the outcome of a post; None if it is that of another, or damaged."""
+        if self.fingerprint != fingerprint(post, recipe):
+            return None
+        try:
+            if "error" in self.fields:
+                return PostError(id=post.id, error=self.fields["error"])
+            return Classification.model_validate({"id": post.id, **self.fields})
+        except ValueError:
+            return None
+
+
+class _Rest(NamedTuple):
+    """The posts without a stored outcome, and the place in the file for theirs."""
+
+    posts: Iterator[Post]
+    end: int
 
 
 class Journal:
@@ -81,10 +94,10 @@ class Journal:
         def classify_rest(
             posts: Iterable[Post],
         ) -> Generator[tuple[Post, Outcome]]:
-            remaining = yield from self._resume(iter(posts), recipe)
+            rest = yield from self._resume(iter(posts), recipe)
             with (
-                self._open() as file,
-                closing(classify(remaining)) as outcomes,
+                self._open(rest.end) as file,
+                closing(classify(rest.posts)) as outcomes,
             ):
                 yield from self._record(outcomes, file, recipe)
 
@@ -92,22 +105,24 @@ class Journal:
 
     def _resume(
         self, posts: Iterator[Post], recipe: str
-    ) -> Generator[tuple[Post, Outcome], None, Iterator[Post]]:
+    ) -> Generator[tuple[Post, Outcome], None, _Rest]:
         """Yield the first posts, those whose outcome is stored. Return the others."""
-        for entry in self._entries():
-            post = next(posts, None)
-            if post is None:
-                break
-            if entry.fingerprint != fingerprint(post, recipe):
-                return chain([post], posts)
-            try:
-                outcome = entry.outcome(post)
-            except ValueError:
-                return chain([post], posts)
-            self.resumed += 1
-            self.rows += 1
-            yield post, outcome
-        return posts
+        end = 0
+        # Closed before the same file is opened for writing.
+        with closing(self._entries()) as entries:
+            for entry in entries:
+                post = next(posts, None)
+                if post is None:
+                    break
+                outcome = entry.outcome(post, recipe)
+                if outcome is None:
+                    posts = chain([post], posts)
+                    break
+                end = entry.end
+                self.resumed += 1
+                self.rows += 1
+                yield post, outcome
+        return _Rest(posts, end)
 
     def _record(
         self,
@@ -135,41 +150,32 @@ class Journal:
                 flushed_at = now
             yield post, outcome
 
-    def _entries(self) -> Iterator[_Entry]:
-        """Yield the stored outcomes, up to one that is damaged or incomplete. `_end` is the place
-        of the one that is yielded, then the end of the last.
-        """
-        self._end = 0
-        common: dict[str, Any] = {}
+    def _entries(self) -> Generator[_Entry]:
+        """Yield the stored outcomes, up to a damaged or incomplete line."""
         try:
             file = self._open_file(os.O_RDONLY)
         except FileNotFoundError:
             return
+        common: dict[str, Any] = {}
+        end = 0
         with file:
             for line in file:
-                if not line.endswith(b"\n"):
+                fields = _parse_line(line)
+                if fields is None:
                     return
-                try:
-                    fields = from_json(line)
-                except ValueError:
-                    return
-                if not isinstance(fields, dict):
-                    return
+                end += len(line)
                 if "common" in fields:
                     common = fields["common"]
-                    if not isinstance(common, dict):
-                        return
-                else:
-                    digest = fields.pop("post", "")
-                    stored = {**common, "fingerprint": digest, **fields}
-                    yield _Entry(digest, stored)
-                self._end += len(line)
+                    continue
+                digest = fields.pop("post", "")
+                stored = {**common, "fingerprint": digest, **fields}
+                yield _Entry(digest, stored, end)
 
-    def _open(self) -> BinaryIO:
-        """Open the file to add outcomes after those that were read; others are dropped."""
+    def _open(self, end: int) -> BinaryIO:
+        """Open the file to add outcomes at this place; those after it are dropped."""
         file = self._open_file(os.O_RDWR | os.O_CREAT)
-        file.truncate(self._end)
-        file.seek(self._end)
+        file.truncate(end)
+        file.seek(end)
         return file
 
     def _open_file(self, flags: int) -> BinaryIO:
@@ -223,6 +229,22 @@ def journal_for(out: str | None) -> Journal | None:
     if is_special(path):
         return None
     return Journal(path)
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the fields of a line; None if it is damaged or incomplete."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        fields = from_json(line)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict):
+        return None
+    common = fields.get("common", {})
+    if not isinstance(common, dict):
+        return None
+    return fields
 
 
 def _write_line(file: BinaryIO, fields: dict[str, Any]) -> None:

@@ -109,25 +109,35 @@ def _report(
     results = sorted(results, key=lambda result: result.post.id)
     sample = results if show_all else random_sample(results)
     console.print(_table(sample))
-    right = _count_right(results)
-    share = f" ({right / len(results):.0%})" if results else ""
-    console.print(
-        f"\n[bold]{right} of {len(results)} right{share}[/]. A label is right if it is the topic "
-        "that the post was written for."
-    )
+    _print_accuracy(console, results)
     if not show_all:
         console.print(
             f"Shown: {len(sample)} drawn at random, of which {_count_right(sample)} are right. "
             "`--all` shows every post."
         )
-    console.print(
-        f"It took {seconds:.1f} s: {len(results) / seconds:.0f} posts per second."
-    )
+    _print_speed(console, len(results), seconds)
     console.print(
         _next_steps(),
         soft_wrap=True,
         markup=False,
     )
+
+
+def _print_accuracy(console: Console, results: Sequence[Result]) -> None:
+    right = _count_right(results)
+    count = len(results)
+    share = ""
+    if results:
+        share = f" ({right / count:.0%})"
+    console.print(
+        f"\n[bold]{right} of {count} right{share}[/]. A label is right if it is the topic "
+        "that the post was written for."
+    )
+
+
+def _print_speed(console: Console, posts: int, seconds: float) -> None:
+    rate = posts / seconds
+    console.print(f"It took {seconds:.1f} s: {rate:.0f} posts per second.")
 
 
 def random_sample(results: Sequence[Result], rows: int = SAMPLE_ROWS) -> list[Result]:

@@ -90,9 +90,9 @@ def shares(devices: str) -> list[Share]:
     if not parts:
         parts = _cpus(int(number or 1))
     worker_count = len(parts)
+    # A single worker may use every core.
     if worker_count == 1:
-        return parts  # a single worker may use every core
-
+        return parts
     cores = cores_by_package()
     core_count = len(cores)
     if kind == "cpu" and worker_count > core_count:
@@ -100,8 +100,13 @@ def shares(devices: str) -> list[Share]:
             f"{PREFIX}DEVICES: {devices} needs one core per worker, but this process may use only "
             f"{core_count}. Set cpu:{core_count} or fewer."
         )
+    return _with_cores(parts, cores)
+
+
+def _with_cores(parts: Sequence[Share], cores: Sequence[frozenset[int]]) -> list[Share]:
+    """Return the shares, each with its part of the cores."""
     parts_with_cores = []
-    cores_of_workers = divide(cores, worker_count)
+    cores_of_workers = divide(cores, len(parts))
     for part, (processors, threads) in zip(parts, cores_of_workers, strict=True):
         variables = thread_variables(threads)
         part_with_cores = part._replace(
@@ -296,6 +301,13 @@ class Additions(Protocol):
         """Return the shares of the workers to add now. workers: those that were started."""
 
 
+def _signal_for(number: int) -> int:
+    """Return the signal that the workers get for one of the supervisor: itself, or SIGTERM."""
+    if number in (signal.SIGUSR1, signal.SIGQUIT):
+        return number
+    return signal.SIGTERM
+
+
 class Supervisor:
     """A supervisor that runs one worker per share until a signal stops them.
 
@@ -389,10 +401,12 @@ class Supervisor:
         """
         with note_signals(signal.SIGQUIT, signal.SIGUSR1) as received:
             try:
-                while not self._pass_on(received):
+                while True:
+                    stops = self._pass_on(received)
+                    if stops:
+                        return self._drain(received)
                     self._supervise()
                     time.sleep(POLL_INTERVAL_S)
-                return self._drain(received)
             except UserError:
                 received.append(signal.SIGTERM)
                 self._drain(received)
@@ -441,26 +455,23 @@ class Supervisor:
             )
 
     def _pass_on(self, received: list[int]) -> bool:
-        """Send received signals to the workers: SIGUSR1 and SIGQUIT as they are, others as
-        SIGTERM.
-
-        Return whether one of them stops the workers.
-        """
+        """Send received signals to the workers. Return whether one of them stops the workers."""
         stops = False
         while received:
             number = received.pop(0)
-            is_report = number == signal.SIGUSR1
-            if not is_report:
+            if number != signal.SIGUSR1:
                 stops = True
-            if number not in (signal.SIGUSR1, signal.SIGQUIT):
-                number = signal.SIGTERM
-            for service in self._services:
-                if not service.is_running:
-                    continue
-                if is_report and not service.is_ready():
-                    continue  # SIGUSR1 would kill a worker that is still loading
-                service.child.process.send_signal(number)
+            self._send(_signal_for(number))
         return stops
+
+    def _send(self, number: int) -> None:
+        """Send a signal to the workers that run."""
+        for service in self._services:
+            if not service.is_running:
+                continue
+            if number == signal.SIGUSR1 and not service.is_ready():
+                continue  # it would kill a worker that is still loading
+            service.child.process.send_signal(number)
 
     def _drain(self, received: list[int]) -> int:
         """Stop the workers and wait until they have ended; kill those that have not in time.

@@ -125,18 +125,16 @@ def _number(value: float | None) -> float | str | None:
 def _time(scalar: Any, text: str | None) -> datetime | str | None:
     """Return a time in UTC, without its zone, which Excel does not know.
 
-    The text if Python has no such year or zone, or for a time before Excel's first year.
+    Return the text if Python has no such year or zone, or for a time before Excel's first year in
+    UTC.
     """
     try:
         value: datetime | None = scalar.as_py()
+        if value is not None and value.tzinfo is not None:
+            in_utc = value.astimezone(UTC)
+            value = in_utc.replace(tzinfo=None)
     except (OverflowError, LookupError, ValueError):
         return text
     if value is None or value.year < FIRST_YEAR:
         return text
-    if value.tzinfo is None:
-        return value
-    try:
-        in_utc = value.astimezone(UTC)
-        return in_utc.replace(tzinfo=None)
-    except OverflowError:  # in the last hours of the year 9999
-        return text
+    return value

@@ -82,10 +82,11 @@ def rows_of(
 
 
 def _margin(scores: Mapping[str, float]) -> float:
+    """Return the best score less the second; a single score itself, as if the second were 0."""
     best_first = sorted(scores.values(), reverse=True)
-    if len(best_first) == 1:
-        return best_first[0]
-    margin = best_first[0] - best_first[1]
+    margin = best_first[0]
+    if len(best_first) > 1:
+        margin -= best_first[1]
     return round(margin, MARGIN_DECIMALS)
 
 

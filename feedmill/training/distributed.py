@@ -124,10 +124,11 @@ def send(dataset: Dataset, options: TrainOptions) -> None:
         distributed.broadcast_object_list([dataset, options], src=0)
 
 
-def follow(settings: Settings) -> None:
+def train_as_peer(settings: Settings) -> None:
     """Train as a process other than rank 0 until that has ended.
 
-    Raises UserError, DeviceFull or DeviceLost.
+    Raises UserError, DeviceFull or DeviceLost. A process that fails does not leave the group: that
+    may wait for the others, which learn of the failure by its end.
     """
     from feedmill.training.finetune import Training  # noqa: PLC0415 - it imports this module
 
@@ -137,12 +138,7 @@ def follow(settings: Settings) -> None:
     with explain_lost_peers():
         distributed.broadcast_object_list(received, src=0)
         dataset, options = received
-        training = Training(
-            dataset,
-            options,
-            settings,
-            Report(),
-        )
+        training = Training(dataset, options, settings, Report())
         training.run()
     leave()
 

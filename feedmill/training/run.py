@@ -95,7 +95,7 @@ def follow(settings: Settings) -> None:
     with explain_missing("Training", "worker,train"):
         from feedmill.training import distributed  # noqa: PLC0415 - needs torch
     try:
-        distributed.follow(settings)
+        distributed.train_as_peer(settings)
     except (DeviceFull, DeviceLost) as error:
         raise _device_failed(error) from error
 

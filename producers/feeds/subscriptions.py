@@ -31,6 +31,8 @@ MAX_FILE_BYTES = 16 * 2**20
 MAX_URL = 4_096
 #: Maximum characters of a name. It is part of the ids of posts.
 MAX_NAME = 64
+#: Maximum characters of a topic.
+MAX_TOPIC = 200
 #: Endings of OPML files.
 OPML_ENDINGS = frozenset({".opml", ".xml"})
 
@@ -47,7 +49,9 @@ class Feed(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str
-    topic: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = None
+    topic: (
+        Annotated[str, StringConstraints(min_length=1, max_length=MAX_TOPIC)] | None
+    ) = None
     interval: Annotated[float, Field(ge=60, le=7 * 86_400)] | None = None
 
     @field_validator("url")
@@ -141,13 +145,15 @@ def _read_opml(path: Path, content: bytes) -> dict[str, Feed]:
     feeds: dict[str, Feed] = {}
     addresses: set[str] = set()
     for outline in root.iter("outline"):
-        url = outline.get("xmlUrl")
-        if url is None or url in addresses:
+        if outline.get("xmlUrl") is None:
+            continue
+        url = outline.get("xmlUrl").strip()
+        if url in addresses:
             continue
         addresses.add(url)
         title = outline.get("title") or outline.get("text") or ""
         try:
-            feed = Feed(url=url.strip(), topic=_folder(outline))
+            feed = Feed(url=url, topic=_folder(outline))
         except ValidationError as error:
             reason = ": ".join(first_problem(error))
             raise SettingsError(
@@ -163,11 +169,14 @@ def _read_opml(path: Path, content: bytes) -> dict[str, Feed]:
 
 
 def _folder(outline: Any) -> str | None:
+    """Return the title of the folder that contains a feed; None if it has none."""
     parent = outline.getparent()
     if parent is None or parent.tag != "outline":
         return None
-    title = parent.get("title") or parent.get("text") or ""
-    return title.strip()[:200] or None
+    title = parent.get("title", "").strip()
+    text = parent.get("text", "").strip()
+    topic = title or text
+    return topic[:MAX_TOPIC] or None
 
 
 def _new_name(title: str, url: str, taken: Mapping[str, Feed]) -> str:

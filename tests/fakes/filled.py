@@ -8,7 +8,7 @@ process asks. The machine's cores are made up, so that they do not limit the wor
 
 import sys
 
-from feedmill.cli.options import settings_of
+from feedmill.cli.options import load_for_command
 from feedmill.stack import filler, filling, supervisor
 
 
@@ -18,7 +18,7 @@ def main() -> int:
     filler.WAITING_S = 0.2
     cores = [frozenset({number}) for number in range(5)]
     supervisor.cores_by_package = lambda: cores
-    settings = settings_of()
+    settings = load_for_command()
     gpu_filler = filler.Filler(settings, ["0"])
     command = [sys.executable, "-m", "tests.fakes.standin_worker"]
     return supervisor.Supervisor(

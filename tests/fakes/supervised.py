@@ -8,7 +8,7 @@ Each process runs COMMAND with `--name NODE` appended.
 
 import sys
 
-from feedmill.cli.options import settings_of
+from feedmill.cli.options import load_for_command
 from feedmill.shared.errors import UserError
 from feedmill.stack import processes, supervisor
 from feedmill.stack.supervisor import shares
@@ -19,7 +19,7 @@ def main(command: list[str]) -> int:
     supervisor.KILL_GRACE_S = 0.1
     try:
         return supervisor.Supervisor(
-            settings_of(), shares("cpu:2"), None, command
+            load_for_command(), shares("cpu:2"), None, command
         ).run()
     except UserError as error:  # reported as in feedmill/cli/main.py
         sys.stderr.write(f"feedmill: {error}\n")

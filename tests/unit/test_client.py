@@ -491,6 +491,29 @@ def test_a_forked_process_has_connections_of_its_own(server: Server) -> None:
         assert client.classify(["after"])[0].id == "after"
 
 
+def test_fork_while_another_thread_uses_the_client(server: Server) -> None:
+    with Client(server.url) as client:
+        read, write = os.pipe()
+        # As another thread would, which the child lacks.
+        lock = client._lock
+        lock.acquire()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            # Ends a child that waits for the lock.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            (outcome,) = client.classify(["in the child"])
+            os.write(write, str(outcome.id).encode())
+            os._exit(0)
+        lock.release()
+        os.waitpid(child, 0)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            assert pipe.read() == "in the child"
+
+
 def test_answers_come_from_a_transport_in_tests() -> None:
     """As docs/client.md says."""
 

@@ -132,6 +132,19 @@ def test_writes_numbers_truth_values_and_times(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_times_before_the_first_year_in_utc_are_texts(tmp_path: Path) -> None:
+    path = tmp_path / "out.xlsx"
+    # 1900-01-01T00:30+01:00 and 01:30+01:00, in seconds since 1970
+    first_hour = -2_208_990_600
+    seconds = [first_hour, first_hour + 3_600]
+    dates = pa.array(seconds, pa.timestamp("s", tz="+01:00"))
+    write(path, {"date": dates})
+    _, [early], [late] = cells_of(path)
+    assert early[0] == "s"
+    assert "1900-01-01" in early[1]
+    assert late == ("d", datetime(1900, 1, 1, 0, 30))
+
+
 def test_long_texts_are_cut_and_it_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -88,6 +88,24 @@ def test_reads_opml(tmp_path: Path) -> None:
     }
 
 
+def test_spaces_around_an_address_do_not_make_another_feed(tmp_path: Path) -> None:
+    text = (
+        '<opml><body><outline text="a" xmlUrl=" https://example.org/a"/>'
+        '<outline text="a" xmlUrl="https://example.org/a "/></body></opml>'
+    )
+    feeds = read(write(tmp_path, text, "feeds.opml"))
+    assert feeds == {"a": Feed(url="https://example.org/a")}
+
+
+def test_blank_title_of_a_folder_is_none(tmp_path: Path) -> None:
+    text = (
+        '<opml><body><outline title=" " text="Science">'
+        '<outline text="a" xmlUrl="https://example.org/a"/></outline></body></opml>'
+    )
+    feeds = read(write(tmp_path, text, "feeds.opml"))
+    assert feeds["a"].topic == "Science"
+
+
 @pytest.mark.parametrize(
     "address",
     [

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -132,6 +133,64 @@ def test_reads_every_format(
         ("1", "one"),
         ("2", "zwei – два"),
     ]
+
+
+class SlowPipe(io.RawIOBase):
+    """A pipe that delivers its first bytes one by one."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._reads = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._reads += 1
+        size = 1 if self._reads < 4 else len(buffer)
+        part = self._data[:size]
+        buffer[: len(part)] = part
+        self._data = self._data[size:]
+        return len(part)
+
+
+@pytest.mark.parametrize("pack", [bytes, *PACKED])
+def test_reads_pipes_that_deliver_single_bytes(
+    monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]
+) -> None:
+    packed = pack("id,title\n1,one\n2,zwei – два\n".encode())
+    pipe = io.BufferedReader(SlowPipe(packed))
+    monkeypatch.setattr(sys, "stdin", Mock(buffer=pipe))
+    items = list(FileSource("-").items())
+    titles = [item.title for item in items if isinstance(item, Post)]
+    assert titles == ["one", "zwei – два"]
+
+
+@pytest.mark.parametrize("text", ["hi", "a\nb"])
+def test_reads_pipes_of_few_bytes(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    pipe = io.BufferedReader(SlowPipe(text.encode()))
+    monkeypatch.setattr(sys, "stdin", Mock(buffer=pipe))
+    items = list(FileSource("-").items())
+    bodies = [item.body for item in items if isinstance(item, Post)]
+    assert bodies == text.split()
+
+
+@pytest.mark.parametrize("start", [b"PAR1", b"PK\x03\x04"])
+def test_names_tables_of_pipes_that_deliver_single_bytes(
+    monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    pipe = io.BufferedReader(SlowPipe(start + bytes(100)))
+    monkeypatch.setattr(sys, "stdin", Mock(buffer=pipe))
+    with pytest.raises(InputError, match="cannot be read from a pipe"):
+        list(FileSource("-").items())
+
+
+def test_reads_parquet_after_a_short_frame(tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    pq.write_table(pa.table({"id": ["1"], "title": ["one"]}), table)
+    content = table.read_bytes()
+    packed = zstd(content[:1]) + zstd(content[1:])
+    assert [post.title for post in posts(tmp_path, packed)] == ["one"]
 
 
 def test_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """User errors that commands report before they connect to Redis or load a model."""
 
+import os
 import re
 import sys
 from io import BufferedReader, BytesIO, TextIOWrapper
@@ -20,6 +21,7 @@ from feedmill.shared import logs
 from feedmill.shared.errors import (
     DeviceLost,
     FeedmillError,
+    InputError,
     RequestRefused,
     UserError,
     explain_refusals,
@@ -237,6 +239,44 @@ def test_rejects_a_file_without_posts_before_loading_a_model(
     assert getattr(done.exception, "code", None) == status
 
 
+@pytest.mark.usefixtures("quiet")
+def test_file_that_cannot_be_found_for_other_reasons_is_no_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(offline, "load_offline", Mock(side_effect=AssertionError))
+    (tmp_path / "loop").symlink_to("loop")
+    done = CliRunner().invoke(application(), ["classify", "loop/posts.csv"])
+    assert isinstance(done.exception, InputError)
+    assert str(done.exception).startswith("Cannot read loop/posts.csv: ")
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read every folder")
+def test_file_in_a_folder_without_access_is_no_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(offline, "load_offline", Mock(side_effect=AssertionError))
+    folder = tmp_path / "private"
+    folder.mkdir(mode=0)
+    try:
+        done = CliRunner().invoke(application(), ["classify", "private/posts.csv"])
+    finally:
+        folder.chmod(0o700)
+    assert isinstance(done.exception, InputError)
+    assert str(done.exception).startswith("Cannot read private/posts.csv: ")
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("text", [f"{'either' * 50}/or", "black/white\0"])
+def test_word_that_names_no_file_is_a_text(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    load = Mock(side_effect=UserError("loaded"))
+    monkeypatch.setattr(offline, "load_offline", load)
+    done = CliRunner().invoke(application(), ["classify", text])
+    assert str(done.exception) == "loaded"
+
+
 def test_classify_prints_complete_ids(capsys: pytest.CaptureFixture[str]) -> None:
     """Users look up results by these ids."""
     best = Mock(spec=Classification, label="food", scores={"food": 0.5})
@@ -263,7 +303,7 @@ def test_warns_about_a_single_label(
     warned: bool,
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
-    options.settings_of(labels=labels)
+    options.load_for_command(labels=labels)
     assert ("only one label" in capsys.readouterr().err) == warned
 
 

@@ -1,5 +1,6 @@
 """feedmill/training/none_class.py: heads that learn from posts that fit none of the labels."""
 
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -154,3 +155,12 @@ def test_names_a_damaged_none_class(
         read_none_class(weights)
     write_head(tmp_path / HEAD_FILE, labels, *layer)
     assert read_none_class(weights) is None
+
+
+def test_names_a_bias_without_dimensions(tmp_path: Path) -> None:
+    weights = Mock(spec=Weights, folder=tmp_path)
+    none = NoneClass(torch.zeros(2, 4), torch.tensor(0.0), 0.4, 0.8, 0.5)
+    layer = (torch.zeros(3, 4), torch.zeros(3))
+    write_head(tmp_path / HEAD_FILE, ("a", "b", "c"), *layer, none)
+    with pytest.raises(ModelError, match=re.escape("bias of the none-class is []")):
+        read_none_class(weights)

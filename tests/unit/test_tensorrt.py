@@ -120,7 +120,7 @@ def graph(exported_bert: ExportedModel) -> dict[str, Any]:
     device = GPU._replace(dtype=torch.float32)
     return {
         "weights": locate(str(folder)), "device": device, "reads": LOGITS, "pad_id": 0,
-        "settings": settings, "most": 64
+        "settings": settings, "max_tokens": 64
     }  # fmt: skip
 
 

@@ -236,8 +236,9 @@ def _read_expiry(message: Any) -> float | None:
     if not expires:
         return None
     try:
-        # As above.
-        expires_at: Any = maybe_make_aware(maybe_iso8601(expires))  # type: ignore[arg-type]
+        # An odd value raises an error.
+        expiry: Any = maybe_iso8601(expires)
+        expires_at: Any = maybe_make_aware(expiry)
         return float(expires_at.timestamp())
     except (AttributeError, ValueError, TypeError, OverflowError):
         return 0.0

@@ -187,7 +187,7 @@ def _change(
     stream = DeadLetterStream(shared.redis)
     action = field_of(form, "action")
     if action in {"retry", "drop"}:
-        entries = _named(stream, form.get("entry", ()))
+        entries = _existing_letters(stream, form.get("entry", ()))
     elif action in {"retry-all", "drop-all"}:
         # Read first: a letter that fails again would come again.
         entries = islice(_all(stream, run), MAX_CHANGED)
@@ -229,12 +229,16 @@ def _retry(
     return outcome
 
 
-def _named(stream: DeadLetterStream, names: Iterable[str]) -> Iterator[DeadLetterEntry]:
-    """Yield the dead letters with these names that still exist."""
-    for name in islice(names, MAX_CHANGED):
-        if not ENTRY_ID.fullmatch(name):
-            raise Failure(422, "invalid", "A dead letter has another name.")
-        entry = stream.get(name)
+def _existing_letters(
+    stream: DeadLetterStream, ids: Iterable[str]
+) -> Iterator[DeadLetterEntry]:
+    """Yield the dead letters with these ids that still exist."""
+    for entry_id in islice(ids, MAX_CHANGED):
+        if not ENTRY_ID.fullmatch(entry_id):
+            raise Failure(
+                422, "invalid", f"{entry_id!r:.200} is not an id of a dead letter."
+            )
+        entry = stream.get(entry_id)
         if entry is not None:
             yield entry
 

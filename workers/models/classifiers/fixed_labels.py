@@ -369,17 +369,22 @@ def _check_threshold(threshold: float) -> None:
 
 
 def _check_none_class(none_class: NoneClass, dimensions: int) -> None:
-    """Raise ValueError if a none-class does not fit a head with so many dimensions."""
-    rivals = len(none_class.bias)
-    if none_class.bias.dim() != 1 or none_class.weight.shape != (rivals, dimensions):
+    """Raise ValueError if a none-class does not fit a head of `dimensions`."""
+    bias_shape = [*none_class.bias.shape]
+    if len(bias_shape) != 1:
+        raise ValueError(f"the bias of the none-class is {bias_shape}, not [rivals]")
+    expected = [*bias_shape, dimensions]
+    weight_shape = [*none_class.weight.shape]
+    if weight_shape != expected:
         raise ValueError(
-            f"weights of the none-class are {[*none_class.weight.shape]}, not "
-            f"[{rivals}, {dimensions}]"
+            f"weights of the none-class are {weight_shape}, not {expected}"
         )
     _check_threshold(none_class.threshold)
     sharpness = none_class.sharpness
     if not 0 < sharpness < math.inf:
-        raise ValueError(f"the sharpness of the none-class is {sharpness}")
+        raise ValueError(
+            f"the sharpness of the none-class is {sharpness}, not a positive finite number"
+        )
 
 
 def write_head(

@@ -470,10 +470,12 @@ def activation(path: str, folder: Path) -> torch.nn.Module:
     """
     _, _, name = path.rpartition(".")
     with loading(f"the activation {path:.200} of {folder}", "Use another model."):
-        # its own code, which a class of torch with the same name does not replace
+        # A class outside torch runs its own code; torch.nn's class of the same name would not
+        # replace it.
         if not path.startswith("torch."):
             raise ValueError("it is not a class of torch")
-        # Other modules of torch.nn have weights, which nothing would load.
+        # Nothing would load the weights of other modules. Of activations, PReLU has one, an
+        # unknown tensor that the linear layer refuses, and MultiheadAttention needs arguments.
         if name not in torch.nn.modules.activation.__all__ and name != "Identity":
             raise ValueError("it is no activation of torch.nn")
         activation_class = getattr(torch.nn, name)

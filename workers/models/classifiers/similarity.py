@@ -73,12 +73,13 @@ class Similarity(ModelClassifier):
         label_set = super().label_set(options)
         has_rivals = label_set.none is not None and not label_set.multi_label
         if has_rivals and label_set.subjects is None:
-            of_subjects = ClassifyOptions(
-                labels=read_subjects(),
-                template=options.template,
-            )
-            label_set.subjects = super().label_set(of_subjects)
+            self._add_subjects(label_set, options.template)
         return label_set
+
+    def _add_subjects(self, label_set: LabelSet, template: str | None) -> None:
+        """Add the everyday subjects, which rival the labels, to a label set that is cached."""
+        subject_options = ClassifyOptions(labels=read_subjects(), template=template)
+        label_set.subjects = super().label_set(subject_options)
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         post_tokens = self._tokenize(texts, self._texts.post_prompt)

@@ -64,8 +64,9 @@ GRAPH_FILE = "model.onnx"
 class OnnxEngine:
     """A model as an ONNX graph.
 
-    reads, pad_id: see TorchEngine. most: maximum tokens per row. Raises ModelError if export or
-    loading fails, and SettingsError if ONNX Runtime lacks TensorRT, but the settings ask for it.
+    reads, pad_id: see TorchEngine. max_tokens: maximum tokens per row. Raises ModelError if export
+    or loading fails, and SettingsError if ONNX Runtime lacks TensorRT, but the settings ask for
+    it.
     """
 
     home = torch.device("cpu")
@@ -78,7 +79,7 @@ class OnnxEngine:
         reads: Sequence[str],
         pad_id: int,
         settings: Settings,
-        most: int,
+        max_tokens: int,
     ) -> None:
         available = onnxruntime.get_available_providers()
         if settings.engine == "tensorrt":
@@ -87,7 +88,7 @@ class OnnxEngine:
         #: See TorchEngine.
         self.separates_rows = separates_rows(weights, config)
         self._pad_id = padding_token(config, pad_id)
-        self._most = max_row_tokens(weights, settings.max_tokens)
+        self._max_tokens = max_row_tokens(weights, settings.max_tokens)
         graph = exported(
             weights,
             device.dtype,
@@ -101,14 +102,14 @@ class OnnxEngine:
             cuda_options = {"device_id": str(number)}
             providers.insert(0, (CUDA, cuda_options))
         if settings.engine == "tensorrt":
-            rounded_length = device.shapes.length(most)
-            allowed_length = min(rounded_length, self._most)
+            rounded_length = device.shapes.length(max_tokens)
+            allowed_length = min(rounded_length, self._max_tokens)
             tensorrt_options = provider_options(
                 device,
                 graph.parent,
                 input_names(graph),
                 settings.batch_rows,
-                max(most, allowed_length),
+                max(max_tokens, allowed_length),
             )
             providers.insert(0, (TENSORRT, tensorrt_options))
             logger.info(
@@ -142,7 +143,7 @@ class OnnxEngine:
         ids, mask, types = padded(
             rows,
             pad_id=self._pad_id,
-            max_tokens=self._most,
+            max_tokens=self._max_tokens,
             shapes=self.device.shapes,
         )
         feed = {
@@ -159,8 +160,7 @@ class OnnxEngine:
             # ONNX Runtime raises its own types; `device_errors` classifies RuntimeErrors by their
             # text.
             raise RuntimeError(str(error)) from error
-        row_count = len(rows)
-        return outputs[:row_count]
+        return outputs[: len(rows)]
 
 
 def _takes_types(session: Any) -> bool:
