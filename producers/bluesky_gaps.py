@@ -6,6 +6,7 @@ deletion until the gap is filled.
 """
 
 import logging
+import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
@@ -142,18 +143,21 @@ class BlueskyGapFiller:
         begin_us = _microseconds(begin - MARGIN_S)
         end_us = _microseconds(gap.until + MARGIN_S)
         segments: list[Segment] = []
+        oldest_us = math.inf
         cursor = ""
         for _ in range(MAX_PAGES):
             page = self._archive.segments(cursor)
             yield STEP
-            later = filter(lambda part: part.end_us >= begin_us, page.segments)
-            segments.extend(later)
+            for segment in page.segments:
+                oldest_us = min(oldest_us, segment.begin_us)
+                if segment.end_us >= begin_us:
+                    segments.append(segment)
             if not page.cursor:
                 break
             cursor = page.cursor
         if not segments or segments[-1].end_us < end_us:
             raise RequestFailed(BEHIND)
-        if segments[0].begin_us > _microseconds(gap.since):
+        if oldest_us > _microseconds(begin):
             raise RequestFailed(TOO_YOUNG)
         for segment in segments:
             if segment.begin_us <= end_us:

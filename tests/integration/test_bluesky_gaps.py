@@ -220,6 +220,18 @@ def test_a_killed_daemon_continues_where_it_stopped(
     assert the_gap(redis).found == 31
 
 
+def test_a_gap_continues_in_a_later_segment(redis: RedisServer, house: House) -> None:
+    house.end_gap()
+    daemon = start(redis, house)
+    third = house.archive.segments[2][0][0]["time_us"] / 1e6
+    run(daemon, lambda: the_gap(redis).reached >= third, "two segments are read")
+    house.archive.answers = [(500, b"", {})]
+    run(daemon, lambda: the_gap(redis).problem, "a request fails")
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert sorted(ids(redis)) == sorted([house.before[-1], *house.lost])
+
+
 def test_only_chosen_accounts_are_read_from_the_archive(
     redis: RedisServer, house: House
 ) -> None:
