@@ -60,7 +60,7 @@ STEP = object()
 
 
 class BlueskyGapFiller:
-    """Fill the gaps, oldest first, one request per step.
+    """Fill the gaps in turn, oldest first, one request per step.
 
     parse: reads an event in the form of the live stream. collection: of the records to read.
     """
@@ -83,6 +83,8 @@ class BlueskyGapFiller:
         self._due = clock.monotonic()
         self._work: Generator[Any] | None = None
         self._gap: Gap | None = None
+        #: Beginning of the gap that was tried last, in seconds since 1970.
+        self._tried_since = -math.inf
         #: Filled gaps since the start.
         self.filled = 0
 
@@ -122,9 +124,10 @@ class BlueskyGapFiller:
         gaps = self._gaps.open(SOURCE)
         if not gaps:
             return None
-        # One that failed does not hold up the others.
-        gaps.sort(key=lambda gap: bool(gap.problem))
-        self._gap = gaps[0]
+        # In turn: one that always fails does not hold up the others.
+        later_gaps = [gap for gap in gaps if gap.since > self._tried_since]
+        self._gap = (later_gaps or gaps)[0]
+        self._tried_since = self._gap.since
         return self._fill(self._gap)
 
     def _note(self, problem: str) -> None:
@@ -132,7 +135,7 @@ class BlueskyGapFiller:
         if gap is None or gap.problem == problem:
             return
         logger.warning(
-            "cannot fill the gap in %s: %s; retrying each minute", gap.origin, problem
+            "cannot fill the gap in %s: %s; retrying later", gap.origin, problem
         )
         self._gap = gap._replace(problem=problem)
         self._gaps.record(self._gap)

@@ -135,6 +135,30 @@ def test_several_gaps_are_filled_one_after_another(
     assert [gap.found for gap in Gaps(redis.client).all()] == [10, 10]
 
 
+def test_a_gap_that_cannot_be_filled_does_not_hold_up_others(
+    redis: RedisServer, house: House
+) -> None:
+    """All gaps have a problem; the first one keeps it."""
+    house.end_gap()
+    times = [json.loads(text)["time_us"] / 1e6 for text in texts_of(house.archive)]
+    periods = ((times[0] - 600, times[0] - 300), (times[9], times[18]))
+    for since, until in periods:
+        gap = Gap("bluesky", "", since, until, noted=time.time(), problem=BEHIND)
+        Gaps(redis.client).record(gap)
+    LiveState(redis.client, "bluesky").advance(
+        Position(round(times[-1] * 1e6), times[-1])
+    )
+    daemon = start(redis, house)
+    run(daemon, lambda: filled(daemon), "the second gap is filled")
+    run(
+        daemon,
+        lambda: Gaps(redis.client).all()[0].problem == TOO_YOUNG,
+        "the first gap cannot be filled",
+    )
+    daemon.close()
+    assert sorted(ids(redis)) == sorted(house.lost[:10])
+
+
 def texts_of(archive: JetstreamArchive) -> list[str]:
     """Return the archived events as the live stream sent them."""
     return [
