@@ -13,6 +13,7 @@ from typing import Any
 from redis import Redis
 
 from feedmill.producers.dag_cbor import decode
+from feedmill.producers.jetstream import MAX_EVENT_BYTES
 from feedmill.producers.jetstream_archive import (
     ArchivedEvent,
     JetstreamArchive,
@@ -232,6 +233,10 @@ class BlueskyGapFiller:
             is_operation = row.kind in OPERATIONS
             is_record = is_operation and row.collection == self._collection
             if not is_record and row.kind != ACCOUNT:
+                continue
+            # Before decoding: values need up to 64 times the memory of their bytes.
+            if len(row.payload) > MAX_EVENT_BYTES:
+                unreadable += 1
                 continue
             try:
                 data = _live_form(row)

@@ -11,6 +11,7 @@ import pytest
 from feedmill.producers import bluesky_gaps
 from feedmill.producers.bluesky import BlueskySource
 from feedmill.producers.bluesky_gaps import BEHIND, TOO_YOUNG
+from feedmill.producers.jetstream import MAX_EVENT_BYTES
 from feedmill.producers.jetstream_archive import decode_block
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Clock
@@ -21,7 +22,12 @@ from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.purge import tombstones
 from feedmill.shared.settings import Settings
 from tests.fakes.jetstream import Jetstream
-from tests.fakes.jetstream_archive import JetstreamArchive, compress, encode_block
+from tests.fakes.jetstream_archive import (
+    JetstreamArchive,
+    compress,
+    encode_block,
+    encode_cbor,
+)
 from tests.integration.test_bluesky import ids, jetstream, make, run
 from tests.support import RedisServer, queued
 
@@ -414,6 +420,26 @@ def test_rows_that_cannot_be_read_are_left_out(
     run(daemon, lambda: filled(daemon), "the gap is filled")
     daemon.close()
     assert daemon.unreadable == 0
+
+
+def test_larger_events_than_in_the_live_stream_are_left_out(
+    redis: RedisServer, house: House
+) -> None:
+    house.end_gap()
+    at = house.first_us + 1
+    post = "app.bsky.feed.post"
+    large = encode_cbor({"text": "large", "padding": "x" * MAX_EVENT_BYTES})
+    small = encode_cbor({"text": "small"})
+    rows = [
+        (at, 1, post, "did:plc:a", "large", large),
+        (at, 1, post, "did:plc:a", "small", small),
+    ]
+    house.archive.bodies = {1: encode_block(rows)}
+    daemon = start(redis, house)
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert f"at://did:plc:a/{post}/small" in ids(redis)
+    assert f"at://did:plc:a/{post}/large" not in ids(redis)
 
 
 def test_blocks_have_the_rows_of_their_columns() -> None:
