@@ -12,6 +12,7 @@ from typing import Any
 
 from redis import Redis
 
+from feedmill.producers.bluesky import time_of_post
 from feedmill.producers.dag_cbor import decode
 from feedmill.producers.jetstream import MAX_EVENT_BYTES
 from feedmill.producers.jetstream_archive import (
@@ -28,7 +29,7 @@ from feedmill.producers.live.source import (
 )
 from feedmill.producers.live.state import Gap, Gaps
 from feedmill.producers.push import known_ids
-from feedmill.shared.keys import LIVE_AUTHORS, LIVE_DELETED
+from feedmill.shared.keys import LIVE_AUTHORS, LIVE_DELETED, LIVE_EDITED
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,9 @@ MAX_PAGES = 1000
 OPERATIONS = {1: "create", 2: "update", 3: "delete", 7: "create"}
 DELETE = 3
 ACCOUNT = 5
-#: Characters of keys that hold the time at which they were made, and their number.
-KEY_CHARACTERS = "234567abcdefghijklmnopqrstuvwxyz"
-KEY_LENGTH = 13
+#: Maximum number of edits to remember while gaps are open, and the seconds for which they are.
+MAX_EDITS = 100_000
+EDITS_TTL_S = 30 * 86_400
 #: Reasons for keeping a gap.
 BEHIND = "the archive has not reached the end of the gap yet"
 TOO_YOUNG = "the archive begins after the gap"
@@ -86,6 +87,8 @@ class BlueskyGapFiller:
         self._gap: Gap | None = None
         #: Beginning of the gap that was tried last, in seconds since 1970.
         self._tried_since = -math.inf
+        #: Times of the live stream's edits since the latest step, by post id.
+        self._edits: dict[str, float] = {}
         #: Filled gaps since the start.
         self.filled = 0
 
@@ -98,8 +101,27 @@ class BlueskyGapFiller:
             return set()
         return {post_id for post_id in ids if _may_be_in(post_id, gaps)}
 
+    def note_edit(self, post_id: str, at: float) -> None:
+        """Remember that the live stream had an edit: the archive may have an older text.
+
+        at: time of the edit, in seconds since 1970.
+        """
+        self._edits[post_id] = at
+
+    def _store_edits(self) -> None:
+        if not self._edits:
+            return
+        if self._gaps.open(SOURCE):
+            redis: Any = self._redis
+            key = LIVE_EDITED + SOURCE
+            redis.zadd(key, self._edits, gt=True)
+            redis.zremrangebyrank(key, 0, -1 - MAX_EDITS)
+            redis.expire(key, EDITS_TTL_S)
+        self._edits.clear()
+
     def step(self) -> Iterator[Any]:
         """Make the next request and yield its events, if it is time."""
+        self._store_edits()
         now = self._clock.monotonic()
         if now < self._due or self._archive.budget.pending():
             return
@@ -254,39 +276,49 @@ class BlueskyGapFiller:
                 fields = dict(event.post)
                 post_id = str(fields["id"])
                 ids.append(post_id)
-        # The archive may have a text from before a later edit.
         sent_ids = set(known_ids(self._redis, ids))
+        edit_times = self._times_of(LIVE_EDITED, ids)
+        authors = [author_of(post_id) for post_id in ids]
+        deletion_times = self._times_of(LIVE_AUTHORS, authors)
         deleted_ids = self._deleted(ids)
         count = 0
         for event in events:
             if event.post is not None:
                 fields = dict(event.post)
+                post_id = str(fields["id"])
                 is_edit = fields["edited_utc"] is not None
-                is_sent = fields["id"] in sent_ids
-                if fields["id"] in deleted_ids or (is_sent and not is_edit):
+                if post_id in sent_ids and not is_edit:
+                    continue
+                # Sent now, a deleted post would count as written after its deletion, and an older
+                # text as the newest.
+                deleted_at = deletion_times.get(author_of(post_id), 0.0)
+                changed_at = max(deleted_at, edit_times.get(post_id, 0.0))
+                if post_id in deleted_ids or event.at < changed_at:
                     continue
                 count += 1
             yield event
         return count
 
     def _deleted(self, ids: Sequence[str]) -> set[str]:
-        """Return the posts that the live stream deleted since, themselves or with their account.
-
-        Sent now, they would count as written after that.
-        """
+        """Return the posts that the live stream deleted since."""
         if not ids:
             return set()
-        authors = [author_of(post_id) for post_id in ids]
         redis: Any = self._redis
-        deleted_key = LIVE_DELETED + SOURCE
-        authors_key = LIVE_AUTHORS + SOURCE
-        are_deleted = redis.smismember(deleted_key, ids)
-        times = redis.zmscore(authors_key, authors)
+        are_deleted = redis.smismember(LIVE_DELETED + SOURCE, ids)
         deleted: set[str] = set()
-        for post_id, is_deleted, at in zip(ids, are_deleted, times, strict=True):
-            if is_deleted or at is not None:
+        for post_id, is_deleted in zip(ids, are_deleted, strict=True):
+            if is_deleted:
                 deleted.add(post_id)
         return deleted
+
+    def _times_of(self, key: str, members: Sequence[str]) -> dict[str, float]:
+        """Return the times of posts or accounts in a set of the source, in seconds since 1970."""
+        if not members:
+            return {}
+        redis: Any = self._redis
+        scores = redis.zmscore(key + SOURCE, members)
+        times = dict(zip(members, scores, strict=True))
+        return {member: at for member, at in times.items() if at is not None}
 
 
 def _microseconds(seconds: float) -> int:
@@ -329,8 +361,7 @@ def _live_form(row: ArchivedEvent) -> dict[str, Any]:
 
 def _may_be_in(post_id: str, gaps: Sequence[Gap]) -> bool:
     """Return whether a post may have been written in one of these gaps."""
-    _, _, key = post_id.rpartition("/")
-    written = time_of_key(key)
+    written = time_of_post(post_id)
     if written is None:
         return True
     for gap in gaps:
@@ -339,21 +370,3 @@ def _may_be_in(post_id: str, gaps: Sequence[Gap]) -> bool:
         if begin <= written <= end:
             return True
     return False
-
-
-def time_of_key(key: str) -> float | None:
-    """Return when a record's key was made, in seconds since 1970; None if it does not say so.
-
-    Source: atproto.com/specs/tid.
-    """
-    if len(key) != KEY_LENGTH:
-        return None
-    number = 0
-    for character in key:
-        digit = KEY_CHARACTERS.find(character)
-        if digit < 0:
-            return None
-        number *= len(KEY_CHARACTERS)
-        number += digit
-    microseconds = number >> 10
-    return microseconds / 1_000_000

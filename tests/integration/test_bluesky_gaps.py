@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from feedmill.producers import bluesky_gaps
-from feedmill.producers.bluesky import BlueskySource
+from feedmill.producers.bluesky import (
+    COLLECTION,
+    KEY_CHARACTERS,
+    KEY_LENGTH,
+    BlueskySource,
+)
 from feedmill.producers.bluesky_gaps import BEHIND, TOO_YOUNG
 from feedmill.producers.jetstream import MAX_EVENT_BYTES
 from feedmill.producers.jetstream_archive import decode_block
@@ -18,6 +23,7 @@ from feedmill.producers.live.source import Clock
 from feedmill.producers.live.state import Gap, Gaps, LiveState, Position
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
+from feedmill.shared.keys import LIVE_AUTHORS
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.purge import tombstones
 from feedmill.shared.settings import Settings
@@ -32,6 +38,7 @@ from tests.integration.test_bluesky import ids, jetstream, make, run
 from tests.support import RedisServer, queued
 
 __all__ = ["jetstream", "make"]  # fixtures
+AUTHORS = LIVE_AUTHORS + "bluesky"
 pytestmark = pytest.mark.usefixtures("make")  # short batches and pauses
 
 
@@ -233,6 +240,77 @@ def test_accounts_that_were_deleted_since_stay_deleted(
     daemon.close()
     assert not {*gone} & {*ids(redis)}
     assert {*house.lost} <= {*ids(redis)}
+
+
+def test_an_edit_after_the_gap_is_newer_than_one_in_the_gap(
+    redis: RedisServer, house: House
+) -> None:
+    edited_twice, edited_once = house.lost[5:7]
+    house.jetstream.edit(edited_twice, "edited in the gap")
+    house.jetstream.edit(edited_once, "edited in the gap")
+    house.end_gap()
+    house.archive.answers = [(503, b"", {})] * 10_000
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem, "the archive does not answer yet")
+    house.jetstream.edit(edited_twice, "edited after the gap")
+    run(daemon, lambda: edited_twice in ids(redis), "the live edit is sent")
+    house.archive.answers.clear()
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    bodies: dict[str, list[str]] = {edited_twice: [], edited_once: []}
+    for post in queued(redis):
+        if post["id"] in bodies:
+            bodies[post["id"]].append(post["body"])
+    assert bodies[edited_twice] == ["edited after the gap"]
+    assert bodies[edited_once][-1] == "edited in the gap"
+
+
+def key_at(seconds: float) -> str:
+    """Return the key of a record that was made then."""
+    number = round(seconds * 1e6) << 10
+    key = ""
+    for _ in range(KEY_LENGTH):
+        number, digit = divmod(number, len(KEY_CHARACTERS))
+        key = KEY_CHARACTERS[digit] + key
+    return key
+
+
+def test_posts_since_an_account_came_back_stay(
+    redis: RedisServer, house: House
+) -> None:
+    """The account was deleted in a gap two days ago."""
+    did = "did:plc:mallory"
+    then = time.time() - 2 * 86_400
+    events = [
+        {"time_us": round((then + second) * 1e6), "did": did, "kind": "identity"}
+        for second in (-9, 0, 9)
+    ]
+    events[1] |= {"kind": "account", "account": {"active": False, "status": "deleted"}}
+    house.archive.seal([json.dumps(event) for event in events])
+    old, new = (key_at(then - 60), key_at(time.time() - 60))
+    for key in (old, new):
+        house.jetstream.raw(
+            {
+                "did": did,
+                "kind": "commit",
+                "commit": {
+                    "operation": "create",
+                    "collection": COLLECTION,
+                    "rkey": key,
+                    "record": {"text": "by Mallory"},
+                },
+            }
+        )
+    old_id, new_id = (f"at://{did}/{COLLECTION}/{key}" for key in (old, new))
+    daemon = start(redis, house)
+    run(daemon, lambda: {old_id, new_id} <= {*ids(redis)}, "both posts are sent")
+    gap = Gap("bluesky", "", then - 5, then + 5, noted=time.time())
+    Gaps(redis.client).record(gap)
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    run(daemon, lambda: old_id not in ids(redis), "the old post is purged")
+    run(daemon, lambda: not redis.client.exists(AUTHORS), "the search is over")
+    daemon.close()
+    assert new_id in ids(redis)
 
 
 def test_a_killed_daemon_continues_where_it_stopped(
