@@ -109,7 +109,11 @@ def start(redis: RedisServer, house: House, **chosen: Any) -> LiveDaemon:
 
 
 def the_gap(redis: RedisServer) -> Gap:
-    (gap,) = Gaps(redis.client).all()
+    """Return the gap; before the daemon has noticed it, one without a problem."""
+    gaps = Gaps(redis.client).all()
+    if not gaps:
+        return Gap("bluesky", "", since=0.0, until=0.0, noted=0.0)
+    (gap,) = gaps
     return gap
 
 
