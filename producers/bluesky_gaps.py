@@ -44,8 +44,9 @@ MARGIN_S = 60
 WRITTEN_MARGIN_S = 3600.0
 #: Events of a block, by default. After deletions, it has fewer.
 EVENTS_PER_BLOCK = 4096
-#: Maximum pages of segments.
+#: Maximum pages of segments, and segments of one gap, of about 256 MiB each.
 MAX_PAGES = 1000
+MAX_SEGMENTS = 10_000
 #: Kinds of archived events, and the operations of those that change a record.
 OPERATIONS = {1: "create", 2: "update", 3: "delete", 7: "create"}
 DELETE = 3
@@ -56,6 +57,7 @@ EDITS_TTL_S = 30 * 86_400
 #: Reasons for keeping a gap.
 BEHIND = "the archive has not reached the end of the gap yet"
 TOO_YOUNG = "the archive begins after the gap"
+ENDLESS = "the archive's list of segments is too long, or repeats itself"
 
 #: What `_fill` yields after each request.
 STEP = object()
@@ -168,26 +170,9 @@ class BlueskyGapFiller:
         begin = gap.reached or gap.since
         begin_us = _microseconds(begin - MARGIN_S)
         end_us = _microseconds(gap.until + MARGIN_S)
-        segments: list[Segment] = []
-        oldest_us = math.inf
-        cursor = ""
-        for _ in range(MAX_PAGES):
-            page = self._archive.segments(cursor)
-            yield STEP
-            for segment in page.segments:
-                oldest_us = min(oldest_us, segment.begin_us)
-                if segment.end_us >= begin_us:
-                    segments.append(segment)
-            if not page.cursor:
-                break
-            cursor = page.cursor
-        if not segments or segments[-1].end_us < end_us:
-            raise RequestFailed(BEHIND)
-        if oldest_us > _microseconds(begin):
-            raise RequestFailed(TOO_YOUNG)
+        segments = yield from self._segments(begin, begin_us, end_us)
         for segment in segments:
-            if segment.begin_us <= end_us:
-                yield from self._read(segment, begin_us, end_us)
+            yield from self._read(segment, begin_us, end_us)
         gap = self._gap or gap
         self._gap = gap._replace(
             filled=self._clock.time(), reached=gap.until, problem=""
@@ -197,6 +182,42 @@ class BlueskyGapFiller:
         logger.info(
             "filled the gap in %s with %d posts from the archive", gap.origin, gap.found
         )
+
+    def _segments(
+        self, begin: float, begin_us: int, end_us: int
+    ) -> Generator[Any, Any, list[Segment]]:
+        """Return the segments of a period, oldest first. Yield STEP after each request.
+
+        begin: time that the archive must have, in seconds since 1970.
+        """
+        segments: list[Segment] = []
+        # Of all segments.
+        oldest_us = math.inf
+        newest_us = 0
+        cursor = ""
+        cursors: set[str] = set()
+        while newest_us < end_us:
+            cursors.add(cursor)
+            page = self._archive.segments(cursor)
+            yield STEP
+            for segment in page.segments:
+                oldest_us = min(oldest_us, segment.begin_us)
+                newest_us = max(newest_us, segment.end_us)
+                if segment.begin_us <= end_us and segment.end_us >= begin_us:
+                    segments.append(segment)
+            if not page.cursor:
+                break
+            cursor = page.cursor
+            is_repeated = cursor in cursors
+            is_too_long = len(cursors) >= MAX_PAGES or len(segments) > MAX_SEGMENTS
+            if is_repeated or is_too_long:
+                raise RequestFailed(ENDLESS)
+        if newest_us < end_us:
+            raise RequestFailed(BEHIND)
+        if oldest_us > _microseconds(begin):
+            raise RequestFailed(TOO_YOUNG)
+        segments.sort(key=lambda segment: segment.begin_us)
+        return segments
 
     def _read(self, segment: Segment, begin_us: int, end_us: int) -> Generator[Any]:
         """Yield the events of a segment's blocks in the gap."""

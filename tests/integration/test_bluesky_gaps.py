@@ -15,7 +15,7 @@ from feedmill.producers.bluesky import (
     KEY_LENGTH,
     BlueskySource,
 )
-from feedmill.producers.bluesky_gaps import BEHIND, TOO_YOUNG
+from feedmill.producers.bluesky_gaps import BEHIND, ENDLESS, TOO_YOUNG
 from feedmill.producers.jetstream import MAX_EVENT_BYTES
 from feedmill.producers.jetstream_archive import decode_block
 from feedmill.producers.live.daemon import LiveDaemon
@@ -27,6 +27,7 @@ from feedmill.shared.keys import LIVE_AUTHORS
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.purge import tombstones
 from feedmill.shared.settings import Settings
+from tests.fakes import jetstream_archive
 from tests.fakes.jetstream import Jetstream
 from tests.fakes.jetstream_archive import (
     JetstreamArchive,
@@ -471,16 +472,50 @@ def test_a_hostile_list_keeps_the_gap_and_the_daemon(
     daemon.close()
 
 
+def test_repeated_pages_end(redis: RedisServer, house: House) -> None:
+    house.end_gap()
+    page = b'{"segments": [], "cursor": "1"}'
+    house.archive.answers = [(200, page, {})] * 2
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem == ENDLESS, "it is given up")
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+
+
 def test_pages_without_an_end_end(
     redis: RedisServer, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bluesky_gaps, "MAX_PAGES", 5)
     house.end_gap()
-    page = b'{"segments": [], "cursor": "1"}'
-    house.archive.answers = [(200, page, {})] * 5
+    for number in range(5):
+        page = {"segments": [], "cursor": f"page {number}"}
+        house.archive.answers.append((200, json.dumps(page).encode(), {}))
     daemon = start(redis, house)
-    run(daemon, lambda: the_gap(redis).problem == BEHIND, "it is given up")
+    run(daemon, lambda: the_gap(redis).problem == ENDLESS, "it is given up")
+    run(daemon, lambda: filled(daemon), "the gap is filled")
     daemon.close()
+
+
+def test_a_gap_of_too_many_segments_is_refused(
+    redis: RedisServer, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bluesky_gaps, "MAX_SEGMENTS", 1)
+    house.end_gap()
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem == ENDLESS, "it is given up")
+    daemon.close()
+
+
+def test_segments_in_any_order_are_read_oldest_first(
+    redis: RedisServer, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream_archive, "PAGE", 100)
+    house.end_gap()
+    house.archive.segments.reverse()
+    daemon = start(redis, house)
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert [post for post in ids(redis) if post in house.lost] == house.lost
 
 
 def test_rows_that_cannot_be_read_are_left_out(
