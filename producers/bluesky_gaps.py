@@ -58,6 +58,7 @@ EDITS_TTL_S = 30 * 86_400
 BEHIND = "the archive has not reached the end of the gap yet"
 TOO_YOUNG = "the archive begins after the gap"
 ENDLESS = "the archive's list of segments is too long, or repeats itself"
+MISSING = "the archive lists a segment that it does not have"
 
 #: What `_fill` yields after each request.
 STEP = object()
@@ -227,6 +228,9 @@ class BlueskyGapFiller:
         while True:
             events = self._archive.block(segment.name, index)
             if events is None:
+                is_missing = index == 0 and segment.events > 0
+                if is_missing:
+                    raise RequestFailed(MISSING)
                 return
             wanted = [event for event in events if begin_us <= event.at_us <= end_us]
             count = yield from self._send(wanted)

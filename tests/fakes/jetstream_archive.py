@@ -43,6 +43,8 @@ class JetstreamArchive(Loopback):
         #: Statuses and bodies of the next answers, with their headers.
         self.answers: list[tuple[int, bytes, Mapping[str, str]]] = []
         self.bodies: dict[int, bytes] = {}
+        #: Numbers of segments that are listed and have no blocks.
+        self.missing: set[int] = set()
         #: Paths that were asked for.
         self.asked: list[str] = []
 
@@ -64,7 +66,8 @@ class JetstreamArchive(Loopback):
         if path == f"{PREFIX}listSegments":
             first = int(query.get("cursor", ["0"])[0])
             return 200, json.dumps(self._list(first)).encode()
-        segment = self.segments[int(query["segment"][0].split("_")[1].split(".")[0])]
+        number = int(query["segment"][0].split("_")[1].split(".")[0])
+        segment = [] if number in self.missing else self.segments[number]
         index = int(query["blockIndex"][0])
         if index in self.bodies:
             return 200, self.bodies[index]

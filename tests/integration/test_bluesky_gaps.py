@@ -15,7 +15,7 @@ from feedmill.producers.bluesky import (
     KEY_LENGTH,
     BlueskySource,
 )
-from feedmill.producers.bluesky_gaps import BEHIND, ENDLESS, TOO_YOUNG
+from feedmill.producers.bluesky_gaps import BEHIND, ENDLESS, MISSING, TOO_YOUNG
 from feedmill.producers.jetstream import MAX_EVENT_BYTES
 from feedmill.producers.jetstream_archive import decode_block
 from feedmill.producers.live.daemon import LiveDaemon
@@ -470,6 +470,20 @@ def test_a_hostile_list_keeps_the_gap_and_the_daemon(
     run(daemon, lambda: the_gap(redis).problem, "the reason is stored")
     run(daemon, lambda: filled(daemon), "the gap is filled")
     daemon.close()
+
+
+def test_a_segment_without_blocks_keeps_the_gap(
+    redis: RedisServer, house: House
+) -> None:
+    house.end_gap()
+    house.archive.missing = {1}
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem == MISSING, "the reason is stored")
+    assert not the_gap(redis).filled
+    house.archive.missing = set()
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert {*house.lost} <= {*ids(redis)}
 
 
 def test_repeated_pages_end(redis: RedisServer, house: House) -> None:
