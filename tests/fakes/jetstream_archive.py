@@ -13,6 +13,7 @@ bluesky-social/jetstream, section 3.2 of its design document, and its lexicons.
 import json
 import struct
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -45,6 +46,8 @@ class JetstreamArchive(Loopback):
         self.bodies: dict[int, bytes] = {}
         #: Numbers of segments that are listed and have no blocks.
         self.missing: set[int] = set()
+        #: Seconds until answers begin.
+        self.delay_s = 0.0
         #: Paths that were asked for.
         self.asked: list[str] = []
 
@@ -101,6 +104,7 @@ class Answers(Handler):
         url = urlsplit(self.path)
         archive = self.server
         archive.asked.append(self.path)
+        time.sleep(archive.delay_s)
         headers: Mapping[str, str] = {}
         if archive.answers:
             status, body, headers = archive.answers.pop(0)

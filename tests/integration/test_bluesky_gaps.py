@@ -413,6 +413,23 @@ def test_too_many_requests_are_waited_for(redis: RedisServer, house: House) -> N
     daemon.close()
 
 
+def test_a_slow_archive_does_not_hold_up_the_live_stream(
+    redis: RedisServer, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would answer before the timeouts of other clients have passed."""
+    monkeypatch.setattr(
+        "feedmill.producers.jetstream_archive.READ_TIMEOUT_S", 0.1, raising=False
+    )
+    house.end_gap()
+    house.archive.delay_s = 3.0
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem, "the request is given up")
+    live = house.jetstream.post("a later one")
+    run(daemon, lambda: live in ids(redis), "the live stream goes on")
+    daemon.close()
+    assert not the_gap(redis).filled
+
+
 def bomb() -> bytes:
     return compress(bytes(2**28))
 
