@@ -56,7 +56,7 @@ MAX_EDITS = 100_000
 EDITS_TTL_S = 30 * 86_400
 #: Reasons for keeping a gap.
 BEHIND = "the archive has not reached the end of the gap yet"
-TOO_YOUNG = "the archive begins after the gap"
+TOO_YOUNG = "the archive does not have the beginning of the gap"
 ENDLESS = "the archive's list of segments is too long, or repeats itself"
 MISSING = "the archive lists a segment that it does not have"
 
@@ -192,8 +192,6 @@ class BlueskyGapFiller:
         begin: time that the archive must have, in seconds since 1970.
         """
         segments: list[Segment] = []
-        # Of all segments.
-        oldest_us = math.inf
         newest_us = 0
         cursor = ""
         cursors: set[str] = set()
@@ -202,7 +200,6 @@ class BlueskyGapFiller:
             page = self._archive.segments(cursor)
             yield STEP
             for segment in page.segments:
-                oldest_us = min(oldest_us, segment.begin_us)
                 newest_us = max(newest_us, segment.end_us)
                 if segment.begin_us <= end_us and segment.end_us >= begin_us:
                     segments.append(segment)
@@ -215,9 +212,10 @@ class BlueskyGapFiller:
                 raise RequestFailed(ENDLESS)
         if newest_us < end_us:
             raise RequestFailed(BEHIND)
-        if oldest_us > _microseconds(begin):
-            raise RequestFailed(TOO_YOUNG)
         segments.sort(key=lambda segment: segment.begin_us)
+        latest_us = _microseconds(begin + MARGIN_S)
+        if not segments or segments[0].begin_us > latest_us:
+            raise RequestFailed(TOO_YOUNG)
         return segments
 
     def _read(self, segment: Segment, begin_us: int, end_us: int) -> Generator[Any]:

@@ -400,6 +400,19 @@ def test_an_archive_that_begins_later_is_not_enough(
     daemon.close()
 
 
+def test_an_archive_without_the_gap_is_not_enough(
+    redis: RedisServer, house: House
+) -> None:
+    house.end_gap()
+    del house.archive.segments[:-1]
+    house.archive.seal(['{"time_us": 1, "kind": "identity", "did": "did:plc:a"}'])
+    house.archive.segments.reverse()
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem == TOO_YOUNG, "the reason is stored")
+    daemon.close()
+    assert not the_gap(redis).filled
+
+
 def test_too_many_requests_are_waited_for(redis: RedisServer, house: House) -> None:
     house.end_gap()
     house.archive.answers = [(429, b"", {"Retry-After": "600"})]
