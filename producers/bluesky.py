@@ -43,6 +43,9 @@ PROGRESS_INTERVAL_S = 60.0
 DELETED_STATES = frozenset({"deleted", "takendown"})
 #: Labels by which authors mark their own posts as not safe for work.
 NSFW_LABELS = frozenset({"porn", "sexual", "nudity", "graphic-media"})
+#: Characters of keys that hold the time at which they were made, and their number.
+KEY_CHARACTERS = "234567abcdefghijklmnopqrstuvwxyz"
+KEY_LENGTH = 13
 #: Maximum characters of a link, as in shared/messages.py.
 MAX_URL = 4096
 
@@ -152,6 +155,9 @@ class BlueskySource(Source):
         needed: set[str] = self._filler.needed_later(ids)
         return needed
 
+    def written_at(self, post_id: str) -> float | None:
+        return time_of_post(post_id)
+
     def position_at(self, at: float) -> int | None:
         microseconds = round(at * 1_000_000)
         return max(0, microseconds)
@@ -213,6 +219,10 @@ class BlueskySource(Source):
             return raw
         data = json.loads(raw)
         event = self._event(data)
+        if self._filler is not None and event.post is not None:
+            fields = dict(event.post)
+            if fields["edited_utc"] is not None:
+                self._filler.note_edit(str(fields["id"]), event.at)
         received = self._clock.monotonic()
         self._reached = (event.cursor or 0, received)
         return event
@@ -334,3 +344,27 @@ def _seconds(text: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return max(0.0, seconds)
+
+
+def time_of_post(post_id: str) -> float | None:
+    """Return when a post was written, in seconds since 1970; None if its key does not say so."""
+    _, _, key = post_id.rpartition("/")
+    return time_of_key(key)
+
+
+def time_of_key(key: str) -> float | None:
+    """Return when a record's key was made, in seconds since 1970; None if it does not say so.
+
+    Source: atproto.com/specs/tid.
+    """
+    if len(key) != KEY_LENGTH:
+        return None
+    number = 0
+    for character in key:
+        digit = KEY_CHARACTERS.find(character)
+        if digit < 0:
+            return None
+        number *= len(KEY_CHARACTERS)
+        number += digit
+    microseconds = number >> 10
+    return microseconds / 1_000_000

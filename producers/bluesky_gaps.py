@@ -6,12 +6,15 @@ deletion until the gap is filled.
 """
 
 import logging
+import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
 from redis import Redis
 
+from feedmill.producers.bluesky import time_of_post
 from feedmill.producers.dag_cbor import decode
+from feedmill.producers.jetstream import MAX_EVENT_BYTES
 from feedmill.producers.jetstream_archive import (
     ArchivedEvent,
     JetstreamArchive,
@@ -26,7 +29,7 @@ from feedmill.producers.live.source import (
 )
 from feedmill.producers.live.state import Gap, Gaps
 from feedmill.producers.push import known_ids
-from feedmill.shared.keys import LIVE_AUTHORS, LIVE_DELETED
+from feedmill.shared.keys import LIVE_AUTHORS, LIVE_DELETED, LIVE_EDITED
 
 logger = logging.getLogger(__name__)
 
@@ -41,25 +44,28 @@ MARGIN_S = 60
 WRITTEN_MARGIN_S = 3600.0
 #: Events of a block, by default. After deletions, it has fewer.
 EVENTS_PER_BLOCK = 4096
-#: Maximum pages of segments.
+#: Maximum pages of segments, and segments of one gap, of about 256 MiB each.
 MAX_PAGES = 1000
+MAX_SEGMENTS = 10_000
 #: Kinds of archived events, and the operations of those that change a record.
 OPERATIONS = {1: "create", 2: "update", 3: "delete", 7: "create"}
 DELETE = 3
 ACCOUNT = 5
-#: Characters of keys that hold the time at which they were made, and their number.
-KEY_CHARACTERS = "234567abcdefghijklmnopqrstuvwxyz"
-KEY_LENGTH = 13
+#: Maximum number of edits to remember while gaps are open, and the seconds for which they are.
+MAX_EDITS = 100_000
+EDITS_TTL_S = 30 * 86_400
 #: Reasons for keeping a gap.
 BEHIND = "the archive has not reached the end of the gap yet"
-TOO_YOUNG = "the archive begins after the gap"
+TOO_YOUNG = "the archive does not have the beginning of the gap"
+ENDLESS = "the archive's list of segments is too long, or repeats itself"
+MISSING = "the archive lists a segment that it does not have"
 
 #: What `_fill` yields after each request.
 STEP = object()
 
 
 class BlueskyGapFiller:
-    """Fill the gaps, oldest first, one request per step.
+    """Fill the gaps in turn, oldest first, one request per step.
 
     parse: reads an event in the form of the live stream. collection: of the records to read.
     """
@@ -82,6 +88,10 @@ class BlueskyGapFiller:
         self._due = clock.monotonic()
         self._work: Generator[Any] | None = None
         self._gap: Gap | None = None
+        #: Beginning of the gap that was tried last, in seconds since 1970.
+        self._tried_since = -math.inf
+        #: Times of the live stream's edits since the latest step, by post id.
+        self._edits: dict[str, float] = {}
         #: Filled gaps since the start.
         self.filled = 0
 
@@ -94,8 +104,27 @@ class BlueskyGapFiller:
             return set()
         return {post_id for post_id in ids if _may_be_in(post_id, gaps)}
 
+    def note_edit(self, post_id: str, at: float) -> None:
+        """Remember that the live stream had an edit: the archive may have an older text.
+
+        at: time of the edit, in seconds since 1970.
+        """
+        self._edits[post_id] = at
+
+    def _store_edits(self) -> None:
+        if not self._edits:
+            return
+        if self._gaps.open(SOURCE):
+            redis: Any = self._redis
+            key = LIVE_EDITED + SOURCE
+            redis.zadd(key, self._edits, gt=True)
+            redis.zremrangebyrank(key, 0, -1 - MAX_EDITS)
+            redis.expire(key, EDITS_TTL_S)
+        self._edits.clear()
+
     def step(self) -> Iterator[Any]:
         """Make the next request and yield its events, if it is time."""
+        self._store_edits()
         now = self._clock.monotonic()
         if now < self._due or self._archive.budget.pending():
             return
@@ -121,9 +150,10 @@ class BlueskyGapFiller:
         gaps = self._gaps.open(SOURCE)
         if not gaps:
             return None
-        # One that failed does not hold up the others.
-        gaps.sort(key=lambda gap: bool(gap.problem))
-        self._gap = gaps[0]
+        # In turn: one that always fails does not hold up the others.
+        later_gaps = [gap for gap in gaps if gap.since > self._tried_since]
+        self._gap = (later_gaps or gaps)[0]
+        self._tried_since = self._gap.since
         return self._fill(self._gap)
 
     def _note(self, problem: str) -> None:
@@ -131,7 +161,7 @@ class BlueskyGapFiller:
         if gap is None or gap.problem == problem:
             return
         logger.warning(
-            "cannot fill the gap in %s: %s; retrying each minute", gap.origin, problem
+            "cannot fill the gap in %s: %s; retrying later", gap.origin, problem
         )
         self._gap = gap._replace(problem=problem)
         self._gaps.record(self._gap)
@@ -141,23 +171,9 @@ class BlueskyGapFiller:
         begin = gap.reached or gap.since
         begin_us = _microseconds(begin - MARGIN_S)
         end_us = _microseconds(gap.until + MARGIN_S)
-        segments: list[Segment] = []
-        cursor = ""
-        for _ in range(MAX_PAGES):
-            page = self._archive.segments(cursor)
-            yield STEP
-            later = filter(lambda part: part.end_us >= begin_us, page.segments)
-            segments.extend(later)
-            if not page.cursor:
-                break
-            cursor = page.cursor
-        if not segments or segments[-1].end_us < end_us:
-            raise RequestFailed(BEHIND)
-        if segments[0].begin_us > _microseconds(gap.since):
-            raise RequestFailed(TOO_YOUNG)
+        segments = yield from self._segments(begin, begin_us, end_us)
         for segment in segments:
-            if segment.begin_us <= end_us:
-                yield from self._read(segment, begin_us, end_us)
+            yield from self._read(segment, begin_us, end_us)
         gap = self._gap or gap
         self._gap = gap._replace(
             filled=self._clock.time(), reached=gap.until, problem=""
@@ -168,6 +184,40 @@ class BlueskyGapFiller:
             "filled the gap in %s with %d posts from the archive", gap.origin, gap.found
         )
 
+    def _segments(
+        self, begin: float, begin_us: int, end_us: int
+    ) -> Generator[Any, Any, list[Segment]]:
+        """Return the segments of a period, oldest first. Yield STEP after each request.
+
+        begin: time that the archive must have, in seconds since 1970.
+        """
+        segments: list[Segment] = []
+        newest_us = 0
+        cursor = ""
+        cursors: set[str] = set()
+        while newest_us < end_us:
+            cursors.add(cursor)
+            page = self._archive.segments(cursor)
+            yield STEP
+            for segment in page.segments:
+                newest_us = max(newest_us, segment.end_us)
+                if segment.begin_us <= end_us and segment.end_us >= begin_us:
+                    segments.append(segment)
+            if not page.cursor:
+                break
+            cursor = page.cursor
+            is_repeated = cursor in cursors
+            is_too_long = len(cursors) >= MAX_PAGES or len(segments) > MAX_SEGMENTS
+            if is_repeated or is_too_long:
+                raise RequestFailed(ENDLESS)
+        if newest_us < end_us:
+            raise RequestFailed(BEHIND)
+        segments.sort(key=lambda segment: segment.begin_us)
+        latest_us = _microseconds(begin + MARGIN_S)
+        if not segments or segments[0].begin_us > latest_us:
+            raise RequestFailed(TOO_YOUNG)
+        return segments
+
     def _read(self, segment: Segment, begin_us: int, end_us: int) -> Generator[Any]:
         """Yield the events of a segment's blocks in the gap."""
         index = 0
@@ -176,6 +226,9 @@ class BlueskyGapFiller:
         while True:
             events = self._archive.block(segment.name, index)
             if events is None:
+                is_missing = index == 0 and segment.events > 0
+                if is_missing:
+                    raise RequestFailed(MISSING)
                 return
             wanted = [event for event in events if begin_us <= event.at_us <= end_us]
             count = yield from self._send(wanted)
@@ -226,6 +279,10 @@ class BlueskyGapFiller:
             is_record = is_operation and row.collection == self._collection
             if not is_record and row.kind != ACCOUNT:
                 continue
+            # Before decoding: values need up to 64 times the memory of their bytes.
+            if len(row.payload) > MAX_EVENT_BYTES:
+                unreadable += 1
+                continue
             try:
                 data = _live_form(row)
                 event = self._parse(data)
@@ -242,39 +299,49 @@ class BlueskyGapFiller:
                 fields = dict(event.post)
                 post_id = str(fields["id"])
                 ids.append(post_id)
-        # The archive may have a text from before a later edit.
         sent_ids = set(known_ids(self._redis, ids))
+        edit_times = self._times_of(LIVE_EDITED, ids)
+        authors = [author_of(post_id) for post_id in ids]
+        deletion_times = self._times_of(LIVE_AUTHORS, authors)
         deleted_ids = self._deleted(ids)
         count = 0
         for event in events:
             if event.post is not None:
                 fields = dict(event.post)
+                post_id = str(fields["id"])
                 is_edit = fields["edited_utc"] is not None
-                is_sent = fields["id"] in sent_ids
-                if fields["id"] in deleted_ids or (is_sent and not is_edit):
+                if post_id in sent_ids and not is_edit:
+                    continue
+                # Sent now, a deleted post would count as written after its deletion, and an older
+                # text as the newest.
+                deleted_at = deletion_times.get(author_of(post_id), 0.0)
+                changed_at = max(deleted_at, edit_times.get(post_id, 0.0))
+                if post_id in deleted_ids or event.at < changed_at:
                     continue
                 count += 1
             yield event
         return count
 
     def _deleted(self, ids: Sequence[str]) -> set[str]:
-        """Return the posts that the live stream deleted since, themselves or with their account.
-
-        Sent now, they would count as written after that.
-        """
+        """Return the posts that the live stream deleted since."""
         if not ids:
             return set()
-        authors = [author_of(post_id) for post_id in ids]
         redis: Any = self._redis
-        deleted_key = LIVE_DELETED + SOURCE
-        authors_key = LIVE_AUTHORS + SOURCE
-        are_deleted = redis.smismember(deleted_key, ids)
-        times = redis.zmscore(authors_key, authors)
+        are_deleted = redis.smismember(LIVE_DELETED + SOURCE, ids)
         deleted: set[str] = set()
-        for post_id, is_deleted, at in zip(ids, are_deleted, times, strict=True):
-            if is_deleted or at is not None:
+        for post_id, is_deleted in zip(ids, are_deleted, strict=True):
+            if is_deleted:
                 deleted.add(post_id)
         return deleted
+
+    def _times_of(self, key: str, members: Sequence[str]) -> dict[str, float]:
+        """Return the times of posts or accounts in a set of the source, in seconds since 1970."""
+        if not members:
+            return {}
+        redis: Any = self._redis
+        scores = redis.zmscore(key + SOURCE, members)
+        times = dict(zip(members, scores, strict=True))
+        return {member: at for member, at in times.items() if at is not None}
 
 
 def _microseconds(seconds: float) -> int:
@@ -317,8 +384,7 @@ def _live_form(row: ArchivedEvent) -> dict[str, Any]:
 
 def _may_be_in(post_id: str, gaps: Sequence[Gap]) -> bool:
     """Return whether a post may have been written in one of these gaps."""
-    _, _, key = post_id.rpartition("/")
-    written = time_of_key(key)
+    written = time_of_post(post_id)
     if written is None:
         return True
     for gap in gaps:
@@ -327,21 +393,3 @@ def _may_be_in(post_id: str, gaps: Sequence[Gap]) -> bool:
         if begin <= written <= end:
             return True
     return False
-
-
-def time_of_key(key: str) -> float | None:
-    """Return when a record's key was made, in seconds since 1970; None if it does not say so.
-
-    Source: atproto.com/specs/tid.
-    """
-    if len(key) != KEY_LENGTH:
-        return None
-    number = 0
-    for character in key:
-        digit = KEY_CHARACTERS.find(character)
-        if digit < 0:
-            return None
-        number *= len(KEY_CHARACTERS)
-        number += digit
-    microseconds = number >> 10
-    return microseconds / 1_000_000

@@ -26,6 +26,9 @@ else:
 
 #: Own limit of requests. The servers' are not published.
 REQUESTS_PER_MINUTE = 120
+#: Timeout in seconds for the first byte of an answer and between two reads. The live stream waits
+#: during a request: at most twice as long for the headers, and four times as long for the body.
+READ_TIMEOUT_S = 5.0
 #: Maximum bytes of an answer, and of a decompressed block. A block of 4,096 events has a few MiB.
 MAX_ANSWER_BYTES = 2**25
 MAX_BLOCK_BYTES = 2**27
@@ -82,7 +85,12 @@ class JetstreamArchive:
         self._url = f"{url}/xrpc/network.bsky.jetstream"
         self.budget = RequestBudget(clock, REQUESTS_PER_MINUTE)
         host = urlsplit(url).netloc
-        self._http = HttpClient(host, self.budget, MAX_ANSWER_BYTES)
+        self._http = HttpClient(
+            host,
+            self.budget,
+            MAX_ANSWER_BYTES,
+            READ_TIMEOUT_S,
+        )
         headers = self._http.session.headers
         headers["User-Agent"] = user_agent()
         if key:

@@ -60,6 +60,9 @@ LIVE_RECHECKS = "feedmill:live:rechecks:"
 #: Live source -> beginnings of the ids of deleted accounts' posts, scored by the time of deletion
 #: (seconds since 1970).
 LIVE_AUTHORS = "feedmill:live:authors:"
+#: Live source -> ids of posts that were edited there while a gap was open, scored by the time of
+#: the latest edit (seconds since 1970).
+LIVE_EDITED = "feedmill:live:edited:"
 #: Run -> its progress: `sent`, `stored`, `failed`; `began`, `latest`, `used` (ms); kept `columns`
 #: and `labels`.
 RUN = "feedmill:run:"

@@ -60,6 +60,8 @@ SECRET_LOGGERS = (
     "opentelemetry.util.re",
     "urllib3.connectionpool",
 )
+#: Kinds to remember. A text with its arguments filled in is a kind of its own each time.
+MAX_KINDS = 100
 #: Most characters of a sender's text in an attribute.
 MAX_ATTRIBUTE_CHARACTERS = 128
 
@@ -78,6 +80,8 @@ class Sparse(logging.Filter):
         passed_at = self._passed.get(kind)
         if passed_at is not None and now - passed_at < LOG_INTERVAL_S:
             return False
+        if len(self._passed) >= MAX_KINDS:
+            self._passed.clear()
         self._passed[kind] = now
         return True
 

@@ -88,7 +88,7 @@ class LiveDaemon:
         self._progress = SourceProgress(source, redis, self._state, clock)
         self._gaps = Gaps(redis)
         self._store = ResultsStore(redis, settings)
-        self._purges = Purges(redis, settings, source.name, clock)
+        self._purges = Purges(redis, settings, source.name, clock, source.written_at)
         self._rechecks = Rechecks(source, redis, settings, pusher, clock)
         #: Events of the open connection; None while it is closed.
         self._events: Generator[Any] | None = None
@@ -375,13 +375,13 @@ class LiveDaemon:
         places: dict[str, Position] = {}
         deleted = set[str]()
         removed = set[str]()
-        authors = set[str]()
+        authors: dict[str, float] = {}
         for event in batch:
             post = None if event.post is None else self._parse(event.post)
             if post is not None:
                 posts[post.id] = post
                 deleted.discard(post.id)
-                authors.discard(author_of(post.id))
+                authors.pop(author_of(post.id), None)
                 if event.cursor is not None:
                     places[post.id] = Position(event.cursor, event.at)
             if event.deleted is not None:
@@ -391,7 +391,7 @@ class LiveDaemon:
                 removed.add(event.removed)
                 posts.pop(event.removed, None)
             if event.deleted_author is not None:
-                authors.add(event.deleted_author)
+                authors[event.deleted_author] = self._deleted_at(event)
         new = self._progress.new_places(batch, places)
         self._rechecks.schedule(posts.values(), removed)
         self._pusher.push(posts.values())
@@ -400,6 +400,15 @@ class LiveDaemon:
         self._advance(batch, new)
         filtered = [event for event in batch if event.filtered]
         self.filtered += len(filtered)
+
+    def _deleted_at(self, event: Event) -> float:
+        """Return when an account was deleted, in seconds since 1970: now, unless the event is from
+        the source's past.
+        """
+        now = self._clock.time()
+        if event.cursor is None:
+            return min(now, event.at)
+        return now
 
     def _advance(self, batch: list[Event], new: Sequence[Position] = ()) -> None:
         """Store the position after a batch, and count its events. new: see

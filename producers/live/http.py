@@ -36,8 +36,8 @@ MAX_RESPONSE_BYTES = 64 * 2**20
 #: two reads.
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 15.0
-#: Maximum durations, as multiples of READ_TIMEOUT_S: from connecting to the end of the response's
-#: headers, and of its body.
+#: Maximum durations, as multiples of a client's read timeout: from connecting to the end of the
+#: response's headers, and of its body.
 HEADERS_TIMEOUT_FACTOR = 2
 RESPONSE_TIMEOUT_FACTOR = 4
 #: Bytes that a response may have beside its body: headers, and what separates chunks.
@@ -56,7 +56,9 @@ class HttpClient:
 
     Waits for the budget, and raises Stopped then.
 
-    max_bytes: maximum size of a response; MAX_RESPONSE_BYTES unless given.
+    max_bytes: maximum size of a response; MAX_RESPONSE_BYTES unless given. read_timeout_s: for the
+    first byte of a response and between two reads; READ_TIMEOUT_S unless given. The maximum
+    durations follow it.
     """
 
     #: Whether a Retry-After of a temporary error is passed on, as that of a 429 response is. Who
@@ -64,11 +66,16 @@ class HttpClient:
     waits_after_errors = False
 
     def __init__(
-        self, name: str, budget: RequestBudget, max_bytes: int | None = None
+        self,
+        name: str,
+        budget: RequestBudget,
+        max_bytes: int | None = None,
+        read_timeout_s: float | None = None,
     ) -> None:
         self.name = name
         self.budget = budget
         self._max_bytes = max_bytes
+        self._read_timeout_s = read_timeout_s
         self._exchange = Exchange()
         self.session = _Session()
         for scheme in ("http://", "https://"):
@@ -77,16 +84,17 @@ class HttpClient:
     def request(self, method: str, url: str, **arguments: Any) -> requests.Response:
         """Return the response, whatever its status, except 429 and those of temporary errors."""
         self.budget.take()
+        read_timeout_s = self._read_timeout_s or READ_TIMEOUT_S
         arguments |= {
-            "timeout": (CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
+            "timeout": (CONNECT_TIMEOUT_S, read_timeout_s),
             "stream": True,
             "allow_redirects": False,
         }
         max_bytes = self._max_bytes or MAX_RESPONSE_BYTES
         self._exchange.begin(
-            seconds=HEADERS_TIMEOUT_FACTOR * READ_TIMEOUT_S,
+            seconds=HEADERS_TIMEOUT_FACTOR * read_timeout_s,
             connect_timeout=CONNECT_TIMEOUT_S,
-            read_timeout=READ_TIMEOUT_S,
+            read_timeout=read_timeout_s,
             max_bytes=max_bytes + MAX_OVERHEAD_BYTES,
         )
         try:
@@ -136,7 +144,8 @@ class HttpClient:
 
         Raises TimeoutError if it is too slow, and RequestFailed if it is too large.
         """
-        self._exchange.begin_body(RESPONSE_TIMEOUT_FACTOR * READ_TIMEOUT_S)
+        read_timeout_s = self._read_timeout_s or READ_TIMEOUT_S
+        self._exchange.begin_body(RESPONSE_TIMEOUT_FACTOR * read_timeout_s)
         body = bytearray()
         # read1 returns what has arrived: read would wait for a full chunk, even at one byte at a
         # time.

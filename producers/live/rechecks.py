@@ -18,7 +18,7 @@ miss posts that move from one place to another meanwhile.
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -413,6 +413,8 @@ def _digest(post: Post) -> str:
 #: each of which reads everything that Redis stores about posts.
 PURGE_INTERVAL_S = 30.0
 AUTHORS_INTERVAL_S = 600.0
+#: Seconds by which the time in a post's id, of its author's clock, may be wrong.
+WRITTEN_MARGIN_S = 3600.0
 #: Seconds for which the posts of a deleted account are searched for.
 AUTHOR_KEPT_S = 86_400.0
 #: Share of the time that purges may take: in a large Redis they become rarer.
@@ -426,13 +428,22 @@ def _pause_after(seconds: float, interval_s: float) -> float:
 
 
 class Purges:
-    """Collect deletions and purge the posts. `purged`: number of posts since the start."""
+    """Collect deletions and purge the posts. `purged`: number of posts since the start.
+
+    written_at: see `Source.written_at`.
+    """
 
     def __init__(
-        self, redis: Any, settings: Settings, source: str, clock: Clock
+        self,
+        redis: Any,
+        settings: Settings,
+        source: str,
+        clock: Clock,
+        written_at: Callable[[str], float | None] | None = None,
     ) -> None:
         self._redis = redis
         self._settings = settings
+        self._written_at = written_at
         #: Keys of the posts that are not purged yet, and of the accounts, scored by the time of
         #: deletion.
         self._deleted = LIVE_DELETED + source
@@ -447,7 +458,7 @@ class Purges:
     def add(
         self,
         ids: Collection[str],
-        authors: set[str],
+        authors: Mapping[str, float],
         written: Collection[str],
         needed_later: Collection[str] = (),
     ) -> None:
@@ -455,8 +466,9 @@ class Purges:
 
         Call it after the posts before their deletion were sent.
 
-        authors: deleted accounts. written: ids of posts that were sent since; they stay.
-        needed_later: deleted posts that are blocked although they were not sent.
+        authors: deleted accounts, and when each was deleted, in seconds since 1970. written: ids
+        of posts that were sent since; they stay. needed_later: deleted posts that are blocked
+        although they were not sent.
         """
         redis = self._redis
         if written:
@@ -467,13 +479,11 @@ class Purges:
             if to_purge:
                 redis.sadd(self._deleted, *to_purge)
         writers = {author_of(post_id) for post_id in written}
-        returned_authors = writers - authors
+        returned_authors = writers.difference(authors)
         if returned_authors:
             redis.zrem(self._authors, *returned_authors)
         if authors:
-            now = self._clock.time()
-            deletion_times = dict.fromkeys(authors, now)
-            redis.zadd(self._authors, deletion_times)
+            redis.zadd(self._authors, authors, gt=True)
 
     def run_if_due(self) -> None:
         """Purge what has been collected, if it is time.
@@ -515,11 +525,16 @@ class Purges:
         now = self._clock.time()
         before = now - AUTHOR_KEPT_S
         redis = self._redis
-        stored_authors = redis.zrange(self._authors, 0, -1)
-        authors = set(stored_authors)
+        stored_authors = redis.zrange(self._authors, 0, -1, withscores=True)
+        deletion_times = dict(stored_authors)
+        authors = set(deletion_times)
         if not authors:
             return
-        matches = self._posts_of(authors)
+        matches: set[str] = set()
+        for post_id in self._posts_of(authors):
+            deleted_at = deletion_times.get(author_of(post_id), math.inf)
+            if not self._is_newer(post_id, deleted_at):
+                matches.add(post_id)
         if matches:
             redis.sadd(self._deleted, *matches)
         # Last, so that each account is searched for once at least, also if the clock was wrong
@@ -533,6 +548,17 @@ class Purges:
         finished = authors.intersection(old_authors)
         if finished:
             redis.zrem(self._authors, *finished)
+
+    def _is_newer(self, post_id: str, deleted_at: float) -> bool:
+        """Return whether a post was written after its account was deleted: it came back since."""
+        if self._written_at is None:
+            return False
+        written = self._written_at(post_id)
+        now = self._clock.time()
+        # A time from the future says nothing.
+        if written is None or written > now:
+            return False
+        return written > deleted_at + WRITTEN_MARGIN_S
 
     def _posts_of(self, authors: set[str]) -> set[str]:
         """Return the ids of all posts of these accounts, in messages, results and streams."""

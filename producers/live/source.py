@@ -129,6 +129,13 @@ class Source:
         """
         return set()
 
+    def written_at(self, post_id: str) -> float | None:  # noqa: ARG002 - for subclasses
+        """Return when a post was written, in seconds since 1970, if its id says so; else None.
+
+        The id is a stranger's, and so is the time.
+        """
+        return None
+
     def look_up(self, ids: Sequence[str]) -> Mapping[str, Event]:
         """Return the present state of up to a hundred posts, by id, for rechecks; missing ones are
         absent.

@@ -13,6 +13,7 @@ bluesky-social/jetstream, section 3.2 of its design document, and its lexicons.
 import json
 import struct
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -43,6 +44,10 @@ class JetstreamArchive(Loopback):
         #: Statuses and bodies of the next answers, with their headers.
         self.answers: list[tuple[int, bytes, Mapping[str, str]]] = []
         self.bodies: dict[int, bytes] = {}
+        #: Numbers of segments that are listed and have no blocks.
+        self.missing: set[int] = set()
+        #: Seconds until answers begin.
+        self.delay_s = 0.0
         #: Paths that were asked for.
         self.asked: list[str] = []
 
@@ -64,7 +69,8 @@ class JetstreamArchive(Loopback):
         if path == f"{PREFIX}listSegments":
             first = int(query.get("cursor", ["0"])[0])
             return 200, json.dumps(self._list(first)).encode()
-        segment = self.segments[int(query["segment"][0].split("_")[1].split(".")[0])]
+        number = int(query["segment"][0].split("_")[1].split(".")[0])
+        segment = [] if number in self.missing else self.segments[number]
         index = int(query["blockIndex"][0])
         if index in self.bodies:
             return 200, self.bodies[index]
@@ -98,6 +104,7 @@ class Answers(Handler):
         url = urlsplit(self.path)
         archive = self.server
         archive.asked.append(self.path)
+        time.sleep(archive.delay_s)
         headers: Mapping[str, str] = {}
         if archive.answers:
             status, body, headers = archive.answers.pop(0)

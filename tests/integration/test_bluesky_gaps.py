@@ -9,23 +9,37 @@ from typing import Any
 import pytest
 
 from feedmill.producers import bluesky_gaps
-from feedmill.producers.bluesky import BlueskySource
-from feedmill.producers.bluesky_gaps import BEHIND, TOO_YOUNG
+from feedmill.producers.bluesky import (
+    COLLECTION,
+    KEY_CHARACTERS,
+    KEY_LENGTH,
+    BlueskySource,
+)
+from feedmill.producers.bluesky_gaps import BEHIND, ENDLESS, MISSING, TOO_YOUNG
+from feedmill.producers.jetstream import MAX_EVENT_BYTES
 from feedmill.producers.jetstream_archive import decode_block
 from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Clock
 from feedmill.producers.live.state import Gap, Gaps, LiveState, Position
 from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
+from feedmill.shared.keys import LIVE_AUTHORS
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.purge import tombstones
 from feedmill.shared.settings import Settings
+from tests.fakes import jetstream_archive
 from tests.fakes.jetstream import Jetstream
-from tests.fakes.jetstream_archive import JetstreamArchive, compress, encode_block
+from tests.fakes.jetstream_archive import (
+    JetstreamArchive,
+    compress,
+    encode_block,
+    encode_cbor,
+)
 from tests.integration.test_bluesky import ids, jetstream, make, run
 from tests.support import RedisServer, queued
 
 __all__ = ["jetstream", "make"]  # fixtures
+AUTHORS = LIVE_AUTHORS + "bluesky"
 pytestmark = pytest.mark.usefixtures("make")  # short batches and pauses
 
 
@@ -96,7 +110,11 @@ def start(redis: RedisServer, house: House, **chosen: Any) -> LiveDaemon:
 
 
 def the_gap(redis: RedisServer) -> Gap:
-    (gap,) = Gaps(redis.client).all()
+    """Return the gap; before the daemon has noticed it, one without a problem."""
+    gaps = Gaps(redis.client).all()
+    if not gaps:
+        return Gap("bluesky", "", since=0.0, until=0.0, noted=0.0)
+    (gap,) = gaps
     return gap
 
 
@@ -133,6 +151,30 @@ def test_several_gaps_are_filled_one_after_another(
     daemon.close()
     assert sorted(ids(redis)) == sorted(house.lost[:20])
     assert [gap.found for gap in Gaps(redis.client).all()] == [10, 10]
+
+
+def test_a_gap_that_cannot_be_filled_does_not_hold_up_others(
+    redis: RedisServer, house: House
+) -> None:
+    """All gaps have a problem; the first one keeps it."""
+    house.end_gap()
+    times = [json.loads(text)["time_us"] / 1e6 for text in texts_of(house.archive)]
+    periods = ((times[0] - 600, times[0] - 300), (times[9], times[18]))
+    for since, until in periods:
+        gap = Gap("bluesky", "", since, until, noted=time.time(), problem=BEHIND)
+        Gaps(redis.client).record(gap)
+    LiveState(redis.client, "bluesky").advance(
+        Position(round(times[-1] * 1e6), times[-1])
+    )
+    daemon = start(redis, house)
+    run(daemon, lambda: filled(daemon), "the second gap is filled")
+    run(
+        daemon,
+        lambda: Gaps(redis.client).all()[0].problem == TOO_YOUNG,
+        "the first gap cannot be filled",
+    )
+    daemon.close()
+    assert sorted(ids(redis)) == sorted(house.lost[:10])
 
 
 def texts_of(archive: JetstreamArchive) -> list[str]:
@@ -205,6 +247,77 @@ def test_accounts_that_were_deleted_since_stay_deleted(
     assert {*house.lost} <= {*ids(redis)}
 
 
+def test_an_edit_after_the_gap_is_newer_than_one_in_the_gap(
+    redis: RedisServer, house: House
+) -> None:
+    edited_twice, edited_once = house.lost[5:7]
+    house.jetstream.edit(edited_twice, "edited in the gap")
+    house.jetstream.edit(edited_once, "edited in the gap")
+    house.end_gap()
+    house.archive.answers = [(503, b"", {})] * 10_000
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem, "the archive does not answer yet")
+    house.jetstream.edit(edited_twice, "edited after the gap")
+    run(daemon, lambda: edited_twice in ids(redis), "the live edit is sent")
+    house.archive.answers.clear()
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    bodies: dict[str, list[str]] = {edited_twice: [], edited_once: []}
+    for post in queued(redis):
+        if post["id"] in bodies:
+            bodies[post["id"]].append(post["body"])
+    assert bodies[edited_twice] == ["edited after the gap"]
+    assert bodies[edited_once][-1] == "edited in the gap"
+
+
+def key_at(seconds: float) -> str:
+    """Return the key of a record that was made then."""
+    number = round(seconds * 1e6) << 10
+    key = ""
+    for _ in range(KEY_LENGTH):
+        number, digit = divmod(number, len(KEY_CHARACTERS))
+        key = KEY_CHARACTERS[digit] + key
+    return key
+
+
+def test_posts_since_an_account_came_back_stay(
+    redis: RedisServer, house: House
+) -> None:
+    """The account was deleted in a gap two days ago."""
+    did = "did:plc:mallory"
+    then = time.time() - 2 * 86_400
+    events = [
+        {"time_us": round((then + second) * 1e6), "did": did, "kind": "identity"}
+        for second in (-9, 0, 9)
+    ]
+    events[1] |= {"kind": "account", "account": {"active": False, "status": "deleted"}}
+    house.archive.seal([json.dumps(event) for event in events])
+    old, new = (key_at(then - 60), key_at(time.time() - 60))
+    for key in (old, new):
+        house.jetstream.raw(
+            {
+                "did": did,
+                "kind": "commit",
+                "commit": {
+                    "operation": "create",
+                    "collection": COLLECTION,
+                    "rkey": key,
+                    "record": {"text": "by Mallory"},
+                },
+            }
+        )
+    old_id, new_id = (f"at://{did}/{COLLECTION}/{key}" for key in (old, new))
+    daemon = start(redis, house)
+    run(daemon, lambda: {old_id, new_id} <= {*ids(redis)}, "both posts are sent")
+    gap = Gap("bluesky", "", then - 5, then + 5, noted=time.time())
+    Gaps(redis.client).record(gap)
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    run(daemon, lambda: old_id not in ids(redis), "the old post is purged")
+    run(daemon, lambda: not redis.client.exists(AUTHORS), "the search is over")
+    daemon.close()
+    assert new_id in ids(redis)
+
+
 def test_a_killed_daemon_continues_where_it_stopped(
     redis: RedisServer, house: House
 ) -> None:
@@ -218,6 +331,18 @@ def test_a_killed_daemon_continues_where_it_stopped(
     sent = ids(redis)
     assert sorted(sent) == sorted([house.before[-1], *house.lost])
     assert the_gap(redis).found == 31
+
+
+def test_a_gap_continues_in_a_later_segment(redis: RedisServer, house: House) -> None:
+    house.end_gap()
+    daemon = start(redis, house)
+    third = house.archive.segments[2][0][0]["time_us"] / 1e6
+    run(daemon, lambda: the_gap(redis).reached >= third, "two segments are read")
+    house.archive.answers = [(500, b"", {})]
+    run(daemon, lambda: the_gap(redis).problem, "a request fails")
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert sorted(ids(redis)) == sorted([house.before[-1], *house.lost])
 
 
 def test_only_chosen_accounts_are_read_from_the_archive(
@@ -275,6 +400,19 @@ def test_an_archive_that_begins_later_is_not_enough(
     daemon.close()
 
 
+def test_an_archive_without_the_gap_is_not_enough(
+    redis: RedisServer, house: House
+) -> None:
+    house.end_gap()
+    del house.archive.segments[:-1]
+    house.archive.seal(['{"time_us": 1, "kind": "identity", "did": "did:plc:a"}'])
+    house.archive.segments.reverse()
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem == TOO_YOUNG, "the reason is stored")
+    daemon.close()
+    assert not the_gap(redis).filled
+
+
 def test_too_many_requests_are_waited_for(redis: RedisServer, house: House) -> None:
     house.end_gap()
     house.archive.answers = [(429, b"", {"Retry-After": "600"})]
@@ -286,6 +424,23 @@ def test_too_many_requests_are_waited_for(redis: RedisServer, house: House) -> N
     assert len(house.archive.asked) == asked
     assert daemon.hindrance == "", "the live stream goes on"
     daemon.close()
+
+
+def test_a_slow_archive_does_not_hold_up_the_live_stream(
+    redis: RedisServer, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would answer before the timeouts of other clients have passed."""
+    monkeypatch.setattr(
+        "feedmill.producers.jetstream_archive.READ_TIMEOUT_S", 0.1, raising=False
+    )
+    house.end_gap()
+    house.archive.delay_s = 3.0
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem, "the request is given up")
+    live = house.jetstream.post("a later one")
+    run(daemon, lambda: live in ids(redis), "the live stream goes on")
+    daemon.close()
+    assert not the_gap(redis).filled
 
 
 def bomb() -> bytes:
@@ -347,16 +502,64 @@ def test_a_hostile_list_keeps_the_gap_and_the_daemon(
     daemon.close()
 
 
+def test_a_segment_without_blocks_keeps_the_gap(
+    redis: RedisServer, house: House
+) -> None:
+    house.end_gap()
+    house.archive.missing = {1}
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem == MISSING, "the reason is stored")
+    assert not the_gap(redis).filled
+    house.archive.missing = set()
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert {*house.lost} <= {*ids(redis)}
+
+
+def test_repeated_pages_end(redis: RedisServer, house: House) -> None:
+    house.end_gap()
+    page = b'{"segments": [], "cursor": "1"}'
+    house.archive.answers = [(200, page, {})] * 2
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem == ENDLESS, "it is given up")
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+
+
 def test_pages_without_an_end_end(
     redis: RedisServer, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bluesky_gaps, "MAX_PAGES", 5)
     house.end_gap()
-    page = b'{"segments": [], "cursor": "1"}'
-    house.archive.answers = [(200, page, {})] * 5
+    for number in range(5):
+        page = {"segments": [], "cursor": f"page {number}"}
+        house.archive.answers.append((200, json.dumps(page).encode(), {}))
     daemon = start(redis, house)
-    run(daemon, lambda: the_gap(redis).problem == BEHIND, "it is given up")
+    run(daemon, lambda: the_gap(redis).problem == ENDLESS, "it is given up")
+    run(daemon, lambda: filled(daemon), "the gap is filled")
     daemon.close()
+
+
+def test_a_gap_of_too_many_segments_is_refused(
+    redis: RedisServer, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bluesky_gaps, "MAX_SEGMENTS", 1)
+    house.end_gap()
+    daemon = start(redis, house)
+    run(daemon, lambda: the_gap(redis).problem == ENDLESS, "it is given up")
+    daemon.close()
+
+
+def test_segments_in_any_order_are_read_oldest_first(
+    redis: RedisServer, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream_archive, "PAGE", 100)
+    house.end_gap()
+    house.archive.segments.reverse()
+    daemon = start(redis, house)
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert [post for post in ids(redis) if post in house.lost] == house.lost
 
 
 def test_rows_that_cannot_be_read_are_left_out(
@@ -378,6 +581,26 @@ def test_rows_that_cannot_be_read_are_left_out(
     run(daemon, lambda: filled(daemon), "the gap is filled")
     daemon.close()
     assert daemon.unreadable == 0
+
+
+def test_larger_events_than_in_the_live_stream_are_left_out(
+    redis: RedisServer, house: House
+) -> None:
+    house.end_gap()
+    at = house.first_us + 1
+    post = "app.bsky.feed.post"
+    large = encode_cbor({"text": "large", "padding": "x" * MAX_EVENT_BYTES})
+    small = encode_cbor({"text": "small"})
+    rows = [
+        (at, 1, post, "did:plc:a", "large", large),
+        (at, 1, post, "did:plc:a", "small", small),
+    ]
+    house.archive.bodies = {1: encode_block(rows)}
+    daemon = start(redis, house)
+    run(daemon, lambda: filled(daemon), "the gap is filled")
+    daemon.close()
+    assert f"at://did:plc:a/{post}/small" in ids(redis)
+    assert f"at://did:plc:a/{post}/large" not in ids(redis)
 
 
 def test_blocks_have_the_rows_of_their_columns() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feedmill.producers.bluesky_gaps import time_of_key
+from feedmill.producers.bluesky import time_of_key
 from feedmill.producers.dag_cbor import MAX_DEPTH, decode
 from tests.fakes.jetstream_archive import encode_cbor
 

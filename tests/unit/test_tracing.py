@@ -153,6 +153,13 @@ def test_repeated_records_are_left_out() -> None:
     ]
 
 
+def test_kinds_of_records_are_bounded() -> None:
+    sparse = tracing.Sparse()
+    for number in range(1000):
+        sparse.filter(logging.makeLogRecord({"msg": f"cannot send {number}"}))
+    assert len(sparse._passed) <= 100
+
+
 @pytest.mark.parametrize("text", ["plain", "\ud800", "é" * 500, "a\x00b"])
 def test_attributes_can_be_encoded(text: str) -> None:
     attribute = tracing.attribute(text)
