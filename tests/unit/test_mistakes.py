@@ -3,6 +3,8 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader, BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,8 @@ from feedmill.shared.messages import Classification, Post, PostError
 from feedmill.shared.settings import STACK_FILE
 from tests.support import naming
 
+#: User id that owns no file.
+NOBODY = 65534
 POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
 
 
@@ -250,16 +254,29 @@ def test_file_that_cannot_be_found_for_other_reasons_is_no_text(
     assert str(done.exception).startswith("Cannot read loop/posts.csv: ")
 
 
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Give up root's right to read every folder."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.skipif(os.getuid() == 0, reason="root may read every folder")
 def test_file_in_a_folder_without_access_is_no_text(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(offline, "load_offline", Mock(side_effect=AssertionError))
     folder = tmp_path / "private"
     folder.mkdir(mode=0)
+    command = ["classify", "private/posts.csv"]
     try:
-        done = CliRunner().invoke(application(), ["classify", "private/posts.csv"])
+        with unprivileged():
+            done = CliRunner().invoke(application(), command)
     finally:
         folder.chmod(0o700)
     assert isinstance(done.exception, InputError)
