@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,9 +28,11 @@ from feedmill.shared.settings import Settings
 from feedmill.teaching.answer_file import AnsweredPost, AnswerFile
 from tests.e2e.test_acl import rules
 from tests.e2e.test_delayed import as_protocol_1
+from tests.e2e.test_flower import Visitor
 from tests.fakes.standin_worker import RAISES
 from tests.postgres import PostgresServer, postgres_folder
 from tests.support import (
+    Feedmill,
     RedisServer,
     feedmill,
     installed_redis,
@@ -178,6 +181,10 @@ def fill(scene: Scene) -> None:
     ):
         wait_until(lambda: worker.says("ready."), "the worker is ready")
         wait_until(lambda: flower.says("Flower at"), "Flower runs")
+        visitor = visitor_of(scene, flower)
+        wait_until(
+            lambda: visitor.json("/?json=1")["data"], "Flower hears of the worker"
+        )
         send(app, "t3_hdue", "t3_odue", countdown=3600)
         result = send(app, "t3_hdone", "t3_odone")
         result.get(timeout=120)
@@ -189,8 +196,15 @@ def fill(scene: Scene) -> None:
             lambda: queue_depth(scene.server.client, "feedmill").delayed == 2,
             "two messages are delayed",
         )
+        wait_until(lambda: "t3_hdone" in str(visitor.tasks()), "Flower shows the posts")
         flower.end()
     as_waiting(scene)
+
+
+def visitor_of(scene: Scene, flower: Feedmill) -> Visitor:
+    address = re.search(r"Flower at (http\S+)", flower.text())
+    assert address
+    return Visitor(address[1], scene.environment["FEEDMILL_FLOWER_PASSWORD"])
 
 
 def export(scene: Scene, *destinations: str) -> None:
